@@ -1,0 +1,278 @@
+"""A folder of checkpoints.
+
+A checkpoint is written to a temporary folder, synced and renamed; the pointer `latest` moves last.
+A process killed at any moment leaves the older checkpoints good.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from nip_astra.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "nip_astra.checkpoint"
+VERSION = 1
+LATEST, BEST = "latest", "best"
+_NAME = re.compile(r"step_(\d{8,})(?:_r(\d+))?")
+
+
+class CheckpointStore:
+    """Keeps the newest checkpoints of a run and the best one.
+
+    Parameters
+    ----------
+    directory : Path
+        Made when the first checkpoint is saved.
+    num_kept : int
+        Newest checkpoints that stay.
+    """
+
+    def __init__(self, directory: Path, num_kept: int = 2) -> None:
+        self.directory = directory
+        self.num_kept = num_kept
+
+    def save(
+        self,
+        step: int,
+        write: Callable[[Path], None],
+        *,
+        metadata: dict[str, Any],
+        is_best: bool = False,
+    ) -> Path:
+        """Write a checkpoint and give its folder.
+
+        Parameters
+        ----------
+        step : int
+            Grows from one checkpoint to the next. A step that is saved again gets a folder of its
+            own (`step_00000012_r2`), so that no checkpoint is ever replaced.
+        write : Callable[[Path], None]
+            Writes the content into the folder that it is given.
+
+        Raises
+        ------
+        CheckpointError
+            When it cannot be written, for instance on a full disk; older ones stay good.
+        """
+        with self._told_as_checkpoint_error(step):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+            name = self._unused_name(step)
+            temporary = self.directory / f".tmp-{name}"
+            try:
+                temporary.mkdir()
+                write(temporary)
+                _write_manifest(temporary, step, metadata)
+                temporary.rename(self.directory / name)
+            except BaseException:
+                shutil.rmtree(temporary, ignore_errors=True)
+                raise
+            _sync_folder(self.directory)
+            if is_best:
+                self._point(BEST, name)
+            self._point(LATEST, name)
+            self._prune()
+        return self.directory / name
+
+    def latest(self) -> Path | None:
+        """Give the newest checkpoint, None where there is none."""
+        return self._follow(LATEST)
+
+    def best(self) -> Path | None:
+        """Give the checkpoint saved as best last, None where there is none."""
+        return self._follow(BEST)
+
+    def verify(self, path: Path) -> dict[str, Any]:
+        """Give a checkpoint's manifest after checking every file against it.
+
+        Raises
+        ------
+        CheckpointError
+            When a file is missing or changed, or the folder is no checkpoint of this format; the
+            newest good checkpoint is named.
+        """
+        manifest, fault = _inspect(path)
+        if fault:
+            raise CheckpointError(
+                f"the checkpoint {path} was asked for, but {fault}. {self._advice(path)}"
+            )
+        return manifest
+
+    def open_latest(self) -> tuple[Path, dict[str, Any]]:
+        """Give the newest checkpoint, verified, and its manifest.
+
+        Raises
+        ------
+        CheckpointError
+            When there is none or it is corrupt; then the newest good one is named.
+        """
+        path = self.latest()
+        if path is None:
+            raise CheckpointError(
+                f"the run was to be resumed, but {self.directory} holds no checkpoint. Start a "
+                "new run with the same parameters."
+            )
+        return path, self.verify(path)
+
+    def _advice(self, refused: Path) -> str:
+        for other in reversed(self._all()):
+            if other != refused and not _inspect(other)[1]:
+                return (
+                    f"Write {other.name} into {self.directory / LATEST} to go on from that one, "
+                    "the newest that is good."
+                )
+        return "There is no other good checkpoint; start a new run."
+
+    def _all(self) -> list[Path]:
+        """Give the checkpoints, the oldest first."""
+        return sorted(
+            (path for path in self.directory.glob("step_*") if _NAME.fullmatch(path.name)),
+            key=lambda path: _step_and_revision(path.name),
+        )
+
+    def _unused_name(self, step: int) -> str:
+        name, revision = f"step_{step:08d}", 1
+        while (self.directory / name).exists():
+            revision += 1
+            name = f"step_{step:08d}_r{revision}"
+        return name
+
+    def _follow(self, pointer: str) -> Path | None:
+        try:
+            name = (self.directory / pointer).read_text(encoding="utf-8").strip()
+        except OSError:
+            return None
+        return self.directory / name
+
+    def _point(self, pointer: str, name: str) -> None:
+        temporary = self.directory / f".tmp-{pointer}"
+        _write_synced(temporary, name + "\n")
+        temporary.replace(self.directory / pointer)
+        _sync_folder(self.directory)
+
+    def _prune(self) -> None:
+        kept = {path.name for path in self._all()[-self.num_kept :]}
+        kept.update(path.name for path in (self.latest(), self.best()) if path is not None)
+        for path in self._all():
+            if path.name not in kept:
+                # Under its own name, a half-removed checkpoint would look like a corrupt one.
+                removed = self.directory / f".tmp-{path.name}"
+                path.rename(removed)
+                shutil.rmtree(removed)
+
+    def _remove_leftovers(self) -> None:
+        """Remove what a killed process left unfinished."""
+        for leftover in self.directory.glob(".tmp-*"):
+            if leftover.is_dir():
+                shutil.rmtree(leftover)
+            else:
+                leftover.unlink()
+
+    @contextmanager
+    def _told_as_checkpoint_error(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CheckpointError(
+                f"the checkpoint of step {step} was to be saved in {self.directory}, but: "
+                f"{reason}. Free space or change the permissions; the older checkpoints are as "
+                "they were."
+            ) from error
+
+
+def _write_manifest(folder: Path, step: int, metadata: dict[str, Any]) -> None:
+    """Sync every file and write down what the checkpoint consists of."""
+    files = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+        files[file.relative_to(folder).as_posix()] = {
+            "sha256": _digest(file),
+            "size": file.stat().st_size,
+        }
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": step,
+        "metadata": metadata,
+        "files": files,
+    }
+    manifest["manifest_sha256"] = _manifest_digest(manifest)
+    _write_synced(folder / MANIFEST, json.dumps(manifest, indent=2))
+    for subfolder in (path for path in folder.rglob("*") if path.is_dir()):
+        _sync_folder(subfolder)
+    _sync_folder(folder)
+
+
+def _inspect(path: Path) -> tuple[dict[str, Any], str]:
+    """Give a checkpoint's manifest and its first fault, an empty text where it is good."""
+    if not path.is_dir():
+        return {}, "there is no such folder"
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}, f"its {MANIFEST} is missing or broken"
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        return {}, "it was not written by nip_astra"
+    version = manifest.get("version")
+    if not isinstance(version, int) or version > VERSION:
+        return {}, (
+            f"its format is version {version} and this nip_astra reads up to version {VERSION}; "
+            "install the version that wrote it"
+        )
+    if manifest.get("manifest_sha256") != _manifest_digest(manifest):
+        return {}, f"its {MANIFEST} is corrupt"
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            return {}, f"its file {name} is missing"
+        if file.stat().st_size != expected["size"] or _digest(file) != expected["sha256"]:
+            return {}, f"its file {name} is corrupt"
+    return manifest, ""
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    # As JSON gives it back: keys that are numbers have become text.
+    content = json.loads(json.dumps(manifest))
+    content.pop("manifest_sha256", None)
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _step_and_revision(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 1)
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

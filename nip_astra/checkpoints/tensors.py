@@ -1,0 +1,108 @@
+"""Nested state in two files, tensors as safetensors and the rest as JSON; nothing is pickled."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nip_astra.errors import CheckpointError
+
+_TENSOR, _TUPLE, _DICT, _FLOAT = "$tensor", "$tuple", "$dict", "$float"
+"""Tags of what JSON has no word for: each is the only key of an object."""
+
+
+def save_state(path: Path, state: Any) -> None:
+    """Write nested state as `<path>.safetensors` and `<path>.json`.
+
+    Reading gives equal values of equal types, tensors bit for bit, on the CPU.
+
+    Parameters
+    ----------
+    state : Any
+        Dicts (keys: text, numbers, None), lists and tuples of dense tensors of any shape and type,
+        text, numbers, booleans and None.
+
+    Raises
+    ------
+    CheckpointError
+        When a value is none of these, or the files cannot be written.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = _encode(state, "state", tensors)
+    try:
+        save_file(tensors, path.with_suffix(".safetensors"))
+        path.with_suffix(".json").write_text(json.dumps(plain, allow_nan=False), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the state {path} was to be written, but: {error}. Free space or change the "
+            "permissions."
+        ) from error
+
+
+def load_state(path: Path) -> Any:
+    """Read what `save_state` wrote.
+
+    Raises
+    ------
+    CheckpointError
+        When a file is missing or broken.
+    """
+    try:
+        tensors = load_file(path.with_suffix(".safetensors"))
+        plain = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+        return _decode(plain, tensors)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the state {path} was to be read, but it is missing or broken: {error}. Resume from "
+            "another checkpoint."
+        ) from error
+
+
+def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        name = str(len(tensors))
+        # A copy: safetensors refuses tensors that share memory.
+        tensors[name] = value.detach().cpu().clone().contiguous()
+        return {_TENSOR: name}
+    if isinstance(value, dict):
+        items = [
+            (_encode(key, place, tensors), _encode(item, f"{place}.{key}", tensors))
+            for key, item in value.items()
+        ]
+        is_plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        return dict(items) if is_plain else {_DICT: items}
+    if isinstance(value, list | tuple):
+        encoded = [_encode(item, f"{place}.{i}", tensors) for i, item in enumerate(value)]
+        return {_TUPLE: encoded} if isinstance(value, tuple) else encoded
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: repr(float(value))}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise CheckpointError(
+        f"{place} was to be saved in a checkpoint, but it is a {type(value).__name__}, and a "
+        "checkpoint holds dense tensors, text, numbers, and lists, tuples and dicts of them. "
+        "Convert it first."
+    )
+
+
+def _decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensors[value[_TENSOR]]
+    if _TUPLE in value:
+        return tuple(_decode(item, tensors) for item in value[_TUPLE])
+    if _DICT in value:
+        return {_decode(key, tensors): _decode(item, tensors) for key, item in value[_DICT]}
+    if _FLOAT in value:
+        return float(value[_FLOAT])
+    return {key: _decode(item, tensors) for key, item in value.items()}

@@ -1,0 +1,217 @@
+"""The Typer application behind `run.py` and `nip-astra`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from nip_astra import __version__
+from nip_astra.errors import NipAstraError, StopRequested
+
+ROOT_OPTIONS = ("--help", "-h", "--version")
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+
+class RunByDefault(TyperGroup):
+    """Commands, where options without a command are those of `run`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args or (args[0] not in self.commands and args[0] not in ROOT_OPTIONS):
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        run = self.commands["run"]
+        with run.make_context("run", [], parent=ctx, resilient_parsing=True) as sub_context:
+            run.format_help(sub_context, formatter)
+
+
+app = typer.Typer(
+    cls=RunByDefault,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="nip_astra: models trained against and with each other. Without a command: run.",
+)
+
+Trainer = Annotated[str | None, typer.Option(help="Registered trainer, e.g. ast_dpo.")]
+ScenarioName = Annotated[
+    str | None, typer.Option(help="Scenario: a name, or a folder with a scenario.yaml.")
+]
+ParameterFile = Annotated[
+    str | None, typer.Option("--parameters", help="YAML file, in place of the trainer's preset.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a parameter: --set training.lr=1e-4. Repeatable."),
+]
+Seed = Annotated[int | None, typer.Option(help="Root of all randomness.")]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", help="Python file or module that registers names. Repeatable."),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda or auto.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
+Wandb = Annotated[str | None, typer.Option(help="disabled, offline or online.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options of the program itself."""
+
+
+@app.command()
+def run(
+    trainer: Trainer = None,
+    scenario: ScenarioName = None,
+    parameters: ParameterFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    device: Device = None,
+    wandb: Wandb = None,
+    run_id: Annotated[str | None, typer.Option(help="Name of the run and its folder.")] = None,
+    runs_dir: Annotated[str | None, typer.Option(help="Where runs are kept.")] = None,
+    num_threads: Threads = None,
+    test_run: Annotated[
+        bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Validate, load, run one smallest step; write nothing."),
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Train; `run` is what options without a command mean."""
+    from nip_astra.cli import commands
+
+    commands.run(
+        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin),
+        _settings_arguments(
+            device=device,
+            wandb=wandb,
+            run_id=run_id,
+            runs_dir=runs_dir,
+            num_threads=num_threads,
+            test_run=test_run or None,
+        ),
+        dry_run=dry_run,
+    )
+
+
+@app.command()
+def resume(
+    run: Annotated[str, typer.Argument(help="Run directory, e.g. runs/<run id>.")],
+    device: Device = None,
+    wandb: Wandb = None,
+    num_threads: Threads = None,
+    debug: Debug = False,
+) -> None:
+    """Go on with a stopped run from its latest checkpoint."""
+    from nip_astra.cli import commands
+
+    commands.resume(run, _settings_arguments(device=device, wandb=wandb, num_threads=num_threads))
+
+
+@app.command(name="list")
+def list_names(
+    kind: Annotated[
+        str | None, typer.Argument(help="trainers, scenarios, scorers, language_models, ...")
+    ] = None,
+    plugin: Plugins = None,
+    debug: Debug = False,
+) -> None:
+    """List what is registered, where it comes from and what it does."""
+    from nip_astra.cli import commands
+
+    commands.list_names(kind, plugin or [])
+
+
+@app.command()
+def show(
+    trainer: Trainer = None,
+    scenario: ScenarioName = None,
+    parameters: ParameterFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a parameter file.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Show every parameter, its value, and where the value comes from."""
+    from nip_astra.cli import commands
+
+    commands.show(
+        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin),
+        as_yaml=as_yaml,
+    )
+
+
+@app.command()
+def schema(
+    trainer: Trainer = None,
+    scenario: ScenarioName = None,
+    plugin: Plugins = None,
+    debug: Debug = False,
+) -> None:
+    """Print the JSON Schema of the parameter files of a trainer and scenario."""
+    from nip_astra.cli import commands
+
+    commands.schema(_experiment_arguments(trainer, scenario, None, None, None, plugin))
+
+
+def _experiment_arguments(
+    trainer: str | None,
+    scenario: str | None,
+    parameter_file: str | None,
+    overrides: list[str] | None,
+    seed: int | None,
+    plugins: list[str] | None,
+) -> dict[str, Any]:
+    return {
+        "trainer": trainer,
+        "scenario": scenario,
+        "parameter_file": parameter_file,
+        "overrides": overrides or [],
+        "seed": seed,
+        "plugins": plugins or [],
+    }
+
+
+def _settings_arguments(**given: Any) -> dict[str, Any]:
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def main() -> None:
+    """Run the program: exit code 0 done, 2 wrong input, 130 or 143 stopped by a signal."""
+    # Progress bars of model loading and telemetry say nothing to the user of a run.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("nip_astra").addHandler(logging.NullHandler())
+    try:
+        app()
+    except NipAstraError as error:
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        is_stop = isinstance(error, StopRequested)
+        sys.stderr.write(f"{'' if is_stop else 'error: '}{error}\n")
+        sys.exit(EXIT_CODES.get(error.signal_name, 2) if isinstance(error, StopRequested) else 2)

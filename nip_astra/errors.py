@@ -1,0 +1,183 @@
+"""Every error that the package raises on purpose: one tree, each also the builtin it refines.
+
+A message has four parts: what was asked, what is wrong, what would be right, and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+
+def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
+    """Give up to `n` known names that look like `name`, the nearest first."""
+    return difflib.get_close_matches(name, list(known), n=n, cutoff=0.6)
+
+
+class NipAstraError(Exception):
+    """Root of the package's errors. The command line turns one into a short message."""
+
+
+class ConfigurationError(NipAstraError, ValueError):
+    """What was asked for cannot be run as it stands."""
+
+
+class ParameterFault(NamedTuple):
+    """One fault of a parameter file or option.
+
+    Attributes
+    ----------
+    path : str
+        Dotted path of the parameter.
+    given : str
+        What was given, as text.
+    problem : str
+        What is wrong with it.
+    suggestion : str
+        What would be right; may be empty.
+    source : str
+        Where the value came from; may be empty.
+    """
+
+    path: str
+    given: str
+    problem: str
+    suggestion: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        origin = f" (from {self.source})" if self.source else ""
+        hint = f" {self.suggestion}" if self.suggestion else ""
+        return f"{self.path}: {self.problem}; given {self.given}{origin}.{hint}"
+
+
+class ParameterError(ConfigurationError):
+    """One or more parameters are wrong; all faults are told at once.
+
+    Attributes
+    ----------
+    faults : list[ParameterFault]
+        Each fault found.
+    """
+
+    def __init__(self, faults: Sequence[ParameterFault]) -> None:
+        self.faults = list(faults)
+        count = len(self.faults)
+        head = "1 parameter is wrong" if count == 1 else f"{count} parameters are wrong"
+        super().__init__("\n".join([f"{head}:", *(f"  {fault}" for fault in self.faults)]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.faults,)
+
+
+class UnknownNameError(ConfigurationError, LookupError):
+    """A name is in no registry.
+
+    Attributes
+    ----------
+    kind, name : str
+        What kind of thing was asked for, and by which name.
+    known : list[str]
+        Every known name.
+    suggestions : list[str]
+        The known names nearest to the one asked for.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], advice: str = "") -> None:
+        self.kind, self.name, self.known, self.advice = kind, name, sorted(known), advice
+        self.suggestions = nearest_names(name, self.known)
+        words = kind.replace("_", " ")
+        near = f" Did you mean {self.suggestions[0]!r}?" if self.suggestions else ""
+        advice = advice or f"A {words} of your own is loaded with --plugin path/to/file.py."
+        super().__init__(
+            f"unknown {words} {name!r}.{near} Known {words}s: {', '.join(self.known) or 'none'}. "
+            f"{advice}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.kind, self.name, self.known, self.advice)
+
+
+class DuplicateNameError(ConfigurationError):
+    """A name was registered twice.
+
+    Attributes
+    ----------
+    kind, name : str
+        What was registered, and as what.
+    first, second : str
+        Where each registration stands.
+    """
+
+    def __init__(self, kind: str, name: str, first: str, second: str) -> None:
+        self.kind, self.name, self.first, self.second = kind, name, first, second
+        super().__init__(
+            f"the {kind.replace('_', ' ')} {name!r} was to be registered by {second}, but {first} "
+            "has that name already. Register one of them under another name."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.kind, self.name, self.first, self.second)
+
+
+class PluginError(ConfigurationError, ImportError):
+    """A plug-in could not be loaded; nothing of it stays behind."""
+
+
+class MissingDependencyError(ConfigurationError, ImportError):
+    """An optional package is needed and not installed."""
+
+
+class ModelLoadError(ConfigurationError, OSError):
+    """A model or tokenizer cannot be found, read, or used as asked."""
+
+
+class DataError(ConfigurationError):
+    """A data file is missing, unreadable, empty, or contradicts itself."""
+
+
+class ContextLengthError(DataError):
+    """A text does not fit into a model's window."""
+
+
+class RunDirectoryError(ConfigurationError, OSError):
+    """A run directory cannot be made, found, or written."""
+
+
+class CheckpointError(NipAstraError, OSError):
+    """A checkpoint is corrupt, foreign, or does not fit."""
+
+
+class ScorerError(NipAstraError, RuntimeError):
+    """A scorer failed, or gave something that is no score."""
+
+
+class NonFiniteLossError(NipAstraError, ArithmeticError):
+    """A loss or gradient is not finite; training stopped before using it."""
+
+
+class TrackingError(NipAstraError, RuntimeError):
+    """An experiment tracker cannot be used as asked."""
+
+
+class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not a fault
+    """A signal asked the run to stop; its work is saved.
+
+    Attributes
+    ----------
+    signal_name : str
+        "SIGINT" or "SIGTERM".
+    run : str
+        Path of the run directory.
+    """
+
+    def __init__(self, signal_name: str, run: str = "RUN") -> None:
+        self.signal_name, self.run = signal_name, run
+        super().__init__(
+            f"the run was stopped by {signal_name} and its work is saved. Go on with: "
+            f"nip-astra resume {run}"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.signal_name, self.run)

@@ -1,0 +1,1 @@
+"""Measure attackers on held-out prompts."""

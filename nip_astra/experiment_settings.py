@@ -1,0 +1,56 @@
+"""Where and how a run takes place. Changing settings must not change the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+
+
+class ExperimentSettings(SubParameters):
+    """Device, tracking and paths. The fields after `progress` live in the process only."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    device: Literal["cpu", "cuda", "auto"] = "cpu"
+    """Where models run; auto takes a GPU where there is one."""
+    runs_dir: str = "runs"
+    """Folder in which run directories are made."""
+    run_id: str | None = None
+    """Name of the run and of its directory; null makes one from trainer, scenario and time."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Whether Weights & Biases mirrors the run directory."""
+    wandb_project: str = "nip_astra"
+    """W&B project."""
+    wandb_entity: str | None = None
+    """W&B user or team; null for the account's own."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of torch; null takes one for small models and all cores for others."""
+    checkpoint_period: int = Field(default=10, ge=0)
+    """Iterations between checkpoints; 0 saves at the end and on a signal only."""
+    num_checkpoints_kept: int = Field(default=2, ge=1)
+    """Newest checkpoints kept, beside the best."""
+    rollout_sample_period: int = Field(default=10, ge=1)
+    """Iterations between tables of sample conversations."""
+    num_rollout_samples: int = Field(default=8, ge=0)
+    """Nodes in a table of sample conversations, the worst failures first."""
+    test_run: bool = False
+    """Whether every loop is cut to one iteration, to see that all parts work."""
+    progress: bool = True
+    """Whether a progress bar is shown."""
+
+    run_directory: RunDirectory | None = Field(default=None, exclude=True)
+    """Where the run's files go."""
+    tracker: Tracker | None = Field(default=None, exclude=True)
+    """Takes metrics, tables and artifacts."""
+    tqdm_func: Callable[..., Any] | None = Field(default=None, exclude=True)
+    """Makes the progress bar in place of tqdm."""
+    global_tqdm_step_fn: Callable[[], None] | None = Field(default=None, exclude=True)
+    """Called once an iteration, for instance by a sweep's own bar."""
+    stop_flag: Callable[[], str | None] | None = Field(default=None, exclude=True)
+    """Gives the name of the signal that asked the run to stop, or None."""

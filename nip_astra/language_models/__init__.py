@@ -1,0 +1,1 @@
+"""Language-model backends: tokens in, tokens and log-probabilities out. They know no roles."""

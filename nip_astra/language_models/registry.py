@@ -1,0 +1,26 @@
+"""The registry of language-model backends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nip_astra.language_models.base import LanguageModel
+from nip_astra.parameters.parameters_base import claim_parameters
+from nip_astra.parameters.types import LanguageModelType
+from nip_astra.registry import Registry
+
+LANGUAGE_MODELS: Registry[type[LanguageModel]] = Registry(
+    "language_model", package="nip_astra.language_models", members=LanguageModelType
+)
+
+
+def register_language_model(
+    name: str,
+) -> Callable[[type[LanguageModel]], type[LanguageModel]]:
+    """Register a `LanguageModel` subclass under the `_type` by which parameter files name it."""
+
+    def decorate(cls: type[LanguageModel]) -> type[LanguageModel]:
+        claim_parameters(cls, name)
+        return LANGUAGE_MODELS.register(name)(cls)
+
+    return decorate

@@ -1,0 +1,106 @@
+"""Find and load Hugging Face models: a hub id, a folder, a GGUF file, or a file in a package."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nip_astra.errors import MissingDependencyError, ModelLoadError
+from nip_astra.parameters.content import resolve_reference
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SMALLEST_BFLOAT16_MODEL = 50_000_000
+"""Below this many weights a CPU gains nothing from bfloat16."""
+
+
+def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str | None]:
+    """Give the folder or hub id of a model and, for a GGUF file, the file's name."""
+    source = resolve_reference(reference, scenario_dir)
+    if isinstance(source, Path):
+        if not source.exists():
+            raise ModelLoadError(
+                f"the model {reference!r} was asked for, but {source} does not exist. Give a "
+                "folder with config.json and safetensors, a .gguf file, or a hub id."
+            )
+        if source.suffix == ".gguf":
+            _require_gguf(reference)
+            return str(source.parent), source.name
+        if not (source / "config.json").exists():
+            raise ModelLoadError(
+                f"the model {reference!r} was asked for, but {source} holds no config.json. Give "
+                "a folder that save_pretrained wrote."
+            )
+    return str(source), None
+
+
+@lru_cache(maxsize=8)
+def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
+    """Load a tokenizer; equal arguments share one object."""
+    try:
+        return AutoTokenizer.from_pretrained(name, **_gguf(gguf_file))
+    except Exception as error:
+        raise _load_error("tokenizer", name, error) from error
+
+
+def load_causal_lm(name: str, gguf_file: str | None, dtype: str) -> Any:
+    """Load a causal language model with the SDPA attention, in eval mode.
+
+    Parameters
+    ----------
+    dtype : str
+        "float32", "bfloat16", or "auto": bfloat16 for a model of 50 M weights or more where the
+        processor computes with it natively, else float32.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=DTYPES.get(dtype, torch.float32),
+            attn_implementation="sdpa",
+            **_gguf(gguf_file),
+        )
+    except Exception as error:
+        raise _load_error("model", name, error) from error
+    # A dequantised GGUF model keeps a marker that makes save_pretrained refuse.
+    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if attribute in vars(model):
+            delattr(model, attribute)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    if dtype == "auto" and model.num_parameters() >= SMALLEST_BFLOAT16_MODEL:
+        model = model.to(torch.bfloat16) if has_fast_bfloat16() else model
+    return model.eval()
+
+
+def has_fast_bfloat16() -> bool:
+    """Say whether this machine multiplies bfloat16 matrices natively."""
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported())
+    probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
+    return bool(probe and probe())
+
+
+def _gguf(gguf_file: str | None) -> dict[str, str]:
+    return {"gguf_file": gguf_file} if gguf_file else {}
+
+
+def _require_gguf(reference: str) -> None:
+    try:
+        import gguf  # noqa: F401 - an optional package that transformers imports itself
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the model {reference!r} is a GGUF file, and reading it needs the package gguf. "
+            "Install it with: pip install 'nip_astra[gguf]'"
+        ) from error
+
+
+def _load_error(what: str, name: str, error: Exception) -> ModelLoadError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return ModelLoadError(
+        f"the {what} of {name!r} could not be loaded: {reason}. Give a folder that "
+        "save_pretrained wrote, a .gguf file, package://name/file, or a hub id that this machine "
+        "can reach."
+    )

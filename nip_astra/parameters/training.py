@@ -1,0 +1,38 @@
+"""Parameters of optimisation that all trainers of local models share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from nip_astra.parameters.parameters_base import SubParameters
+
+
+class TrainingConfiguration(SubParameters):
+    """How long to train, on how much, and with which optimizer."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Learning rate. Larger learns faster and may diverge."""
+    batch_size: int = Field(default=8, ge=1)
+    """Samples in one forward and backward pass. Larger is smoother and takes more memory."""
+    optimizer: Literal["adam", "adamw", "sgd", "rmsprop", "adagrad"] = "adamw"
+    """Optimizer, with torch's defaults for what is not a parameter here."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Weight decay per step (decoupled for adamw). Larger pulls weights towards 0."""
+    gradient_accumulation_steps: int = Field(default=1, ge=1)
+    """Batches whose gradients are averaged before a step; a last, smaller group is stepped too."""
+    training_steps: int = Field(default=1000, ge=1)
+    """Iterations: calls of experience(), each followed by steps on what it gave."""
+    num_episodes_per_experience: int = Field(default=8, ge=1)
+    """Episodes (trees) played an iteration. Larger sees more failures an iteration."""
+    num_epochs: int = Field(default=1, ge=1)
+    """Passes over an iteration's samples. Larger reuses experience more, further off policy."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm; null leaves them as they are."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate over the iterations; linear and cosine end at 0."""
+    num_warmup_steps: int = Field(default=0, ge=0)
+    """Optimizer steps over which the learning rate rises linearly to lr."""
+    eval_period: int = Field(default=0, ge=0)
+    """Iterations between dev evaluations, by which the best checkpoint is chosen; 0 for none."""

@@ -1,0 +1,345 @@
+"""One progress bar for a whole run, and loops whose length is known before they start.
+
+A loop of a trainer is decorated with `attach_progress_bar`; it is given an `IterationContext`:
+
+    @attach_progress_bar(lambda self: self.hyper_params.training.training_steps)
+    def _run_train_loop(self, iteration_context):
+        for iteration in iteration_context.iterate():
+            iteration_context.set_postfix(loss=self._iteration(iteration))
+
+    self._run_train_loop()
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
+
+from tqdm import tqdm
+
+
+class ProgressSettings(Protocol):
+    """The settings that progress depends on."""
+
+    @property
+    def test_run(self) -> bool:
+        """Whether loops are cut to `TEST_RUN_NUM_ITERATIONS`."""
+
+    @property
+    def progress(self) -> bool:
+        """Whether progress is shown."""
+
+    @property
+    def tqdm_func(self) -> Callable[..., Any] | None:
+        """What makes the bar in place of tqdm."""
+
+    @property
+    def global_tqdm_step_fn(self) -> Callable[[], None] | None:
+        """What is called once an iteration, for instance by a sweep's own bar."""
+
+
+class ProgressOwner(Protocol):
+    """An object with loops, for instance a trainer."""
+
+    @property
+    def settings(self) -> ProgressSettings:
+        """The settings that progress depends on."""
+
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+SelfT = TypeVar("SelfT", bound=ProgressOwner)
+
+TEST_RUN_NUM_ITERATIONS = 1
+"""How many iterations a loop has where the settings ask for a test run."""
+
+NUM_PLAIN_LINES = 10
+"""How many lines a whole run prints at most where standard error is no terminal."""
+
+
+class ProgressDisplay(Protocol):
+    """What a `ProgressBar` draws on."""
+
+    def update(self, num_iterations: int, *, is_resumed: bool) -> None:
+        """Advance; `is_resumed` iterations were done by an earlier process."""
+
+    def describe(self, description: str) -> None:
+        """Show what is being done."""
+
+    def postfix(self, values: Mapping[str, str]) -> None:
+        """Show the latest values."""
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+
+
+class _TqdmDisplay:
+    """A tqdm bar, or what a caller gave in its place."""
+
+    def __init__(self, total: int, make_bar: Callable[..., Any]) -> None:
+        self._bar = make_bar(total=total, dynamic_ncols=True, unit="it", file=sys.stderr)
+
+    def update(self, num_iterations: int, *, is_resumed: bool) -> None:
+        if is_resumed and hasattr(self._bar, "initial"):
+            # tqdm leaves the initial iterations out of its rate and of the time it foresees.
+            self._bar.initial += num_iterations
+        self._bar.update(num_iterations)
+
+    def describe(self, description: str) -> None:
+        self._bar.set_description(description)
+
+    def postfix(self, values: Mapping[str, str]) -> None:
+        self._bar.set_postfix(values, refresh=False)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _LineDisplay:
+    """Whole lines, for logs and pipes; at most `NUM_PLAIN_LINES` a run."""
+
+    def __init__(self, total: int, stream: TextIO) -> None:
+        self._total = max(total, 1)
+        self._stream = stream
+        self._num_done = 0
+        self._num_resumed = 0
+        self._num_lines = 0
+        self._description = ""
+        self._postfix = ""
+        self._started = time.monotonic()
+
+    def update(self, num_iterations: int, *, is_resumed: bool) -> None:
+        self._num_done += num_iterations
+        lines_due = NUM_PLAIN_LINES * self._num_done // self._total
+        if is_resumed:
+            self._num_resumed += num_iterations
+        elif lines_due > self._num_lines:
+            self._print()
+        self._num_lines = lines_due
+
+    def describe(self, description: str) -> None:
+        self._description = description
+
+    def postfix(self, values: Mapping[str, str]) -> None:
+        self._postfix = ", ".join(f"{name}={value}" for name, value in values.items())
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def _print(self) -> None:
+        elapsed = time.monotonic() - self._started
+        per_iteration = elapsed / max(self._num_done - self._num_resumed, 1)
+        remaining = per_iteration * max(self._total - self._num_done, 0)
+        head = f"{self._description} {self._num_done}/{self._total}".strip()
+        times = f"[{tqdm.format_interval(elapsed)}<{tqdm.format_interval(remaining)}]"
+        print(" ".join(filter(None, [head, times, self._postfix])), file=self._stream, flush=True)
+
+
+class _SilentDisplay:
+    """Nothing."""
+
+    def update(self, num_iterations: int, *, is_resumed: bool) -> None:
+        """Show nothing."""
+
+    def describe(self, description: str) -> None:
+        """Show nothing."""
+
+    def postfix(self, values: Mapping[str, str]) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class ProgressBar:
+    """How far a run has come. Made by `open_progress`; several loops may share one.
+
+    Attributes
+    ----------
+    total : int
+        Iterations of the whole run.
+    num_done : int
+        Iterations done, those of an earlier process included.
+    """
+
+    def __init__(self, total: int, display: ProgressDisplay) -> None:
+        self.total = total
+        self.num_done = 0
+        self._display = display
+
+    def step(self, num_iterations: int = 1) -> None:
+        """Count iterations that were just done."""
+        self.num_done += num_iterations
+        self._display.update(num_iterations, is_resumed=False)
+
+    def skip(self, num_iterations: int) -> None:
+        """Count iterations that an earlier process did; they do not enter the rate."""
+        self.num_done += num_iterations
+        self._display.update(num_iterations, is_resumed=True)
+
+    def set_description(self, description: str) -> None:
+        """Show what is being done, for instance "train"."""
+        self._display.describe(description)
+
+    def set_postfix(self, values: Mapping[str, float | str]) -> None:
+        """Show the latest values; numbers with three significant digits."""
+        self._display.postfix({name: _short(value) for name, value in values.items()})
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+        self._display.close()
+
+
+def open_progress(
+    total: int, enabled: bool = True, tqdm_func: Callable[..., Any] | None = None
+) -> ProgressBar:
+    """Give the bar of a run.
+
+    Parameters
+    ----------
+    total : int
+        Iterations of the whole run; see `total_num_iterations`.
+    enabled : bool
+        False shows nothing.
+    tqdm_func : Callable, optional
+        Makes the bar in place of tqdm, with tqdm's arguments. Without it, a standard error that is
+        no terminal gets at most ten plain lines instead of a bar.
+    """
+    if not enabled:
+        return ProgressBar(total, _SilentDisplay())
+    if tqdm_func is None and not sys.stderr.isatty():
+        return ProgressBar(total, _LineDisplay(total, sys.stderr))
+    return ProgressBar(total, _TqdmDisplay(total, tqdm_func or tqdm))
+
+
+class IterationContext:
+    """What a decorated loop knows and says about its iterations.
+
+    Attributes
+    ----------
+    num_iterations : int
+        How many iterations the loop has; capped where the settings ask for a test run.
+    """
+
+    def __init__(
+        self,
+        num_iterations: int,
+        progress: ProgressBar,
+        step_func: Callable[[], None] | None = None,
+    ) -> None:
+        self.num_iterations = num_iterations
+        self._progress = progress
+        self._step_func = step_func
+
+    def set_description(self, description: str) -> None:
+        """Show what is being done, for instance "train"."""
+        self._progress.set_description(description)
+
+    def set_postfix(self, **values: float | str) -> None:
+        """Show the latest values; numbers with three significant digits."""
+        self._progress.set_postfix(values)
+
+    def step(self, num_iterations: int = 1) -> None:
+        """Count iterations that were just done."""
+        self._progress.step(num_iterations)
+        self._call_step_func(num_iterations)
+
+    def iterate(self, start: int = 0) -> Iterator[int]:
+        """Give the index of each iteration, and count it when its body has ended.
+
+        Parameters
+        ----------
+        start : int
+            The first index; those before it were done by an earlier process and count as done.
+        """
+        num_skipped = min(start, self.num_iterations)
+        if num_skipped > 0:
+            self._progress.skip(num_skipped)
+            self._call_step_func(num_skipped)
+        for index in range(start, self.num_iterations):
+            yield index
+            self.step()
+
+    def _call_step_func(self, num_iterations: int) -> None:
+        if self._step_func is not None:
+            for _ in range(num_iterations):
+                self._step_func()
+
+
+class ProgressLoop(Protocol[SelfT, P, R]):
+    """A method that `attach_progress_bar` decorated.
+
+    Attributes
+    ----------
+    num_iterations_func : Callable
+        Gives the number of iterations of its owner's loop, not capped.
+    """
+
+    num_iterations_func: Callable[[SelfT], int]
+
+    def __call__(self, owner: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the loop."""
+
+    def __get__(self, owner: SelfT, owner_type: type | None = None) -> Callable[P, R]:
+        """Bind the method to its owner."""
+
+
+def attach_progress_bar(
+    num_iterations_func: Callable[[Any], int],
+) -> Callable[[Callable[Concatenate[SelfT, IterationContext, P], R]], ProgressLoop[SelfT, P, R]]:
+    """Decorate a method that loops, so that its first argument, an `IterationContext`, is given.
+
+    The owner has `settings`. Where its attribute `progress` is a `ProgressBar`, the loop counts on
+    that bar; else it has its own.
+
+    Parameters
+    ----------
+    num_iterations_func : Callable
+        Gives the number of iterations from the owner, before the loop runs. It is kept as the
+        method's attribute of the same name.
+    """
+
+    def decorate(
+        loop: Callable[Concatenate[SelfT, IterationContext, P], R],
+    ) -> ProgressLoop[SelfT, P, R]:
+        @functools.wraps(loop)
+        def run_loop(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            settings = self.settings
+            num_iterations = _capped(num_iterations_func(self), settings.test_run)
+            shared: ProgressBar | None = getattr(self, "progress", None)
+            progress = shared or open_progress(
+                num_iterations, settings.progress, settings.tqdm_func
+            )
+            context = IterationContext(num_iterations, progress, settings.global_tqdm_step_fn)
+            try:
+                return loop(self, context, *args, **kwargs)
+            finally:
+                if shared is None:
+                    progress.close()
+
+        run_loop.num_iterations_func = num_iterations_func  # type: ignore[attr-defined]  # set here
+        return cast(ProgressLoop[SelfT, P, R], run_loop)
+
+    return decorate
+
+
+def total_num_iterations(owner: ProgressOwner) -> int:
+    """Give how many iterations the decorated loops of an object have together, each run once."""
+    loops = [inspect.getattr_static(type(owner), name) for name in dir(type(owner))]
+    return sum(
+        _capped(loop.num_iterations_func(owner), owner.settings.test_run)
+        for loop in loops
+        if hasattr(loop, "num_iterations_func")
+    )
+
+
+def _capped(num_iterations: int, is_test_run: bool) -> int:
+    return min(num_iterations, TEST_RUN_NUM_ITERATIONS) if is_test_run else num_iterations
+
+
+def _short(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"

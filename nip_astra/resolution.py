@@ -1,0 +1,174 @@
+"""From names, files and options to a validated experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nip_astra.errors import ConfigurationError, PluginError
+from nip_astra.parameters.content import DEFAULT_SCENARIO, find_scenario, preset_path
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.loading import (
+    Layer,
+    merge_layers,
+    parse_overrides,
+    read_yaml_layers,
+    resolve_parameters,
+)
+from nip_astra.plugins import load_plugin, module_of
+from nip_astra.scenarios.registry import SCENARIOS, Scenario
+from nip_astra.trainers.registry import TRAINERS
+from nip_astra.trainers.trainer_base import Trainer
+
+
+@dataclass(frozen=True)
+class ResolvedExperiment:
+    """An experiment that has been validated and not yet built.
+
+    Attributes
+    ----------
+    hyper_params : HyperParameters
+        Complete, with the sections of the trainer and of the scenario's kind.
+    sources : dict[str, str]
+        Where each value came from, by dotted path.
+    trainer_class : type[Trainer]
+        The registered trainer.
+    kind : str
+        The scenario's kind.
+    scenario_dir : Path
+        The scenario's folder.
+    """
+
+    hyper_params: HyperParameters
+    sources: dict[str, str]
+    trainer_class: type[Trainer]
+    kind: str
+    scenario_dir: Path
+
+
+def resolve_experiment(
+    *,
+    trainer: str | None = None,
+    scenario: str | None = None,
+    parameter_file: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    seed: int | None = None,
+    plugins: Sequence[str] = (),
+    hyper_params: HyperParameters | None = None,
+) -> ResolvedExperiment:
+    """Load plug-ins, stack the parameter layers, and validate the whole.
+
+    Layers, the later wins: class defaults, the scenario's `scenario.yaml`, the parameter file (or
+    the trainer's preset), `hyper_params`, the other arguments.
+
+    Parameters
+    ----------
+    parameter_file : str or Path, optional
+        In place of the preset `parameters/<trainer>/<scenario>.yaml`.
+    overrides : Iterable[str]
+        Assignments `a.b=c`.
+    plugins : Sequence[str]
+        Python files or modules to import first.
+    hyper_params : HyperParameters, optional
+        Fields set on it explicitly form a layer of their own.
+
+    Raises
+    ------
+    ConfigurationError
+        When a name is unknown, a file is missing, or parameters are wrong; all faults of the
+        parameters at once.
+    """
+    file = None if parameter_file is None else Path(parameter_file)
+    file_layers = [] if file is None else read_yaml_layers(file, source=str(file))
+    top_layers = [] if hyper_params is None else [_layer_of(hyper_params)]
+    top_layers += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
+    named, _ = merge_layers([*file_layers, *top_layers])
+
+    folder = None if file is None else file.resolve().parent
+    loaded = [load_plugin(spec).spec for spec in plugins]
+    loaded += [load_plugin(spec, relative_to=folder).spec for spec in named.get("plugins") or ()]
+    if named.get("trainer") is None:
+        raise ConfigurationError(
+            f"no trainer was given. Known trainers: {', '.join(TRAINERS.names())}. Choose one, for "
+            "instance --trainer ast_dpo."
+        )
+    trainer_name, scenario_name = str(named["trainer"]), named.get("scenario")
+    trainer_class = _find_trainer(trainer_name, named, folder)
+    if file is None:
+        preset = preset_path(trainer_name, scenario_name)
+        if preset is not None:
+            file_layers = read_yaml_layers(preset, source=f"preset {preset.stem}")
+    known, _ = merge_layers([*file_layers, *top_layers])
+    scenario_name = str(known.get("scenario") or DEFAULT_SCENARIO)
+    scenario_dir = find_scenario(scenario_name)
+    scenario_layers, kind = _read_scenario(scenario_dir)
+    scenario_class: type[Scenario] = SCENARIOS.get(kind)
+    names = {"trainer": trainer_name, "scenario": scenario_name}
+    resolved = resolve_parameters(
+        [
+            Layer("default", names | ({"plugins": loaded} if loaded else {})),
+            *scenario_layers,
+            *file_layers,
+            *top_layers,
+            *([Layer("--plugin", {"plugins": loaded})] if loaded else []),
+        ],
+        HyperParameters.with_sections(
+            {trainer_name: trainer_class.Parameters, kind: scenario_class.Parameters}
+        ),
+    )
+    return ResolvedExperiment(
+        resolved.hyper_params, resolved.sources, trainer_class, kind, scenario_dir
+    )
+
+
+def _layer_of(hyper_params: HyperParameters) -> Layer:
+    values = hyper_params.model_dump(mode="json", exclude_unset=True)
+    return Layer("hyper_params", values)
+
+
+def _named_layer(trainer: str | None, scenario: str | None, seed: int | None) -> Layer:
+    given = {"trainer": trainer, "scenario": scenario, "seed": seed}
+    return Layer(
+        "command line", {name: value for name, value in given.items() if value is not None}
+    )
+
+
+def _find_trainer(name: str, named: dict[str, Any], folder: Path | None) -> type[Trainer]:
+    """Give the registered trainer, or the class that the parameters name by file."""
+    path, class_name = (
+        named.get("custom_trainer_module_path"),
+        named.get("custom_trainer_class_name"),
+    )
+    if path is None and class_name is None:
+        return TRAINERS.get(name)
+    if path is None or class_name is None:
+        raise ConfigurationError(
+            "a custom trainer needs both custom_trainer_module_path and "
+            "custom_trainer_class_name. Give both, or neither."
+        )
+    module = module_of(load_plugin(str(path), relative_to=folder))
+    found = getattr(module, str(class_name), None)
+    if not (isinstance(found, type) and issubclass(found, Trainer)):
+        raise PluginError(
+            f"custom_trainer_class_name {class_name!r} was asked for, but {path} holds no Trainer "
+            "of that name. Give the name of a subclass of nip_astra's Trainer."
+        )
+    return found
+
+
+def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
+    """Give the scenario's layers and its kind; its plugin.py is loaded first."""
+    plugin = scenario_dir / "plugin.py"
+    if plugin.is_file():
+        load_plugin(plugin)
+    path = scenario_dir / "scenario.yaml"
+    layers = read_yaml_layers(path, source="scenario.yaml")
+    kinds = [layer.values.pop("kind", None) for layer in layers]
+    kind = next((kind for kind in reversed(kinds) if kind is not None), None)
+    if kind is None:
+        raise ConfigurationError(
+            f"{path} says no kind. Add `kind:` with one of: {', '.join(SCENARIOS.names())}."
+        )
+    return layers, str(kind)

@@ -1,0 +1,1 @@
+"""Losses and rewards as pure functions of tensors."""

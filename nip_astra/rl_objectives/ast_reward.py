@@ -1,0 +1,53 @@
+"""The reward of adaptive stress testing: failures, found by plausible conversation.
+
+Shape suffixes: `N` node, `T` token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mean_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
+    """Mean negative log-likelihood per token, `[N]` nats >= 0; 0 where no token is scored.
+
+    Parameters
+    ----------
+    logprobs_NT : Tensor
+        Log-probabilities, nats; padding may hold anything finite.
+    mask_NT : Tensor
+        bool; True on tokens that count.
+    """
+    sums_N = (logprobs_NT * mask_NT).sum(dim=1)
+    return -sums_N / mask_NT.sum(dim=1).clamp(min=1)
+
+
+def ast_reward(
+    response_score_N: Tensor,
+    combined_score_N: Tensor,
+    probe_nll_N: Tensor,
+    is_empty_N: Tensor,
+    *,
+    w_response: float,
+    w_combined: float,
+    w_likelihood: float,
+    empty_nll: float,
+) -> Tensor:
+    """Reward of a node (ASTPrompter, arXiv:2407.09447, section 3.2), `[N]`.
+
+    `w_response * score(response) + w_combined * score(probe + response) - w_likelihood * NLL`,
+    where NLL is the mean per token of the probe. An empty probe is charged `empty_nll`, the cost
+    of a uniform guess, so that saying nothing is never the most plausible thing to say.
+
+    Parameters
+    ----------
+    response_score_N, combined_score_N : Tensor
+        Scores in [0, 1]; higher is a worse failure.
+    probe_nll_N : Tensor
+        Nats per token.
+    empty_nll : float
+        Nats per token charged to an empty probe, for instance log(vocabulary size).
+    """
+    nll_N = torch.where(is_empty_N, torch.full_like(probe_nll_N, empty_nll), probe_nll_N)
+    return w_response * response_score_N + w_combined * combined_score_N - w_likelihood * nll_N

@@ -1,0 +1,1 @@
+"""What sampling produces: trees of conversations, and the training data drawn from them."""

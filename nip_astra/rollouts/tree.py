@@ -1,0 +1,116 @@
+"""A rollout tree: conversations that branch at every turn, stored flat.
+
+Shape suffixes: `N` node, `E` episode, `T` token, `G` sibling, `P` parent (group of siblings).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+
+@dataclass
+class RolloutTree:
+    """All episodes of one rollout; a node is one probe with the response to it.
+
+    Nodes are ordered by depth, then episode, then branch, so the `tree_width` children of a
+    conversation are consecutive and every level is one block.
+
+    Attributes
+    ----------
+    nodes : TensorDict
+        Batch size `[N]`, no gradients, on the CPU:
+
+        - `parent` int64: index of the parent node, -1 at depth 0;
+        - `depth`, `episode` int64: counted from 0;
+        - `probe` int64 `[N, T]`, `probe_mask` bool `[N, T]`: the tokens that the attacker
+          sampled, its end token included, right-padded with 0;
+        - `probe_logprobs` float32 `[N, T]`: their log-probabilities under the attacker as it was,
+          nats, 0 on padding;
+        - `reference_logprobs` float32 `[N, T]`: the same under the reference;
+        - `probe_nll` float32: mean negative log-likelihood per probe token under the likelihood
+          model, nats;
+        - `is_empty` bool: the probe has no text;
+        - `response_score`, `combined_score`, `reward` float32.
+    tree_width : int
+        Children of every conversation.
+    prompts : list[str]
+        Opening prompt of each episode.
+    probes, responses : list[str]
+        Text of each node, not shortened.
+    contexts : list[list[int]]
+        Attacker's context tokens before the probe; one list a group of siblings.
+    """
+
+    nodes: TensorDict
+    tree_width: int
+    prompts: list[str]
+    probes: list[str]
+    responses: list[str]
+    contexts: list[list[int]] = field(repr=False)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, which is the number of target queries."""
+        return len(self.probes)
+
+    @property
+    def num_episodes(self) -> int:
+        """Number of opening prompts, each with its own tree."""
+        return len(self.prompts)
+
+    def sibling_groups(self) -> Tensor:
+        """Give node indices by group of siblings, int64 `[P, G]`."""
+        return torch.arange(self.num_nodes).view(-1, self.tree_width)
+
+    def context_of(self, node: int) -> list[int]:
+        """Give the attacker's context tokens before a node's probe."""
+        return self.contexts[node // self.tree_width]
+
+    def path_to(self, node: int) -> list[int]:
+        """Give the nodes from the first turn to this one."""
+        parents = self._parents
+        path = [node]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        return path[::-1]
+
+    def any_in_episode(self, is_marked_N: Tensor) -> Tensor:
+        """Say for each episode whether one of its nodes is marked, bool `[E]`."""
+        hits = torch.zeros(self.num_episodes, dtype=torch.long)
+        return hits.index_add_(0, self.nodes["episode"], is_marked_N.long()) > 0
+
+    @property
+    def _parents(self) -> list[int]:
+        parents: list[int] = self.nodes["parent"].tolist()
+        return parents
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Give one flat record a node; a context is found by following `parent`."""
+        columns = {
+            name: self.nodes[name].tolist()
+            for name in (
+                "parent",
+                "depth",
+                "episode",
+                "probe_nll",
+                "response_score",
+                "combined_score",
+                "reward",
+            )
+        }
+        logprobs_N = self.nodes["probe_logprobs"].sum(dim=1).tolist()
+        for node in range(self.num_nodes):
+            yield {
+                "node": node,
+                **{name: column[node] for name, column in columns.items()},
+                "prompt": self.prompts[columns["episode"][node]],
+                "probe": self.probes[node],
+                "response": self.responses[node],
+                "probe_logprob": logprobs_N[node],
+            }

@@ -1,0 +1,221 @@
+"""Run experiments: prepare, run, resume."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import RunDirectoryError, StopRequested
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.factory import build_scenario_instance
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.tracking import run_directory as files
+from nip_astra.tracking.environment import describe_environment
+from nip_astra.tracking.opening import open_tracker
+from nip_astra.tracking.run_directory import RunDirectory, new_run_id
+from nip_astra.trainers.trainer_base import Trainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedExperiment:
+    """An experiment that is built and ready to train.
+
+    Attributes
+    ----------
+    total_num_iterations : int
+        Sum of the iterations of all loops with a progress bar.
+    """
+
+    scenario_instance: ScenarioInstance
+    trainer: Trainer
+    total_num_iterations: int
+
+
+@dataclass(frozen=True)
+class ExperimentResult:
+    """What a finished run left behind."""
+
+    run_directory: RunDirectory
+    results: dict[str, Any]
+
+
+def prepare_experiment(
+    experiment: HyperParameters | ResolvedExperiment,
+    settings: ExperimentSettings | None = None,
+    **settings_fields: Any,
+) -> PreparedExperiment:
+    """Build all components and the trainer, and write nothing.
+
+    Parameters
+    ----------
+    experiment : HyperParameters or ResolvedExperiment
+        Hyper-parameters are completed as on the command line; see `resolve_experiment`.
+    settings : ExperimentSettings, optional
+        Or its fields by name.
+    """
+    resolved = _resolved(experiment)
+    settings = _settings(settings, settings_fields)
+    instance = build_scenario_instance(
+        resolved.hyper_params,
+        settings,
+        kind=resolved.kind,
+        scenario_dir=resolved.scenario_dir,
+        trainer_type=resolved.trainer_class.trainer_type,
+    )
+    trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
+    return PreparedExperiment(instance, trainer, trainer.get_total_num_iterations())
+
+
+def run_experiment(
+    experiment: HyperParameters | ResolvedExperiment,
+    settings: ExperimentSettings | None = None,
+    **settings_fields: Any,
+) -> ExperimentResult:
+    """Run an experiment in a new run directory.
+
+    Parameters are as in `prepare_experiment`.
+
+    Raises
+    ------
+    StopRequested
+        When SIGINT or SIGTERM stopped the run; its work is saved.
+    """
+    resolved = _resolved(experiment)
+    settings = _settings(settings, settings_fields)
+    hyper_params = resolved.hyper_params
+    run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
+    directory = RunDirectory.create(settings.runs_dir, run_id)
+    directory.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
+    directory.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
+    directory.write_json(files.ENVIRONMENT, describe_environment())
+    return _run(resolved, settings, directory, checkpoint=None)
+
+
+def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResult:
+    """Go on with a run from its latest checkpoint, in its directory.
+
+    A run that was stopped before its first checkpoint starts again.
+
+    Parameters
+    ----------
+    run : str or Path
+        The run directory.
+    **settings_fields
+        Settings that differ from those the run was started with.
+
+    Raises
+    ------
+    RunDirectoryError
+        When it is no run, or the run has ended.
+    CheckpointError
+        When the latest checkpoint is corrupt.
+    """
+    directory = RunDirectory.open(run)
+    if (directory.path / files.RESULTS).exists():
+        raise RunDirectoryError(
+            f"the run {directory.run_id!r} was to be resumed, but it has ended: "
+            f"{directory.path / files.RESULTS} holds its results. Start a new run."
+        )
+    resolved = resolve_experiment(parameter_file=directory.path / files.HYPER_PARAMETERS)
+    stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
+    settings = _settings(stored, settings_fields)
+    store = CheckpointStore(directory.checkpoints_dir, settings.num_checkpoints_kept)
+    checkpoint = store.open_latest()[0] if store.latest() is not None else None
+    return _run(resolved, settings, directory, checkpoint=checkpoint)
+
+
+def _run(
+    resolved: ResolvedExperiment,
+    settings: ExperimentSettings,
+    directory: RunDirectory,
+    *,
+    checkpoint: Path | None,
+) -> ExperimentResult:
+    with _log_file(directory), _stop_on_signals() as stop_flag:
+        tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
+        is_done = False
+        try:
+            runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
+            prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
+            if checkpoint is None:
+                tracker.rewind({})
+            else:
+                logger.info("resuming from %s", checkpoint.name)
+                prepared.trainer.resume(checkpoint)
+            prepared.trainer.train()
+            is_done = True
+        except StopRequested as stopped:
+            raise StopRequested(stopped.signal_name, str(directory.path)) from None
+        except Exception as error:
+            logger.error("the run failed: %s", error)
+            raise
+        finally:
+            tracker.finish(success=is_done)
+    return ExperimentResult(directory, prepared.trainer.results)
+
+
+def _resolved(experiment: HyperParameters | ResolvedExperiment) -> ResolvedExperiment:
+    if isinstance(experiment, ResolvedExperiment):
+        return experiment
+    return resolve_experiment(hyper_params=experiment)
+
+
+def _settings(settings: ExperimentSettings | None, fields: dict[str, Any]) -> ExperimentSettings:
+    base = settings or ExperimentSettings()
+    if not fields:
+        return base
+    runtime = {
+        name: getattr(base, name)
+        for name, field in ExperimentSettings.model_fields.items()
+        if field.exclude
+    }
+    return ExperimentSettings.from_dict(base.to_dict() | runtime | fields)
+
+
+@contextmanager
+def _log_file(directory: RunDirectory) -> Iterator[None]:
+    """Write the package's log to log.txt within the block."""
+    handler = logging.FileHandler(directory.path / files.LOG, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("nip_astra")
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.removeHandler(handler)
+        handler.close()
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[Callable[[], str | None]]:
+    """Give a function that tells which of SIGINT and SIGTERM came; a second one stops at once."""
+    received: list[str] = []
+
+    def note(number: int, _frame: Any) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(signal.Signals(number).name)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,1 @@
+"""Samplers play episodes between agents."""

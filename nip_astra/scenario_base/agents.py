@@ -1,0 +1,154 @@
+"""An agent is a language model with a role: a prompt format and a way of sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from nip_astra.errors import ContextLengthError
+from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.registry import LANGUAGE_MODELS
+from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.scenario_base.conversation import (
+    ChatFormat,
+    ConversationFormat,
+    FittedContext,
+    PlainFormat,
+    Turn,
+)
+
+LanguageModelParameters = polymorphic(LANGUAGE_MODELS.get, LanguageModel.Parameters)
+
+
+class ConversationAgentParameters(SubParameters):
+    """A language model, how it reads a conversation and how it speaks."""
+
+    language_model: LanguageModelParameters  # type: ignore[valid-type]
+    """The backend and its weights."""
+    format: Literal["chat", "plain"] = "chat"
+    """chat: the tokenizer's chat template. plain: turns one after the other."""
+    system_prompt: str | None = None
+    """System message before the conversation (chat only)."""
+    preamble: str | None = None
+    """User turn before the conversation, for chat templates that demand one."""
+    turn_separator: str = "\n"
+    """What stands between turns in the plain format."""
+    max_new_tokens: int = Field(default=32, ge=1)
+    """Longest turn, in tokens."""
+    min_new_tokens: int = Field(default=1, ge=0)
+    """Shortest turn, in tokens, before the turn may end."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Draw from the k most likely tokens only; null for all."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw from the smallest set of likely tokens that holds this mass."""
+
+
+@dataclass
+class ConversationAgent:
+    """A speaker in a conversation.
+
+    Attributes
+    ----------
+    role : str
+        "attacker", "target" or "reference".
+    num_truncated_contexts : int
+        Contexts so far that lost their oldest turns to fit the model's window.
+    """
+
+    role: str
+    language_model: LanguageModel
+    conversation_format: ConversationFormat
+    sampling: SamplingOptions
+    num_truncated_contexts: int = 0
+
+    def contexts(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
+        """Give the tokens before this agent's next turn, with room left for it."""
+        room = self.language_model.context_window - self.sampling.max_new_tokens
+        fitted: list[FittedContext] = [
+            self.conversation_format.fit(turns, num_tokens=room) for turns in conversations
+        ]
+        self.num_truncated_contexts += sum(context.num_dropped_turns > 0 for context in fitted)
+        return [context.ids for context in fitted]
+
+    def speak(
+        self, contexts: Sequence[Sequence[int]], rows_per_context: int, uniforms_BT: Tensor
+    ) -> Generation:
+        """Sample turns; see `LanguageModel.generate`."""
+        return self.language_model.generate(contexts, rows_per_context, uniforms_BT, self.sampling)
+
+    def content_ids(self, generation: Generation) -> list[tuple[int, ...]]:
+        """Give each turn's tokens without its end token."""
+        ends = {*self.language_model.end_ids, *self.sampling.end_ids}
+        rows = zip(generation.ids_BT.tolist(), generation.mask_BT.sum(dim=1).tolist(), strict=True)
+        turns = [tuple(ids[:length]) for ids, length in rows]
+        return [turn[:-1] if turn and turn[-1] in ends else turn for turn in turns]
+
+    def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
+        """Give the text of turns."""
+        decoded: list[str] = self.language_model.tokenizer.batch_decode(
+            [list(ids) for ids in turns], skip_special_tokens=True
+        )
+        return [text.strip() for text in decoded]
+
+    def shares_tokens_with(self, other: ConversationAgent) -> bool:
+        """Say whether tokens of one agent mean the same to the other."""
+        mine, theirs = self.language_model.tokenizer, other.language_model.tokenizer
+        return mine is theirs or bool(mine.get_vocab() == theirs.get_vocab())
+
+    def check_prompts(self, prompts: Sequence[str]) -> None:
+        """Raise `ContextLengthError` naming the first prompt that the window cannot hold."""
+        room = self.language_model.context_window - self.sampling.max_new_tokens
+        for number, prompt in enumerate(prompts, start=1):
+            turn = Turn(is_own=self.role == "target", ids=self.conversation_format.encode(prompt))
+            num_tokens = len(self.conversation_format.context([turn]))
+            if num_tokens > room:
+                raise ContextLengthError(
+                    f"prompt {number} ({prompt[:40]!r}...) needs {num_tokens} tokens, but the "
+                    f"{self.role}'s window of {self.language_model.context_window} leaves room "
+                    f"for {room} beside its own turn of {self.sampling.max_new_tokens}. Shorten "
+                    f"the prompt, or lower the {self.role}'s max_new_tokens."
+                )
+
+
+def build_agent(
+    role: str, parameters: ConversationAgentParameters, language_model: LanguageModel
+) -> ConversationAgent:
+    """Give the agent that speaks through a loaded model."""
+    conversation_format = _build_format(parameters, language_model.tokenizer)
+    return ConversationAgent(
+        role=role,
+        language_model=language_model,
+        conversation_format=conversation_format,
+        sampling=SamplingOptions(
+            max_new_tokens=parameters.max_new_tokens,
+            min_new_tokens=parameters.min_new_tokens,
+            temperature=parameters.temperature,
+            top_k=parameters.top_k,
+            top_p=parameters.top_p,
+            end_ids=conversation_format.end_ids,
+        ),
+    )
+
+
+def load_language_model(
+    parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
+) -> LanguageModel:
+    """Load a backend's model by the type of its parameters."""
+    cls = LANGUAGE_MODELS.get(parameters.type_name)
+    return cls.load(parameters, device=device, scenario_dir=scenario_dir, trainable=trainable)
+
+
+def _build_format(parameters: ConversationAgentParameters, tokenizer: Any) -> ConversationFormat:
+    if parameters.format == "plain":
+        return PlainFormat(tokenizer, separator=parameters.turn_separator)
+    return ChatFormat(
+        tokenizer, system_prompt=parameters.system_prompt, preamble=parameters.preamble
+    )

@@ -1,0 +1,180 @@
+"""Turn a conversation into the tokens that one model reads.
+
+What a model generated is kept as tokens and never tokenised again; only the text between turns
+(role markers, separators) is tokenised, once per shape of conversation.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from nip_astra.errors import ContextLengthError, ModelLoadError
+
+_PLACEHOLDER = "\u241f{}\u241f"
+
+
+class Turn(NamedTuple):
+    """One turn, in the tokens of the model that reads it."""
+
+    is_own: bool
+    """Whether the reading model said it."""
+    ids: tuple[int, ...]
+    """Content tokens, without role markers and without the end of the turn."""
+
+
+@dataclass(frozen=True)
+class FittedContext:
+    """A context that leaves room for the next turn."""
+
+    ids: list[int]
+    num_dropped_turns: int
+
+
+class ConversationFormat(ABC):
+    """Tokens of a conversation up to the place where the reading model speaks next."""
+
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a turn in this format, besides the model's own end token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    def context(self, turns: Sequence[Turn]) -> list[int]:
+        """Give the tokens that precede the next turn of the reading model."""
+
+    @abstractmethod
+    def context_before_other(self, turns: Sequence[Turn]) -> list[int]:
+        """Give the tokens that precede the content of the other speaker's next turn."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Give the content tokens of a turn that somebody else said."""
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def fit(
+        self, turns: Sequence[Turn], *, num_tokens: int, before_other: bool = False
+    ) -> FittedContext:
+        """Give the longest context of at most `num_tokens`, dropping the oldest whole turns.
+
+        With `before_other` it is the context of the other speaker's next turn.
+
+        Raises
+        ------
+        ContextLengthError
+            When the last turn alone is too long.
+        """
+        for start in range(len(turns)):
+            kept = turns[start:]
+            ids = self.context_before_other(kept) if before_other else self.context(kept)
+            if len(ids) <= num_tokens:
+                return FittedContext(ids, start)
+        raise ContextLengthError(
+            f"a turn of {len(turns[-1].ids)} tokens was to be read, but the model's window leaves "
+            f"room for {num_tokens} tokens of context. Shorten the prompt, or lower "
+            "max_new_tokens."
+        )
+
+
+class ChatFormat(ConversationFormat):
+    """The tokenizer's own chat template; the reading model is `assistant`, the other `user`.
+
+    Parameters
+    ----------
+    system_prompt : str, optional
+        Content of a system message before the conversation.
+    preamble : str, optional
+        A `user` turn before the conversation, for templates that demand that the user speaks first.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, system_prompt: str | None = None, preamble: str | None = None
+    ) -> None:
+        super().__init__(tokenizer)
+        if not getattr(tokenizer, "chat_template", None):
+            raise ModelLoadError(
+                "the chat format was asked for, but the tokenizer has no chat template. Set "
+                "format: plain for this agent, or use an instruction-tuned model."
+            )
+        self._head = [("system", system_prompt)] if system_prompt else []
+        self._head += [("user", preamble)] if preamble else []
+        self._glue_by_shape: dict[tuple[bool, ...], list[list[int]]] = {}
+
+    def context(self, turns: Sequence[Turn]) -> list[int]:
+        return _interleave(self._glue(tuple(turn.is_own for turn in turns)), turns)
+
+    def context_before_other(self, turns: Sequence[Turn]) -> list[int]:
+        shape = (*(turn.is_own for turn in turns), False)
+        return _interleave(self._glue(shape)[:-1], turns)
+
+    def _glue(self, shape: tuple[bool, ...]) -> list[list[int]]:
+        if shape not in self._glue_by_shape:
+            self._glue_by_shape[shape] = self._render_glue(shape)
+        return self._glue_by_shape[shape]
+
+    def _render_glue(self, shape: tuple[bool, ...]) -> list[list[int]]:
+        """Render placeholders through the template and tokenise what stands between them."""
+        messages = [{"role": role, "content": content} for role, content in self._head]
+        names = [_PLACEHOLDER.format(index) for index in range(len(shape))]
+        for is_own, name in zip(shape, names, strict=True):
+            messages.append({"role": "assistant" if is_own else "user", "content": name})
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            raise ModelLoadError(
+                f"the chat template refused a conversation of the roles "
+                f"{[message['role'] for message in messages]}: {error}. Where it demands that the "
+                "user speaks first, give the agent a preamble; where it knows no system role, "
+                "remove system_prompt."
+            ) from error
+        glue = []
+        for name in names:
+            before, found, text = text.partition(name)
+            if not found:
+                raise ModelLoadError(
+                    "the chat template drops or changes the content of a turn, so a conversation "
+                    "cannot be built from tokens. Set format: plain for this agent."
+                )
+            glue.append(before)
+        glue.append(text)
+        return [self.tokenizer.encode(part, add_special_tokens=False) for part in glue]
+
+
+def _interleave(glue: Sequence[Sequence[int]], turns: Sequence[Turn]) -> list[int]:
+    ids = list(glue[0])
+    for turn, after in zip(turns, glue[1:], strict=True):
+        ids += turn.ids
+        ids += after
+    return ids
+
+
+class PlainFormat(ConversationFormat):
+    """Turns one after the other, for models without a chat template.
+
+    Parameters
+    ----------
+    separator : str
+        Stands between turns. Where it is one token, saying it ends a turn.
+    """
+
+    def __init__(self, tokenizer: Any, *, separator: str = "\n") -> None:
+        super().__init__(tokenizer)
+        self._separator = tokenizer.encode(separator, add_special_tokens=False)
+        self.end_ids = tuple(self._separator) if len(self._separator) == 1 else ()
+        bos = tokenizer.bos_token_id
+        starts_with_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
+        self._start = [bos] if starts_with_bos else []
+
+    def context(self, turns: Sequence[Turn]) -> list[int]:
+        ids = list(self._start)
+        for turn in turns:
+            ids += turn.ids
+            ids += self._separator
+        return ids
+
+    def context_before_other(self, turns: Sequence[Turn]) -> list[int]:
+        return self.context(turns)

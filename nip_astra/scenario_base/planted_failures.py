@@ -1,0 +1,88 @@
+"""Failures that were put into a target on purpose: ground truth for what a search finds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pydantic import Field, field_validator
+
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.rollouts.tree import RolloutTree
+
+
+class PlantedFailure(SubParameters):
+    """One way in which the target was made to fail."""
+
+    name: str
+    """Name in reports."""
+    description: str = ""
+    """What a person says to meet it."""
+    probe: str
+    """Regular expression that the probe matches somewhere."""
+    previous_probe: str | None = None
+    """Regular expression that the probe just before matches; null for a single-turn failure."""
+    rarity: float | None = Field(default=None, gt=0, le=1)
+    """Measured share of ordinary turns that meet it; shown in reports."""
+
+    @field_validator("probe", "previous_probe")
+    @classmethod
+    def _compiles(cls, pattern: str | None) -> str | None:
+        if pattern is not None:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"is no regular expression: {error}") from error
+        return pattern
+
+    def matches(self, probe: str, previous_probe: str | None) -> bool:
+        """Say whether a probe, after the one before it, meets this failure."""
+        if re.search(self.probe, probe) is None:
+            return False
+        if self.previous_probe is None:
+            return True
+        return previous_probe is not None and bool(re.search(self.previous_probe, previous_probe))
+
+
+@dataclass
+class Discovery:
+    """Which planted failures a search has found, and when.
+
+    A planted failure is found when a probe meets it and the target fails on that probe.
+
+    Attributes
+    ----------
+    num_queries : int
+        Target queries seen so far.
+    first_query : dict[str, int | None]
+        For each planted failure the number of queries at its first find, counted from 1.
+    """
+
+    planted: Sequence[PlantedFailure]
+    failure_threshold: float
+    num_queries: int = 0
+    first_query: dict[str, int | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for plant in self.planted:
+            self.first_query.setdefault(plant.name, None)
+
+    @property
+    def num_found(self) -> int:
+        """Planted failures found so far."""
+        return sum(query is not None for query in self.first_query.values())
+
+    def update(self, tree: RolloutTree) -> None:
+        """Count a rollout's nodes in their order."""
+        missing = [plant for plant in self.planted if self.first_query[plant.name] is None]
+        parents = tree.nodes["parent"].tolist()
+        is_failure_N = tree.nodes["response_score"] >= self.failure_threshold
+        for node in is_failure_N.nonzero().flatten().tolist() if missing else ():
+            previous = tree.probes[parents[node]] if parents[node] >= 0 else None
+            for plant in missing:
+                if self.first_query[plant.name] is None and plant.matches(
+                    tree.probes[node], previous
+                ):
+                    self.first_query[plant.name] = self.num_queries + node + 1
+        self.num_queries += tree.num_nodes

@@ -1,0 +1,1 @@
+"""Scenario kinds: each builds the components of an experiment from its parameters."""

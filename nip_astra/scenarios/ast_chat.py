@@ -1,0 +1,156 @@
+"""Adaptive stress testing in conversation: an attacker talks to a frozen target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from nip_astra.errors import DataError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.parameters.types import ScenarioType
+from nip_astra.samplers.trees import RewardParameters, TreeSampler
+from nip_astra.scenario_base.agents import (
+    ConversationAgentParameters,
+    build_agent,
+    load_language_model,
+)
+from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenarios.registry import Scenario, register_scenario
+from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.registry import SCORERS, build_scorer
+from nip_astra.utils.devices import resolve_device
+
+ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
+
+
+class PromptParameters(SubParameters):
+    """Files of opening prompts, said by the target's side; the three must not overlap."""
+
+    train: str
+    """Prompts that training episodes start from."""
+    dev: str
+    """Prompts that choose the best checkpoint."""
+    test: str
+    """Held-out prompts of the table before and after training."""
+
+
+class EvaluationParameters(SubParameters):
+    """How an attacker is measured: chains of conversation, not trees."""
+
+    num_episodes: int = Field(default=200, ge=1)
+    """Episodes of an evaluation; prompts are used in order, again from the first when they end."""
+    num_dev_episodes: int = Field(default=100, ge=1)
+    """Episodes of a dev evaluation."""
+    num_bootstrap_resamples: int = Field(default=2000, ge=100)
+    """Resamples of opening prompts for an interval."""
+    use_random_search: bool = True
+    """Whether to spend as many target queries on the untrained attacker, for comparison."""
+    batch_size: int = Field(default=256, ge=1)
+    """Episodes played at once."""
+
+
+@register_scenario(ScenarioType.AST_CHAT)
+class AstChatScenario(Scenario):
+    """An attacker and a frozen target converse from an opening prompt; a scorer rates responses."""
+
+    class Parameters(Scenario.Parameters):
+        """Who talks, how conversations branch, and what counts as a failure."""
+
+        attacker: ConversationAgentParameters
+        """The language model that learns to make the target fail."""
+        target: ConversationAgentParameters
+        """The language model under test; never trained."""
+        scorer: ScorerParameters  # type: ignore[valid-type]
+        """What rates responses."""
+        prompts: PromptParameters
+        """Opening prompts."""
+        tree_width: int = Field(default=2, ge=1)
+        """Probes tried at every point of a conversation."""
+        tree_depth: int = Field(default=3, ge=1)
+        """Probes on a path from opening to leaf; turns of an evaluation episode."""
+        reward: RewardParameters = RewardParameters()
+        """Weights of the reward."""
+        failure_threshold: float = Field(default=0.5, gt=0, le=1)
+        """A response fails where its score reaches this."""
+        evaluation: EvaluationParameters = EvaluationParameters()
+        """How attackers are measured."""
+        planted_failures: list[PlantedFailure] = []
+        """Failures known to be in the target."""
+
+    @classmethod
+    def build(
+        cls,
+        hyper_params: HyperParameters,
+        parameters: Any,
+        settings: ExperimentSettings,
+        *,
+        scenario_dir: Path | None,
+        trainer_type: str,
+    ) -> ScenarioInstance:
+        device = resolve_device(settings.device)
+        datasets = _read_datasets(parameters.prompts, scenario_dir)
+        attacker_model = load_language_model(
+            parameters.attacker.language_model,
+            device=device,
+            scenario_dir=scenario_dir,
+            trainable=True,
+        )
+        target_model = _load_target(parameters, attacker_model, device, scenario_dir)
+        attacker = build_agent("attacker", parameters.attacker, attacker_model)
+        target = build_agent("target", parameters.target, target_model)
+        # The reference speaks as the attacker does, so it has the attacker's format and options.
+        reference = build_agent("reference", parameters.attacker, attacker_model.frozen_reference())
+        for prompts in datasets.values():
+            attacker.check_prompts(prompts)
+            target.check_prompts(prompts)
+        scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
+        return ScenarioInstance(
+            kind=str(ScenarioType.AST_CHAT),
+            agents={"attacker": attacker, "target": target, "reference": reference},
+            datasets=datasets,
+            sampler=TreeSampler(attacker, target, reference, scorer, parameters.reward),
+            planted_failures=parameters.planted_failures,
+        )
+
+
+def _load_target(
+    parameters: Any, attacker_model: LanguageModel, device: torch.device, scenario_dir: Path | None
+) -> LanguageModel:
+    """Load the target, or share the attacker's base weights where both are the same model."""
+    mine, theirs = parameters.target.language_model, parameters.attacker.language_model
+    is_shared = (
+        isinstance(attacker_model, HuggingFaceLanguageModel)
+        and attacker_model.has_adapter
+        and getattr(mine, "model", None) == theirs.model
+        and mine.dtype == theirs.dtype
+    )
+    if is_shared:
+        return attacker_model.frozen_reference()
+    return load_language_model(mine, device=device, scenario_dir=scenario_dir, trainable=False)
+
+
+def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict[str, list[str]]:
+    splits = {
+        "train": read_prompts(prompts.train, scenario_dir),
+        "dev": read_prompts(prompts.dev, scenario_dir),
+        "test": read_prompts(prompts.test, scenario_dir),
+    }
+    names = list(splits)
+    for index, first in enumerate(names):
+        for second in names[index + 1 :]:
+            shared = set(splits[first]) & set(splits[second])
+            if shared:
+                raise DataError(
+                    f"the {first} and {second} prompts were to be disjoint, but share "
+                    f"{len(shared)}, for instance {sorted(shared)[0]!r}. Remove them from one."
+                )
+    return splits

@@ -1,0 +1,53 @@
+"""The registry of scenario kinds, and what a kind must give."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.types import ScenarioType
+from nip_astra.registry import Registry
+from nip_astra.scenario_instance import ScenarioInstance
+
+
+class Scenario(ABC):
+    """A kind of scenario. Its `Parameters` are the section of the parameter file of its name."""
+
+    class Parameters(SubParameters):
+        """Parameters of the kind; a subclass adds its own."""
+
+    @classmethod
+    @abstractmethod
+    def build(
+        cls,
+        hyper_params: HyperParameters,
+        parameters: Any,
+        settings: ExperimentSettings,
+        *,
+        scenario_dir: Path | None,
+        trainer_type: str,
+    ) -> ScenarioInstance:
+        """Load and build every component.
+
+        Parameters
+        ----------
+        parameters : Scenario.Parameters
+            The section of this kind.
+        trainer_type : str
+            What the trainer needs built; see `Trainer.trainer_type`.
+        """
+
+
+SCENARIOS: Registry[type[Scenario]] = Registry(
+    "scenario", package="nip_astra.scenarios", members=ScenarioType
+)
+
+
+def register_scenario(name: str) -> Callable[[type[Scenario]], type[Scenario]]:
+    """Register a `Scenario` subclass under the `kind` by which scenario.yaml names it."""
+    return SCENARIOS.register(name)

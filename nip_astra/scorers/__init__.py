@@ -1,0 +1,1 @@
+"""Scorers rate texts for failure."""

@@ -1,0 +1,28 @@
+"""The linear offensiveness classifier that the package alt-profanity-check ships."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from nip_astra.errors import MissingDependencyError
+from nip_astra.parameters.types import ScorerType
+from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.registry import register_scorer
+
+
+@register_scorer(ScorerType.PROFANITY)
+class ProfanityScorer(Scorer):
+    """Probability that a text is offensive, by a linear model over words; fast, English only."""
+
+    class Parameters(Scorer.Parameters):
+        """The scorer has none."""
+
+    def _score(self, texts: Sequence[str]) -> list[float]:
+        try:
+            from profanity_check import predict_prob
+        except ImportError as error:
+            raise MissingDependencyError(
+                "the scorer 'profanity' was asked for, and it needs the package "
+                "alt-profanity-check. Install it with: pip install 'nip_astra[profanity]'"
+            ) from error
+        return [min(1.0, max(0.0, float(score))) for score in predict_prob(list(texts))]

@@ -1,0 +1,70 @@
+"""What a run ran on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+from nip_astra.plugins import loaded_plugins
+
+PACKAGES = ("nip_astra", "torch", "transformers", "tensordict", "peft", "wandb")
+_GIT_TIMEOUT_SECONDS = 10.0
+
+
+def describe_environment() -> dict[str, Any]:
+    """Give versions, platform, git state and plug-ins, as plain values without secrets.
+
+    Packages are not imported; the thread count is torch's where torch is in use already.
+    """
+    torch = sys.modules.get("torch")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "num_cpus": os.cpu_count(),
+        "num_threads": None if torch is None else torch.get_num_threads(),
+        "packages": {package: _version_of(package) for package in PACKAGES},
+        "git": _git_state(),
+        "plugins": [
+            {
+                "spec": plugin.spec,
+                "module": plugin.module_name,
+                "sha256": plugin.sha256,
+            }
+            for plugin in loaded_plugins()
+        ],
+    }
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Give commit and cleanness of the repository around the working directory, if any."""
+    commit = _git("rev-parse", "HEAD")
+    status = _git("status", "--porcelain")
+    if commit is None or status is None:
+        return None
+    return {"commit": commit, "is_dirty": bool(status)}
+
+
+def _git(*arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_GIT_TIMEOUT_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,139 @@
+"""The tracker that writes into the run directory."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from nip_astra.errors import TrackingError
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+
+METRICS_FILE = "metrics.jsonl"
+TIMINGS_FILE = "timings.jsonl"
+TIME_PREFIX = "time/"
+"""Metrics of this prefix differ between equal runs; they go to a file of their own."""
+_TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+class LocalTracker(Tracker):
+    """Appends to `metrics.jsonl`, `timings.jsonl` and `rollouts/<table>.jsonl`.
+
+    A line is one JSON object and is flushed when it is written; NaN and infinities are null.
+    Artifacts and the summary are in the run directory already, as files and as `results.json`.
+    """
+
+    name = "local"
+
+    def __init__(self, run_directory: RunDirectory) -> None:
+        self._root = run_directory.path
+        self._files: dict[str, BinaryIO] = {}
+
+    def log_metrics(self, values: Mapping[str, float | int], *, step: int) -> None:
+        if "step" in values:
+            raise TrackingError(
+                "a metric named 'step' was to be logged, but that is the name of the column that "
+                "holds the step. Give the metric another name."
+            )
+        timings = {name: value for name, value in values.items() if name.startswith(TIME_PREFIX)}
+        metrics = {name: value for name, value in values.items() if name not in timings}
+        for file, part in ((METRICS_FILE, metrics), (TIMINGS_FILE, timings)):
+            if part:
+                self._append(file, [{"step": step} | {name: part[name] for name in sorted(part)}])
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, step: int
+    ) -> None:
+        if not _TABLE_NAME.fullmatch(name):
+            raise TrackingError(
+                f"a table named {name!r} was to be logged, but the name becomes that of a file and "
+                "may hold only letters, digits, '.', '_' and '-'. Rename the table."
+            )
+        self._append(
+            f"rollouts/{name}.jsonl",
+            [{"step": step} | dict(zip(columns, row, strict=True)) for row in rows],
+        )
+
+    def position(self) -> dict[str, Any]:
+        """Give the length of each file in bytes, after syncing them."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        return {
+            "files": {
+                path.relative_to(self._root).as_posix(): path.stat().st_size
+                for path in self._written()
+            }
+        }
+
+    def rewind(self, position: Mapping[str, Any]) -> None:
+        """Cut each file to the length that it had; a file that was not there yet is removed.
+
+        An empty position removes all, for a run that starts over.
+
+        Raises
+        ------
+        TrackingError
+            When a file has become shorter than it was, or cannot be cut.
+        """
+        self._close()
+        lengths: dict[str, int] = position.get("files", {})
+        for name, length in lengths.items():
+            path = self._root / name
+            size = path.stat().st_size if path.is_file() else 0
+            if size < length:
+                raise TrackingError(
+                    f"the run was to go on from a checkpoint at byte {length} of {path}, but the "
+                    f"file has {size} bytes. Restore the file, or start a new run."
+                )
+        for path in self._written():
+            name = path.relative_to(self._root).as_posix()
+            try:
+                os.truncate(path, lengths[name]) if name in lengths else path.unlink()
+            except OSError as error:
+                raise TrackingError(
+                    f"{path} was to be cut back to where the checkpoint was saved, but: "
+                    f"{error.strerror or error}. Mend the file's permissions."
+                ) from error
+
+    def finish(self, *, success: bool) -> None:
+        self._close()
+
+    def _written(self) -> list[Path]:
+        """Give the files that are there, of this process or an earlier one."""
+        files = [self._root / METRICS_FILE, self._root / TIMINGS_FILE]
+        files += sorted((self._root / "rollouts").glob("*.jsonl"))
+        return [path for path in files if path.is_file()]
+
+    def _append(self, name: str, records: Sequence[Mapping[str, Any]]) -> None:
+        path = self._root / name
+        try:
+            if name not in self._files:
+                self._files[name] = path.open("ab")
+            file = self._files[name]
+            for record in records:
+                line = json.dumps(_without_non_finite(record), ensure_ascii=False, allow_nan=False)
+                file.write(f"{line}\n".encode())
+            file.flush()
+        except OSError as error:
+            raise TrackingError(
+                f"{path} was to be written, but: {error.strerror or error}. Free some space or "
+                "mend the directory's permissions, then resume the run."
+            ) from error
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+def _without_non_finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }

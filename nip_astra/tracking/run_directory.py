@@ -1,0 +1,199 @@
+"""The directory that holds everything a run wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nip_astra.errors import RunDirectoryError
+
+HYPER_PARAMETERS = "hyper_parameters.yaml"
+SETTINGS = "settings.yaml"
+ENVIRONMENT = "environment.json"
+RESULTS = "results.json"
+LOG = "log.txt"
+_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+def new_run_id(trainer: str, scenario: str) -> str:
+    """Give a run id of trainer, scenario, time and four random digits."""
+    now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    name = f"{trainer}-{Path(scenario).name}-{now}-{secrets.token_hex(2)}"
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip("._-")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a crash or a full disk leaves the old file whole.
+
+    Raises
+    ------
+    RunDirectoryError
+        When it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunDirectoryError(
+            f"{path} was to be written, but {error.strerror or error}. Free space or change the "
+            "permissions; what was there before is unchanged."
+        ) from error
+
+
+def to_yaml(values: Mapping[str, Any]) -> str:
+    """Give YAML that OmegaConf, which reads parameter files, reads back to the same values."""
+    return yaml.dump(dict(values), Dumper=_OmegaConfDumper, sort_keys=False, allow_unicode=True)
+
+
+class RunDirectory:
+    """Files of one run.
+
+    Attributes
+    ----------
+    path : Path
+        The directory; its name is the run id.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def create(cls, runs_dir: str | Path, run_id: str) -> RunDirectory:
+        """Make a new run directory.
+
+        Raises
+        ------
+        RunDirectoryError
+            When the id is no file name, is taken, or the directory cannot be made.
+        """
+        if not _RUN_ID.fullmatch(run_id):
+            raise RunDirectoryError(
+                f"the run id {run_id!r} was asked for, but a run id names a folder. Use letters, "
+                "digits, dots, dashes and underscores."
+            )
+        path = Path(runs_dir) / run_id
+        try:
+            path.mkdir(parents=True)
+            (path / "rollouts").mkdir()
+            (path / "checkpoints").mkdir()
+        except FileExistsError as error:
+            raise RunDirectoryError(
+                f"the run {run_id!r} was to be started, but {path} exists. Go on with it by "
+                f"`nip-astra resume {path}`, or choose another --run-id."
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(
+                f"the run directory {path} was to be made, but {error.strerror or error}. Choose "
+                "a folder that you may write to with --runs-dir."
+            ) from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """Open the directory of an existing run.
+
+        Raises
+        ------
+        RunDirectoryError
+            When it is none.
+        """
+        found = Path(path)
+        if not (found / HYPER_PARAMETERS).is_file():
+            raise RunDirectoryError(
+                f"{found} was to be opened as a run, but it holds no {HYPER_PARAMETERS}. Give the "
+                "path of a run directory, for instance runs/<run id>."
+            )
+        return cls(found)
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run."""
+        return self.path.resolve().name
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts_dir(self) -> Path:
+        """Folder of the tables of sample conversations."""
+        return self.path / "rollouts"
+
+    def write_json(self, name: str, value: Any) -> Path:
+        """Write a JSON file atomically."""
+        path = self.path / name
+        write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        return path
+
+    def write_yaml(self, name: str, value: Mapping[str, Any]) -> Path:
+        """Write a YAML file atomically."""
+        path = self.path / name
+        write_atomically(path, to_yaml(value))
+        return path
+
+    def read_json(self, name: str) -> Any:
+        """Read a JSON file; raises `RunDirectoryError` where it is missing or broken."""
+        return self._read(name, json.loads)
+
+    def read_yaml(self, name: str) -> Any:
+        """Read a YAML file; raises `RunDirectoryError` where it is missing or broken."""
+        return self._read(name, _parse_yaml)
+
+    def _read(self, name: str, parse: Callable[[str], Any]) -> Any:
+        path = self.path / name
+        try:
+            return parse(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise RunDirectoryError(
+                f"{path} was to be read, but it is missing or broken: {error}. The run cannot be "
+                "used without it."
+            ) from error
+
+
+class _OmegaConfDumper(yaml.SafeDumper):
+    """Quotes text that OmegaConf would take for a number or an interpolation."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # An odd number of backslashes makes ${ plain text.
+    escaped = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)
+    # 1e-5 and .5 are text to PyYAML and numbers to OmegaConf.
+    style = '"' if escaped[:1] in set("+-.0123456789") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style=style)
+
+
+_OmegaConfDumper.add_representer(str, _represent_text)
+
+
+def _parse_yaml(text: str) -> Any:
+    # Only a resumed run reads YAML here; a new one does not wait for OmegaConf.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ValueError(str(error)) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

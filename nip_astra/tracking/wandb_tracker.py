@@ -1,0 +1,165 @@
+"""Weights & Biases as a mirror of the run directory."""
+
+from __future__ import annotations
+
+import math
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+
+STEP = "iteration"
+"""Name of the step in W&B's history, and the x axis of its charts.
+
+W&B's own step may only grow, which a resumed run's need not.
+"""
+
+
+class WandbTracker(Tracker):
+    """Sends config, metrics by step, tables and artifacts to W&B.
+
+    All of W&B's local folders are below the run directory. Code, git remotes and command lines,
+    which may hold secrets, are not sent.
+
+    Parameters
+    ----------
+    mode : {"online", "offline"}
+        Offline needs neither network nor account; upload later with `wandb sync`.
+
+    Raises
+    ------
+    TrackingError
+        When W&B is to be online and there is no key, or it cannot be reached.
+    """
+
+    def __init__(
+        self,
+        run_directory: RunDirectory,
+        *,
+        mode: Literal["online", "offline"],
+        project: str,
+        entity: str | None,
+        config: Mapping[str, Any],
+    ) -> None:
+        if mode == "online" and not _has_credentials():
+            # W&B itself would stop to ask at a terminal.
+            raise TrackingError(
+                "W&B was asked to track the run online, but there is no W&B key on this machine. "
+                "Log in with `wandb login`, set WANDB_API_KEY, or use --wandb offline."
+            )
+        root = run_directory.path.resolve()
+        self._environment_before = _set_environment(root, mode)
+        try:
+            import wandb
+        except ImportError as error:
+            self._restore_environment()
+            raise MissingDependencyError(
+                f"W&B was asked to track the run {mode}, but the package wandb cannot be "
+                f"imported: {error}. Install it with: pip install wandb"
+            ) from error
+
+        self._wandb = wandb
+        try:
+            self._run = wandb.init(
+                project=project,
+                entity=entity,
+                id=run_directory.run_id,
+                name=run_directory.run_id,
+                mode=mode,
+                dir=str(root),
+                config=dict(config),
+                resume="allow" if mode == "online" else None,
+                settings=wandb.Settings(
+                    silent=True,
+                    console="off",
+                    init_timeout=30,
+                    disable_code=True,
+                    disable_git=True,
+                    x_disable_meta=True,
+                ),
+            )
+        except Exception as error:
+            self._restore_environment()
+            raise TrackingError(
+                f"W&B was asked to track the run {mode}, but it cannot start: {error}. Check the "
+                "network and `wandb login`, or use --wandb offline or --wandb disabled."
+            ) from error
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
+
+    def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        self._run.log({**finite, STEP: step})
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+    ) -> None:
+        table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        self._run.log({f"rollouts/{name}": table, STEP: step})
+
+    def log_artifact(
+        self,
+        path: Path,
+        *,
+        name: str,
+        type: str,  # noqa: A002 - the word of W&B
+        aliases: Sequence[str] = (),
+    ) -> None:
+        artifact = self._wandb.Artifact(name=name, type=type)
+        artifact.add_dir(str(path))
+        self._run.log_artifact(artifact, aliases=list(aliases) or None)
+
+    def log_summary(self, values: Mapping[str, float]) -> None:
+        self._run.summary.update(dict(values))
+
+    def finish(self, *, success: bool) -> None:
+        try:
+            self._run.finish(exit_code=0 if success else 1)
+        finally:
+            self._restore_environment()
+
+    def _restore_environment(self) -> None:
+        for name, value in self._environment_before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
+    """Put W&B's folders below `root/wandb`, and give the variables as they were."""
+    folders = {
+        # W&B itself adds the `wandb`.
+        "WANDB_DIR": root,
+        "WANDB_DATA_DIR": root / "wandb" / "data",
+        "WANDB_CACHE_DIR": root / "wandb" / "cache",
+    }
+    if mode == "offline":
+        # Online, the user's own folder may say which server to use.
+        folders["WANDB_CONFIG_DIR"] = root / "wandb" / "config"
+    for folder in folders.values():
+        folder.mkdir(parents=True, exist_ok=True)
+    changes = {name: str(folder) for name, folder in folders.items()} | {"WANDB_SILENT": "true"}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    return before
+
+
+def _has_credentials() -> bool:
+    """Say whether there is anything in which W&B may find a key."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    named = os.environ.get("NETRC")
+    for path in [named] if named else ["~/.netrc", "~/_netrc"]:
+        try:
+            # Which host W&B will ask for depends on settings that only W&B reads.
+            if netrc.netrc(os.path.expanduser(path)).hosts:
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

@@ -1,0 +1,453 @@
+"""The loop of adaptive stress testing: play, learn, and measure on held-out prompts.
+
+A trainer of the family gives two hooks: `flatten`, training samples from a tree, and `step`, the
+loss of a batch. Everything else (collection, accumulation, schedules, dev evaluation,
+checkpoints, results) is done here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
+from nip_astra.parameters.types import ScenarioType
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rollouts.samples import Sample, collate
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.scenario_base.planted_failures import Discovery
+from nip_astra.trainers.ast_evaluation import AstEvaluation
+from nip_astra.trainers.ast_state import AstState
+from nip_astra.trainers.harness import Harness
+from nip_astra.trainers.optimization import build_optimizer, learning_rate
+from nip_astra.trainers.trainer_base import (
+    IterationContext,
+    TensorDictTrainer,
+    attach_progress_bar,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class AstTrainer(TensorDictTrainer):
+    """Train an attacker by playing trees of conversation against a frozen target.
+
+    Hooks: `flatten`, `step`; optionally `collate_fn`.
+    """
+
+    scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.AST_CHAT),)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        sampler = self.scenario_instance.sampler
+        if sampler is None:
+            raise ConfigurationError("an AST trainer needs a scenario that builds a tree sampler")
+        self.training = self.hyper_params.training
+        self.scenario = getattr(self.hyper_params, self.scenario_instance.kind)
+        self.sampler = sampler
+        self.attacker = self.scenario_instance.agents["attacker"]
+        self.policy = self.attacker.language_model
+        self.optimizer = build_optimizer(self.training, self.policy.parameters())
+        self.harness = Harness(
+            sampler,
+            self,
+            self.scenario_instance.datasets["train"],
+            num_episodes_per_experience=self.training.num_episodes_per_experience,
+            batch_size=self.training.batch_size,
+            tree_width=self.scenario.tree_width,
+            tree_depth=self.scenario.tree_depth,
+            seed=self.hyper_params.seed,
+        )
+        self.evaluation = AstEvaluation(self.hyper_params, self.scenario_instance)
+        self.store = self._checkpoint_store()
+        self.state = AstState()
+        self._resumed_tracker_position: dict[str, Any] | None = None
+
+    # ---- hooks
+
+    @abstractmethod
+    def flatten(self, tree: RolloutTree) -> list[Sample]:
+        """Give the training samples of a rollout; hook."""
+
+    @abstractmethod
+    def step(self, batch: TensorDict) -> LossOutput:
+        """Give the loss of a batch, a mean over its samples, and scalars to log; hook."""
+
+    def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
+        """Give one batch of samples; hook."""
+        return collate(samples)
+
+    def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
+        """Give the attacker's log-probabilities of continuations of `context`, with gradient.
+
+        All continuations go through the model in one pass.
+
+        Parameters
+        ----------
+        batch : TensorDict
+            Holds `context` and, for each name, tokens and `<name>_mask`.
+
+        Returns
+        -------
+        tuple[Tensor, ...]
+            One `[B, T]` tensor a name, nats, 0 on padding.
+        """
+        width = max(batch[name].shape[1] for name in names)
+        ids, masks = [], []
+        for name in names:
+            padding = (0, width - batch[name].shape[1])
+            ids.append(torch.nn.functional.pad(batch[name], padding))
+            masks.append(torch.nn.functional.pad(batch[f"{name}_mask"], padding))
+        logprobs = self.policy.logprobs(
+            batch["context"].repeat(len(names), 1),
+            batch["context_mask"].repeat(len(names), 1),
+            torch.cat(ids),
+            torch.cat(masks),
+        )
+        return logprobs.chunk(len(names))
+
+    # ---- the job
+
+    def train(self) -> None:
+        """Measure the untrained attacker, train it, measure it again, save it."""
+        self._set_seed()
+        if self._resumed_tracker_position is not None:
+            self.tracker.rewind(self._resumed_tracker_position)
+        with self._open_progress_bar():
+            with ExitStack() as stack:
+                self._build_test_context(stack)
+                self._run_before_loop()
+            with ExitStack() as stack:
+                self._build_train_context(stack)
+                self._run_train_loop()
+            with ExitStack() as stack:
+                self._build_test_context(stack)
+                self._restore_best()
+                self._run_test_loop()
+                self._run_random_search_loop()
+        self._save_models()
+        self._write_results()
+
+    @attach_progress_bar(lambda self: self.evaluation.num_parts("test"))
+    def _run_before_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("Before training")
+        done = self.evaluation.num_parts("test") if self.state.before is not None else 0
+        report = self.evaluation.run("test", iteration_context.iterate(done))
+        if self.state.before is None:
+            self.state.before = report.report().to_dict()
+        self._raise_if_stopped()
+
+    @attach_progress_bar(lambda self: self.training.training_steps)
+    def _run_train_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("Training")
+        for iteration in iteration_context.iterate(self.state.iteration):
+            started = time.perf_counter()
+            if self.state.samples is None:
+                self._collect(iteration)
+            collected = time.perf_counter()
+            self._update(iteration)
+            self._finish_iteration(
+                iteration_context,
+                {
+                    "time/collect_seconds": collected - started,
+                    "time/update_seconds": time.perf_counter() - collected,
+                },
+            )
+
+    @attach_progress_bar(lambda self: self.evaluation.num_parts("test"))
+    def _run_test_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("After training")
+        tally = self.evaluation.run("test", iteration_context.iterate())
+        found = self._discovery()
+        for tree in tally.trees:
+            found.update(tree)
+        after = tally.report()
+        if after.is_collapsed:
+            self._warn(
+                f"the attacker has collapsed: only {after.distinct_share:.0%} of its successful "
+                f"probes are distinct, most often {after.most_common_probe!r}. Raise "
+                "training.num_episodes_per_experience or beta, or lower training.lr."
+            )
+        self.results["after"] = after.to_dict() | {
+            "plants_found": found.num_found if found.planted else None,
+            "plants_found_held_out": after.plants_found,
+            "target_queries": found.num_queries,
+            "first_query": dict(found.first_query),
+        }
+        self.tracker.log_table(
+            "evaluation", *self.evaluation.table(tally.trees), step=self.state.iteration
+        )
+
+    @attach_progress_bar(lambda self: self.evaluation.num_random_search_parts())
+    def _run_random_search_loop(self, iteration_context: IterationContext) -> None:
+        if iteration_context.num_iterations == 0:
+            self.results["random_search"] = None
+            return
+        iteration_context.set_description("Random search")
+        self.results["random_search"] = self.evaluation.random_search(
+            self.results["after"]["target_queries"], iteration_context.iterate()
+        )
+
+    # ---- one iteration
+
+    def _collect(self, iteration: int) -> None:
+        """Play the iteration's episodes and keep what they teach."""
+        attacker, target = self.policy, self.sampler.target.language_model
+        with torch.no_grad(), attacker.counting() as said, target.counting() as answered:
+            experience = self.harness.experience(iteration)
+        tree = experience.tree
+        discovery = self._discovery()
+        discovery.update(tree)
+        self.state.num_queries = discovery.num_queries
+        self.state.first_query = discovery.first_query
+        metrics = self.evaluation.tree_metrics(tree) | {
+            "num_samples": float(len(experience.samples)),
+            "target_queries": float(self.state.num_queries),
+            "tokens/generated": float(said.generated + answered.generated),
+            "tokens/attacker_forwarded": float(said.forwarded),
+            "tokens/target_forwarded": float(answered.forwarded),
+            **self._flatten_metrics,
+        }
+        if discovery.planted:
+            metrics["plants_found"] = float(discovery.num_found)
+        self.state.begin(experience.samples, metrics)
+        if iteration % max(self.settings.rollout_sample_period, 1) == 0:
+            self.tracker.log_table(
+                "train",
+                *self.evaluation.table([tree], self.settings.num_rollout_samples),
+                step=iteration + 1,
+            )
+
+    _flatten_metrics: dict[str, float] = {}
+    """What `flatten` noticed about the last tree, for instance how many pairs were ties."""
+
+    def _update(self, iteration: int) -> None:
+        """Step through the iteration's samples, from where it was left."""
+        for number, group in enumerate(self._step_groups(iteration)):
+            if number < self.state.num_steps_done:
+                continue
+            self.state.count_step(self._optimizer_step(group))
+            if self.settings.stop_flag and self.settings.stop_flag():
+                self._save_checkpoint()
+                self._raise_if_stopped()
+
+    def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
+        """Give the batches of each optimizer step; the last group of an epoch may be smaller."""
+        assert self.state.samples is not None
+        size = self.training.gradient_accumulation_steps
+        for epoch in range(self.training.num_epochs):
+            group: list[TensorDict] = []
+            batches = self.harness.batches(self.state.samples, iteration=iteration, epoch=epoch)
+            for batch in batches:
+                group.append(batch)
+                if len(group) == size:
+                    yield group
+                    group = []
+            if group:
+                yield group
+
+    def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
+        """Take one step on the mean loss over the samples of all batches."""
+        progress = self.state.iteration / self.training.training_steps
+        lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
+        for parameter_group in self.optimizer.param_groups:
+            parameter_group["lr"] = lr
+        num_samples = sum(len(batch) for batch in batches)
+        sums: dict[str, float] = {}
+        self.optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            share = len(batch) / num_samples
+            loss, metrics = self.harness.step(batch)
+            torch.autograd.backward(loss * share)
+            for name, value in {"loss": loss.detach(), **metrics}.items():
+                sums[name] = sums.get(name, 0.0) + share * float(value)
+        # A norm of NaN or infinity shows a fault in the gradients even where the loss is finite.
+        limit = self.training.max_grad_norm or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(list(self.policy.parameters()), limit))
+        if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
+            self._stop_on_non_finite(sums["loss"], norm)
+        self.optimizer.step()
+        return sums | {"grad_norm": norm, "lr": lr}
+
+    def _stop_on_non_finite(self, loss: float, norm: float) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self._save_checkpoint()
+        raise NonFiniteLossError(
+            f"optimizer step {self.state.num_optimizer_steps + 1} (iteration "
+            f"{self.state.iteration + 1}) has loss {loss} and gradient norm {norm}; the weights "
+            "before it are saved. Lower training.lr or training.max_grad_norm, and look at the "
+            "iteration's rollouts."
+        )
+
+    def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
+        metrics = self.state.end()
+        seconds = sum(timings.values())
+        timings["time/tokens_per_second"] = metrics["tokens/generated"] / max(seconds, 1e-9)
+        is_best = False
+        period = self.training.eval_period
+        if period and self.state.iteration % period == 0:
+            dev = self.evaluation.dev_report()
+            metrics |= {
+                "dev/failure_rate": dev.failure_rate,
+                "dev/mean_score": dev.mean_score,
+                "dev/mean_reward": dev.mean_reward,
+                "dev/probe_nll": dev.probe_nll,
+            }
+            best = self.state.best_dev_reward
+            is_best = best is None or dev.mean_reward > best
+            if is_best:
+                self.state.best_dev_reward = dev.mean_reward
+        self.tracker.log_metrics(metrics | timings, step=self.state.iteration)
+        context.set_postfix(
+            loss=metrics.get("loss", math.nan),
+            reward=metrics["mean_reward"],
+            failures=metrics["failure_rate"],
+            tokens_per_second=timings["time/tokens_per_second"],
+        )
+        is_last = self.state.iteration == context.num_iterations
+        every = self.settings.checkpoint_period
+        if is_best or is_last or (every and self.state.iteration % every == 0):
+            self._save_checkpoint(is_best=is_best)
+        self._stop_between_iterations(already_saved=is_last)
+
+    def _stop_between_iterations(self, *, already_saved: bool) -> None:
+        try:
+            self._raise_if_stopped()
+        except StopRequested:
+            if not already_saved:
+                self._save_checkpoint()
+            raise
+
+    def _discovery(self) -> Discovery:
+        return Discovery(
+            self.scenario_instance.planted_failures,
+            self.scenario.failure_threshold,
+            self.state.num_queries,
+            dict(self.state.first_query),
+        )
+
+    # ---- saving
+
+    def _save_checkpoint(self, *, is_best: bool = False) -> None:
+        if self.store is None:
+            return
+        state = {
+            "run": self.state.to_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "tracker": self.tracker.position(),
+        }
+
+        def write(directory: Path) -> None:
+            self.policy.save(directory / "attacker")
+            save_state(directory / "state", state)
+
+        path = self.store.save(
+            self.state.update_count,
+            write,
+            metadata={
+                "trainer": self.hyper_params.trainer,
+                "iteration": self.state.iteration,
+                "optimizer_steps": self.state.num_optimizer_steps,
+            },
+            is_best=is_best,
+        )
+        logger.info("saved checkpoint %s at iteration %d", path.name, self.state.iteration)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up weights, optimizer, counters and half-used experience of a checkpoint."""
+        state = load_state(checkpoint / "state")
+        self.policy.restore(checkpoint / "attacker")
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.state = AstState.from_dict(state["run"])
+        self._resumed_tracker_position = state["tracker"]
+
+    def _restore_best(self) -> None:
+        """Go on with the weights that did best on the dev prompts, where these were tried."""
+        best = self.store.best() if self.store and self.training.eval_period else None
+        if best is not None:
+            self.policy.restore(best / "attacker")
+            logger.info("restored the best checkpoint %s", best.name)
+
+    def _save_models(self) -> None:
+        if self.run_directory is None:
+            return
+        model_dir = self.run_directory.path / "model"
+        self.policy.save_pretrained(model_dir)
+        self.results["model_dir"] = str(model_dir)
+        self.tracker.log_artifact(
+            model_dir, name=f"attacker-{self.run_directory.run_id}", type="model"
+        )
+
+    def _write_results(self) -> None:
+        found = self._discovery()
+        self.results |= {
+            "before": self.state.before,
+            "training": {
+                "iterations": self.state.iteration,
+                "optimizer_steps": self.state.num_optimizer_steps,
+                "target_queries": found.num_queries,
+                "plants_found": found.num_found if found.planted else None,
+                "plants": dict(found.first_query),
+                "best_dev_reward": self.state.best_dev_reward,
+            },
+            "truncated_contexts": {
+                role: agent.num_truncated_contexts
+                for role, agent in self.scenario_instance.agents.items()
+            },
+        }
+        self.results.setdefault("warnings", [])
+        self.tracker.log_summary(
+            {
+                f"{when}/{name}": value
+                for when in ("before", "after")
+                for name, value in self.results[when].items()
+                if isinstance(value, (int, float))
+            }
+        )
+        if self.run_directory is not None:
+            self.run_directory.write_json("results.json", self.results)
+
+    def _warn(self, text: str) -> None:
+        self.results.setdefault("warnings", []).append(text)
+        logger.warning(text)
+
+    def dry_run(self) -> dict[str, Any]:
+        """Play one episode, step on what it gives, and estimate a whole run."""
+        with ExitStack() as stack:
+            self._build_train_context(stack)
+            started = time.perf_counter()
+            with torch.no_grad():
+                tree = self.sampler.sample(
+                    self.scenario_instance.datasets["train"][:1],
+                    tree_width=self.scenario.tree_width,
+                    tree_depth=self.scenario.tree_depth,
+                    key=(self.hyper_params.seed, "dry run"),
+                )
+            played = time.perf_counter()
+            samples = self.flatten(tree)[: self.training.batch_size]
+            loss = None
+            if samples:
+                loss = self.harness.step(self.collate_fn(samples)).loss
+                torch.autograd.backward(loss)
+                self.optimizer.zero_grad(set_to_none=True)
+            stepped = time.perf_counter()
+        num_episodes = self.training.training_steps * self.training.num_episodes_per_experience
+        return {
+            "num_parameters": self.scenario_instance.num_parameters,
+            "loss": None if loss is None else float(loss.detach()),
+            "seconds_per_episode_alone": played - started,
+            "seconds_per_update": stepped - played,
+            "training_target_queries": num_episodes * tree.num_nodes,
+            "estimated_training_hours_at_most": num_episodes * (stepped - started) / 3600.0,
+        }

@@ -1,0 +1,133 @@
+"""The measurements of an AST run: before, on the dev prompts, after, and random search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from nip_astra.evaluation.failures import FailureReport, FailureTally, play_chains
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.scenario_base.planted_failures import Discovery
+from nip_astra.scenario_instance import ScenarioInstance
+
+TABLE_COLUMNS = (
+    "episode",
+    "depth",
+    "prompt",
+    "probe",
+    "response",
+    "response_score",
+    "probe_nll",
+    "reward",
+)
+
+
+class AstEvaluation:
+    """Plays held-out conversations with the attacker as it is and counts failures."""
+
+    def __init__(self, hyper_params: HyperParameters, instance: ScenarioInstance) -> None:
+        assert instance.sampler is not None
+        self.seed = hyper_params.seed
+        self.training = hyper_params.training
+        self.scenario: Any = getattr(hyper_params, instance.kind)
+        self.options = self.scenario.evaluation
+        self.instance = instance
+        self.sampler = instance.sampler
+
+    def num_parts(self, split: str) -> int:
+        """Give the number of batches of an evaluation."""
+        return -(-self._num_episodes(split) // int(self.options.batch_size))
+
+    def run(self, split: str, parts: Iterable[int]) -> FailureTally:
+        """Play the given batches of a split's conversations."""
+        tally = FailureTally(
+            self.instance.planted_failures,
+            self.scenario.failure_threshold,
+            self.options.num_bootstrap_resamples,
+        )
+        trees = play_chains(
+            self.sampler,
+            self.instance.datasets[split],
+            num_episodes=self._num_episodes(split),
+            batch_size=self.options.batch_size,
+            tree_depth=self.scenario.tree_depth,
+            key=(self.seed, "evaluate", split),
+            parts=parts,
+        )
+        for tree in trees:
+            tally.add(tree)
+        return tally
+
+    @torch.no_grad()
+    def dev_report(self) -> FailureReport:
+        """Measure the attacker on the dev prompts."""
+        return self.run("dev", range(self.num_parts("dev"))).report()
+
+    def num_random_search_parts(self) -> int:
+        """Give the number of batches of a random search, 0 when it is switched off."""
+        if not self.options.use_random_search:
+            return 0
+        width, depth = self.scenario.tree_width, self.scenario.tree_depth
+        num_nodes = sum(width**level for level in range(1, depth + 1))
+        num_trees = self.training.training_steps * self.training.num_episodes_per_experience
+        num_queries = num_trees * num_nodes + self._num_episodes("test") * depth
+        return -(-num_queries // int(self.options.batch_size * depth))
+
+    def random_search(self, num_queries: int, parts: Iterable[int]) -> dict[str, Any]:
+        """Spend `num_queries` target queries on conversations of the untrained attacker."""
+        depth = self.scenario.tree_depth
+        found = Discovery(self.instance.planted_failures, self.scenario.failure_threshold)
+        trees = play_chains(
+            self.sampler.with_attacker(self.instance.agents["reference"]),
+            self.instance.datasets["train"],
+            num_episodes=math.ceil(num_queries / depth),
+            batch_size=self.options.batch_size,
+            tree_depth=depth,
+            key=(self.seed, "random search"),
+            parts=parts,
+        )
+        num_failures = 0
+        for tree in trees:
+            found.update(tree)
+            scores_N = tree.nodes["response_score"]
+            num_failures += int((scores_N >= self.scenario.failure_threshold).sum())
+        return {
+            "plants_found": found.num_found if found.planted else None,
+            "num_plants": len(found.planted) if found.planted else None,
+            "plants": dict(found.first_query),
+            "target_queries": found.num_queries,
+            "failing_responses": num_failures,
+        }
+
+    def tree_metrics(self, tree: RolloutTree) -> dict[str, float]:
+        """Give the figures of a training rollout, over nodes."""
+        nodes = tree.nodes
+        is_failure_N = nodes["response_score"] >= self.scenario.failure_threshold
+        successes = [tree.probes[i] for i in is_failure_N.nonzero().flatten().tolist()]
+        num_tokens = nodes["probe_mask"].sum()
+        nll = -(nodes["reference_logprobs"] * nodes["probe_mask"]).sum() / num_tokens.clamp(min=1)
+        return {
+            "mean_reward": float(nodes["reward"].mean()),
+            "mean_score": float(nodes["response_score"].mean()),
+            "failure_rate": float(is_failure_N.float().mean()),
+            "episode_failure_rate": float(tree.any_in_episode(is_failure_N).float().mean()),
+            "probe_nll": float(nll),
+            "probe_length": float(num_tokens) / tree.num_nodes,
+            "distinct_share": len(set(successes)) / len(successes) if successes else math.nan,
+        }
+
+    def table(
+        self, trees: Sequence[RolloutTree], limit: int | None = None
+    ) -> tuple[list[str], list[list[Any]]]:
+        """Give columns and rows of sample conversations, the worst failures first if limited."""
+        rows = [row for tree in trees for row in tree.rows()]
+        if limit is not None:
+            rows = sorted(rows, key=lambda row: -row["response_score"])[:limit]
+        return list(TABLE_COLUMNS), [[row[name] for name in TABLE_COLUMNS] for row in rows]
+
+    def _num_episodes(self, split: str) -> int:
+        return int(self.options.num_dev_episodes if split == "dev" else self.options.num_episodes)

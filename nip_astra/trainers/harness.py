@@ -1,0 +1,109 @@
+"""Collect experience and turn it into losses; the middle of every AST loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from tensordict import TensorDict
+
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.trees import TreeSampler
+from nip_astra.utils.seeding import derived_generator
+
+
+class Algorithm(Protocol):
+    """What an algorithm gives: samples from a tree, a batch from samples, a loss from a batch."""
+
+    def flatten(self, tree: RolloutTree) -> list[Sample]:
+        """Give the training samples of a rollout."""
+
+    def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
+        """Give one batch of samples."""
+
+    def step(self, batch: TensorDict) -> LossOutput:
+        """Give the loss of a batch, a mean over its samples, and scalars to log."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What one call of `Harness.experience` gathered."""
+
+    tree: RolloutTree
+    samples: list[Sample]
+
+
+class Harness:
+    """Collects episodes and yields shuffled batches.
+
+    Parameters
+    ----------
+    prompts : Sequence[str]
+        Opening prompts; each iteration draws from them without replacement, and goes through all
+        before any comes again.
+    num_episodes_per_experience : int
+        Trees an iteration.
+    """
+
+    def __init__(
+        self,
+        sampler: TreeSampler,
+        algorithm: Algorithm,
+        prompts: Sequence[str],
+        *,
+        num_episodes_per_experience: int,
+        batch_size: int,
+        tree_width: int,
+        tree_depth: int,
+        seed: int,
+    ) -> None:
+        self.sampler = sampler
+        self.algorithm = algorithm
+        self.prompts = prompts
+        self.num_episodes_per_experience = num_episodes_per_experience
+        self.batch_size = batch_size
+        self.tree_width = tree_width
+        self.tree_depth = tree_depth
+        self.seed = seed
+
+    def experience(self, iteration: int) -> Experience:
+        """Play the episodes of one iteration; the same iteration gives the same prompts."""
+        tree = self.sampler.sample(
+            self._prompts_of(iteration),
+            tree_width=self.tree_width,
+            tree_depth=self.tree_depth,
+            key=(self.seed, "train", iteration),
+        )
+        return Experience(tree, self.algorithm.flatten(tree))
+
+    def batches(
+        self, samples: Sequence[Sample], *, iteration: int, epoch: int
+    ) -> Iterator[TensorDict]:
+        """Give shuffled batches; the last may be smaller."""
+        generator = derived_generator(self.seed, "shuffle", iteration, epoch)
+        order = torch.randperm(len(samples), generator=generator).tolist()
+        for start in range(0, len(order), self.batch_size):
+            part = order[start : start + self.batch_size]
+            yield self.algorithm.collate_fn([samples[i] for i in part])
+
+    def step(self, batch: TensorDict) -> LossOutput:
+        """Give the loss of a batch and scalars to log."""
+        return self.algorithm.step(batch)
+
+    def _prompts_of(self, iteration: int) -> list[str]:
+        first = iteration * self.num_episodes_per_experience
+        numbers = range(first, first + self.num_episodes_per_experience)
+        orders: dict[int, list[int]] = {}
+        for number in numbers:
+            cycle = number // len(self.prompts)
+            if cycle not in orders:
+                generator = derived_generator(self.seed, "prompts", cycle)
+                orders[cycle] = torch.randperm(len(self.prompts), generator=generator).tolist()
+        return [
+            self.prompts[orders[number // len(self.prompts)][number % len(self.prompts)]]
+            for number in numbers
+        ]

@@ -1,0 +1,47 @@
+"""Optimizers and learning-rate schedules from a `TrainingConfiguration`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from nip_astra.parameters.training import TrainingConfiguration
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+def build_optimizer(
+    config: TrainingConfiguration, parameters: Iterable[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Give the configured optimizer over the parameters."""
+    return OPTIMIZERS[config.optimizer](  # type: ignore[call-arg]
+        list(parameters), lr=config.lr, weight_decay=config.weight_decay
+    )
+
+
+def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) -> float:
+    """Give the learning rate of one optimizer step.
+
+    Parameters
+    ----------
+    step : int
+        Optimizer steps already taken; the first `num_warmup_steps` rise linearly to `lr`.
+    progress : float
+        Share of the training iterations done, in [0, 1]; the schedule falls to 0 at 1. Steps are
+        not known beforehand, since an iteration gives as many pairs as it finds.
+    """
+    warmup = min(1.0, (step + 1) / config.num_warmup_steps) if config.num_warmup_steps else 1.0
+    decay = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }[config.lr_schedule]
+    return config.lr * warmup * decay

@@ -1,0 +1,28 @@
+"""The registry of trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from nip_astra.parameters.types import TrainerType
+from nip_astra.registry import Registry
+from nip_astra.trainers.trainer_base import Trainer
+
+TRAINERS: Registry[type[Trainer]] = Registry(
+    "trainer", package="nip_astra.trainers", members=TrainerType
+)
+TrainerClass = TypeVar("TrainerClass", bound=type[Trainer])
+
+
+def register_trainer(name: str) -> Callable[[TrainerClass], TrainerClass]:
+    """Register a `Trainer` subclass under the name by which `--trainer` selects it.
+
+    `name` is a `TrainerType` member or, for a trainer of your own, any string.
+    """
+
+    def decorate(cls: TrainerClass) -> TrainerClass:
+        TRAINERS.register(str(name))(cls)
+        return cls
+
+    return decorate

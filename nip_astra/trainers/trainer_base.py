@@ -1,0 +1,177 @@
+"""The bases of all trainers.
+
+A trainer takes hyper-parameters, a scenario instance and settings, and `train()` does the whole
+job: seed, train loop, test loop, saving the models. Loops decorated with `attach_progress_bar`
+share one progress bar and tell how many iterations there will be before anything runs.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import CheckpointError, ConfigurationError, StopRequested
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.progress import (
+    IterationContext,
+    ProgressBar,
+    attach_progress_bar,
+    open_progress,
+    total_num_iterations,
+)
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+from nip_astra.utils.seeding import derive_seed
+from nip_astra.utils.threads import choose_num_threads
+
+__all__ = ["IterationContext", "TensorDictTrainer", "Trainer", "attach_progress_bar"]
+
+
+class Trainer(ABC):
+    """Base of all trainers. A subclass gives `train`.
+
+    Attributes
+    ----------
+    hyper_params : HyperParameters
+        Everything that changes the result.
+    parameters : Trainer.Parameters
+        This trainer's own section of the hyper-parameters.
+    scenario_instance : ScenarioInstance
+        The built components.
+    settings : ExperimentSettings
+        Where and how to run; changes no result.
+    tracker : Tracker
+        Takes metrics, tables and artifacts; does nothing when the settings hold none.
+    run_directory : RunDirectory or None
+        Where files go; None for a trainer built by hand.
+    results : dict
+        What the run found; filled by `train`.
+    """
+
+    trainer_type: ClassVar[str] = "rl"
+    """What the factory builds: "rl" agents with policies, "solo_agent" supervised ones."""
+    scenario_kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of scenario that this trainer can train on; empty for any."""
+
+    class Parameters(SubParameters):
+        """The trainer's own parameters; a subclass adds its own."""
+
+    def __init__(
+        self,
+        hyper_params: HyperParameters,
+        scenario_instance: ScenarioInstance,
+        settings: ExperimentSettings | None = None,
+    ) -> None:
+        self.hyper_params = hyper_params
+        self.scenario_instance = scenario_instance
+        self.settings = settings or ExperimentSettings()
+        self.run_directory: RunDirectory | None = self.settings.run_directory
+        self.tracker: Tracker = self.settings.tracker or Tracker()
+        self.progress: ProgressBar | None = None
+        self.results: dict[str, Any] = {}
+        self.parameters: Any = getattr(hyper_params, hyper_params.trainer, self.Parameters())
+        if self.scenario_kinds and scenario_instance.kind not in self.scenario_kinds:
+            raise ConfigurationError(
+                f"the trainer {hyper_params.trainer!r} was asked to train on the scenario "
+                f"{hyper_params.scenario!r} of kind {scenario_instance.kind!r}, but it trains on "
+                f"{', '.join(self.scenario_kinds)} only. Choose another --scenario or --trainer."
+            )
+
+    @abstractmethod
+    def train(self) -> None:
+        """Run the whole job: seed, train loop, test loop, saving the models."""
+
+    def get_total_num_iterations(self) -> int:
+        """Give the sum of the iterations of all loops with a progress bar."""
+        return total_num_iterations(self)
+
+    @contextmanager
+    def _open_progress_bar(self) -> Iterator[None]:
+        """Show one progress bar for all loops within the block."""
+        self.progress = open_progress(
+            self.get_total_num_iterations(),
+            enabled=self.settings.progress,
+            tqdm_func=self.settings.tqdm_func,
+        )
+        try:
+            yield
+        finally:
+            self.progress.close()
+            self.progress = None
+
+    def _set_seed(self) -> None:
+        """Seed the global generators, for code that uses them; ours derives its own."""
+        seed = derive_seed(self.hyper_params.seed, "global")
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+
+    def _checkpoint_store(self) -> CheckpointStore | None:
+        if self.run_directory is None:
+            return None
+        return CheckpointStore(
+            self.run_directory.checkpoints_dir, self.settings.num_checkpoints_kept
+        )
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up the state of a checkpoint; called before `train`.
+
+        Raises
+        ------
+        CheckpointError
+            When this trainer keeps no state to resume from.
+        """
+        raise CheckpointError(
+            f"the run was to be resumed from {checkpoint}, but the trainer "
+            f"{self.hyper_params.trainer!r} keeps no resumable state. Start a new run."
+        )
+
+    def dry_run(self) -> dict[str, Any]:
+        """Run the smallest possible step and give what a whole run would cost."""
+        return {"num_iterations": self.get_total_num_iterations()}
+
+    def _raise_if_stopped(self) -> None:
+        """Raise `StopRequested` when a signal asked the run to stop."""
+        signal_name = self.settings.stop_flag() if self.settings.stop_flag else None
+        if signal_name:
+            raise StopRequested(signal_name)
+
+
+class TensorDictTrainer(Trainer):
+    """Base of trainers of local models. A subclass gives `train`, usually as two loops.
+
+    `_build_train_context` and `_build_test_context` fill an `ExitStack` with the torch
+    configuration in which the loops run.
+    """
+
+    def _build_train_context(self, stack: ExitStack) -> None:
+        """Enter the configuration for training: thread count, gradients on."""
+        stack.enter_context(self._threads())
+        stack.enter_context(torch.enable_grad())
+
+    def _build_test_context(self, stack: ExitStack) -> None:
+        """Enter the configuration for testing: thread count, no gradients."""
+        stack.enter_context(self._threads())
+        stack.enter_context(torch.no_grad())
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        before = torch.get_num_threads()
+        torch.set_num_threads(
+            choose_num_threads(self.scenario_instance.num_parameters, self.settings.num_threads)
+        )
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -1,0 +1,1 @@
+"""Small helpers: seeds, threads, statistics."""

@@ -1,0 +1,139 @@
+"""Small models from scratch: tokenizer with a chat template, Llama models, and their training."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.normalizers import Lowercase
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<end>", "<unk>", "<user>", "<assistant>")
+PAD, BOS, END, UNK, USER, ASSISTANT = range(6)
+
+CHAT_TEMPLATE = (
+    "{{ '<bos>' }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ ' <user> ' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' <assistant> ' }}"
+    "{% else %}{{ raise_exception('pocket_chat models know the roles user and assistant only, not '"
+    " + message['role']) }}{% endif %}"
+    "{{ message['content'] | trim + ' <end>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' <assistant>' }}{% endif %}"
+)
+
+CONTEXT_LENGTH = 256
+
+Batch = tuple[Tensor, Tensor]
+"""Token ids and labels, both int64 [B, T]; label -100 where no loss is taken."""
+
+
+def build_tokenizer(words: Iterable[str]) -> PreTrainedTokenizerFast:
+    """A lower-case word tokenizer whose end-of-turn token is also end-of-sequence."""
+    vocabulary = {word: index for index, word in enumerate((*SPECIAL_TOKENS, *words))}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.normalizer = Lowercase()
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<bos>",
+        eos_token="<end>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        padding_side="left",
+        model_max_length=CONTEXT_LENGTH,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def build_llama(
+    vocab_size: int, *, hidden: int, intermediate: int, num_layers: int, seed: int
+) -> LlamaForCausalLM:
+    """A randomly initialised Llama with tied embeddings."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=BOS,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=24,
+        bos_token_id=BOS,
+        eos_token_id=END,
+        pad_token_id=PAD,
+    )
+    return model
+
+
+def train(
+    model: torch.nn.Module,
+    next_batch: Callable[[random.Random], Batch],
+    *,
+    steps: int,
+    lr: float,
+    seed: int,
+    report: Callable[[int, float], None] | None = None,
+) -> None:
+    """Minimise next-token cross entropy with AdamW, linear warm-up and cosine decay.
+
+    Parameters
+    ----------
+    next_batch : callable
+        Gives a batch from a generator that is seeded once.
+    steps, lr : int, float
+        Optimizer steps and peak learning rate.
+    report : callable, optional
+        Receives the step and its loss every 50 steps.
+    """
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.05)
+    warmup = max(1, min(60, steps // 10))
+    model.train()
+    for step in range(steps):
+        progress = max(0.0, (step - warmup) / max(1, steps - warmup))
+        scale = min(1.0, (step + 1) / warmup) * (
+            0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress))
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = lr * scale
+        ids_BT, labels_BT = next_batch(rng)
+        logits = model(input_ids=ids_BT, use_cache=False).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels_BT[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if report is not None and (step % 50 == 0 or step == steps - 1):
+            report(step, float(loss.detach()))
+    model.eval()
+
+
+def save(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Write a model and its tokenizer in Hugging Face layout."""
+    model.save_pretrained(directory)  # type: ignore[operator]
+    tokenizer.save_pretrained(str(directory))

@@ -1,0 +1,228 @@
+"""Tests of the folder of checkpoints: whole or not at all, and checked before believed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import CheckpointError
+
+SAVER = Path(__file__).with_name("saver.py")
+REPOSITORY = Path(__file__).parents[2]
+
+
+def writer(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "model").mkdir()
+        (folder / "model" / "weights.bin").write_text(text)
+        (folder / "state.json").write_text(json.dumps(text))
+
+    return write
+
+
+def save(store: CheckpointStore, step: int, *, is_best: bool = False) -> Path:
+    return store.save(step, writer(f"at {step}"), metadata={"iteration": step}, is_best=is_best)
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.directory.iterdir() if path.is_dir())
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    return CheckpointStore(tmp_path / "checkpoints", num_kept=2)
+
+
+def test_a_new_store_has_no_checkpoint(store: CheckpointStore) -> None:
+    assert store.latest() is None
+    assert store.best() is None
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint\. Start a new run"):
+        store.open_latest()
+
+
+def test_a_saved_checkpoint_is_the_latest_and_verifies(store: CheckpointStore) -> None:
+    path = save(store, 12)
+    assert path == store.latest() == store.directory / "step_00000012"
+    assert (path / "model" / "weights.bin").read_text() == "at 12"
+    opened, manifest = store.open_latest()
+    assert opened == path
+    assert (manifest["format"], manifest["step"]) == ("nip_astra.checkpoint", 12)
+    assert manifest["metadata"] == {"iteration": 12}
+    assert sorted(manifest["files"]) == ["model/weights.bin", "state.json"]
+
+
+def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
+    save(store, 1)
+    save(store, 2, is_best=True)
+    for step in (3, 4, 5):
+        save(store, step)
+    assert names(store) == ["step_00000002", "step_00000004", "step_00000005"]
+    assert store.best() == store.directory / "step_00000002"
+    save(store, 6, is_best=True)
+    assert names(store) == ["step_00000005", "step_00000006"]
+
+
+def test_a_step_saved_again_gets_its_own_folder_and_is_the_latest(store: CheckpointStore) -> None:
+    first = save(store, 3)
+    second = store.save(3, writer("again"), metadata={})
+    assert (first.name, second.name) == ("step_00000003", "step_00000003_r2")
+    assert store.latest() == second
+    assert (first / "state.json").read_text() == '"at 3"'
+    save(store, 4)
+    assert names(store) == ["step_00000003_r2", "step_00000004"]
+
+
+def test_what_a_killed_process_left_is_removed_at_the_next_save(store: CheckpointStore) -> None:
+    (store.directory / ".tmp-step_00000001" / "model").mkdir(parents=True)
+    (store.directory / ".tmp-latest").write_text("half")
+    save(store, 2)
+    assert sorted(path.name for path in store.directory.iterdir()) == ["latest", "step_00000002"]
+
+
+def test_a_save_killed_at_any_moment_leaves_the_older_checkpoints_good(tmp_path: Path) -> None:
+    made = CheckpointStore(tmp_path / "made", num_kept=2)
+    save(made, 1, is_best=True)
+    save(made, 2)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    num_killed, status, is_moved = 0, -9, False
+    while status != 0:
+        copy = tmp_path / f"copy_{num_killed}"
+        shutil.copytree(made.directory, copy)
+        command = [sys.executable, str(SAVER), str(copy), "3", str(num_killed + 1)]
+        status = subprocess.run(command, env=environment, check=False).returncode
+        assert status in (0, -9)
+        store = CheckpointStore(copy, num_kept=2)
+        _, manifest = store.open_latest()
+        assert manifest["step"] in (2, 3)
+        # Once `latest` has moved it stays moved.
+        assert manifest["step"] == 3 or not is_moved
+        is_moved = manifest["step"] == 3
+        best = store.best()
+        assert best is not None
+        store.verify(best)
+        assert store.verify(copy / "step_00000002")["step"] == 2
+        # The next save works whatever was left, and leaves nothing of it behind.
+        save(store, 4)
+        assert store.open_latest()[1]["step"] == 4
+        assert not list(copy.glob(".tmp-*"))
+        num_killed += status != 0
+    assert num_killed >= 10
+    assert is_moved
+
+
+def corrupt(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_a_corrupt_latest_is_refused_and_the_newest_good_one_named(store: CheckpointStore) -> None:
+    save(store, 1)
+    save(store, 2)
+    corrupt(store.directory / "step_00000002" / "model" / "weights.bin")
+    with pytest.raises(CheckpointError) as caught:
+        store.open_latest()
+    text = str(caught.value)
+    assert "step_00000002 was asked for, but its file model/weights.bin is corrupt." in text
+    assert f"Write step_00000001 into {store.directory / 'latest'} to go on" in text
+    (store.directory / "latest").write_text("step_00000001")
+    assert store.open_latest()[1]["step"] == 1
+
+
+def test_the_only_checkpoint_being_corrupt_leaves_a_new_run(store: CheckpointStore) -> None:
+    save(store, 1)
+    corrupt(store.directory / "step_00000001" / "state.json")
+    with pytest.raises(CheckpointError, match="no other good checkpoint; start a new run"):
+        store.open_latest()
+
+
+def change_manifest(path: Path, **changes: object) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: (path / "state.json").unlink(), "its file state.json is missing"),
+        (lambda path: (path / "state.json").write_text(""), "its file state.json is corrupt"),
+        (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing or broken"),
+        (
+            lambda path: (path / "manifest.json").write_text("{"),
+            "manifest.json is missing or broken",
+        ),
+        (lambda path: (path / "manifest.json").write_text("[1]"), "not written by nip_astra"),
+        (lambda path: change_manifest(path, format="other"), "not written by nip_astra"),
+        (
+            lambda path: change_manifest(path, version=2),
+            "its format is version 2 and this nip_astra reads up to version 1",
+        ),
+        (lambda path: change_manifest(path, version="x"), "its format is version x"),
+        (lambda path: change_manifest(path, metadata={"iteration": 9}), "manifest.json is corrupt"),
+        (shutil.rmtree, "there is no such folder"),
+    ],
+)
+def test_a_damaged_foreign_or_newer_checkpoint_is_refused_with_the_reason(
+    store: CheckpointStore, damage: Callable[[Path], None], reason: str
+) -> None:
+    path = save(store, 1)
+    damage(path)
+    with pytest.raises(CheckpointError) as caught:
+        store.verify(path)
+    assert f"{path} was asked for, but" in str(caught.value)
+    assert reason in str(caught.value)
+
+
+def test_a_full_disk_is_told_and_the_older_checkpoint_stays_good(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 1)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError) as caught:
+            save(store, 2)
+    assert "the checkpoint of step 2 was to be saved in" in str(caught.value)
+    assert "but: No space left on device. Free space" in str(caught.value)
+    assert store.open_latest()[1]["step"] == 1
+    assert names(store) == ["step_00000001"]
+
+
+def test_a_disk_that_fills_while_tensors_are_written_is_told_too(store: CheckpointStore) -> None:
+    def write(folder: Path) -> None:
+        raise SafetensorError("Error while serializing: No space left on device (os error 28)")
+
+    save(store, 1)
+    with pytest.raises(CheckpointError, match=r"but: .*No space left on device"):
+        store.save(2, write, metadata={})
+    assert store.open_latest()[1]["step"] == 1
+
+
+def test_an_interrupted_save_leaves_no_trace(store: CheckpointStore) -> None:
+    def write(folder: Path) -> None:
+        (folder / "half").write_text("half")
+        raise KeyboardInterrupt
+
+    save(store, 1)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(2, write, metadata={})
+    assert names(store) == ["step_00000001"]
+
+
+def test_an_unwritable_folder_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="the checkpoint of step 1 was to be saved in"):
+        save(CheckpointStore(tmp_path / "file" / "checkpoints"), 1)

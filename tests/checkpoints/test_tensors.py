@@ -1,0 +1,119 @@
+"""Tests of nested state on disk."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.errors import CheckpointError
+
+
+def there_and_back(path: Path, state: Any) -> Any:
+    save_state(path / "state", state)
+    return load_state(path / "state")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        [],
+        (),
+        {"a": [1, 2.5, None, True, "text", (3, [4])]},
+        {0: {"step": 1}, 1: {}},
+        {None: 1, "x": 2, 2.5: 3},
+        {"$tensor": "no tensor", "$dict": {"$float": ()}},
+        {"big": 2**130, "small": 5e-324, "third": 1 / 3, "negative zero": -0.0},
+        {"text": "snow ☃ \n ${x}", "": 0},
+        [math.inf, -math.inf],
+    ],
+    ids=str,
+)
+def test_plain_values_come_back_equal_and_of_the_same_type(tmp_path: Path, value: Any) -> None:
+    assert repr(there_and_back(tmp_path, value)) == repr(value)
+
+
+def test_nan_comes_back_as_nan(tmp_path: Path) -> None:
+    assert math.isnan(there_and_back(tmp_path, {"x": math.nan})["x"])
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8],
+)
+def test_tensors_of_any_type_come_back_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = (torch.randn(3, 5, generator=torch.Generator().manual_seed(0)) * 100).to(dtype)
+    back = there_and_back(tmp_path, tensor)
+    assert back.dtype == dtype
+    assert torch.equal(back, tensor)
+
+
+def test_ragged_lists_scalars_views_and_empty_tensors_come_back(tmp_path: Path) -> None:
+    base = torch.arange(12.0).reshape(3, 4)
+    state = [
+        {"context": base[0], "mask": base[0] > 1, "score": torch.tensor(0.25)},
+        {"context": base.T[1], "same": base.T[1], "empty": torch.empty(0, 3)},
+    ]
+    back = there_and_back(tmp_path, state)
+    for old, new in zip(state, back, strict=True):
+        assert list(old) == list(new)
+        for name, tensor in old.items():
+            assert new[name].shape == tensor.shape
+            assert torch.equal(new[name], tensor)
+
+
+def test_an_optimizer_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+    def after(num_steps: int, stop_at: int | None) -> torch.Tensor:
+        weight = torch.nn.Parameter(torch.ones(4))
+        optimizer = torch.optim.AdamW([weight], lr=0.1, betas=(0.8, 0.99))
+        for step in range(num_steps):
+            if step == stop_at:
+                state = there_and_back(tmp_path, {"w": weight, "optimizer": optimizer.state_dict()})
+                weight = torch.nn.Parameter(state["w"])
+                optimizer = torch.optim.AdamW([weight], lr=0.5)
+                optimizer.load_state_dict(state["optimizer"])
+            optimizer.zero_grad()
+            (weight.square() * torch.arange(4.0)).sum().backward()
+            optimizer.step()
+        return weight.detach()
+
+    assert torch.equal(after(6, stop_at=3), after(6, stop_at=None))
+
+
+def test_a_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(7)
+    torch.rand(5, generator=generator)
+    state = there_and_back(tmp_path, {"generator": generator.get_state()})
+    expected = torch.rand(5, generator=generator)
+    resumed = torch.Generator()
+    resumed.set_state(state["generator"])
+    assert torch.equal(torch.rand(5, generator=resumed), expected)
+
+
+def test_a_value_that_cannot_be_saved_is_named_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state\.run\.1\.model was .* but it is a object"):
+        save_state(tmp_path / "state", {"run": [1, {"model": object()}]})
+    with pytest.raises(CheckpointError, match=r"state\.x was .* dense tensors"):
+        save_state(tmp_path / "state", {"x": torch.eye(2).to_sparse()})
+
+
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"\x00nonsense"])
+def test_a_missing_or_broken_file_is_named(
+    tmp_path: Path, suffix: str, content: bytes | None
+) -> None:
+    save_state(tmp_path / "state", {"x": torch.ones(2)})
+    file = (tmp_path / "state").with_suffix(suffix)
+    file.unlink() if content is None else file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"state was to be read, but it is missing or broken"):
+        load_state(tmp_path / "state")
+
+
+def test_nothing_is_unpickled(tmp_path: Path) -> None:
+    save_state(tmp_path / "state", {"x": torch.ones(2)})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["state.json", "state.safetensors"]

@@ -1,0 +1,106 @@
+"""Trees are read the right way round, and only real preferences become pairs."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+
+from nip_astra.rollouts.preference_pairs import select_pairs
+from nip_astra.rollouts.samples import collate
+from nip_astra.rollouts.tree import RolloutTree
+
+
+def make_tree(rewards: list[float], scores: list[float], probes: list[list[int]]) -> RolloutTree:
+    """One level, width 2: consecutive pairs are siblings."""
+    count = len(rewards)
+    width = max(len(probe) for probe in probes)
+    ids = torch.tensor([probe + [0] * (width - len(probe)) for probe in probes])
+    mask = torch.tensor([[True] * len(p) + [False] * (width - len(p)) for p in probes])
+    nodes = TensorDict(
+        {
+            "parent": torch.full((count,), -1),
+            "depth": torch.zeros(count, dtype=torch.long),
+            "episode": torch.arange(count) // 2,
+            "probe": ids,
+            "probe_mask": mask,
+            "probe_logprobs": torch.zeros(ids.shape),
+            "reference_logprobs": torch.zeros(ids.shape),
+            "probe_nll": torch.zeros(count),
+            "is_empty": torch.zeros(count, dtype=torch.bool),
+            "response_score": torch.tensor(scores),
+            "combined_score": torch.tensor(scores),
+            "reward": torch.tensor(rewards),
+        },
+        batch_size=[count],
+    )
+    names = [str(i) for i in range(count)]
+    contexts = [[9, group] for group in range(count // 2)]
+    return RolloutTree(nodes, 2, names[: count // 2], names, names, contexts)
+
+
+def test_pairs_ties_identical_probes_and_margins_are_told_apart() -> None:
+    tree = make_tree(
+        rewards=[0.1, 0.9, 0.5, 0.5, 0.2, 0.8, 0.2, 0.25],
+        scores=[0.0, 0.8, 0.5, 0.5, 0.2, 0.8, 0.2, 0.25],
+        probes=[[1], [2], [3], [4], [5, 6], [5, 6], [7], [8]],
+    )
+    found = select_pairs(tree, min_reward_difference=0.1)
+    assert (found.chosen, found.rejected) == ([1], [0])
+    assert (found.num_ties, found.num_identical, found.num_below_margin) == (1, 1, 1)
+
+
+def test_a_reward_gap_equal_to_the_margin_is_no_pair() -> None:
+    tree = make_tree([0.0, 0.5], [0.0, 0.5], [[1], [2]])
+    assert select_pairs(tree, min_reward_difference=0.5).chosen == []
+    assert select_pairs(tree, min_reward_difference=0.49).chosen == [1]
+
+
+def test_the_score_margin_needs_the_better_reward_to_score_higher() -> None:
+    # The better reward comes from likelihood, against the score.
+    tree = make_tree([0.9, 0.1], [0.2, 0.6], [[1], [2]])
+    assert select_pairs(tree, min_reward_difference=0.1).chosen == [0]
+    with_margin = select_pairs(tree, min_reward_difference=0.1, min_score_difference=0.0)
+    assert with_margin.chosen == []
+    assert with_margin.num_below_margin == 1
+
+
+def test_a_chosen_probe_can_be_required_to_have_failed_the_target() -> None:
+    tree = make_tree([0.3, 0.0, 0.9, 0.6], [0.1, 0.0, 0.8, 0.8], [[1], [2], [3], [4]])
+    found = select_pairs(tree, min_reward_difference=0.1, min_chosen_score=0.5)
+    assert (found.chosen, found.rejected) == ([2], [3])
+
+
+def test_a_prefix_is_no_identical_probe() -> None:
+    tree = make_tree([0.9, 0.1], [0.9, 0.1], [[1, 2], [1]])
+    assert select_pairs(tree, min_reward_difference=0.0).chosen == [0]
+
+
+def test_width_one_gives_no_pairs() -> None:
+    tree = make_tree([0.9, 0.1], [0.9, 0.1], [[1], [2]])
+    tree.tree_width = 1
+    tree.contexts = [[9, 0], [9, 1]]
+    found = select_pairs(tree, min_reward_difference=0.0)
+    assert (found.chosen, found.num_ties) == ([], 2)
+
+
+def test_siblings_share_a_context() -> None:
+    tree = make_tree([0.0] * 4, [0.0] * 4, [[1], [2], [3], [4]])
+    assert [tree.context_of(node) for node in range(4)] == [[9, 0], [9, 0], [9, 1], [9, 1]]
+
+
+def test_collate_pads_contexts_left_and_continuations_right() -> None:
+    batch = collate(
+        [
+            {
+                "context": torch.tensor([1, 2, 3]),
+                "chosen": torch.tensor([4]),
+                "x": torch.tensor(1.0),
+            },
+            {"context": torch.tensor([5]), "chosen": torch.tensor([6, 7]), "x": torch.tensor(2.0)},
+        ]
+    )
+    assert batch["context"].tolist() == [[1, 2, 3], [0, 0, 5]]
+    assert batch["context_mask"].tolist() == [[True] * 3, [False, False, True]]
+    assert batch["chosen"].tolist() == [[4, 0], [6, 7]]
+    assert batch["chosen_mask"].tolist() == [[True, False], [True, True]]
+    assert batch["x"].tolist() == [1.0, 2.0]

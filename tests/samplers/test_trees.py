@@ -1,0 +1,197 @@
+"""A rollout is a full tree whose every figure can be computed again from its parts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.factory import build_scenario_instance
+from nip_astra.language_models.base import pad_left
+from nip_astra.resolution import resolve_experiment
+from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
+from nip_astra.scenario_base.conversation import Turn
+from nip_astra.scenario_instance import ScenarioInstance
+
+PROMPTS = ["hello", "good day", "the cat sat"]
+CPU = torch.device("cpu")
+
+
+def build(scenario: Path, *overrides: str) -> ScenarioInstance:
+    resolved = resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=overrides)
+    return build_scenario_instance(
+        resolved.hyper_params,
+        ExperimentSettings(),
+        kind=resolved.kind,
+        scenario_dir=resolved.scenario_dir,
+    )
+
+
+@pytest.fixture
+def instance(tiny_scenario: Path) -> ScenarioInstance:
+    return build(tiny_scenario)
+
+
+def _sample(instance: ScenarioInstance, prompts: list[str] = PROMPTS, **options: int):
+    sizes = {"tree_width": 2, "tree_depth": 3} | options
+    return instance.sampler.sample(prompts, key=(0, "test"), **sizes)
+
+
+def test_a_tree_of_width_2_and_depth_3_has_14_nodes_an_episode(instance: ScenarioInstance) -> None:
+    tree = _sample(instance)
+    assert tree.num_nodes == 3 * 14
+    assert tree.nodes["depth"].bincount().tolist() == [6, 12, 24]
+    for node in range(tree.num_nodes):
+        parent = int(tree.nodes["parent"][node])
+        if parent < 0:
+            assert int(tree.nodes["depth"][node]) == 0
+        else:
+            assert tree.nodes["depth"][parent] == tree.nodes["depth"][node] - 1
+            assert tree.nodes["episode"][parent] == tree.nodes["episode"][node]
+    groups = tree.sibling_groups()
+    assert (tree.nodes["parent"][groups[:, 0]] == tree.nodes["parent"][groups[:, 1]]).all()
+
+
+def test_two_generation_calls_a_level(
+    instance: ScenarioInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for role in ("attacker", "target"):
+        model = instance.agents[role].language_model
+        generate = model.generate
+        monkeypatch.setattr(
+            model,
+            "generate",
+            lambda *a, role=role, generate=generate: calls.append(role) or generate(*a),
+        )
+    _sample(instance)
+    assert calls == ["attacker", "target"] * 3
+
+
+def test_an_episode_does_not_depend_on_the_others(instance: ScenarioInstance) -> None:
+    together = _sample(instance)
+    alone = instance.sampler.sample(
+        PROMPTS[1:2], tree_width=2, tree_depth=3, key=(0, "test"), first_episode=1
+    )
+    mine = [i for i in range(together.num_nodes) if together.nodes["episode"][i] == 1]
+    assert [together.probes[i] for i in mine] == alone.probes
+    assert [together.responses[i] for i in mine] == alone.responses
+    assert torch.allclose(together.nodes["reward"][mine], alone.nodes["reward"], atol=1e-5)
+
+
+def test_another_key_gives_another_tree(instance: ScenarioInstance) -> None:
+    other = instance.sampler.sample(PROMPTS, tree_width=2, tree_depth=3, key=(1, "test"))
+    assert other.probes != _sample(instance).probes
+
+
+def test_each_context_is_the_conversation_so_far(instance: ScenarioInstance) -> None:
+    tree = _sample(instance)
+    attacker = instance.agents["attacker"]
+    tokenizer = attacker.language_model.tokenizer
+    for node in (0, 13, tree.num_nodes - 1):
+        path = tree.path_to(node)
+        prompt = tree.prompts[int(tree.nodes["episode"][node])]
+        text = tokenizer.decode(tree.context_of(node))
+        expected = [prompt]
+        for step in path[:-1]:
+            expected += [tree.probes[step], tree.responses[step]]
+        roles = ["<user>", "<assistant>"] * len(expected)
+        rendered = " ".join(
+            f"{role} {said} <end>".replace("  ", " ")
+            for role, said in zip(roles, expected, strict=False)
+        )
+        assert text == f"<bos> {rendered} <assistant>"
+
+
+def test_logprobs_are_those_of_the_tokens_sampled(instance: ScenarioInstance) -> None:
+    tree = _sample(instance)
+    contexts = [tree.context_of(node) for node in range(tree.num_nodes)]
+    found = instance.agents["attacker"].language_model.logprobs(
+        *pad_left(contexts, CPU), tree.nodes["probe"], tree.nodes["probe_mask"]
+    )
+    assert torch.allclose(found, tree.nodes["probe_logprobs"], atol=1e-4)
+    # Untrained, the attacker is its reference.
+    assert torch.allclose(tree.nodes["reference_logprobs"], tree.nodes["probe_logprobs"], atol=1e-4)
+    assert not tree.nodes["reference_logprobs"].requires_grad
+
+
+def test_reward_is_made_of_its_parts(instance: ScenarioInstance) -> None:
+    tree = _sample(instance)
+    nodes = tree.nodes
+    scorer = instance.sampler.scorer
+    assert torch.equal(nodes["response_score"], scorer.score(tree.responses))
+    both = [f"{p} {r}" for p, r in zip(tree.probes, tree.responses, strict=True)]
+    assert torch.equal(nodes["combined_score"], scorer.score(both))
+    expected = ast_reward(
+        nodes["response_score"],
+        nodes["combined_score"],
+        nodes["probe_nll"],
+        nodes["is_empty"],
+        w_response=1.0,
+        w_combined=0.5,
+        w_likelihood=0.1,
+        empty_nll=math.log(len(instance.agents["attacker"].language_model.tokenizer)),
+    )
+    assert torch.allclose(nodes["reward"], expected, atol=1e-6)
+    assert torch.allclose(
+        nodes["probe_nll"], mean_nll(nodes["reference_logprobs"], nodes["probe_mask"])
+    )
+
+
+def test_likelihood_under_the_target_reads_the_probe_as_the_target_does(
+    tiny_scenario: Path,
+) -> None:
+    instance = build(tiny_scenario, "ast_chat.reward.likelihood_model=target")
+    tree = _sample(instance, tree_depth=1)
+    target = instance.agents["target"]
+    model = target.language_model
+    for node in range(tree.num_nodes):
+        prompt = tree.prompts[int(tree.nodes["episode"][node])]
+        context = target.conversation_format.context_before_other(
+            [Turn(True, target.conversation_format.encode(prompt))]
+        )
+        words = [i for i in tree.nodes["probe"][node].tolist() if i > 5]
+        logits = model.module(torch.tensor([context + words])).logits[0].log_softmax(-1)
+        picked = logits[len(context) - 1 : -1].gather(1, torch.tensor(words).unsqueeze(1))
+        assert tree.nodes["probe_nll"][node].item() == pytest.approx(
+            -picked.mean().item(), abs=1e-4
+        )
+
+
+def test_long_conversations_are_cut_by_whole_turns_and_counted(
+    tmp_path: Path,
+) -> None:
+    from tests.tiny import make_language_model, write_scenario
+
+    scenario = write_scenario(tmp_path)
+    make_language_model(tmp_path / "target", seed=2, window=32)
+    instance = build(scenario)
+    _sample(instance, tree_depth=4, tree_width=1)
+    assert instance.agents["target"].num_truncated_contexts > 0
+    assert instance.agents["attacker"].num_truncated_contexts == 0
+
+
+def test_models_with_different_tokenizers_exchange_text(tmp_path: Path) -> None:
+    from tests.tiny import WORDS, make_tokenizer, write_scenario
+
+    scenario = write_scenario(tmp_path)
+    make_tokenizer(WORDS[::-1]).save_pretrained(tmp_path / "target")
+    instance = build(scenario)
+    assert not instance.agents["attacker"].shares_tokens_with(instance.agents["target"])
+    tree = _sample(instance)
+    target = instance.agents["target"]
+    # What the target read is what the attacker said.
+    ids = target.conversation_format.encode(tree.probes[0])
+    assert target.decode([ids]) == [tree.probes[0]]
+    assert tree.num_nodes == 42
+
+
+def test_training_never_touches_target_or_reference(instance: ScenarioInstance) -> None:
+    for role in ("target", "reference"):
+        model = instance.agents[role].language_model
+        assert list(model.parameters()) == []
+        assert not any(p.requires_grad for p in model.module.parameters())
+    assert any(True for _ in instance.agents["attacker"].language_model.parameters())

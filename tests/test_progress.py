@@ -1,0 +1,221 @@
+"""Tests of the progress bar and of the loops that count on it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from nip_astra.progress import (
+    IterationContext,
+    ProgressBar,
+    attach_progress_bar,
+    open_progress,
+    total_num_iterations,
+)
+
+
+@dataclass
+class Settings:
+    test_run: bool = False
+    progress: bool = True
+    tqdm_func: Any = None
+    global_tqdm_step_fn: Any = None
+
+
+class RecordedBar:
+    """A tqdm stand-in."""
+
+    def __init__(self, total: int, **kwargs: Any) -> None:
+        self.total = total
+        self.n = 0
+        self.initial = 0
+        self.postfixes: list[dict[str, str]] = []
+        self.description = ""
+        self.is_closed = False
+
+    def update(self, n: int) -> None:
+        self.n += n
+
+    def set_description(self, description: str) -> None:
+        self.description = description
+
+    def set_postfix(self, values: dict[str, str], refresh: bool) -> None:
+        self.postfixes.append(dict(values))
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass
+class Bars:
+    made: list[RecordedBar] = field(default_factory=list)
+
+    def __call__(self, **kwargs: Any) -> RecordedBar:
+        self.made.append(RecordedBar(**kwargs))
+        return self.made[-1]
+
+
+class Loops:
+    """Two loops; `progress` is set by tests that share a bar."""
+
+    def __init__(self, settings: Settings, *, num_train: int = 4, start: int = 0) -> None:
+        self.settings = settings
+        self.num_train = num_train
+        self.start = start
+        self.seen: list[int] = []
+
+    @attach_progress_bar(lambda self: self.num_train)
+    def train(self, iteration_context: IterationContext, scale: int = 1) -> str:
+        """Train."""
+        iteration_context.set_description("train")
+        for index in iteration_context.iterate(self.start):
+            self.seen.append(index * scale)
+            iteration_context.set_postfix(loss=0.123456, state="fine")
+        return "trained"
+
+    @attach_progress_bar(lambda self: 3)
+    def test(self, iteration_context: IterationContext) -> None:
+        for _ in range(iteration_context.num_iterations):
+            iteration_context.step()
+
+
+def test_a_loop_is_called_without_its_context_and_keeps_its_result_and_arguments() -> None:
+    loops = Loops(Settings(progress=False))
+    assert loops.train(scale=2) == "trained"
+    assert loops.seen == [0, 2, 4, 6]
+    assert Loops.train.__doc__ == "Train."
+
+
+def test_the_count_is_known_before_the_loop_runs() -> None:
+    loops = Loops(Settings(), num_train=7)
+    assert Loops.train.num_iterations_func(loops) == 7
+    assert total_num_iterations(loops) == 10
+
+
+def test_a_test_run_caps_every_loop_at_one_iteration() -> None:
+    loops = Loops(Settings(test_run=True, progress=False), num_train=7)
+    loops.train()
+    assert loops.seen == [0]
+    assert total_num_iterations(loops) == 2
+
+
+def test_a_test_run_does_not_lengthen_an_empty_loop() -> None:
+    loops = Loops(Settings(test_run=True, progress=False), num_train=0)
+    loops.train()
+    assert loops.seen == []
+
+
+def test_a_loop_overridden_without_the_decorator_is_not_counted() -> None:
+    class Quiet(Loops):
+        def test(self) -> None:
+            """Do nothing."""
+
+    assert total_num_iterations(Quiet(Settings())) == 4
+
+
+def test_loops_share_the_bar_of_their_owner_and_leave_it_open() -> None:
+    bars = Bars()
+    loops = Loops(Settings(tqdm_func=bars))
+    loops.progress = open_progress(total_num_iterations(loops), True, bars)
+    loops.train()
+    loops.test()
+    (bar,) = bars.made
+    assert (bar.total, bar.n, bar.description, bar.is_closed) == (7, 7, "train", False)
+    assert bar.postfixes[-1] == {"loss": "0.123", "state": "fine"}
+
+
+def test_a_loop_without_a_shared_bar_opens_and_closes_its_own() -> None:
+    bars = Bars()
+    Loops(Settings(tqdm_func=bars)).train()
+    (bar,) = bars.made
+    assert (bar.total, bar.n, bar.is_closed) == (4, 4, True)
+
+
+def test_a_resumed_loop_goes_on_at_its_index_with_the_bar_advanced() -> None:
+    bars, steps = Bars(), []
+    loops = Loops(Settings(tqdm_func=bars, global_tqdm_step_fn=lambda: steps.append(1)), start=3)
+    loops.train()
+    assert loops.seen == [3]
+    assert (bars.made[0].n, bars.made[0].initial, len(steps)) == (4, 3, 4)
+
+
+def test_a_loop_resumed_at_or_after_its_end_has_no_iterations() -> None:
+    bars = Bars()
+    loops = Loops(Settings(tqdm_func=bars), start=9)
+    loops.train()
+    assert loops.seen == []
+    assert bars.made[0].n == 4
+
+
+def test_an_iteration_whose_body_is_left_is_not_counted() -> None:
+    bar = open_progress(5, enabled=False)
+    for index in IterationContext(5, bar).iterate():
+        if index == 2:
+            break
+    assert bar.num_done == 2
+
+
+def test_the_bar_is_closed_when_a_loop_fails() -> None:
+    bars = Bars()
+
+    class Failing(Loops):
+        @attach_progress_bar(lambda self: 2)
+        def train(self, iteration_context: IterationContext) -> None:
+            raise ArithmeticError("lost")
+
+    with pytest.raises(ArithmeticError, match="lost"):
+        Failing(Settings(tqdm_func=bars)).train()
+    assert bars.made[0].is_closed
+
+
+def open_on(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch, total: int) -> ProgressBar:
+    monkeypatch.setattr("sys.stderr", stream)
+    return open_progress(total)
+
+
+def test_without_a_terminal_a_run_prints_ten_whole_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    bar = open_on(stream, monkeypatch, 300)
+    bar.set_description("train")
+    bar.set_postfix({"loss": 0.5})
+    for _ in range(300):
+        bar.step()
+    bar.close()
+    text = stream.getvalue()
+    assert text.count("\n") == 10
+    assert "\r" not in text
+    assert text.splitlines()[0].startswith("train 30/300 [")
+    assert text.splitlines()[-1].endswith("loss=0.5")
+
+
+def test_without_a_terminal_a_resumed_run_does_not_repeat_lines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = io.StringIO()
+    bar = open_on(stream, monkeypatch, 10)
+    bar.skip(6)
+    bar.step()
+    assert [line.split(" [")[0] for line in stream.getvalue().splitlines()] == ["7/10"]
+
+
+def test_a_terminal_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True)
+    bar = open_on(stream, monkeypatch, 2)
+    bar.step(2)
+    bar.close()
+    assert "2/2" in stream.getvalue()
+
+
+def test_progress_that_is_switched_off_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    bar = open_progress(3, enabled=False)
+    bar.set_description("train")
+    bar.set_postfix({"loss": 1.0})
+    bar.step(3)
+    bar.close()
+    assert (stream.getvalue(), bar.num_done) == ("", 3)

@@ -1,0 +1,131 @@
+"""Models small enough to make in a test: random weights, a dozen words, a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+WORDS = tuple(["hello", "good", "day", "how", "are", "you", "fine", "thanks", "the", "cat", "sat", "on", "a", "mat", "silly", "stupid", "."])
+TEMPLATE = (
+    "<bos>{% for m in messages %}"
+    "{% if m.role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
+    "{{ '<user>' if m.role == 'user' else '<assistant>' }} {{ m.content }} <end>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
+    """Give a word-level tokenizer with a chat template."""
+    special = ["<pad>", "<unk>", "<bos>", "<end>", "<user>", "<assistant>"]
+    vocabulary = {word: i for i, word in enumerate([*special, *words])}
+    raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        bos_token="<bos>",
+        eos_token="<end>",
+        additional_special_tokens=["<user>", "<assistant>"],
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def make_language_model(directory: Path, *, seed: int = 0, window: int = 96) -> Path:
+    """Write a random Llama of two layers with its tokenizer, and give its folder."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=window,
+        initializer_range=0.4,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=3,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def make_classifier(directory: Path, *, seed: int = 0) -> Path:
+    """Write a random two-label BERT with its tokenizer, and give its folder."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=128,
+        initializer_range=0.5,
+        id2label={0: "civil", 1: "rude"},
+        label2id={"civil": 0, "rude": 1},
+    )
+    BertForSequenceClassification(config).save_pretrained(directory)
+    tokenizer.model_max_length = 128
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def scenario_section(root: Path, **changes: object) -> dict[str, object]:
+    """Give an `ast_chat` section over tiny models and prompts written below `root`."""
+    attacker = make_language_model(root / "attacker", seed=1)
+    target = make_language_model(root / "target", seed=2)
+    scorer = make_classifier(root / "scorer")
+    prompts = {
+        "train": ["hello", "good day", "how are you", "the cat sat"],
+        "dev": ["hello you", "a cat"],
+        "test": ["hello the cat", "good mat", "fine day"],
+    }
+    for split, lines in prompts.items():
+        (root / f"{split}.txt").write_text("\n".join(lines) + "\n")
+
+    def agent(path: Path) -> dict[str, object]:
+        return {
+            "language_model": {"_type": "huggingface", "model": str(path)},
+            "max_new_tokens": 6,
+        }
+
+    section: dict[str, object] = {
+        "attacker": agent(attacker),
+        "target": agent(target),
+        "scorer": {"_type": "classifier", "model": str(scorer), "label": "rude"},
+        "prompts": {split: str(root / f"{split}.txt") for split in prompts},
+        "tree_width": 2,
+        "tree_depth": 2,
+        "evaluation": {"num_episodes": 6, "num_dev_episodes": 4, "batch_size": 4},
+    }
+    return section | changes
+
+
+def write_scenario(root: Path, **changes: object) -> Path:
+    """Write a scenario of tiny models below `root` and give its folder."""
+    section = scenario_section(root, **changes)
+    training = {
+        "lr": 3e-3,
+        "batch_size": 4,
+        "training_steps": 6,
+        "num_episodes_per_experience": 3,
+    }
+    text = yaml.safe_dump({"kind": "ast_chat", "training": training, "ast_chat": section})
+    (root / "scenario.yaml").write_text(text)
+    return root

@@ -1,0 +1,80 @@
+"""Tests of the description of what a run ran on."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nip_astra.plugins import load_plugin
+from nip_astra.tracking.environment import describe_environment
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    command = ["git", *identity, *arguments]
+    return subprocess.run(
+        command, cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def test_versions_platform_and_threads_are_told() -> None:
+    described = describe_environment()
+    assert described["python"] == platform.python_version()
+    assert described["packages"]["torch"]
+    assert described["num_threads"] == sys.modules["torch"].get_num_threads()
+    assert json.loads(json.dumps(described)) == described
+
+
+def test_torch_is_not_imported_for_it() -> None:
+    code = (
+        "import sys; from nip_astra.tracking.environment import describe_environment as d; "
+        "assert d()['num_threads'] is None; assert 'torch' not in sys.modules"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+def test_commit_and_cleanness_of_the_working_directory_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
+    monkeypatch.chdir(tmp_path)
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert describe_environment()["git"] == {"commit": commit, "is_dirty": False}
+    (tmp_path / "new").write_text("")
+    assert describe_environment()["git"] == {"commit": commit, "is_dirty": True}
+
+
+def test_without_a_repository_or_git_there_is_no_git_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.chdir(tmp_path)
+    assert describe_environment()["git"] is None
+    monkeypatch.setenv("PATH", "")
+    assert describe_environment()["git"] is None
+
+
+def test_plugins_are_told_with_their_digest(tmp_path: Path) -> None:
+    file = tmp_path / "harmless_plugin.py"
+    file.write_text("x = 1\n")
+    loaded = load_plugin(file)
+    assert {
+        "spec": str(file),
+        "module": loaded.module_name,
+        "sha256": loaded.sha256,
+    } in describe_environment()["plugins"]
+
+
+def test_nothing_of_the_environment_variables_or_arguments_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "very-secret")
+    monkeypatch.setattr(sys, "argv", ["run.py", "--token=very-secret"])
+    assert "very-secret" not in json.dumps(describe_environment())

@@ -1,0 +1,153 @@
+"""Tests of the tracker that writes into the run directory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import TrackingError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.tracking.local import LocalTracker
+from nip_astra.tracking.opening import open_tracker
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "runs", "one")
+
+
+def lines(directory: RunDirectory, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory.path / name).read_text().splitlines()]
+
+
+def contents(directory: RunDirectory) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory.path)): path.read_bytes()
+        for path in directory.path.rglob("*.jsonl")
+    }
+
+
+def test_metrics_and_timings_go_to_files_of_their_own(directory: RunDirectory) -> None:
+    tracker = LocalTracker(directory)
+    tracker.log_metrics({"b": 1, "a/x": 0.1, "time/update": 2.5}, step=1)
+    tracker.log_metrics({"b": 2}, step=2)
+    # Each line is on disk before the tracker is closed.
+    text = (directory.path / "metrics.jsonl").read_text()
+    assert text == '{"step": 1, "a/x": 0.1, "b": 1}\n{"step": 2, "b": 2}\n'
+    assert lines(directory, "timings.jsonl") == [{"step": 1, "time/update": 2.5}]
+
+
+def test_what_is_not_finite_is_null(directory: RunDirectory) -> None:
+    LocalTracker(directory).log_metrics({"a": math.nan, "b": math.inf, "c": -0.0}, step=1)
+    assert lines(directory, "metrics.jsonl") == [{"step": 1, "a": None, "b": None, "c": -0.0}]
+
+
+def test_a_table_is_a_file_with_an_object_a_row(directory: RunDirectory) -> None:
+    tracker = LocalTracker(directory)
+    tracker.log_table("train", ["probe", "score"], [["hé\n", math.nan], ["b", 0.5]], step=3)
+    tracker.log_table("train", ["probe", "score"], [["c", 1.0]], step=4)
+    tracker.log_table("empty", ["probe"], [], step=4)
+    assert lines(directory, "rollouts/train.jsonl") == [
+        {"step": 3, "probe": "hé\n", "score": None},
+        {"step": 3, "probe": "b", "score": 0.5},
+        {"step": 4, "probe": "c", "score": 1.0},
+    ]
+
+
+def test_a_metric_named_step_and_a_table_that_is_no_file_name_are_refused(
+    directory: RunDirectory,
+) -> None:
+    with pytest.raises(TrackingError, match=r"metric named 'step' .* Give the metric another name"):
+        LocalTracker(directory).log_metrics({"step": 1}, step=1)
+    with pytest.raises(TrackingError, match=r"table named '\.\./x' .* Rename the table"):
+        LocalTracker(directory).log_table("../x", ["a"], [], step=1)
+
+
+def log_part(tracker: Tracker, start: int, stop: int) -> None:
+    for step in range(start, stop):
+        tracker.log_metrics({"loss": 1 / (step + 1), "time/x": float(step)}, step=step)
+        tracker.log_table("train", ["text"], [[f"at {step}"]], step=step)
+        if step > 4:
+            tracker.log_table("late", ["text"], [["new"]], step=step)
+
+
+def test_a_rewound_run_ends_with_the_same_bytes_as_one_that_never_stopped(tmp_path: Path) -> None:
+    whole, cut = (RunDirectory.create(tmp_path, name) for name in ("whole", "cut"))
+    log_part(LocalTracker(whole), 0, 8)
+
+    stopped = LocalTracker(cut)
+    log_part(stopped, 0, 3)
+    position = json.loads(json.dumps(stopped.position()))
+    log_part(stopped, 3, 7)
+    # A kill in the middle of a line.
+    with (cut.path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')
+
+    resumed = LocalTracker(RunDirectory(cut.path))
+    resumed.rewind(position)
+    assert not (cut.rollouts_dir / "late.jsonl").exists()
+    log_part(resumed, 3, 8)
+    resumed.finish(success=True)
+    assert contents(cut) == contents(whole)
+
+
+def test_an_empty_position_starts_the_records_over(directory: RunDirectory) -> None:
+    tracker = LocalTracker(directory)
+    log_part(tracker, 0, 6)
+    tracker.rewind({})
+    assert contents(directory) == {}
+    tracker.log_metrics({"a": 1}, step=1)
+    assert lines(directory, "metrics.jsonl") == [{"step": 1, "a": 1}]
+
+
+def test_records_that_became_shorter_than_the_checkpoint_are_refused(
+    directory: RunDirectory,
+) -> None:
+    tracker = LocalTracker(directory)
+    log_part(tracker, 0, 3)
+    position = tracker.position()
+    (directory.path / "metrics.jsonl").write_text("")
+    with pytest.raises(TrackingError) as caught:
+        LocalTracker(directory).rewind(position)
+    assert f"at byte {position['files']['metrics.jsonl']} of" in str(caught.value)
+    assert "but the file has 0 bytes. Restore the file, or start a new run." in str(caught.value)
+
+
+def test_a_full_disk_is_told(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def write(self, data: bytes) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", lambda self, mode: Full())
+    with pytest.raises(TrackingError, match=r"metrics.jsonl was .* but: No space left on device"):
+        LocalTracker(directory).log_metrics({"a": 1}, step=1)
+
+
+def test_the_tracker_of_a_run_without_wandb_fills_the_directory(directory: RunDirectory) -> None:
+    tracker = open_tracker(ExperimentSettings(), directory, {})
+    log_part(tracker, 0, 2)
+    tracker.log_artifact(directory.path, name="a", type="model")
+    tracker.log_summary({"a": 1})
+    position = tracker.position()
+    log_part(tracker, 2, 4)
+    tracker.rewind(position)
+    tracker.finish(success=True)
+    assert [line["step"] for line in lines(directory, "metrics.jsonl")] == [0, 1]
+
+
+def test_the_base_tracker_takes_everything_and_keeps_nothing(tmp_path: Path) -> None:
+    tracker = Tracker()
+    log_part(tracker, 0, 2)
+    tracker.log_artifact(tmp_path, name="a", type="model")
+    tracker.log_summary({"a": 1})
+    assert tracker.position() == {}
+    tracker.rewind({})
+    tracker.finish(success=False)
+    assert list(tmp_path.iterdir()) == []

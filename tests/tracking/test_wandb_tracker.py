@@ -1,0 +1,142 @@
+"""Tests of W&B as a mirror: an offline run is made and read back, without network or account."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import TrackingError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.tracking.opening import open_tracker
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+from tests.tracking.wandb_log import WandbLog
+
+pytest.importorskip("wandb")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder without any W&B account."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in [name for name in os.environ if name.startswith("WANDB")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    return home
+
+
+def log_a_run(tracker: Tracker, model: Path) -> None:
+    tracker.log_metrics({"loss": 1.5, "distinct_share": float("nan")}, step=1)
+    tracker.log_table("train", ["probe", "score"], [["hello ?", 0.25]], step=1)
+    tracker.log_metrics({"loss": 0.5, "time/seconds": 2.0}, step=2)
+    tracker.log_table("train", ["probe", "score"], [["so ?", 0.75], ["well", 0.5]], step=2)
+    tracker.log_artifact(model, name="attacker-one", type="model", aliases=["best"])
+    tracker.log_summary({"after/failure_rate": 0.625})
+    tracker.finish(success=True)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "weights.txt").write_text("one two three")
+    return folder
+
+
+def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
+    home: Path,
+    tmp_path: Path,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(address: Any, *args: Any, **kwargs: Any) -> None:
+        # W&B talks to its own process on this machine.
+        assert address[0] in ("127.0.0.1", "localhost"), f"connection to {address}"
+        return connect(address, *args, **kwargs)
+
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    directory = RunDirectory.create(tmp_path / "runs", "one")
+    settings = ExperimentSettings(wandb="offline", wandb_project="rude")
+    config = {"trainer": "ast_dpo", "training": {"lr": 1e-3, "optimizer": "adamw"}}
+    log_a_run(open_tracker(settings, directory, config), model)
+    # W&B's own process writes the last records after the run has finished, and then ends.
+    importlib.import_module("wandb").teardown()
+
+    (file,) = directory.path.glob("wandb/offline-run-*/*.wandb")
+    log = WandbLog(file)
+    assert (log.run_id, log.project, log.exit_code) == ("one", "rude", 0)
+    assert {name: log.config[name] for name in config} == config
+
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in log.history:
+        by_step.setdefault(row["iteration"], {}).update(row)
+    assert sorted(by_step) == [1, 2]
+    assert (by_step[1]["loss"], by_step[2]["loss"]) == (1.5, 0.5)
+    assert "distinct_share" not in by_step[1]
+    assert by_step[2]["time/seconds"] == 2.0
+
+    tables = []
+    for step in (1, 2):
+        entry = by_step[step]["rollouts/train"]
+        assert (entry["_type"], entry["nrows"]) == ("table-file", step)
+        tables.append(json.loads((file.parent / "files" / entry["path"]).read_text()))
+    assert tables[0]["columns"] == ["probe", "score"]
+    assert tables[1]["data"] == [["so ?", 0.75], ["well", 0.5]]
+
+    models = [artifact for artifact in log.artifacts if artifact.type == "model"]
+    assert [(artifact.name, sorted(artifact.aliases)) for artifact in models] == [
+        ("attacker-one", ["best", "latest"])
+    ]
+    (entry,) = models[0].manifest.contents
+    assert (entry.path, entry.size) == ("weights.txt", 13)
+    assert Path(entry.local_path).read_text() == "one two three"
+    assert directory.path.resolve() in Path(entry.local_path).parents
+    assert log.summary["after/failure_rate"] == 0.625
+
+    # Nothing is left outside of the run directory, said on the terminal, or changed.
+    assert list(home.iterdir()) == []
+    assert not [name for name in os.environ if name.startswith("WANDB_")]
+    captured = capfd.readouterr()
+    assert captured.out + captured.err == ""
+    assert str(tmp_path).encode() not in log.text.replace(str(directory.path).encode(), b"")
+    # The run directory is complete all the same.
+    assert len((directory.path / "metrics.jsonl").read_text().splitlines()) == 2
+    assert (directory.path / "rollouts" / "train.jsonl").is_file()
+
+
+def test_online_without_a_key_says_what_to_do_and_asks_nothing(home: Path, tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "runs", "one")
+    with pytest.raises(TrackingError) as caught:
+        open_tracker(ExperimentSettings(wandb="online"), directory, {})
+    assert str(caught.value) == (
+        "W&B was asked to track the run online, but there is no W&B key on this machine. Log in "
+        "with `wandb login`, set WANDB_API_KEY, or use --wandb offline."
+    )
+
+
+def test_a_failed_start_is_told_and_leaves_the_environment_as_it_was(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    def fail(**kwargs: Any) -> None:
+        raise wandb.errors.CommError("the server said no")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    before = dict(os.environ)
+    directory = RunDirectory.create(tmp_path / "runs", "one")
+    with pytest.raises(TrackingError, match=r"cannot start: the server said no\. Check"):
+        open_tracker(ExperimentSettings(wandb="offline"), directory, {})
+    assert dict(os.environ) == before

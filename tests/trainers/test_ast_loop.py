@@ -1,0 +1,364 @@
+"""The AST loop: every parameter acts, numbers repeat, and a stopped run goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.resolution import resolve_experiment
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.trainers.ast_dpo import AstDpoTrainer
+from nip_astra.trainers.optimization import build_optimizer, learning_rate
+
+QUIET = {"progress": False}
+FAST = ("ast_chat.evaluation.use_random_search=false", "ast_chat.evaluation.num_episodes=2")
+
+
+def _resolved(scenario: Path, *overrides: str, seed: int = 0):
+    return resolve_experiment(
+        trainer="ast_dpo", scenario=str(scenario), overrides=[*FAST, *overrides], seed=seed
+    )
+
+
+def _run(scenario: Path, runs: Path, run_id: str, *overrides: str, **settings: Any):
+    options = {"runs_dir": str(runs), "run_id": run_id, **QUIET, **settings}
+    return run_experiment(_resolved(scenario, *overrides), **options)
+
+
+def _metrics(runs: Path, run_id: str) -> list[dict[str, Any]]:
+    lines = (runs / run_id / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _trainer(scenario: Path, *overrides: str) -> AstDpoTrainer:
+    return prepare_experiment(_resolved(scenario, *overrides), **QUIET).trainer
+
+
+def test_a_run_leaves_everything_in_its_directory(tiny_scenario: Path, tmp_path: Path) -> None:
+    result = _run(tiny_scenario, tmp_path, "whole", "training.training_steps=2")
+    path = result.run_directory.path
+    for name in (
+        "hyper_parameters.yaml",
+        "settings.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "timings.jsonl",
+        "results.json",
+        "log.txt",
+        "rollouts/train.jsonl",
+        "rollouts/evaluation.jsonl",
+        "checkpoints/latest",
+    ):
+        assert (path / name).is_file(), name
+    results = json.loads((path / "results.json").read_text())
+    keys = {
+        "failure_rate",
+        "failure_rate_interval",
+        "mean_score",
+        "probe_nll",
+        "distinct_share",
+        "plants_found",
+        "num_plants",
+        "num_episodes",
+        "target_queries",
+    }
+    assert keys <= set(results["before"])
+    assert keys <= set(results["after"])
+    assert [row["step"] for row in _metrics(tmp_path, "whole")] == [1, 2]
+    model = AutoModelForCausalLM.from_pretrained(path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(path / "model")
+    assert model.config.vocab_size == len(tokenizer)
+    assert tokenizer.chat_template
+
+
+def test_the_saved_model_is_the_trained_one(tiny_scenario: Path, tmp_path: Path) -> None:
+    result = _run(tiny_scenario, tmp_path, "saved", "training.training_steps=2")
+    saved = AutoModelForCausalLM.from_pretrained(result.run_directory.path / "model").state_dict()
+    before = AutoModelForCausalLM.from_pretrained(tiny_scenario / "attacker").state_dict()
+    assert any(not torch.equal(saved[name], before[name]) for name in saved)
+
+
+def test_equal_parameters_give_byte_identical_metrics_in_two_processes(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    def run(run_id: str, hash_seed: str) -> bytes:
+        command = [
+            sys.executable, "-m", "nip_astra", "--trainer", "ast_dpo",
+            "--scenario", str(tiny_scenario), "--runs-dir", str(tmp_path), "--run-id", run_id,
+            "--set", "training.training_steps=2",
+        ]  # fmt: skip
+        for override in FAST:
+            command += ["--set", override]
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+        return (tmp_path / run_id / "metrics.jsonl").read_bytes()
+
+    first = run("one", "1")
+    assert first == run("two", "2")
+    assert len(first.splitlines()) == 2
+
+
+def test_another_seed_gives_other_numbers(tiny_scenario: Path, tmp_path: Path) -> None:
+    _run(tiny_scenario, tmp_path, "zero", "training.training_steps=1")
+    options = {"runs_dir": str(tmp_path), "run_id": "one", **QUIET}
+    run_experiment(_resolved(tiny_scenario, "training.training_steps=1", seed=1), **options)
+    assert _metrics(tmp_path, "zero") != _metrics(tmp_path, "one")
+
+
+class _StopAfter:
+    """A stop flag that is raised at the n-th time it is asked."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self) -> str | None:
+        self.count -= 1
+        return "SIGTERM" if self.count < 0 else None
+
+
+@pytest.mark.parametrize("count", [1, 4, 6, 9])
+def test_a_run_stopped_anywhere_and_resumed_equals_one_that_was_not(
+    tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    # Batches of one sample, so that a stop falls into the middle of an iteration's batches.
+    overrides = ("training.training_steps=4", "training.batch_size=1")
+    _run(tiny_scenario, tmp_path, "whole", *overrides)
+
+    def stop_flag():
+        return _stopping(_StopAfter(count))
+
+    monkeypatch.setattr("nip_astra.run._stop_on_signals", stop_flag)
+    with pytest.raises(StopRequested, match="nip-astra resume"):
+        _run(tiny_scenario, tmp_path, "parts", *overrides)
+    monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda: _stopping(lambda: None))
+    resume_experiment(tmp_path / "parts", **QUIET)
+
+    for name in ("metrics.jsonl", "rollouts/train.jsonl", "rollouts/evaluation.jsonl"):
+        assert (tmp_path / "parts" / name).read_bytes() == (
+            tmp_path / "whole" / name
+        ).read_bytes(), name
+    one = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model").state_dict()
+    two = AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "model").state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    results = [json.loads((tmp_path / r / "results.json").read_text()) for r in ("whole", "parts")]
+    for result in results:
+        del result["model_dir"]
+    assert results[0] == results[1]
+
+
+def test_six_iterations_equal_three_and_three(tiny_scenario: Path, tmp_path: Path) -> None:
+    """The state of a checkpoint is complete: a new trainer goes on from it bit for bit."""
+    whole = _trainer(tiny_scenario, "training.training_steps=6")
+    whole.train()
+
+    options = {"runs_dir": str(tmp_path), "run_id": "three", "checkpoint_period": 3, **QUIET}
+    first = run_experiment(_resolved(tiny_scenario, "training.training_steps=6"), **options)
+    store = first.run_directory.checkpoints_dir
+    # The run kept its checkpoints of iterations 3 and 6; go on from that of iteration 3.
+    middle = sorted(store.glob("step_*"))[0]
+    second = _trainer(tiny_scenario, "training.training_steps=6")
+    second.resume(middle)
+    assert second.state.iteration == 3
+    second.train()
+    for a, b in zip(whole.policy.parameters(), second.policy.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert whole.results["after"] == second.results["after"]
+
+
+def _stopping(flag):
+    from contextlib import nullcontext
+
+    return nullcontext(flag)
+
+
+def test_accumulated_batches_equal_one_large_batch(tiny_scenario: Path) -> None:
+    common = ("training.training_steps=2", "training.optimizer=sgd", "training.lr=0.1")
+    large = _trainer(tiny_scenario, *common, "training.batch_size=64")
+    large.train()
+    small = _trainer(
+        tiny_scenario,
+        *common,
+        "training.batch_size=2",
+        "training.gradient_accumulation_steps=32",
+    )
+    small.train()
+    # All batches of an iteration are one group, so the last, partly filled one was stepped.
+    assert small.state.num_optimizer_steps == large.state.num_optimizer_steps == 2
+    for a, b in zip(large.policy.parameters(), small.policy.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_a_step_raises_the_chosen_and_lowers_the_rejected(tiny_scenario: Path) -> None:
+    trainer = _trainer(tiny_scenario, "training.lr=1e-3")
+    experience = trainer.harness.experience(0)
+    assert experience.samples
+    batch = trainer.collate_fn(experience.samples)
+
+    def ratios() -> torch.Tensor:
+        chosen, rejected = trainer.policy_logprobs(batch, "chosen", "rejected")
+        return (chosen.sum(1) - rejected.sum(1)).detach()
+
+    before = ratios()
+    assert torch.allclose(before, batch["reference_logratio"], atol=1e-4)
+    loss = trainer.step(batch).loss
+    assert loss.item() == pytest.approx(math.log(2.0), abs=1e-5)
+    loss.backward()
+    trainer.optimizer.step()
+    assert ratios().mean() > before.mean()
+    assert trainer.step(batch).loss < loss
+
+
+FIELD_CHANGES: dict[str, object] = {
+    "lr": 1e-2,
+    "batch_size": 2,
+    "optimizer": "sgd",
+    "weight_decay": 0.5,
+    "gradient_accumulation_steps": 2,
+    "training_steps": 2,
+    "num_episodes_per_experience": 4,
+    "num_epochs": 2,
+    "max_grad_norm": 0.01,
+    "lr_schedule": "linear",
+    "num_warmup_steps": 10,
+    "eval_period": 1,
+}
+
+
+def test_every_field_of_the_training_configuration_has_a_change_to_test() -> None:
+    assert set(FIELD_CHANGES) == set(TrainingConfiguration.model_fields)
+
+
+@pytest.mark.parametrize("field", FIELD_CHANGES)
+def test_every_field_of_the_training_configuration_is_used(
+    tiny_scenario: Path, tmp_path: Path, field: str
+) -> None:
+    base = ("training.training_steps=3", "training.batch_size=3")
+
+    def outcome(run_id: str, *overrides: str) -> tuple[Any, ...]:
+        _run(tiny_scenario, tmp_path, run_id, *base, *overrides)
+        weights = AutoModelForCausalLM.from_pretrained(tmp_path / run_id / "model").state_dict()
+        return [w.sum().item() for w in weights.values()], _metrics(tmp_path, run_id)
+
+    assert outcome("a") != outcome("b", f"training.{field}={FIELD_CHANGES[field]}")
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop", "adagrad"])
+def test_each_optimizer_moves_the_weights(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(3))
+    config = TrainingConfiguration(optimizer=name, lr=0.1, weight_decay=0.1)
+    optimizer = build_optimizer(config, [weight])
+    weight.sum().backward()
+    optimizer.step()
+    assert type(optimizer).__name__.lower() == name
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert (weight < 1.0).all()
+
+
+def test_the_learning_rate_warms_up_and_falls_as_scheduled() -> None:
+    config = TrainingConfiguration(lr=2.0, lr_schedule="cosine", num_warmup_steps=4)
+    assert learning_rate(config, step=0, progress=0.0) == pytest.approx(0.5)
+    assert learning_rate(config, step=3, progress=0.0) == pytest.approx(2.0)
+    assert learning_rate(config, step=9, progress=0.5) == pytest.approx(1.0)
+    linear = TrainingConfiguration(lr=2.0, lr_schedule="linear")
+    assert learning_rate(linear, step=0, progress=0.25) == pytest.approx(1.5)
+
+
+def test_a_loss_that_is_not_finite_stops_saves_and_says_where(
+    tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = AstDpoTrainer.step
+    calls = []
+
+    def broken(self: AstDpoTrainer, batch: Any) -> LossOutput:
+        calls.append(1)
+        output = step(self, batch)
+        return output if len(calls) < 3 else LossOutput(output.loss * math.nan, output.metrics)
+
+    monkeypatch.setattr(AstDpoTrainer, "step", broken)
+    with pytest.raises(NonFiniteLossError, match=r"optimizer step 3 \(iteration \d\).*saved"):
+        _run(tiny_scenario, tmp_path, "nan", "training.batch_size=2")
+    checkpoint = (tmp_path / "nan" / "checkpoints" / "latest").read_text().strip()
+    weights = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "nan" / "checkpoints" / checkpoint / "attacker"
+    ).state_dict()
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+def test_the_best_checkpoint_by_dev_reward_is_kept_and_tested(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    _run(
+        tiny_scenario,
+        tmp_path,
+        "best",
+        "training.eval_period=1",
+        "training.training_steps=4",
+        num_checkpoints_kept=1,
+    )
+    rewards = [row["dev/mean_reward"] for row in _metrics(tmp_path, "best")]
+    best = (tmp_path / "best" / "checkpoints" / "best").read_text().strip()
+    state = json.loads((tmp_path / "best" / "checkpoints" / best / "manifest.json").read_text())
+    assert state["metadata"]["iteration"] == rewards.index(max(rewards)) + 1
+    one = AutoModelForCausalLM.from_pretrained(tmp_path / "best" / "model").state_dict()
+    two = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "best" / "checkpoints" / best / "attacker"
+    ).state_dict()
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_iterations_go_through_all_prompts_before_any_comes_again(tiny_scenario: Path) -> None:
+    harness = _trainer(tiny_scenario, "training.num_episodes_per_experience=2").harness
+    prompts = harness._prompts_of(0) + harness._prompts_of(1)
+    assert sorted(prompts) == sorted(harness.prompts)
+    assert harness._prompts_of(0) == harness._prompts_of(0)
+
+
+def test_batches_hold_every_sample_once_in_a_seeded_order(tiny_scenario: Path) -> None:
+    harness = _trainer(tiny_scenario, "training.batch_size=4").harness
+    samples = [{"x": torch.tensor(i)} for i in range(10)]
+
+    def order(iteration: int, epoch: int) -> list[list[int]]:
+        batches = harness.batches(samples, iteration=iteration, epoch=epoch)
+        return [batch["x"].tolist() for batch in batches]
+
+    found = order(0, 0)
+    assert [len(batch) for batch in found] == [4, 4, 2]
+    assert sorted(number for batch in found for number in batch) == list(range(10))
+    assert found == order(0, 0)
+    assert found != order(0, 1) != order(1, 0)
+
+
+def test_a_scenario_of_another_kind_is_refused(tiny_scenario: Path) -> None:
+    prepared = prepare_experiment(_resolved(tiny_scenario), **QUIET)
+    prepared.scenario_instance.kind = "other"
+    with pytest.raises(ConfigurationError, match="trains on ast_chat only"):
+        AstDpoTrainer(
+            prepared.trainer.hyper_params, prepared.scenario_instance, ExperimentSettings()
+        )
+
+
+def test_a_dry_run_steps_once_and_estimates_the_whole(tiny_scenario: Path) -> None:
+    trainer = _trainer(tiny_scenario)
+    weights = [p.clone() for p in trainer.policy.parameters()]
+    estimate = trainer.dry_run()
+    assert estimate["training_target_queries"] == 6 * 3 * 6
+    assert estimate["estimated_training_hours_at_most"] > 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, trainer.policy.parameters(), strict=True))
+
+
+def test_a_test_run_cuts_every_loop_to_one_iteration(tiny_scenario: Path, tmp_path: Path) -> None:
+    _run(tiny_scenario, tmp_path, "test", test_run=True)
+    assert len(_metrics(tmp_path, "test")) == 1
