@@ -11,8 +11,19 @@ from typing import Any, NamedTuple
 
 
 def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """Give up to `n` known names that look like `name`, the nearest first."""
-    return difflib.get_close_matches(name, list(known), n=n, cutoff=0.6)
+    """Give up to `n` known names that look like `name`, the nearest first.
+
+    Case, and dashes for underscores, make no difference.
+    """
+    spelled: dict[str, list[str]] = {}
+    for candidate in sorted(set(known)):
+        spelled.setdefault(_plainly(candidate), []).append(candidate)
+    near = difflib.get_close_matches(_plainly(name), list(spelled), n=n, cutoff=0.6)
+    return [candidate for plain in near for candidate in spelled[plain]][:n]
+
+
+def _plainly(name: str) -> str:
+    return name.strip().casefold().replace("-", "_")
 
 
 class NipAstraError(Exception):
@@ -114,7 +125,8 @@ class DuplicateNameError(ConfigurationError):
         self.kind, self.name, self.first, self.second = kind, name, first, second
         super().__init__(
             f"the {kind.replace('_', ' ')} {name!r} was to be registered by {second}, but {first} "
-            "has that name already. Register one of them under another name."
+            f"has that name already. Register one of them under another name; where a file is "
+            f"read again on purpose, call forget({name!r}) of the registry first."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from nip_astra.errors import NipAstraError, PluginError
-from nip_astra.registry import ALL_REGISTRIES
+from nip_astra.registry import ALL_REGISTRIES, Registry, RegistrySnapshot
 
 _LOADED: dict[str, LoadedPlugin] = {}
 
@@ -24,7 +26,9 @@ class LoadedPlugin:
     Attributes
     ----------
     spec : str
-        What was asked for; for a file its absolute path.
+        What loads it again: a file's absolute path, or the module's name.
+    path : Path or None
+        The file; None for a module.
     module_name : str
         Its name in `sys.modules`.
     sha256 : str or None
@@ -32,6 +36,7 @@ class LoadedPlugin:
     """
 
     spec: str
+    path: Path | None
     module_name: str
     sha256: str | None
 
@@ -39,6 +44,11 @@ class LoadedPlugin:
 def loaded_plugins() -> list[LoadedPlugin]:
     """Give the plug-ins loaded in this process, in order."""
     return list(_LOADED.values())
+
+
+def module_of(plugin: LoadedPlugin) -> ModuleType:
+    """Give the imported module of a plug-in."""
+    return sys.modules[plugin.module_name]
 
 
 def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedPlugin:
@@ -59,78 +69,146 @@ def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedP
     """
     text = str(spec)
     if not text.endswith(".py"):
-        return _LOADED.get(text) or _import(text, LoadedPlugin(text, text, None), None)
+        return _LOADED.get(text) or _load_module(text)
     path = ((relative_to or Path.cwd()) / Path(text).expanduser()).resolve()
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise PluginError(
-            f"the plug-in {text!r} was to be loaded, but {path} cannot be read: {error}. Give the "
-            "path of a Python file, or the name of an installed module."
+            f"the plug-in {text!r} was to be loaded, but {path} cannot be read: "
+            f"{error.strerror or error}. Give the path of a Python file, or the name of an "
+            "installed module."
         ) from error
     known = _LOADED.get(str(path))
-    if known is not None:
-        if known.sha256 != digest:
-            raise PluginError(
-                f"the plug-in {path} was to be loaded, but this process holds an older version of "
-                "it. Start a new process."
-            )
-        return known
-    name = f"nip_astra_plugin_{path.stem}_{digest[:8]}"
-    return _import(str(path), LoadedPlugin(str(path), name, digest), path)
-
-
-def _import(key: str, plugin: LoadedPlugin, path: Path | None) -> LoadedPlugin:
-    snapshots = {kind: registry.snapshot() for kind, registry in ALL_REGISTRIES.items()}
-    modules = set(sys.modules)
-    try:
-        if path is None:
-            importlib.import_module(plugin.module_name)
-        else:
-            _execute(plugin.module_name, path)
-    except Exception as error:
-        _forget(plugin.module_name, modules)
-        for kind, snapshot in snapshots.items():
-            ALL_REGISTRIES[kind].restore(snapshot)
-        place = _last_line(error, path)
-        reason = str(error) if isinstance(error, NipAstraError) else _describe(error)
+    if known is None:
+        plugin = LoadedPlugin(str(path), path, _module_name(path), digest)
+        return _import(plugin, lambda: _execute(plugin.module_name, path))
+    if known.sha256 != digest:
         raise PluginError(
-            f"the plug-in {key} was to be loaded, but {place}failed: {reason} Mend the plug-in; "
-            "nothing of it was registered."
-        ) from error
-    _LOADED[key] = plugin
-    return plugin
+            f"the plug-in {path} was to be loaded, but this process holds an older version of it, "
+            "and a file is imported once only. Start a new process."
+        )
+    return known
 
 
-def _execute(name: str, path: Path) -> ModuleType:
+def _load_module(name: str) -> LoadedPlugin:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise PluginError(
+            f"the plug-in {name!r} was to be loaded, but it is neither a Python file nor the name "
+            "of a module. Give a path that ends in .py, or a dotted name such as my_package.mine."
+        )
+    return _import(LoadedPlugin(name, None, name, None), lambda: importlib.import_module(name))
+
+
+def _module_name(path: Path) -> str:
+    # The path's digest keeps two files of one name apart, and is the same in worker processes.
+    stem = re.sub(r"\W", "_", path.stem)
+    return f"nip_astra_plugin_{stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+
+
+def _execute(name: str, path: Path) -> None:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
-    return module
 
 
-def _forget(name: str, modules_before: set[str]) -> None:
-    """Drop the plug-in's own modules; libraries that it imported stay."""
-    for module in set(sys.modules) - modules_before:
-        if module == name or module.startswith(f"{name}."):
-            del sys.modules[module]
+@dataclass(frozen=True)
+class _Before:
+    """What there was before a plug-in ran."""
+
+    registries: dict[str, Registry[object]]
+    snapshots: dict[str, RegistrySnapshot]
+    modules: set[str]
+    loaded: dict[str, LoadedPlugin]
 
 
-def _last_line(error: Exception, path: Path | None) -> str:
-    if isinstance(error, SyntaxError) and error.lineno:
-        return f"line {error.lineno} "
+def _import(plugin: LoadedPlugin, run: Callable[[], object]) -> LoadedPlugin:
+    before = _Before(
+        dict(ALL_REGISTRIES),
+        {kind: registry.snapshot() for kind, registry in ALL_REGISTRIES.items()},
+        set(sys.modules),
+        dict(_LOADED),
+    )
+    try:
+        run()
+    # A script that is no plug-in may well call sys.exit; that must not end the run in silence.
+    except (Exception, SystemExit) as error:
+        _undo(plugin, before)
+        reason = str(error) if isinstance(error, NipAstraError) else _describe(error)
+        raise PluginError(
+            f"the plug-in {plugin.spec} was to be loaded, but {_place(error, plugin.path)}failed: "
+            f"{reason}{_advice(error, plugin.path)} Nothing of it was registered; mend it and try "
+            "again."
+        ) from error
+    except BaseException:
+        _undo(plugin, before)
+        raise
+    _LOADED[plugin.spec] = plugin
+    return plugin
+
+
+def _undo(plugin: LoadedPlugin, before: _Before) -> None:
+    """Drop the plug-in's names and modules. Libraries and built-ins that it imported stay."""
+    dropped = {plugin.module_name}
+    for kind, registry in list(ALL_REGISTRIES.items()):
+        if kind not in before.registries:
+            dropped |= _modules_of(registry.snapshot().entries)
+            del ALL_REGISTRIES[kind]
+            continue
+        now, then = registry.snapshot(), before.snapshots[kind]
+        added = {name: now.entries[name] for name in now.entries.keys() - then.entries.keys()}
+        kept = {name for name in added if registry.is_built_in(name)}
+        dropped |= _modules_of({name: added[name] for name in added.keys() - kept})
+        registry.restore(
+            RegistrySnapshot(
+                then.entries | {name: now.entries[name] for name in kept},
+                then.places | {name: now.places[name] for name in kept},
+            )
+        )
+    for name in set(sys.modules) - before.modules:
+        # A module of ours stays: it registered built-ins, and would not do so again.
+        is_ours = name.startswith("nip_astra.")
+        if not is_ours and any(f"{name}.".startswith(f"{module}.") for module in dropped):
+            del sys.modules[name]
+    _LOADED.clear()
+    _LOADED.update(before.loaded)
+
+
+def _modules_of(entries: dict[str, object]) -> set[str]:
+    return {str(getattr(entry, "__module__", "")) for entry in entries.values()} - {""}
+
+
+def _place(error: BaseException, path: Path | None) -> str:
+    """Give the line at which the plug-in failed, as far as it is known."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        is_own = path is not None and Path(error.filename) == path
+        return f"line {error.lineno} " if is_own else f"{error.filename}:{error.lineno} "
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [f.lineno for f in frames if path is not None and Path(f.filename) == path]
-    return f"line {lines[-1]} " if lines else ""
+    own = [f.lineno for f in frames if path is not None and Path(f.filename) == path]
+    if own:
+        return f"line {own[-1]} "
+    foreign = [f for f in frames if not f.filename.startswith("<") and f.filename != __file__]
+    outside = [f for f in foreign if Path(f.filename).parent.name != "importlib"]
+    return f"{outside[-1].filename}:{outside[-1].lineno} " if outside else ""
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}."
+def _describe(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return "it ends the program while it is imported (sys.exit)."
+    text = str(error).rstrip(".")
+    return f"{type(error).__name__}: {text}." if text else f"{type(error).__name__}."
 
 
-def module_of(plugin: LoadedPlugin) -> ModuleType:
-    """Give the imported module of a plug-in."""
-    return sys.modules[plugin.module_name]
+def _advice(error: BaseException, path: Path | None) -> str:
+    if path is None or not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    neighbour = path.parent / error.name.partition(".")[0]
+    if neighbour.with_suffix(".py").is_file() or neighbour.is_dir():
+        return (
+            " A plug-in of several files must be a package that can be imported; give its name in "
+            "place of the file."
+        )
+    return ""

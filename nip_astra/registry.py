@@ -6,13 +6,24 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable
 from importlib import metadata
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from nip_astra.errors import DuplicateNameError, NipAstraError, PluginError, UnknownNameError
+from nip_astra.errors import (
+    ConfigurationError,
+    DuplicateNameError,
+    NipAstraError,
+    PluginError,
+    UnknownNameError,
+)
 
 T = TypeVar("T")
-ALL_REGISTRIES: dict[str, Registry[Any]] = {}
-"""Every registry made so far, by kind."""
+
+
+class RegistrySnapshot(NamedTuple):
+    """What a registry held at one moment: entries, and where each was registered."""
+
+    entries: dict[str, Any]
+    places: dict[str, str]
 
 
 class Registry(Generic[T]):
@@ -28,7 +39,7 @@ class Registry(Generic[T]):
     package : str
         Package whose module `<name>` registers the built-in `<name>`.
     members : Iterable[str]
-        Names of the built-ins.
+        Names of the built-ins, for instance a `StrEnum`.
     """
 
     def __init__(self, kind: str, *, package: str, members: Iterable[str] = ()) -> None:
@@ -38,6 +49,7 @@ class Registry(Generic[T]):
         self._built_ins = [str(member) for member in members]
         self._entries: dict[str, T] = {}
         self._places: dict[str, str] = {}
+        self._loading_entry_point: str | None = None
         ALL_REGISTRIES[kind] = self
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -45,23 +57,42 @@ class Registry(Generic[T]):
 
         Raises
         ------
+        ConfigurationError
+            When the name is no identifier: it is a section's name in a parameter file.
         DuplicateNameError
-            When the name is taken, also by a built-in that has not been imported yet.
+            When the name is taken, also by a built-in or by another package's entry point that
+            has not been imported yet.
         """
         key = str(name)
+        if not key.isidentifier():
+            raise ConfigurationError(
+                f"the {self._words} {key!r} was to be registered, but that is no name for a "
+                "section of a parameter file. Use letters, digits and underscores, not starting "
+                "with a digit."
+            )
 
         def decorate(entry: T) -> T:
             place = _place_of(entry)
-            is_own = getattr(entry, "__module__", None) == f"{self.package}.{key}"
-            if key in self._entries:
-                raise DuplicateNameError(self.kind, key, self._places[key], place)
-            if key in self._built_ins and not is_own:
-                raise DuplicateNameError(self.kind, key, f"{self.package}.{key}", place)
+            owner = self._owner_of(key, getattr(entry, "__module__", None) or "")
+            if owner is not None:
+                raise DuplicateNameError(self.kind, key, owner, place)
             self._entries[key] = entry
             self._places[key] = place
             return entry
 
         return decorate
+
+    def forget(self, name: str) -> None:
+        """Drop a registered name, so that its file can be read again, for instance in a notebook.
+
+        Raises
+        ------
+        UnknownNameError
+            When nothing was registered under it.
+        """
+        if str(name) not in self._entries:
+            raise UnknownNameError(self.kind, str(name), self._entries)
+        del self._entries[str(name)], self._places[str(name)]
 
     def get(self, name: str) -> T:
         """Give what `name` stands for, importing it on first use.
@@ -72,14 +103,15 @@ class Registry(Generic[T]):
             When nothing has that name; tells near misses and all names.
         PluginError
             When an installed package's entry point of that name cannot be imported.
+        DuplicateNameError
+            When several installed packages have an entry point of that name.
         """
         key = str(name)
-        if key not in self._entries and key in self._built_ins:
-            importlib.import_module(f"{self.package}.{key}")
         if key not in self._entries:
-            self._load_entry_point(key)
-        if key not in self._entries:
-            raise UnknownNameError(self.kind, key, self.names())
+            if key in self._built_ins:
+                self._import_built_in(key)
+            else:
+                self._load_entry_point(key)
         return self._entries[key]
 
     def names(self) -> list[str]:
@@ -88,52 +120,99 @@ class Registry(Generic[T]):
 
     def origin(self, name: str) -> str:
         """Say where a name comes from: "built-in", "file:line", or "entry point of <package>"."""
-        if name in self._built_ins:
+        key = str(name)
+        if key in self._built_ins:
             return "built-in"
         for entry_point in self._entry_points():
-            if entry_point.name == name:
-                package = entry_point.dist.name if entry_point.dist else entry_point.value
-                return f"entry point of {package}"
-        if name in self._places:
-            return self._places[name]
-        raise UnknownNameError(self.kind, name, self.names())
+            if entry_point.name == key:
+                return f"entry point of {_package_of(entry_point)}"
+        if key in self._places:
+            return self._places[key]
+        raise UnknownNameError(self.kind, key, self.names())
 
-    def snapshot(self) -> tuple[dict[str, T], dict[str, str]]:
+    def is_built_in(self, name: str) -> bool:
+        """Say whether a name is one of those that ship."""
+        return str(name) in self._built_ins
+
+    def snapshot(self) -> RegistrySnapshot:
         """Give the present state, for `restore`."""
-        return dict(self._entries), dict(self._places)
+        return RegistrySnapshot(dict(self._entries), dict(self._places))
 
-    def restore(self, snapshot: tuple[dict[str, T], dict[str, str]]) -> None:
+    def restore(self, snapshot: RegistrySnapshot) -> None:
         """Go back to a state that `snapshot` gave."""
-        self._entries, self._places = dict(snapshot[0]), dict(snapshot[1])
+        self._entries, self._places = dict(snapshot.entries), dict(snapshot.places)
+
+    @property
+    def _words(self) -> str:
+        return self.kind.replace("_", " ")
+
+    def _owner_of(self, key: str, module: str) -> str | None:
+        """Say who has a name already, other than the module that registers it now."""
+        if key in self._entries:
+            return self._places[key]
+        if key in self._built_ins:
+            own = f"{self.package}.{key}"
+            return None if f"{module}.".startswith(f"{own}.") else own
+        if key == self._loading_entry_point:
+            return None
+        for entry_point in self._entry_points():
+            is_same_package = module.partition(".")[0] == entry_point.module.partition(".")[0]
+            if entry_point.name == key and not is_same_package:
+                return f"the entry point {entry_point.value!r} of {_package_of(entry_point)}"
+        return None
+
+    def _import_built_in(self, key: str) -> None:
+        try:
+            importlib.import_module(f"{self.package}.{key}")
+        except BaseException:
+            # Python forgets a module that failed, so its names go too: it can be tried again.
+            self._entries.pop(key, None)
+            self._places.pop(key, None)
+            raise
+        assert key in self._entries, f"{self.package}.{key} does not register {key!r}"
 
     def _entry_points(self) -> list[metadata.EntryPoint]:
         return list(metadata.entry_points(group=self.entry_point_group))
 
     def _load_entry_point(self, key: str) -> None:
-        for entry_point in self._entry_points():
-            if entry_point.name != key:
-                continue
-            try:
-                entry = entry_point.load()
-            except NipAstraError:
-                raise
-            except Exception as error:
-                raise PluginError(
-                    f"the {self.kind} {key!r} is the entry point {entry_point.value!r} of an "
-                    f"installed package, but importing it failed: {type(error).__name__}: {error}. "
-                    "Mend or remove that package."
-                ) from error
-            # The module may have registered the name itself, with the decorator.
-            if key not in self._entries:
-                self._entries[key] = entry
-                self._places[key] = entry_point.value
-            return
+        found = {e.value: e for e in self._entry_points() if e.name == key}
+        if not found:
+            raise UnknownNameError(self.kind, key, self.names())
+        first, *others = found.values()
+        if others:
+            places = [f"the entry point {e.value!r} of {_package_of(e)}" for e in (first, *others)]
+            raise DuplicateNameError(self.kind, key, places[0], places[1])
+        self._loading_entry_point = key
+        try:
+            entry = first.load()
+        except NipAstraError:
+            raise
+        except Exception as error:
+            raise PluginError(
+                f"the {self._words} {key!r} was asked for, but its entry point {first.value!r} of "
+                f"the installed package {_package_of(first)} cannot be imported: "
+                f"{type(error).__name__}: {error}. Mend, upgrade or uninstall that package."
+            ) from error
+        finally:
+            self._loading_entry_point = None
+        # The module may have registered the name itself, with the decorator.
+        if key not in self._entries:
+            self._entries[key] = entry
+            self._places[key] = _place_of(entry)
+
+
+ALL_REGISTRIES: dict[str, Registry[Any]] = {}
+"""Every registry made so far, by kind."""
+
+
+def _package_of(entry_point: metadata.EntryPoint) -> str:
+    return entry_point.dist.name if entry_point.dist else entry_point.module
 
 
 def _place_of(entry: object) -> str:
     try:
-        file = inspect.getsourcefile(entry)  # type: ignore[arg-type]
-        _, line = inspect.getsourcelines(entry)  # type: ignore[arg-type]
+        file = inspect.getsourcefile(entry)  # type: ignore[arg-type]  # TypeError is handled
+        _, line = inspect.getsourcelines(entry)  # type: ignore[arg-type]  # TypeError is handled
     except (OSError, TypeError):
         return f"{getattr(entry, '__module__', '?')}.{getattr(entry, '__qualname__', entry)}"
     return f"{file}:{line}"

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nip_astra.parameters.hyper_parameters import HyperParameters as HyperParameters
+    from nip_astra.parameters.parameters_base import (
+        PolymorphicParameters as PolymorphicParameters,
+    )
+    from nip_astra.parameters.parameters_base import SubParameters as SubParameters
+    from nip_astra.parameters.parameters_base import polymorphic as polymorphic
     from nip_astra.parameters.training import TrainingConfiguration as TrainingConfiguration
 
-__all__ = ["HyperParameters", "TrainingConfiguration"]
+_HOMES = {
+    "HyperParameters": "nip_astra.parameters.hyper_parameters",
+    "PolymorphicParameters": "nip_astra.parameters.parameters_base",
+    "SubParameters": "nip_astra.parameters.parameters_base",
+    "TrainingConfiguration": "nip_astra.parameters.training",
+    "polymorphic": "nip_astra.parameters.parameters_base",
+}
+
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "HyperParameters":
-        from nip_astra.parameters.hyper_parameters import HyperParameters
-
-        return HyperParameters
-    if name == "TrainingConfiguration":
-        from nip_astra.parameters.training import TrainingConfiguration
-
-        return TrainingConfiguration
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

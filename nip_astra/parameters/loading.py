@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault
+from nip_astra.parameters.conversion import convert
+from nip_astra.parameters.faults import TYPE_KEY
 from nip_astra.parameters.hyper_parameters import HyperParameters
 
 DEFAULT_SOURCE = "default"
+"""Source of a value that no layer gave."""
+OVERRIDE_SOURCE = "--set"
+"""Source of a value that an assignment `a.b=c` gave."""
+_OPEN = "???"
 
 
 @dataclass(frozen=True)
@@ -44,26 +50,30 @@ class ResolvedParameters:
 def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
     """Read a parameter file and, before it, the files that it `extends`.
 
+    A file that another version of the package wrote is converted.
+
     Raises
     ------
     ConfigurationError
-        When a file is missing, is no YAML mapping, or extends itself.
+        When a file is missing, is no YAML mapping, extends itself, or cannot be converted.
     """
     layers: list[Layer] = []
-    seen: list[Path] = []
+    chain: list[Path] = []
     current: Path | None = path
     while current is not None:
-        if current.resolve() in seen:
+        if current.resolve() in chain:
             raise ConfigurationError(
-                f"the parameter file {path} extends itself by way of {current}. Remove one "
+                f"the parameter file {path} was to be read, but it extends itself by way of "
+                f"{current}. A file may extend files that do not lead back to it; remove one "
                 "`extends`."
             )
-        seen.append(current.resolve())
-        values = _read_yaml(current)
+        asked_by = f", which {layers[0].source} extends," if layers else ""
+        chain.append(current.resolve())
+        values = _read_yaml(current, asked_by)
         parent = values.pop("extends", None)
         label = source if current == path else f"{source} <- {current.name}"
-        layers.insert(0, Layer(label, values))
-        current = None if parent is None else current.parent / str(parent)
+        layers.insert(0, Layer(label, convert(values, source=str(current))))
+        current = None if parent is None else _parent_of(current, parent)
     return layers
 
 
@@ -73,44 +83,72 @@ def parse_overrides(overrides: Iterable[str]) -> Layer:
     Raises
     ------
     ParameterError
-        Naming every assignment that is none.
+        Naming every assignment that is none, or whose value is no YAML.
     """
-    items = list(overrides)
-    faults = [
-        ParameterFault(
-            item, repr(item), "is no assignment", "Write --set path.to.parameter=value.", "--set"
-        )
-        for item in items
-        if "=" not in item or not item.partition("=")[0].strip()
-    ]
+    merged: dict[str, Any] = {}
+    faults: list[ParameterFault] = []
+    for item in overrides:
+        name, sign, _ = item.partition("=")
+        parts = name.strip().split(".")
+        if not sign or not all(part.strip() for part in parts):
+            hint = "Write --set path.to.parameter=value."
+            faults.append(
+                ParameterFault(
+                    name.strip() or item, repr(item), "is no assignment", hint, OVERRIDE_SOURCE
+                )
+            )
+            continue
+        try:
+            values = _plain(OmegaConf.from_dotlist([item]))
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+            problem = f"has a value that is no YAML ({_first_line(error)})"
+            hint = "Quote a value with special characters: 'a.b=\"x: y\"'."
+            faults.append(ParameterFault(name.strip(), repr(item), problem, hint, OVERRIDE_SOURCE))
+            continue
+        _merge(merged, values, OVERRIDE_SOURCE, "", {})
     if faults:
         raise ParameterError(faults)
-    try:
-        config = OmegaConf.from_dotlist(items)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigurationError(
-            f"the values of --set {' '.join(items)} cannot be read: {error}. Values are YAML; "
-            "quote those with special characters."
-        ) from error
-    return Layer("--set", _plain(config, resolve=False))
+    return Layer(OVERRIDE_SOURCE, merged)
 
 
-def merge_layers(layers: Sequence[Layer]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Give the merged values, interpolations resolved, and the source of each leaf.
+def merge_layers(
+    layers: Sequence[Layer], *, resolve: bool = True
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Give the merged values and the source of each leaf.
 
     A group whose `_type` a later layer changes is replaced as a whole: the parameters of the old
     type mean nothing to the new one.
+
+    Parameters
+    ----------
+    resolve : bool
+        Whether `${other.parameter}` becomes that parameter's value; False where more layers are
+        to come, which may hold it.
+
+    Raises
+    ------
+    ConfigurationError
+        When a parameter refers to another that cannot be resolved.
     """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for layer in layers:
         _merge(values, layer.values, layer.source, "", sources)
+    if not resolve:
+        return values, sources
     try:
-        return _plain(OmegaConf.create(values), resolve=True), sources
+        resolved: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]  # a mapping
+            OmegaConf.create(values), resolve=True
+        )
     except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "a parameter"
+        origin = f" (from {sources[key]})" if key in sources else ""
         raise ConfigurationError(
-            f"a parameter refers to another that cannot be resolved: {error}. Mend the ${{...}}."
+            f"{key}{origin} refers to another parameter, but that cannot be resolved: "
+            f"{_first_line(error)}. Refer to a parameter that a file gives, as "
+            "${path.to.parameter}; write \\${ for the plain text."
         ) from error
+    return resolved, sources
 
 
 def resolve_parameters(layers: Sequence[Layer], model: type[HyperParameters]) -> ResolvedParameters:
@@ -122,13 +160,33 @@ def resolve_parameters(layers: Sequence[Layer], model: type[HyperParameters]) ->
         With every fault, each with its dotted path, what was given, and from where.
     """
     values, sources = merge_layers(layers)
-    hyper_params = model.from_dict(values, sources=sources)
-    every_path = dict(flatten(hyper_params.to_dict()))
-    return ResolvedParameters(hyper_params, {path: _source(path, sources) for path in every_path})
+    faults = [
+        ParameterFault(
+            path,
+            repr(_OPEN),
+            "is left open by its file and must be given",
+            f"Give it with --set {path}=VALUE.",
+            sources.get(path, ""),
+        )
+        for path, value in flatten(values)
+        if value == _OPEN
+    ]
+    try:
+        hyper_params = model.from_dict(values, sources=sources)
+    except ParameterError as error:
+        left_open = {fault.path for fault in faults}
+        others = [fault for fault in error.faults if fault.path not in left_open]
+        raise ParameterError([*faults, *others]) from None
+    if faults:
+        raise ParameterError(faults)
+    every_path = [path for path, _ in flatten(hyper_params.to_dict())]
+    return ResolvedParameters(
+        hyper_params, {path: sources.get(path, DEFAULT_SOURCE) for path in every_path}
+    )
 
 
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Give each leaf with its dotted path; lists are leaves."""
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Give each leaf with its dotted path; lists and empty groups are leaves."""
     for name, value in values.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:
@@ -144,49 +202,61 @@ def _merge(
     prefix: str,
     sources: dict[str, str],
 ) -> None:
-    for name, value in values.items():
+    for key, value in values.items():
+        name = str(key)
         path = f"{prefix}{name}"
         old = into.get(name)
+        if isinstance(value, Mapping) and isinstance(old, dict) and not _is_other_type(old, value):
+            _merge(old, value, source, f"{path}.", sources)
+            continue
+        for known in [known for known in sources if known.startswith(f"{path}.")]:
+            del sources[known]
+        sources[path] = source
         if isinstance(value, Mapping):
-            is_other_type = (
-                isinstance(old, Mapping) and "_type" in value and value["_type"] != old.get("_type")
-            )
-            if not isinstance(old, dict) or is_other_type:
-                for known in [key for key in sources if key.startswith(f"{path}.")]:
-                    del sources[known]
-                into[name] = {}
-                sources[path] = source
+            into[name] = {}
             _merge(into[name], value, source, f"{path}.", sources)
         else:
             into[name] = value
-            sources[path] = source
 
 
-def _source(path: str, sources: Mapping[str, str]) -> str:
-    return sources.get(path, DEFAULT_SOURCE)
+def _is_other_type(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    return TYPE_KEY in new and new[TYPE_KEY] != old.get(TYPE_KEY)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _parent_of(path: Path, parent: Any) -> Path:
+    if not isinstance(parent, str) or not parent.strip():
+        raise ConfigurationError(
+            f"the parameter file {path} extends {parent!r}, but that is no file name. Give the "
+            "path of one YAML file, from the folder of this one."
+        )
+    return path.parent / Path(parent).expanduser()
+
+
+def _read_yaml(path: Path, asked_by: str) -> dict[str, Any]:
+    asked = f"the parameter file {path}{asked_by} was to be read"
     try:
         config = OmegaConf.load(path)
     except FileNotFoundError as error:
         raise ConfigurationError(
-            f"the parameter file {path} was asked for, but there is none. Give the path of a "
-            "YAML file."
+            f"{asked}, but there is no such file. Give the path of a YAML file."
         ) from error
-    except (OSError, yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(
-            f"the parameter file {path} cannot be read: {error}. It must be a YAML mapping."
+            f"{asked}, but it is no YAML mapping: {error}. Write one `name: value` a line."
         ) from error
-    values = _plain(config, resolve=False)
-    if not isinstance(values, dict):
+    if not OmegaConf.is_dict(config):
         raise ConfigurationError(
-            f"the parameter file {path} holds a list, but it must be a YAML mapping of parameter "
-            "names to values."
+            f"{asked}, but it holds a list. Write a mapping, one `name: value` a line."
         )
-    return values
+    return _plain(config)
 
 
-def _plain(config: Any, *, resolve: bool) -> dict[str, Any]:
-    plain: dict[str, Any] = OmegaConf.to_container(config, resolve=resolve)  # type: ignore[assignment]
+def _plain(config: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = OmegaConf.to_container(  # type: ignore[assignment]  # a mapping
+        config, resolve=False
+    )
     return plain
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else repr(error)

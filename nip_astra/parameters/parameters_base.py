@@ -2,31 +2,67 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
+from types import new_class
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    SerializeAsAny,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WithJsonSchema,
-    WrapValidator,
     model_serializer,
+    model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError, nearest_names
+from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError
+from nip_astra.parameters.faults import (
+    NESTED,
+    TYPE_KEY,
+    UNKNOWN_TYPE,
+    faults_of,
+    show,
+    suggest,
+)
+from nip_astra.registry import Registry
 
 
 class SubParameters(BaseModel):
-    """A group of parameters. Each field has a docstring with its unit and consequence."""
+    """A group of parameters.
+
+    A field has the type that its value has in a YAML file: a number, text, true or false, a
+    `Literal`, a list, another group, or null. Nothing is converted but whole numbers to floats.
+    Each field has a docstring under it with its unit and consequence.
+    """
 
     model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, use_attribute_docstrings=True
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
     )
+
+    def __init__(self, /, **values: Any) -> None:
+        """Validate the fields.
+
+        Raises
+        ------
+        ParameterError
+            With every fault found.
+        """
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ParameterError(faults_of(error, type(self), {})) from None
+
+    # Tells pydantic that nested groups need not go through __init__: their errors keep their path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
 
     def to_dict(self) -> dict[str, Any]:
         """Give plain values that JSON and YAML can hold and `from_dict` reads back."""
@@ -49,10 +85,12 @@ class SubParameters(BaseModel):
         try:
             return cls.model_validate(dict(values))
         except ValidationError as error:
-            raise ParameterError(_faults(error.errors(), cls, sources)) from None
+            raise ParameterError(faults_of(error, cls, sources)) from None
 
     def get(self, path: str) -> Any:
         """Give the value at a dotted path, for instance `get("training.lr")`.
+
+        An element of a list is found by its number, from 0.
 
         Raises
         ------
@@ -60,12 +98,14 @@ class SubParameters(BaseModel):
             When there is no such parameter.
         """
         value: Any = self
-        for name in path.split("."):
-            names = list(type(value).model_fields) if isinstance(value, BaseModel) else []
-            if name not in names:
-                fault = ParameterFault(path, "a path", "unknown parameter", _suggest(name, names))
-                raise ParameterError([fault])
-            value = getattr(value, name)
+        parts = path.split(".")
+        for number, name in enumerate(parts):
+            known = _children(value)
+            if name not in known:
+                above = "".join(f"{part}." for part in parts[:number])
+                hint = suggest(name, list(known), prefix=above)
+                raise ParameterError([ParameterFault(path, show(path), "unknown parameter", hint)])
+            value = known[name]
         return value
 
 
@@ -75,154 +115,129 @@ class PolymorphicParameters(SubParameters):
     type_name: ClassVar[str] = ""
     """The registered name; set by the decorator that registers the component."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or TYPE_KEY not in values:
+            return values
+        if values[TYPE_KEY] != cls.type_name:
+            raise PydanticCustomError(
+                "type_name",
+                "must have the _type {name}, not {given}",
+                {"name": repr(cls.type_name), "given": repr(values[TYPE_KEY])},
+            )
+        return {key: value for key, value in values.items() if key != TYPE_KEY}
+
     @model_serializer(mode="wrap")
     def _with_type(self, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-        return {"_type": type(self).type_name, **handler(self)}
-
-
-Component = TypeVar("Component")
+        return {TYPE_KEY: type(self).type_name, **handler(self)}
 
 
 def claim_parameters(component: Any, name: str) -> None:
     """Name a component's `Parameters` class after its registered name.
 
-    A component that inherits its `Parameters` gets a class of its own, so that naming it leaves
-    the parent's name alone.
+    A component that inherits its `Parameters`, or shares them with another, gets a class of its
+    own, so that naming it leaves the other's name alone.
     """
-    if "Parameters" not in vars(component):
-        inherited = component.Parameters
-        component.Parameters = type(
-            "Parameters",
-            (inherited,),
-            {"__doc__": inherited.__doc__, "__module__": component.__module__},
+    found: type[PolymorphicParameters] = component.Parameters
+    is_own = "Parameters" in vars(component)
+    if not is_own or vars(found).get("type_name") not in (None, "", str(name)):
+        body = {
+            "__doc__": found.__doc__,
+            "__module__": component.__module__,
+            "__qualname__": f"{component.__qualname__}.Parameters",
+        }
+        component.Parameters = new_class(
+            "Parameters", (found,), {}, lambda space: space.update(body)
         )
     component.Parameters.type_name = str(name)
 
 
 def polymorphic(get: Callable[[str], Any], base: type[PolymorphicParameters]) -> Any:
-    """Give a field type whose `_type` chooses the parameters, by a registry's `get`."""
+    """Give a field type whose `_type` chooses the parameters.
 
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> PolymorphicParameters:
-        if isinstance(value, base):
+    Parameters
+    ----------
+    get : Callable
+        Gives the component of a name, whose nested class `Parameters` is validated; usually a
+        registry's `get`. With that, the JSON Schema holds every registered kind.
+    base : type[PolymorphicParameters]
+        What all kinds inherit; an instance of it passes as it is.
+    """
+    return Annotated[base, _ByType(get, base)]
+
+
+class _ByType:
+    """Validation and JSON Schema of a polymorphic field."""
+
+    def __init__(self, get: Callable[[str], Any], base: type[PolymorphicParameters]) -> None:
+        self.get = get
+        self.base = base
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_wrap_validator_function(
+            lambda value, _: self._validate(value),
+            handler(source),
+            # By what the value is, not by what the field says: a kind has fields of its own.
+            serialization=core_schema.simple_ser_schema("any"),
+        )
+
+    def _validate(self, value: Any) -> PolymorphicParameters:
+        if isinstance(value, self.base):
             return value
-        if not isinstance(value, Mapping):
-            raise PydanticCustomError("needs_type", "must be a group of parameters with a _type")
-        rest = {key: item for key, item in value.items() if key != "_type"}
-        type_name = value.get("_type")
-        if not isinstance(type_name, str):
-            raise PydanticCustomError("needs_type", "needs a _type that says its kind")
-        try:
-            cls = get(type_name).Parameters
-        except UnknownNameError as error:
-            raise PydanticCustomError("unknown_type", "{text}", {"text": str(error)}) from None
-        try:
-            parameters: PolymorphicParameters = cls.model_validate(rest)
-        except ValidationError as error:
+        if not isinstance(value, Mapping) or not isinstance(value.get(TYPE_KEY), str):
             raise PydanticCustomError(
-                "nested", "is not valid", {"faults": _faults(error.errors(), cls, {})}
-            ) from None
-        return parameters
+                "type_name",
+                "must be a group of parameters with a {key} that says its kind",
+                {"key": TYPE_KEY, "hint": self._hint()},
+            )
+        try:
+            model: type[PolymorphicParameters] = self.get(value[TYPE_KEY]).Parameters
+        except UnknownNameError as error:
+            raise PydanticCustomError(UNKNOWN_TYPE, "{text}", {"text": str(error)}) from None
+        rest = {key: item for key, item in value.items() if key != TYPE_KEY}
+        try:
+            return model.model_validate(rest)
+        except ValidationError as error:
+            text = "; ".join(str(fault) for fault in faults_of(error, model, {}))
+            context = {"text": text, "error": error, "model": model}
+            raise PydanticCustomError(NESTED, "{text}", context) from None
 
-    schema = {
-        "type": "object",
-        "properties": {"_type": {"type": "string"}},
-        "required": ["_type"],
-    }
-    # mypy cannot follow a type that is chosen at run time.
-    serialized: Any = SerializeAsAny[base]  # type: ignore[misc, valid-type]
-    return Annotated[serialized, WrapValidator(validate), WithJsonSchema(schema)]
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        kinds = [self._kind_schema(name, handler) for name in self._names()]
+        if kinds:
+            return {"anyOf": kinds}
+        tag = {"type": "string"}
+        return {"type": "object", "properties": {TYPE_KEY: tag}, "required": [TYPE_KEY]}
 
+    def _kind_schema(self, name: str, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        reference = handler(self.get(name).Parameters.__pydantic_core_schema__)
+        definition = handler.resolve_ref_schema(reference)
+        definition["properties"] = {
+            TYPE_KEY: {"const": name, "type": "string"},
+            **definition.get("properties", {}),
+        }
+        definition["required"] = list(dict.fromkeys([TYPE_KEY, *definition.get("required", [])]))
+        return reference
 
-def _faults(
-    errors: list[Any], model: type[BaseModel], sources: Mapping[str, str]
-) -> list[ParameterFault]:
-    faults: list[ParameterFault] = []
-    for error in errors:
-        path = ".".join(str(part) for part in error["loc"])
-        nested = (error.get("ctx") or {}).get("faults")
-        if nested:
-            faults += [
-                fault._replace(
-                    path=f"{path}.{fault.path}",
-                    source=_source_of(f"{path}.{fault.path}", sources),
-                )
-                for fault in nested
-            ]
-            continue
-        problem, suggestion = _explain(error, model)
-        given = "nothing" if error["type"] == "missing" else _show(error["input"])
-        faults.append(ParameterFault(path, given, problem, suggestion, _source_of(path, sources)))
-    return faults
+    def _names(self) -> list[str]:
+        registry = getattr(self.get, "__self__", None)
+        return registry.names() if isinstance(registry, Registry) else []
 
-
-def _explain(error: Any, model: type[BaseModel]) -> tuple[str, str]:
-    kind, given = error["type"], error.get("input")
-    if kind == "extra_forbidden":
-        names = _field_names(model, error["loc"][:-1])
-        return "unknown parameter", _suggest(str(error["loc"][-1]), names)
-    if kind == "missing":
-        return "is required", "Give it a value."
-    if kind.endswith("_type") and isinstance(given, bool):
-        return f"must be {_noun(kind)}, not true or false", ""
-    if kind in ("float_type", "int_type") and isinstance(given, str):
-        return f"must be {_noun(kind)}, not text", "Write it without quotes."
-    if kind == "literal_error" and isinstance(given, str):
-        allowed = error["ctx"]["expected"]
-        names = [word.strip(" '") for word in allowed.replace(" or ", ",").split(",")]
-        near = nearest_names(given, names, 1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        return f"must be one of {allowed}", hint.strip()
-    text = str(error["msg"])
-    text = text.removeprefix("Value error, ").removeprefix("Input should be ")
-    is_rule = kind.endswith(("_type", "_equal", "_than")) or "should be" in str(error["msg"])
-    return (f"must be {text}" if is_rule and not text.startswith("must") else text), ""
+    def _hint(self) -> str:
+        names = self._names()
+        return f"Known kinds: {', '.join(names)}." if names else ""
 
 
-def _noun(kind: str) -> str:
-    return {"float_type": "a number", "int_type": "a whole number", "string_type": "text"}.get(
-        kind, "of another type"
-    )
-
-
-def _suggest(name: str, names: list[str]) -> str:
-    near = nearest_names(name, names, 1)
-    if near:
-        return f"Did you mean {near[0]!r}?"
-    return f"Known here: {', '.join(names)}." if names else ""
-
-
-def _field_names(model: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
-    current: Any = model
-    for part in location:
-        fields = getattr(current, "model_fields", {})
-        if part not in fields:
-            # An index into a list: the element's type has been found already.
-            continue
-        current = _model_in(fields[part].annotation)
-    return list(getattr(current, "model_fields", {}))
-
-
-def _model_in(annotation: Any) -> Any:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for inner in get_args(annotation):
-        found = _model_in(inner)
-        if found is not None:
-            return found
-    return None
-
-
-def _source_of(path: str, sources: Mapping[str, str]) -> str:
-    while path:
-        if path in sources:
-            return sources[path]
-        path = path.rpartition(".")[0]
-    return ""
-
-
-def _show(value: Any) -> str:
-    try:
-        text = json.dumps(value)
-    except TypeError:
-        text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _children(value: Any) -> dict[str, Any]:
+    if isinstance(value, BaseModel):
+        return {name: getattr(value, name) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return {str(index): item for index, item in enumerate(value)}
+    return {}

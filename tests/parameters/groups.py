@@ -1,0 +1,104 @@
+"""Parameter groups to test with."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from nip_astra.parameters.parameters_base import (
+    PolymorphicParameters,
+    SubParameters,
+    claim_parameters,
+    polymorphic,
+)
+from nip_astra.registry import ALL_REGISTRIES, Registry
+
+_before = dict(ALL_REGISTRIES)
+SHAPES: Registry[Any] = Registry("shape", package="tests.parameters")
+ALL_REGISTRIES.clear()
+ALL_REGISTRIES.update(_before)  # the program's own registries are listed without this one
+
+
+class Shape:
+    class Parameters(PolymorphicParameters):
+        """Any shape."""
+
+
+def register_shape(name: str) -> Any:
+    def decorate(cls: Any) -> Any:
+        claim_parameters(cls, name)
+        return SHAPES.register(name)(cls)
+
+    return decorate
+
+
+@register_shape("circle")
+class Circle(Shape):
+    class Parameters(Shape.Parameters):
+        """A circle."""
+
+        radius: float = Field(gt=0)
+        """Metres."""
+        num_segments: int = 32
+        """Corners of its drawing."""
+
+
+@register_shape("ring")
+class Ring(Circle):
+    """Inherits its parameters."""
+
+
+@register_shape("blob")
+class Blob(Shape):
+    """Inherits the empty parameters of all shapes."""
+
+
+ShapeParameters = polymorphic(SHAPES.get, Shape.Parameters)
+
+
+class Paint(SubParameters):
+    """How it is painted."""
+
+    gloss: float = Field(default=0.5, ge=0, le=1)
+    """Share of light that it throws back."""
+    layers: int = Field(default=1, ge=1, lt=10)
+    """Coats."""
+    colour: Literal["red", "green", "blue"] = "red"
+    """Colour."""
+    is_dry: bool = True
+    """Whether it may be touched."""
+    thinner: float | None = Field(default=None, gt=0)
+    """Litres; null for none."""
+    label: str = ""
+    """Text on it."""
+
+    @field_validator("label")
+    @classmethod
+    def _is_short(cls, label: str) -> str:
+        if len(label) > 8:
+            raise ValueError("is too long; give 8 letters at most.")
+        return label
+
+
+class Drawing(SubParameters):
+    """A drawing."""
+
+    shape: ShapeParameters  # type: ignore[valid-type]
+    """The main shape."""
+    more: list[ShapeParameters] = []  # type: ignore[valid-type]
+    """Other shapes."""
+    ghost: ShapeParameters | None = None  # type: ignore[valid-type]
+    """A shape or null."""
+    wheel: Circle.Parameters | None = None
+    """A circle and nothing else."""
+    paint: Paint = Paint()
+    """How it is painted."""
+    coats: list[Paint] = []
+    """Paints over it."""
+    names: str | list[str] = "nobody"
+    """One name, or several."""
+    sizes: dict[str, float] = {}
+    """Metres by name."""
+    title: str = "untitled"
+    """What it is called."""

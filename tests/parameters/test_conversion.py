@@ -1,0 +1,101 @@
+"""Files of other versions are converted in order, or refused with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.conversion import (
+    convert,
+    forget_conversion,
+    is_newer,
+    register_conversion,
+    release_of,
+)
+from nip_astra.version import __version__
+
+VERSIONS = ("0.0", "0.1")
+
+
+@pytest.fixture(autouse=True)
+def _no_conversions() -> Iterator[None]:
+    yield
+    for version in VERSIONS:
+        forget_conversion(version)
+
+
+def append(mark: str) -> Any:
+    return lambda values: values | {"marks": [*values.get("marks", []), mark]}
+
+
+def test_the_conversions_from_a_file_s_version_on_are_applied_oldest_first() -> None:
+    register_conversion("0.1", append("second"))
+    register_conversion("0.0", append("first"))
+    assert convert({"package_version": "0.0.3"}, source="a.yaml") == {
+        "package_version": __version__,
+        "marks": ["first", "second"],
+    }
+    assert convert({"package_version": "0.1.0"}, source="a.yaml")["marks"] == ["second"]
+
+
+def test_values_without_a_version_are_of_the_installed_one() -> None:
+    register_conversion("0.0", append("first"))
+    assert convert({"seed": 1}, source="a.yaml") == {"seed": 1}
+
+
+@pytest.mark.parametrize("version", ["99.0", "new", 3, None])
+def test_what_validation_refuses_is_left_to_it(version: object) -> None:
+    values = {"package_version": version, "seed": 1}
+    assert convert(values, source="a.yaml") == values
+
+
+def test_the_given_values_are_not_changed() -> None:
+    register_conversion("0.0", append("first"))
+    values = {"package_version": "0.0.3"}
+    convert(values, source="a.yaml")
+    assert values == {"package_version": "0.0.3"}
+
+
+def test_a_file_that_cannot_be_converted_is_refused_with_the_reason() -> None:
+    def refuse(values: dict[str, Any]) -> dict[str, Any]:
+        raise ConfigurationError("its trees had another reward")
+
+    register_conversion("0.0", refuse)
+    with pytest.raises(ConfigurationError) as caught:
+        convert({"package_version": "0.0.3"}, source="a.yaml")
+    assert str(caught.value) == (
+        f"a.yaml was written by nip_astra 0.0.3 and was to be converted for {__version__}, but "
+        "that failed: ConfigurationError: its trees had another reward. Write it anew, or install "
+        "nip_astra 0.0.3."
+    )
+
+
+def test_a_conversion_that_stumbles_over_a_file_names_the_file() -> None:
+    register_conversion("0.0", lambda values: values["missing"])
+    with pytest.raises(ConfigurationError, match=r"a\.yaml was written by .* KeyError: 'missing'"):
+        convert({"package_version": "0.0.3"}, source="a.yaml")
+
+
+def test_a_version_has_one_conversion() -> None:
+    register_conversion("0.0", append("first"))
+    with pytest.raises(ConfigurationError, match=r"'0\.0', which has a conversion already"):
+        register_conversion("0.0", append("again"))
+    with pytest.raises(ConfigurationError, match="'old', which is no version"):
+        register_conversion("old", append("never"))
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("1.2.3", (1, 2)), ("0.1", (0, 1)), ("10.20.dev1", (10, 20)), ("1", None), ("a.b", None)],
+)
+def test_a_release_is_major_and_minor(version: str, release: tuple[int, int] | None) -> None:
+    assert release_of(version) == release
+
+
+def test_a_patch_makes_no_newer_release() -> None:
+    assert not is_newer(__version__)
+    assert not is_newer("0.0.9")
+    assert is_newer("99.0")

@@ -1,0 +1,90 @@
+"""Each parameter of the package is read, and of a type that files have."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic.fields import FieldInfo
+
+import nip_astra
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+
+ROOT = Path(nip_astra.__file__).parent
+# What stands in files for the next version of the package.
+NOT_READ = {"package_version"}
+
+
+def subclasses_of(cls: type[SubParameters]) -> set[type[SubParameters]]:
+    below = set(cls.__subclasses__())
+    return below.union(*(subclasses_of(one) for one in below))
+
+
+def every_group() -> list[type[SubParameters]]:
+    for module in pkgutil.walk_packages([str(ROOT)], "nip_astra."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    groups = [cls for cls in subclasses_of(SubParameters) if cls.__module__.startswith("nip_astra")]
+    # Sections have the names of trainers and scenario kinds, and stand in no class of a file.
+    return sorted((cls for cls in groups if not vars(cls).get("_sections")), key=str)
+
+
+def every_field() -> list[tuple[type[SubParameters], str, FieldInfo]]:
+    return [(cls, name, field) for cls in every_group() for name, field in cls.model_fields.items()]
+
+
+def test_every_parameter_is_read_by_some_module() -> None:
+    read: set[str] = set()
+    for path in ROOT.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                read.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                read.add(node.value)
+    fields = every_field()
+    assert len(fields) > 50
+    unread = {f"{cls}.{name}" for cls, name, _ in fields if name not in read | NOT_READ}
+    assert sorted(unread) == []
+
+
+def test_every_group_whose_fields_have_defaults_is_valid_and_comes_back_from_its_dict() -> None:
+    complete = [
+        cls
+        for cls in every_group()
+        if not any(field.is_required() for field in cls.model_fields.values())
+    ]
+    assert len(complete) > 3
+    for cls in complete:
+        group = cls()
+        assert cls.from_dict(group.to_dict()) == group
+
+
+def test_every_group_gives_a_json_schema() -> None:
+    for cls in every_group():
+        if cls is not ExperimentSettings:  # its runtime fields have no JSON
+            assert cls.model_json_schema()["type"] == "object"
+
+
+def test_no_parameter_is_of_a_type_that_a_file_cannot_hold() -> None:
+    def words(annotation: Any) -> str:
+        return str(annotation).lower()
+
+    wrong = [
+        f"{cls}.{name}"
+        for cls, name, field in every_field()
+        if not field.exclude
+        and any(word in words(field.annotation) for word in ("tuple", "path", "set[", "enum"))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("cls", [SubParameters, PolymorphicParameters])
+def test_the_bases_are_strict_closed_and_frozen(cls: type[SubParameters]) -> None:
+    assert cls.model_config["strict"] is True
+    assert cls.model_config["extra"] == "forbid"
+    assert cls.model_config["frozen"] is True

@@ -1,0 +1,314 @@
+"""Layers are read, stacked and validated, and every value keeps its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.parameters.conversion import forget_conversion, register_conversion
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.loading import (
+    Layer,
+    flatten,
+    merge_layers,
+    parse_overrides,
+    read_yaml_layers,
+    resolve_parameters,
+)
+from nip_astra.tracking.run_directory import RunDirectory
+from tests.parameters.groups import Drawing, Paint
+
+Write = Callable[[str, str], Path]
+BASE = Layer("base.yaml", {"trainer": "mine", "scenario": "here"})
+MODEL = HyperParameters.with_sections({"paint": Paint})
+DRAWING = HyperParameters.with_sections({"drawing": Drawing})
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(name: str, text: str) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+        return path
+
+    return write_file
+
+
+def values_of(layers: list[Layer]) -> dict[str, Any]:
+    return merge_layers(layers)[0]
+
+
+def error_of(action: Callable[[], object]) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        action()
+    return str(caught.value)
+
+
+def test_numbers_in_files_are_numbers(write: Write) -> None:
+    text = "a: 1e-5\nb: 1E5\nc: .5\nd: 3\ne: '1e-5'\nf: null\ng: [1, 2.0, x]\nh: true\n"
+    assert values_of(read_yaml_layers(write("a.yaml", text), source="a")) == {
+        "a": 1e-5,
+        "b": 1e5,
+        "c": 0.5,
+        "d": 3,
+        "e": "1e-5",
+        "f": None,
+        "g": [1, 2.0, "x"],
+        "h": True,
+    }
+
+
+def test_a_file_comes_after_what_it_extends_each_with_its_own_source(write: Write) -> None:
+    write("base.yaml", "seed: 1\npaint: {gloss: 0.1, layers: 2}\n")
+    write("middle.yaml", "extends: base.yaml\npaint: {gloss: 0.2}\n")
+    path = write("sub/top.yaml", "extends: ../middle.yaml\nseed: 3\n")
+    layers = read_yaml_layers(path, source="preset")
+    assert [layer.source for layer in layers] == [
+        "preset <- base.yaml",
+        "preset <- middle.yaml",
+        "preset",
+    ]
+    values, sources = merge_layers(layers)
+    assert values == {"seed": 3, "paint": {"gloss": 0.2, "layers": 2}}
+    assert sources["seed"] == "preset"
+    assert sources["paint.gloss"] == "preset <- middle.yaml"
+    assert sources["paint.layers"] == "preset <- base.yaml"
+
+
+def test_a_missing_file_is_named_also_where_another_extends_it(write: Write) -> None:
+    path = write("top.yaml", "extends: nope.yaml\n")
+    nope = path.parent / "nope.yaml"
+    assert error_of(lambda: read_yaml_layers(nope, source="x")) == (
+        f"the parameter file {nope} was to be read, but there is no such file. Give the path of a "
+        "YAML file."
+    )
+    assert error_of(lambda: read_yaml_layers(path, source="preset")) == (
+        f"the parameter file {nope}, which preset extends, was to be read, but there is no such "
+        "file. Give the path of a YAML file."
+    )
+
+
+def test_files_that_extend_each_other_are_refused(write: Write) -> None:
+    path = write("a.yaml", "extends: b.yaml\n")
+    write("b.yaml", "extends: a.yaml\n")
+    assert "but it extends itself by way of" in error_of(lambda: read_yaml_layers(path, source="a"))
+
+
+@pytest.mark.parametrize("parent", ["[b.yaml]", "3", "''"])
+def test_a_file_extends_one_file(write: Write, parent: str) -> None:
+    path = write("a.yaml", f"extends: {parent}\n")
+    assert "but that is no file name" in error_of(lambda: read_yaml_layers(path, source="a"))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("a: [", "but it is no YAML mapping: while parsing"),
+        ("a: 1\na: 2\n", "found duplicate key a"),
+        ("- 1\n", "but it holds a list. Write a mapping, one `name: value` a line."),
+        ("3\n", "but it is no YAML mapping"),
+    ],
+)
+def test_a_file_that_is_no_mapping_is_refused(write: Write, text: str, problem: str) -> None:
+    path = write("a.yaml", text)
+    message = error_of(lambda: read_yaml_layers(path, source="a"))
+    assert f"the parameter file {path} was to be read, " in message
+    assert problem in message
+
+
+def test_a_file_that_is_no_text_and_a_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "a.yaml", tmp_path):
+        with pytest.raises(ConfigurationError, match="but it is no YAML mapping"):
+            read_yaml_layers(path, source="a")
+
+
+def test_an_empty_file_holds_nothing(write: Write) -> None:
+    assert read_yaml_layers(write("a.yaml", ""), source="a") == [Layer("a", {})]
+
+
+def test_an_older_file_is_converted_before_it_is_stacked(write: Write) -> None:
+    register_conversion("0.0", lambda values: {"seed": values["random_seed"]})
+    try:
+        path = write("a.yaml", "random_seed: 4\npackage_version: 0.0.1\n")
+        [layer] = read_yaml_layers(path, source="a")
+    finally:
+        forget_conversion("0.0")
+    assert layer.values["seed"] == 4
+
+
+def test_assignments_are_read_as_yaml() -> None:
+    layer = parse_overrides(
+        ["a.b=1e-5", "a.c=null", "a.d=[1, x]", "e={f: true}", "g='1e-5'", "h=x=y", "i=", "a.b=2"]
+    )
+    assert layer == Layer(
+        "--set",
+        {
+            "a": {"b": 2, "c": None, "d": [1, "x"]},
+            "e": {"f": True},
+            "g": "1e-5",
+            "h": "x=y",
+            "i": None,
+        },
+    )
+
+
+def test_all_wrong_assignments_are_told_at_once() -> None:
+    with pytest.raises(ParameterError) as caught:
+        parse_overrides(["training.lr", "=3", "a..b=1", "a=[", "seed=1"])
+    assert [str(fault) for fault in caught.value.faults] == [
+        "training.lr: is no assignment; given 'training.lr' (from --set). Write --set "
+        "path.to.parameter=value.",
+        "=3: is no assignment; given '=3' (from --set). Write --set path.to.parameter=value.",
+        "a..b: is no assignment; given 'a..b=1' (from --set). Write --set path.to.parameter=value.",
+        "a: has a value that is no YAML (while parsing a flow node); given 'a=[' (from --set). "
+        "Quote a value with special characters: 'a.b=\"x: y\"'.",
+    ]
+
+
+def test_a_later_layer_wins_value_by_value() -> None:
+    resolved = resolve_parameters(
+        [
+            BASE,
+            Layer("one", {"paint": {"gloss": 0.1, "layers": 2}, "seed": 1}),
+            Layer("two", {"paint": {"gloss": 0.9}}),
+            parse_overrides(["training.lr=1e-3"]),
+        ],
+        MODEL,
+    )
+    assert resolved.hyper_params.get("paint.gloss") == 0.9
+    assert resolved.hyper_params.get("paint.layers") == 2
+    assert resolved.hyper_params.training.lr == 1e-3
+    sources = resolved.sources
+    assert sources["paint.gloss"] == "two"
+    assert sources["paint.layers"] == sources["seed"] == "one"
+    assert sources["training.lr"] == "--set"
+    assert sources["paint.colour"] == sources["training.batch_size"] == "default"
+    assert sources["trainer"] == "base.yaml"
+
+
+def test_every_value_has_a_source() -> None:
+    resolved = resolve_parameters([BASE], MODEL)
+    assert set(resolved.sources) == dict(flatten(resolved.hyper_params.to_dict())).keys()
+
+
+def test_another_type_replaces_a_polymorphic_part_as_a_whole() -> None:
+    drawing = {"drawing": {"shape": {"_type": "circle", "radius": 2.0, "num_segments": 7}}}
+    blob = resolve_parameters(
+        [BASE, Layer("one", drawing), parse_overrides(["drawing.shape._type=blob"])], DRAWING
+    )
+    assert blob.hyper_params.get("drawing").to_dict()["shape"] == {"_type": "blob"}
+    assert blob.sources["drawing.shape._type"] == "--set"
+    same = resolve_parameters(
+        [BASE, Layer("one", drawing), parse_overrides(["drawing.shape.radius=3"])], DRAWING
+    )
+    assert same.hyper_params.get("drawing.shape.num_segments") == 7
+
+
+def test_null_takes_a_part_away_together_with_the_sources_of_its_values() -> None:
+    wheel = {"shape": {"_type": "blob"}, "wheel": {"radius": 1.0, "num_segments": 3}}
+    layers = [BASE, Layer("one", {"drawing": wheel}), parse_overrides(["drawing.wheel=null"])]
+    gone = resolve_parameters(layers, DRAWING)
+    assert gone.hyper_params.get("drawing.wheel") is None
+    assert gone.sources["drawing.wheel"] == "--set"
+    back = resolve_parameters(
+        [*layers, Layer("two", {"drawing": {"wheel": {"radius": 2}}})], DRAWING
+    )
+    assert back.hyper_params.get("drawing.wheel.num_segments") == 32
+    assert back.sources["drawing.wheel.num_segments"] == "default"
+    assert back.sources["drawing.wheel.radius"] == "two"
+
+
+def test_null_is_refused_where_a_value_is_needed() -> None:
+    message = error_of(lambda: resolve_parameters([BASE, parse_overrides(["seed=null"])], MODEL))
+    assert message == (
+        "1 parameter is wrong:\n  seed: must be a whole number, not null; given null (from --set)."
+    )
+
+
+def test_all_faults_of_all_layers_are_told_at_once_with_their_sources() -> None:
+    layers = [
+        BASE,
+        Layer("a.yaml", {"training": {"lr": "1e-5", "batch_sise": 4}}),
+        parse_overrides(["paint.gloss=2", "lr=1", "sead=1"]),
+    ]
+    assert error_of(lambda: resolve_parameters(layers, MODEL)) == (
+        "5 parameters are wrong:\n"
+        '  training.lr: must be a number, not text; given "1e-5" (from a.yaml). Write it without '
+        "quotes: 1e-5.\n"
+        "  training.batch_sise: unknown parameter; given 4 (from a.yaml). Did you mean "
+        "'training.batch_size'?\n"
+        "  paint.gloss: must be at most 1; given 2 (from --set).\n"
+        "  lr: unknown parameter; given 1 (from --set). Did you mean 'training.lr'?\n"
+        "  sead: unknown parameter; given 1 (from --set). Did you mean 'seed'?"
+    )
+
+
+def test_a_parameter_may_refer_to_another_of_any_layer() -> None:
+    layers = [
+        BASE,
+        Layer("a.yaml", {"training": {"num_warmup_steps": "${training.batch_size}"}}),
+        parse_overrides(["training.batch_size=12"]),
+    ]
+    resolved = resolve_parameters(layers, MODEL)
+    assert resolved.hyper_params.training.num_warmup_steps == 12
+    assert resolved.sources["training.num_warmup_steps"] == "a.yaml"
+    unresolved, _ = merge_layers(layers[:2], resolve=False)
+    assert unresolved["training"] == {"num_warmup_steps": "${training.batch_size}"}
+
+
+def test_a_reference_to_nothing_is_told() -> None:
+    layers = [BASE, parse_overrides(["paint.gloss=${paint.shine}"])]
+    assert error_of(lambda: resolve_parameters(layers, MODEL)) == (
+        "paint.gloss (from --set) refers to another parameter, but that cannot be resolved: "
+        "Interpolation key 'paint.shine' not found. Refer to a parameter that a file gives, as "
+        "${path.to.parameter}; write \\${ for the plain text."
+    )
+
+
+def test_a_value_that_a_file_leaves_open_must_be_given() -> None:
+    layers = [BASE, Layer("a.yaml", {"paint": {"label": "???", "gloss": "???"}, "seed": -1})]
+    assert error_of(lambda: resolve_parameters(layers, MODEL)).splitlines()[1:] == [
+        "  paint.label: is left open by its file and must be given; given '???' (from a.yaml). "
+        "Give it with --set paint.label=VALUE.",
+        "  paint.gloss: is left open by its file and must be given; given '???' (from a.yaml). "
+        "Give it with --set paint.gloss=VALUE.",
+        "  seed: must be at least 0; given -1 (from a.yaml).",
+    ]
+    given = parse_overrides(["paint.label=x", "paint.gloss=0", "seed=1"])
+    assert resolve_parameters([*layers, given], MODEL).hyper_params.get("paint.label") == "x"
+    only_open = [BASE, Layer("a.yaml", {"paint": {"label": "???"}})]
+    assert "paint.label: is left open" in error_of(lambda: resolve_parameters(only_open, MODEL))
+
+
+def test_the_layers_given_are_not_changed() -> None:
+    layer = Layer("a.yaml", {"paint": {"gloss": 0.1}})
+    merge_layers([layer, parse_overrides(["paint.gloss=1", "paint.layers=2"])])
+    assert layer.values == {"paint": {"gloss": 0.1}}
+
+
+def test_a_resolved_file_in_a_run_directory_gives_equal_parameters(tmp_path: Path) -> None:
+    values = {
+        "drawing": {
+            "shape": {"_type": "ring", "radius": 1e-7},
+            "names": ["1e-5", "null", "${x}", "yes", "010", "a: b", "\\d+\n"],
+            "title": "12:30",
+        },
+        "training": {"lr": 1e-5},
+        "custom_trainer_module_path": "~/x.py",
+    }
+    params = DRAWING.from_dict(BASE.values | values)
+    directory = RunDirectory.create(tmp_path, "run")
+    path = directory.write_yaml("hyper_parameters.yaml", params.to_dict())
+    again = resolve_parameters(read_yaml_layers(path, source="run"), DRAWING)
+    assert again.hyper_params == params
+
+
+def test_flattening_gives_lists_and_empty_groups_as_leaves() -> None:
+    nested = {"a": {"b": [1, {"c": 2}], "d": {}}, "e": None}
+    assert dict(flatten(nested)) == {"a.b": [1, {"c": 2}], "a.d": {}, "e": None}

@@ -1,0 +1,76 @@
+"""What must answer at once imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nip_astra
+from nip_astra import parameters
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy", "peft")
+
+
+def run_python(code: str) -> str:
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "nip_astra, nip_astra.parameters, nip_astra.experiment_settings",
+        "nip_astra.parameters.loading, nip_astra.parameters.content, nip_astra.plugins",
+        "nip_astra.progress, nip_astra.tracking.opening, nip_astra.tracking.environment",
+        "nip_astra.cli.app",
+    ],
+)
+def test_importing_the_lower_floors_and_the_command_line_loads_nothing_heavy(modules: str) -> None:
+    code = f"import sys, {modules}\nprint(*sorted(set(sys.modules) & set({HEAVY})))"
+    assert run_python(code).split() == []
+
+
+def test_help_answers_with_the_commands_and_the_options_of_run() -> None:
+    done = subprocess.run(
+        [sys.executable, "run.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in ("run", "resume", "list", "show", "schema"):
+        assert f"\n  {command} " in done.stdout
+    for option in (
+        *("--trainer", "--scenario", "--parameters", "--set", "--device", "--seed", "--run-id"),
+        *("--wandb", "--plugin", "--test-run", "--dry-run"),
+    ):
+        assert f"\n  {option} " in done.stdout
+
+
+def test_the_package_gives_its_version_without_importing_the_rest() -> None:
+    code = (
+        "import sys, nip_astra\nprint(nip_astra.__version__)\n"
+        "print(len([m for m in sys.modules if m.startswith('nip_astra.')]))"
+    )
+    assert run_python(code).split() == [nip_astra.__version__, "1"]
+
+
+@pytest.mark.parametrize("package", [nip_astra, parameters])
+def test_every_lazy_export_is_there_and_listed(package: object) -> None:
+    names = package.__all__  # type: ignore[attr-defined]
+    assert set(names) <= set(dir(package))
+    for name in names:
+        assert getattr(package, name) is not None
+
+
+def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'nip_astra' has no attribute 'nothing'"):
+        nip_astra.nothing  # noqa: B018 - reading it is the test
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        parameters.nothing  # noqa: B018 - reading it is the test

@@ -1,0 +1,72 @@
+"""Settings hold where a run takes place; what lives in the process only is not written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import ParameterError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+
+
+def test_the_defaults_run_on_the_cpu_without_wandb() -> None:
+    settings = ExperimentSettings()
+    assert (settings.device, settings.wandb, settings.runs_dir) == ("cpu", "disabled", "runs")
+    assert settings.test_run is False
+    assert settings.num_threads is None
+
+
+def test_settings_come_back_from_what_is_written_without_their_runtime_fields(
+    tmp_path: Path,
+) -> None:
+    settings = ExperimentSettings(
+        wandb="offline",
+        num_threads=2,
+        run_directory=RunDirectory(tmp_path),
+        tracker=Tracker(),
+        tqdm_func=print,
+        global_tqdm_step_fn=lambda: None,
+        stop_flag=lambda: None,
+    )
+    written = settings.to_dict()
+    assert not {"run_directory", "tracker", "tqdm_func", "global_tqdm_step_fn", "stop_flag"} & set(
+        written
+    )
+    again = ExperimentSettings.from_dict(written)
+    assert again.to_dict() == written
+    assert again.tracker is None
+    assert (again.wandb, again.num_threads) == ("offline", 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"device": "gpu"}, 'device: must be one of cpu, cuda, auto; given "gpu".'),
+        (
+            {"wandb": "ofline"},
+            'wandb: must be one of disabled, offline, online; given "ofline". Did you mean '
+            "'offline'?",
+        ),
+        ({"num_threads": 0}, "num_threads: must be at least 1; given 0."),
+        ({"checkpoint_period": -1}, "checkpoint_period: must be at least 0; given -1."),
+        ({"num_checkpoints_kept": 0}, "num_checkpoints_kept: must be at least 1; given 0."),
+        ({"test_run": "yes"}, 'test_run: must be true or false, not text; given "yes".'),
+        ({"runs": "x"}, "runs: unknown parameter; given \"x\". Did you mean 'runs_dir'?"),
+    ],
+)
+def test_a_wrong_setting_is_told(values: dict[str, Any], message: str) -> None:
+    for make in (ExperimentSettings.from_dict, lambda given: ExperimentSettings(**given)):
+        with pytest.raises(ParameterError) as caught:
+            make(values)
+        assert [str(fault) for fault in caught.value.faults] == [message]
+
+
+def test_a_runtime_field_is_what_its_name_says() -> None:
+    with pytest.raises(ParameterError, match="tracker"):
+        ExperimentSettings(tracker="wandb")  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match="stop_flag"):
+        ExperimentSettings(stop_flag=3)  # type: ignore[arg-type]

@@ -1,0 +1,222 @@
+"""Imports go down the floors, or stay on one without a cycle; those inside functions as well."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "nip_astra"
+PACKAGE_DIR = Path(__file__).resolve().parents[1] / PACKAGE
+FLOORS = [
+    ["errors", "version", "registry", "plugins", "progress", "tracking"],
+    ["parameters", "experiment_settings"],
+    ["rollouts", "rl_objectives", "checkpoints", "utils"],
+    ["language_models", "scorers"],
+    ["protocols", "scenario_base", "samplers"],
+    ["factory", "scenario_instance", "scenarios"],
+    ["trainers", "evaluation", "report"],
+    ["run", "resolution", "sweep", "cli", "__main__"],
+]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+# The package itself offers names of every floor, so only the top may import from it.
+TOP = len(FLOORS) - 1
+HEAVY = {"torch", "transformers", "tensordict", "wandb", "peft", "datasets"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import: who, what, where, and when it happens."""
+
+    importer: str
+    imported: str
+    line: int
+    is_at_top: bool
+    is_for_types: bool
+
+    def __str__(self) -> str:
+        return f"{self.importer}:{self.line} imports {self.imported}"
+
+
+def floor_of(module: str) -> int:
+    parts = module.split(".")
+    return TOP if len(parts) == 1 else FLOOR_OF[parts[1]]
+
+
+def read_sources(root: Path = PACKAGE_DIR) -> dict[str, ast.Module]:
+    """Give the syntax tree of every module, by its dotted name."""
+    trees = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = [PACKAGE, *path.relative_to(root).with_suffix("").parts]
+        if "_content" in parts:
+            continue
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return trees
+
+
+def is_package(module: str, known: Iterable[str]) -> bool:
+    return any(name.startswith(f"{module}.") for name in known)
+
+
+def imports_of(module: str, tree: ast.Module, known: Iterable[str]) -> Iterator[Import]:
+    """Give every import of a module, also those inside functions and for type checkers."""
+    known = set(known)
+    package = module if is_package(module, known) else module.rpartition(".")[0]
+
+    def visit(node: ast.AST, at_top: bool, for_types: bool) -> Iterator[Import]:
+        for name in names_imported(node, package, known):
+            yield Import(module, name, getattr(node, "lineno", 0), at_top, for_types)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            for inner in node.body:
+                yield from visit(inner, at_top, True)
+            for inner in node.orelse:
+                yield from visit(inner, at_top, for_types)
+            return
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, at_top and not is_function, for_types)
+
+    yield from visit(tree, True, False)
+
+
+def names_imported(node: ast.AST, package: str, known: set[str]) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            parts = package.split(".")[: len(package.split(".")) - node.level + 1]
+            base = ".".join([*parts, *([base] if base else [])])
+        inner = [f"{base}.{alias.name}" for alias in node.names]
+        return [name if name in known else base for name in inner]
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        first = node.args[0] if node.args else None
+        if isinstance(first, ast.Constant) and isinstance(first.value, str):
+            return [first.value]
+    return []
+
+
+def upward_edges(imports: Iterable[Import]) -> list[str]:
+    return [
+        str(one)
+        for one in imports
+        if one.imported.partition(".")[0] == PACKAGE
+        and floor_of(one.imported) > floor_of(one.importer)
+    ]
+
+
+def find_cycle(imports: Iterable[Import]) -> list[str]:
+    """Give the modules of one import cycle, or nothing; type checkers' imports make none."""
+    graph: dict[str, set[str]] = {}
+    for one in imports:
+        if one.imported.partition(".")[0] == PACKAGE and not one.is_for_types:
+            graph.setdefault(one.importer, set()).add(one.imported)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.fixture(scope="module")
+def sources() -> dict[str, ast.Module]:
+    return read_sources()
+
+
+@pytest.fixture(scope="module")
+def imports(sources: dict[str, ast.Module]) -> list[Import]:
+    return [one for name, tree in sources.items() for one in imports_of(name, tree, sources)]
+
+
+def test_every_module_has_a_floor(sources: dict[str, ast.Module]) -> None:
+    tops = {name.split(".")[1] for name in sources if "." in name}
+    assert tops - FLOOR_OF.keys() == set(), "give these a floor in FLOORS"
+
+
+def test_no_module_imports_from_a_floor_above_it(imports: list[Import]) -> None:
+    assert len(imports) > 100
+    assert upward_edges(imports) == []
+
+
+def test_no_modules_import_each_other_in_a_circle(imports: list[Import]) -> None:
+    assert find_cycle(imports) == []
+
+
+def test_the_lower_floors_import_nothing_heavy_at_module_top(imports: list[Import]) -> None:
+    heavy = [
+        str(one)
+        for one in imports
+        if one.imported.partition(".")[0] in HEAVY
+        and floor_of(one.importer) <= 1
+        and one.is_at_top
+        and not one.is_for_types
+    ]
+    assert heavy == []
+
+
+def test_packages_hold_a_docstring_and_lazy_exports_only(sources: dict[str, ast.Module]) -> None:
+    for name, tree in sources.items():
+        if not is_package(name, sources):
+            continue
+        assert ast.get_docstring(tree), f"{name} needs a docstring"
+        eager = [
+            str(one)
+            for one in imports_of(name, tree, sources)
+            if one.imported.partition(".")[0] == PACKAGE
+            and not one.is_for_types
+            and one.imported != f"{PACKAGE}.version"
+        ]
+        assert eager == [], f"{name} imports its modules at once"
+        allowed = (ast.Expr, ast.Import, ast.ImportFrom, ast.If, ast.Assign, ast.FunctionDef)
+        assert [node for node in tree.body if not isinstance(node, allowed)] == []
+
+
+def test_nothing_imports_the_content_folders(imports: list[Import]) -> None:
+    content = {"parameters", "scenarios", "benchmarks", "tests"}
+    assert [str(one) for one in imports if one.imported.partition(".")[0] in content] == []
+
+
+def check(**modules: str) -> tuple[list[str], list[str]]:
+    trees = {f"{PACKAGE}.{name.replace('__', '.')}": ast.parse(t) for name, t in modules.items()}
+    found = [one for name, tree in trees.items() for one in imports_of(name, tree, trees)]
+    return upward_edges(found), find_cycle(found)
+
+
+def test_the_check_sees_an_upward_import_at_the_top_of_a_module() -> None:
+    upward, _ = check(errors="import nip_astra.trainers.ast_dpo")
+    assert upward == ["nip_astra.errors:1 imports nip_astra.trainers.ast_dpo"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f():\n    from nip_astra.trainers import ast_dpo",
+        "class A:\n    def f(self):\n        import nip_astra.run",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from nip_astra.run import x",
+        "from .. import run",
+        "from ..trainers import registry",
+        "import importlib\nimportlib.import_module('nip_astra.run')",
+        "from nip_astra import run_experiment",
+    ],
+)
+def test_the_check_sees_hidden_upward_imports(text: str) -> None:
+    upward, _ = check(utils__seeding=text, run="", trainers__registry="")
+    assert len(upward) == 1
+
+
+def test_the_check_sees_a_cycle_through_a_function() -> None:
+    upward, cycle = check(
+        utils__a="from nip_astra.utils import b",
+        utils__b="def f():\n    from nip_astra.utils.a import x",
+    )
+    assert upward == []
+    assert set(cycle) == {"nip_astra.utils.a", "nip_astra.utils.b"}
+
+
+def test_the_check_passes_imports_that_go_down() -> None:
+    assert check(run="from nip_astra.errors import NipAstraError", errors="import re") == ([], [])

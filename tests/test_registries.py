@@ -1,0 +1,182 @@
+"""Names, enums and files of what ships agree, in every registry."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import DuplicateNameError, UnknownNameError
+from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.registry import LANGUAGE_MODELS, register_language_model
+from nip_astra.parameters import types
+from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.registry import ALL_REGISTRIES, Registry
+from nip_astra.scenarios.registry import SCENARIOS, Scenario, register_scenario
+from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.trainers.registry import TRAINERS, register_trainer
+from nip_astra.trainers.trainer_base import Trainer
+
+ENUMS: dict[str, type[StrEnum]] = {
+    "trainer": types.TrainerType,
+    "scenario": types.ScenarioType,
+    "scorer": types.ScorerType,
+    "language_model": types.LanguageModelType,
+}
+BASES: dict[str, type] = {
+    "trainer": Trainer,
+    "scenario": Scenario,
+    "scorer": Scorer,
+    "language_model": LanguageModel,
+}
+DECORATORS: dict[str, Any] = {
+    "trainer": register_trainer,
+    "scenario": register_scenario,
+    "scorer": register_scorer,
+    "language_model": register_language_model,
+}
+REGISTRIES: dict[str, Registry[Any]] = {
+    "trainer": TRAINERS,
+    "scenario": SCENARIOS,
+    "scorer": SCORERS,
+    "language_model": LANGUAGE_MODELS,
+}
+KINDS = sorted(REGISTRIES)
+MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
+
+
+@pytest.fixture
+def _restored() -> Iterator[None]:
+    for kind, name in MEMBERS:
+        REGISTRIES[kind].get(name)
+    snapshots = {kind: registry.snapshot() for kind, registry in REGISTRIES.items()}
+    yield
+    for kind, registry in REGISTRIES.items():
+        registry.restore(snapshots[kind])
+
+
+def folder_of(kind: str) -> Path:
+    package = importlib.import_module(REGISTRIES[kind].package)
+    return Path(next(iter(package.__path__)))
+
+
+def test_every_registry_and_every_enum_of_names_is_checked_here() -> None:
+    enums = [value for value in vars(types).values() if inspect.isclass(value)]
+    of_names = {enum for enum in enums if issubclass(enum, StrEnum) and enum is not StrEnum}
+    assert of_names == set(ENUMS.values())
+    shipped = {kind for kind, r in ALL_REGISTRIES.items() if r.package.startswith("nip_astra.")}
+    assert shipped == set(REGISTRIES)
+
+
+@pytest.mark.parametrize(("kind", "name"), MEMBERS)
+def test_every_member_resolves_to_a_documented_class(kind: str, name: str) -> None:
+    found = REGISTRIES[kind].get(name)
+    assert issubclass(found, BASES[kind])
+    assert not inspect.isabstract(found)
+    assert found.__module__ == f"{REGISTRIES[kind].package}.{name}"
+    first = (inspect.getdoc(found) or "").partition("\n")[0]
+    assert first.endswith("."), "its docstring begins with a sentence, which `list` shows"
+    assert REGISTRIES[kind].origin(name) == "built-in"
+
+
+@pytest.mark.parametrize(("kind", "name"), MEMBERS)
+def test_every_member_has_parameters_of_its_own(kind: str, name: str) -> None:
+    parameters = REGISTRIES[kind].get(name).Parameters
+    assert issubclass(parameters, SubParameters)
+    assert parameters.__doc__
+    if issubclass(parameters, PolymorphicParameters):
+        assert parameters.type_name == name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_name_is_listed(kind: str) -> None:
+    assert {str(member) for member in ENUMS[kind]} <= set(REGISTRIES[kind].names())
+
+
+@pytest.mark.parametrize(("kind", "name"), MEMBERS)
+def test_every_member_is_named_after_its_file(kind: str, name: str) -> None:
+    assert (folder_of(kind) / f"{name}.py").is_file()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_file_that_registers_a_name_has_a_member(kind: str) -> None:
+    decorator = f"register_{kind}"
+    registering = set()
+    for path in folder_of(kind).rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        calls = [ast.unparse(item) for node in classes for item in node.decorator_list]
+        if any(call.startswith(f"{decorator}(") for call in calls):
+            registering.add(path.stem)
+    assert registering == {str(member) for member in ENUMS[kind]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_member_of_an_enum_is_documented(kind: str) -> None:
+    body = ast.parse(inspect.getsource(ENUMS[kind])).body[0].body  # type: ignore[attr-defined]
+    after = {
+        ast.unparse(node.targets[0]): follower
+        for node, follower in zip(body, [*body[1:], None], strict=True)
+        if isinstance(node, ast.Assign)
+    }
+    assert len(after) == len(ENUMS[kind])
+    for name, follower in after.items():
+        assert isinstance(follower, ast.Expr), f"{name} needs a docstring under it"
+        assert isinstance(follower.value, ast.Constant)
+        assert isinstance(follower.value.value, str)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_unknown_name_is_told_with_the_nearest_and_all_names(kind: str) -> None:
+    known = REGISTRIES[kind].names()
+    words = kind.replace("_", " ")
+    wrong = f"{str(next(iter(ENUMS[kind]))).upper().replace('_', '-')}x"
+    with pytest.raises(UnknownNameError) as caught:
+        REGISTRIES[kind].get(wrong)
+    nearest = str(next(iter(ENUMS[kind])))
+    assert str(caught.value).startswith(
+        f"unknown {words} {wrong!r}. Did you mean {nearest!r}? Known {words}s: {', '.join(known)}. "
+    )
+    assert "--plugin path/to/file.py" in str(caught.value)
+    with pytest.raises(UnknownNameError) as caught:
+        REGISTRIES[kind].get("qqqq")
+    assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize(("kind", "name"), MEMBERS)
+def test_the_name_of_what_ships_cannot_be_taken(kind: str, name: str) -> None:
+    mine = type("Mine", (BASES[kind],), {"__doc__": "Mine.", "__module__": __name__})
+    with pytest.raises(DuplicateNameError) as caught:
+        DECORATORS[kind](name)(mine)
+    assert f"the {kind.replace('_', ' ')} {name!r} was to be registered by " in str(caught.value)
+    assert f"{name}.py:" in str(caught.value)
+    assert "has that name already. Register one of them under another name" in str(caught.value)
+    assert REGISTRIES[kind].get(name) is not mine
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_of_ones_own_needs_no_member(kind: str) -> None:
+    mine = type("Mine", (BASES[kind],), {"__doc__": "Mine.", "__module__": __name__})
+    assert DECORATORS[kind]("of_my_own")(mine) is mine
+    assert REGISTRIES[kind].get("of_my_own") is mine
+    assert "of_my_own" in REGISTRIES[kind].names()
+    with pytest.raises(DuplicateNameError, match="'of_my_own' was to be registered by"):
+        DECORATORS[kind]("of_my_own")(type("Other", (BASES[kind],), {"__doc__": "Other."}))
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("kind", ["scorer", "language_model"])
+def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(kind: str) -> None:
+    name = str(next(iter(ENUMS[kind])))
+    parent = REGISTRIES[kind].get(name)
+    mine = DECORATORS[kind]("of_my_own")(type("Mine", (parent,), {"__doc__": "Mine."}))
+    assert (parent.Parameters.type_name, mine.Parameters.type_name) == (name, "of_my_own")

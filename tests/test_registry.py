@@ -1,0 +1,256 @@
+"""Names are found, refused and suggested; nothing is overwritten in silence."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import (
+    ConfigurationError,
+    DuplicateNameError,
+    PluginError,
+    UnknownNameError,
+)
+from nip_astra.registry import ALL_REGISTRIES, Registry
+
+MakeModule = Callable[[str, str], Path]
+
+
+class ToolType(StrEnum):
+    HAMMER = "hammer"
+    SAW = "saw"
+
+
+@pytest.fixture
+def tools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Registry[Any], MakeModule]]:
+    """A registry of kind `tool` whose built-ins are modules of the package `toolbox`."""
+    before_modules, before_registries = set(sys.modules), dict(ALL_REGISTRIES)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "toolbox").mkdir()
+
+    def make_module(name: str, text: str) -> Path:
+        path = tmp_path / f"{name.replace('.', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        importlib.invalidate_caches()
+        return path
+
+    make_module("toolbox.__init__", "")
+    make_module("toolbox.hammer", register_line("hammer"))
+    make_module("toolbox.saw", register_line("saw"))
+    yield Registry("tool", package="toolbox", members=ToolType), make_module
+    for name in set(sys.modules) - before_modules:
+        if name.partition(".")[0] in ("toolbox", "stranger", "other"):
+            del sys.modules[name]
+    ALL_REGISTRIES.clear()
+    ALL_REGISTRIES.update(before_registries)
+
+
+def register_line(name: str, body: str = "pass") -> str:
+    return (
+        "from nip_astra.registry import ALL_REGISTRIES\n"
+        f"@ALL_REGISTRIES['tool'].register('{name}')\n"
+        f"class Tool:\n    {body}\n"
+    )
+
+
+def install(site: Path, package: str, **entry_points: str) -> None:
+    """Have an installed package with entry points in the group of tools."""
+    folder = site / f"{package}-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    lines = [f"{name} = {value}" for name, value in entry_points.items()]
+    (folder / "entry_points.txt").write_text("\n".join(["[nip_astra.tools]", *lines, ""]))
+    importlib.invalidate_caches()
+
+
+def test_a_name_registered_by_a_decorator_is_found_and_its_object_is_unchanged(tools: Any) -> None:
+    registry, _ = tools
+
+    class Drill:
+        pass
+
+    assert registry.register("drill")(Drill) is Drill
+    assert registry.get("drill") is Drill
+    assert registry.origin("drill").startswith(f"{__file__}:")
+
+
+def test_a_built_in_is_listed_without_being_imported_and_imported_on_first_use(tools: Any) -> None:
+    registry, _ = tools
+    assert registry.names() == ["hammer", "saw"]
+    assert "toolbox.hammer" not in sys.modules
+    assert registry.get(ToolType.HAMMER).__module__ == "toolbox.hammer"
+    assert registry.get("hammer") is registry.get(ToolType.HAMMER)
+    assert "toolbox.saw" not in sys.modules
+    assert registry.origin("hammer") == registry.origin("saw") == "built-in"
+    assert registry.is_built_in("saw")
+
+
+def test_a_miss_tells_near_misses_and_all_names(tools: Any) -> None:
+    registry, _ = tools
+    with pytest.raises(UnknownNameError) as caught:
+        registry.get("hamer")
+    assert str(caught.value) == (
+        "unknown tool 'hamer'. Did you mean 'hammer'? Known tools: hammer, saw. A tool of your own "
+        "is loaded with --plugin path/to/file.py."
+    )
+    with pytest.raises(UnknownNameError):
+        registry.origin("hamer")
+
+
+def test_the_same_name_twice_is_refused_naming_both_places(tools: Any) -> None:
+    registry, _ = tools
+
+    @registry.register("drill")
+    class First:
+        pass
+
+    with pytest.raises(DuplicateNameError) as caught:
+
+        @registry.register("drill")
+        class Second:
+            pass
+
+    first, second = caught.value.first, caught.value.second
+    assert first.startswith(f"{__file__}:")
+    assert second.startswith(f"{__file__}:")
+    assert first != second
+    assert registry.get("drill") is First
+
+
+def test_a_name_that_was_forgotten_can_be_registered_again(tools: Any) -> None:
+    registry, _ = tools
+    registry.register("drill")(object)
+    registry.forget("drill")
+    assert "drill" not in registry.names()
+    registry.register("drill")(int)
+    assert registry.get("drill") is int
+    with pytest.raises(UnknownNameError):
+        registry.forget("nothing")
+
+
+def test_the_name_of_a_built_in_is_taken_before_it_is_imported(tools: Any) -> None:
+    registry, _ = tools
+    with pytest.raises(DuplicateNameError, match=r"but toolbox\.saw has that name already"):
+        registry.register("saw")(object)
+    assert registry.get("saw").__module__ == "toolbox.saw"
+
+
+def test_a_built_in_may_be_a_folder_of_modules(tools: Any) -> None:
+    registry, make_module = tools
+    make_module("toolbox.hammer", "")
+    (Path(make_module("toolbox.x", "")).parent / "hammer.py").unlink()
+    make_module("toolbox.hammer.__init__", "from toolbox.hammer import head")
+    make_module("toolbox.hammer.head", register_line("hammer"))
+    assert registry.get("hammer").__module__ == "toolbox.hammer.head"
+
+
+def test_a_built_in_whose_import_fails_can_be_tried_again(tools: Any) -> None:
+    registry, make_module = tools
+    make_module("toolbox.saw", register_line("saw") + "raise OSError('no teeth')\n")
+    with pytest.raises(OSError, match="no teeth"):
+        registry.get("saw")
+    make_module("toolbox.saw", register_line("saw") + "# whole again, and of another length\n")
+    assert registry.get("saw").__module__ == "toolbox.saw"
+
+
+def test_a_built_in_that_does_not_register_itself_is_our_own_bug(tools: Any) -> None:
+    registry, make_module = tools
+    make_module("toolbox.saw", "")
+    with pytest.raises(AssertionError, match=r"toolbox\.saw does not register 'saw'"):
+        registry.get("saw")
+
+
+@pytest.mark.parametrize("name", ["", "my-tool", "3d", "a.b", "a b"])
+def test_a_name_that_cannot_be_a_section_is_refused(tools: Any, name: str) -> None:
+    registry, _ = tools
+    with pytest.raises(ConfigurationError, match="no name for a section of a parameter file"):
+        registry.register(name)
+
+
+def test_a_snapshot_brings_back_what_was_registered(tools: Any) -> None:
+    registry, _ = tools
+    snapshot = registry.snapshot()
+    registry.register("drill")(object)
+    registry.restore(snapshot)
+    assert registry.names() == ["hammer", "saw"]
+    registry.register("drill")(int)
+    assert registry.get("drill") is int
+
+
+def test_every_registry_is_known_by_its_kind(tools: Any) -> None:
+    registry, _ = tools
+    assert ALL_REGISTRIES["tool"] is registry
+    assert registry.entry_point_group == "nip_astra.tools"
+
+
+def test_an_entry_point_is_listed_unimported_and_found(tools: Any, tmp_path: Path) -> None:
+    registry, make_module = tools
+    make_module("stranger.mine", "class Plane:\n    pass\n")
+    install(tmp_path, "stranger-tools", plane="stranger.mine:Plane")
+    assert registry.names() == ["hammer", "plane", "saw"]
+    assert registry.origin("plane") == "entry point of stranger-tools"
+    assert "stranger.mine" not in sys.modules
+    assert registry.get("plane").__name__ == "Plane"
+    assert registry.get("plane") is registry.get("plane")
+
+
+def test_an_entry_point_may_register_itself_with_the_decorator(tools: Any, tmp_path: Path) -> None:
+    registry, make_module = tools
+    make_module("stranger.mine", register_line("plane"))
+    install(tmp_path, "stranger-tools", plane="stranger.mine:Tool")
+    tool = registry.get("plane")
+    assert tool.__module__ == "stranger.mine"
+
+
+def test_a_package_imported_before_its_entry_point_may_register_too(
+    tools: Any, tmp_path: Path
+) -> None:
+    registry, make_module = tools
+    make_module("stranger.mine", register_line("plane"))
+    install(tmp_path, "stranger-tools", plane="stranger.mine:Tool")
+    module = importlib.import_module("stranger.mine")
+    assert registry.get("plane") is module.Tool
+
+
+def test_a_broken_entry_point_tells_its_package_and_the_cause(tools: Any, tmp_path: Path) -> None:
+    registry, make_module = tools
+    make_module("stranger.mine", "1 / 0\n")
+    install(tmp_path, "stranger-tools", plane="stranger.mine:Plane")
+    with pytest.raises(PluginError) as caught:
+        registry.get("plane")
+    assert str(caught.value) == (
+        "the tool 'plane' was asked for, but its entry point 'stranger.mine:Plane' of the "
+        "installed package stranger-tools cannot be imported: ZeroDivisionError: division by "
+        "zero. Mend, upgrade or uninstall that package."
+    )
+    assert registry.get("saw") is not None
+
+
+def test_a_name_that_an_installed_package_has_is_taken(tools: Any, tmp_path: Path) -> None:
+    registry, make_module = tools
+    make_module("stranger.mine", "class Plane:\n    pass\n")
+    install(tmp_path, "stranger-tools", plane="stranger.mine:Plane")
+    with pytest.raises(DuplicateNameError, match=r"'stranger\.mine:Plane' of stranger-tools has"):
+        registry.register("plane")(ToolType)
+
+
+def test_two_packages_with_the_same_name_are_refused_when_it_is_asked_for(
+    tools: Any, tmp_path: Path
+) -> None:
+    registry, _ = tools
+    install(tmp_path, "stranger-tools", plane="stranger.mine:Plane")
+    install(tmp_path, "other-tools", plane="other.mine:Plane")
+    assert registry.names() == ["hammer", "plane", "saw"]
+    with pytest.raises(DuplicateNameError) as caught:
+        registry.get("plane")
+    for package in ("stranger-tools", "other-tools"):
+        assert package in str(caught.value)
