@@ -170,6 +170,7 @@ class ProgressBar:
         self.total = total
         self.num_done = 0
         self._display = display
+        self._description = ""
 
     def step(self, num_iterations: int = 1) -> None:
         """Count iterations that were just done."""
@@ -182,7 +183,10 @@ class ProgressBar:
         self._display.update(num_iterations, is_resumed=True)
 
     def set_description(self, description: str) -> None:
-        """Show what is being done, for instance "train"."""
+        """Show what is being done, for instance "train"; another task's values go."""
+        if description != self._description:
+            self._description = description
+            self._display.postfix({})
         self._display.describe(description)
 
     def set_postfix(self, values: Mapping[str, float | str]) -> None:
@@ -342,4 +346,6 @@ def _capped(num_iterations: int, is_test_run: bool) -> int:
 
 
 def _short(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:.3g}"
+    if isinstance(value, str):
+        return value
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"

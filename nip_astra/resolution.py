@@ -7,8 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, PluginError
-from nip_astra.parameters.content import DEFAULT_SCENARIO, find_scenario, preset_path
+from nip_astra.errors import ConfigurationError, PluginError, UnknownNameError
+from nip_astra.parameters.content import (
+    DEFAULT_SCENARIO,
+    find_scenario,
+    preset_path,
+    scenario_names,
+)
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.loading import (
     Layer,
@@ -84,43 +89,67 @@ def resolve_experiment(
     file_layers = [] if file is None else read_yaml_layers(file, source=str(file))
     top_layers = [] if hyper_params is None else [_layer_of(hyper_params)]
     top_layers += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
-    named, _ = merge_layers([*file_layers, *top_layers])
+    named, _ = merge_layers([*file_layers, *top_layers], resolve=False)
 
     folder = None if file is None else file.resolve().parent
     loaded = [load_plugin(spec).spec for spec in plugins]
-    loaded += [load_plugin(spec, relative_to=folder).spec for spec in named.get("plugins") or ()]
+    loaded += [load_plugin(spec, relative_to=folder).spec for spec in _plugin_specs(named)]
     if named.get("trainer") is None:
         raise ConfigurationError(
             f"no trainer was given. Known trainers: {', '.join(TRAINERS.names())}. Choose one, for "
             "instance --trainer ast_dpo."
         )
     trainer_name, scenario_name = str(named["trainer"]), named.get("scenario")
+    if scenario_name is not None:
+        # Its plug-in may register the trainer.
+        _load_plugin_of(find_scenario(str(scenario_name)))
     trainer_class = _find_trainer(trainer_name, named, folder)
     if file is None:
         preset = preset_path(trainer_name, scenario_name)
         if preset is not None:
             file_layers = read_yaml_layers(preset, source=f"preset {preset.stem}")
-    known, _ = merge_layers([*file_layers, *top_layers])
+    known, _ = merge_layers([*file_layers, *top_layers], resolve=False)
     scenario_name = str(known.get("scenario") or DEFAULT_SCENARIO)
     scenario_dir = find_scenario(scenario_name)
     scenario_layers, kind = _read_scenario(scenario_dir)
-    scenario_class: type[Scenario] = SCENARIOS.get(kind)
+    scenario_class = _find_kind(kind, scenario_dir)
     names = {"trainer": trainer_name, "scenario": scenario_name}
     resolved = resolve_parameters(
         [
-            Layer("default", names | ({"plugins": loaded} if loaded else {})),
+            Layer("default", names),
             *scenario_layers,
             *file_layers,
             *top_layers,
-            *([Layer("--plugin", {"plugins": loaded})] if loaded else []),
+            *([Layer("--plugin", {"plugins": loaded})] if plugins else []),
         ],
         HyperParameters.with_sections(
             {trainer_name: trainer_class.Parameters, kind: scenario_class.Parameters}
         ),
     )
-    return ResolvedExperiment(
-        resolved.hyper_params, resolved.sources, trainer_class, kind, scenario_dir
-    )
+    hyper_params = _located(resolved.hyper_params, loaded, folder, scenario_dir)
+    return ResolvedExperiment(hyper_params, resolved.sources, trainer_class, kind, scenario_dir)
+
+
+def _plugin_specs(named: dict[str, Any]) -> list[str]:
+    """Give the plug-ins of a file; what is no list of text is told with the other faults later."""
+    specs = named.get("plugins")
+    is_valid = isinstance(specs, list) and all(isinstance(spec, str) for spec in specs)
+    return list(specs) if is_valid and specs else []
+
+
+def _located(
+    hyper_params: HyperParameters, loaded: list[str], folder: Path | None, scenario_dir: Path
+) -> HyperParameters:
+    """Give the parameters with absolute paths, so that they mean the same in any folder."""
+    changes: dict[str, Any] = {}
+    if loaded:
+        changes["plugins"] = list(dict.fromkeys(loaded))
+    if hyper_params.custom_trainer_module_path is not None:
+        plugin = load_plugin(hyper_params.custom_trainer_module_path, relative_to=folder)
+        changes["custom_trainer_module_path"] = plugin.spec
+    if hyper_params.scenario not in scenario_names():
+        changes["scenario"] = str(scenario_dir)
+    return hyper_params.model_copy(update=changes)
 
 
 def _layer_of(hyper_params: HyperParameters) -> Layer:
@@ -158,11 +187,27 @@ def _find_trainer(name: str, named: dict[str, Any], folder: Path | None) -> type
     return found
 
 
-def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
-    """Give the scenario's layers and its kind; its plugin.py is loaded first."""
+def _find_kind(kind: str, scenario_dir: Path) -> type[Scenario]:
+    if kind not in SCENARIOS.names():
+        raise UnknownNameError(
+            "scenario kind",
+            kind,
+            SCENARIOS.names(),
+            f"It stands in {scenario_dir / 'scenario.yaml'}; a plugin.py beside that file may "
+            "register a kind of your own.",
+        )
+    return SCENARIOS.get(kind)
+
+
+def _load_plugin_of(scenario_dir: Path) -> None:
     plugin = scenario_dir / "plugin.py"
     if plugin.is_file():
         load_plugin(plugin)
+
+
+def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
+    """Give the scenario's layers and its kind; its plugin.py is loaded first."""
+    _load_plugin_of(scenario_dir)
     path = scenario_dir / "scenario.yaml"
     layers = read_yaml_layers(path, source="scenario.yaml")
     kinds = [layer.values.pop("kind", None) for layer in layers]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from nip_astra.errors import RunDirectoryError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.plugins import loaded_plugins
 from nip_astra.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking import run_directory as files
@@ -99,7 +101,15 @@ def run_experiment(
     directory.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
     directory.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
     directory.write_json(files.ENVIRONMENT, describe_environment())
-    return _run(resolved, settings, directory, checkpoint=None)
+    try:
+        return _run(resolved, settings, directory, checkpoint=None)
+    except StopRequested:
+        raise
+    except Exception:
+        # A fault of building, such as a missing model: its run id stays free for the next try.
+        if not directory.has_records():
+            shutil.rmtree(directory.path, ignore_errors=True)
+        raise
 
 
 def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResult:
@@ -152,8 +162,11 @@ def _run(
                 tracker.rewind({})
             else:
                 logger.info("resuming from %s", checkpoint.name)
+                _warn_of_changed_plugins(directory)
                 prepared.trainer.resume(checkpoint)
             prepared.trainer.train()
+            if not (directory.path / files.RESULTS).exists():
+                directory.write_json(files.RESULTS, prepared.trainer.results)
             is_done = True
         except StopRequested as stopped:
             raise StopRequested(stopped.signal_name, str(directory.path)) from None
@@ -163,6 +176,18 @@ def _run(
         finally:
             tracker.finish(success=is_done)
     return ExperimentResult(directory, prepared.trainer.results)
+
+
+def _warn_of_changed_plugins(directory: RunDirectory) -> None:
+    recorded = directory.read_json(files.ENVIRONMENT)["plugins"]
+    before = {plugin["spec"]: plugin["sha256"] for plugin in recorded}
+    for plugin in loaded_plugins():
+        if plugin.spec in before and before[plugin.spec] != plugin.sha256:
+            logger.warning(
+                "the plug-in %s has changed since the run was started; results may differ from "
+                "those of a run that was not stopped",
+                plugin.spec,
+            )
 
 
 def _resolved(experiment: HyperParameters | ResolvedExperiment) -> ResolvedExperiment:

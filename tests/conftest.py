@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
+from tests.command_line import CommandLine, plugins_forgotten_after
 from tests.tiny import make_language_model, write_scenario
 
 
@@ -39,3 +41,16 @@ def tiny_model(tiny_model_dir: Path) -> HuggingFaceLanguageModel:
 def tiny_scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A scenario folder over tiny random models."""
     return write_scenario(tmp_path_factory.mktemp("scenario"))
+
+
+@pytest.fixture
+def cli(
+    tmp_path: Path,
+    tiny_scenario: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Iterator[CommandLine]:
+    """The command line in an empty folder; plug-ins that a test loads are forgotten after it."""
+    monkeypatch.chdir(tmp_path)
+    with plugins_forgotten_after():
+        yield CommandLine(tmp_path, tiny_scenario, capsys)

@@ -127,6 +127,23 @@ def test_loops_share_the_bar_of_their_owner_and_leave_it_open() -> None:
     assert bar.postfixes[-1] == {"loss": "0.123", "state": "fine"}
 
 
+def test_values_are_short_and_those_of_another_task_go() -> None:
+    bars = Bars()
+    bar = open_progress(3, True, bars)
+    bar.set_description("train")
+    bar.set_postfix({"rate": 12345.6, "loss": 1e-5, "huge": 1e12, "lost": float("nan")})
+    assert bars.made[0].postfixes[-1] == {
+        "rate": "12,346",
+        "loss": "1e-05",
+        "huge": "1e+12",
+        "lost": "nan",
+    }
+    bar.set_description("train")
+    assert bars.made[0].postfixes[-1] != {}
+    bar.set_description("test")
+    assert bars.made[0].postfixes[-1] == {}
+
+
 def test_a_loop_without_a_shared_bar_opens_and_closes_its_own() -> None:
     bars = Bars()
     Loops(Settings(tqdm_func=bars)).train()

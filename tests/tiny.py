@@ -16,7 +16,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-WORDS = tuple(["hello", "good", "day", "how", "are", "you", "fine", "thanks", "the", "cat", "sat", "on", "a", "mat", "silly", "stupid", "."])
+WORDS = (
+    *("hello", "good", "day", "how", "are", "you", "fine", "thanks"),
+    *("the", "cat", "sat", "on", "a", "mat", "silly", "stupid", "."),
+)
 TEMPLATE = (
     "<bos>{% for m in messages %}"
     "{% if m.role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"

@@ -87,7 +87,11 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """Give the newest checkpoint, None where there is none."""
-        return self._follow(LATEST)
+        pointed = self._follow(LATEST)
+        if pointed is not None:
+            return pointed
+        # A process killed in its first save may have left a whole checkpoint and no pointer.
+        return next(iter(reversed(self._all())), None)
 
     def best(self) -> Path | None:
         """Give the checkpoint saved as best last, None where there is none."""

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from nip_astra import __version__
-from nip_astra.errors import NipAstraError, StopRequested
+from nip_astra.errors import NipAstraError, StopRequested, UnknownNameError
 
 ROOT_OPTIONS = ("--help", "-h", "--version")
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
@@ -22,8 +22,11 @@ class RunByDefault(TyperGroup):
     """Commands, where options without a command are those of `run`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0] not in self.commands and args[0] not in ROOT_OPTIONS):
+        if not args or (args[0].startswith("-") and args[0] not in ROOT_OPTIONS):
             args = ["run", *args]
+        elif not args[0].startswith("-") and args[0] not in self.commands:
+            advice = "Without a command, options are those of `run`."
+            raise UnknownNameError("command", args[0], self.commands, advice)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -41,25 +44,37 @@ app = typer.Typer(
     help="nip_astra: models trained against and with each other. Without a command: run.",
 )
 
-Trainer = Annotated[str | None, typer.Option(help="Registered trainer, e.g. ast_dpo.")]
+Trainer = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Registered trainer, e.g. ast_dpo.")
+]
 ScenarioName = Annotated[
-    str | None, typer.Option(help="Scenario: a name, or a folder with a scenario.yaml.")
+    str | None,
+    typer.Option(metavar="NAME", help="Scenario: a name, or a folder with a scenario.yaml."),
 ]
 ParameterFile = Annotated[
-    str | None, typer.Option("--parameters", help="YAML file, in place of the trainer's preset.")
+    str | None,
+    typer.Option(
+        "--parameters", metavar="FILE", help="YAML file, in place of the trainer's preset."
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Override a parameter: --set training.lr=1e-4. Repeatable."),
+    typer.Option(
+        "--set", metavar="A.B=C", help="Override a parameter: --set training.lr=1e-4. Repeatable."
+    ),
 ]
-Seed = Annotated[int | None, typer.Option(help="Root of all randomness.")]
+Seed = Annotated[int | None, typer.Option(metavar="NUMBER", help="Root of all randomness.")]
 Plugins = Annotated[
     list[str] | None,
-    typer.Option("--plugin", help="Python file or module that registers names. Repeatable."),
+    typer.Option(
+        "--plugin", metavar="FILE", help="Python file or module that registers names. Repeatable."
+    ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda or auto.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads of torch.")]
-Wandb = Annotated[str | None, typer.Option(help="disabled, offline or online.")]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda or auto.")]
+Threads = Annotated[int | None, typer.Option(metavar="NUMBER", help="CPU threads of torch.")]
+Wandb = Annotated[
+    str | None, typer.Option(metavar="MODE", help="W&B: disabled, offline or online.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -88,8 +103,12 @@ def run(
     plugin: Plugins = None,
     device: Device = None,
     wandb: Wandb = None,
-    run_id: Annotated[str | None, typer.Option(help="Name of the run and its folder.")] = None,
-    runs_dir: Annotated[str | None, typer.Option(help="Where runs are kept.")] = None,
+    run_id: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the run and its folder.")
+    ] = None,
+    runs_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Where runs are kept.")
+    ] = None,
     num_threads: Threads = None,
     test_run: Annotated[
         bool, typer.Option("--test-run", help="Cut every loop to one iteration.")

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from typing import Any
 
 import transformers
-import yaml
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from nip_astra.errors import UnknownNameError
+from nip_astra.errors import NipAstraError, UnknownNameError
 from nip_astra.parameters.content import find_scenario, scenario_names
 from nip_astra.parameters.loading import flatten
 from nip_astra.plugins import load_plugin
-from nip_astra.registry import ALL_REGISTRIES
+from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.report.terminal import print_dry_run, print_results
 from nip_astra.resolution import resolve_experiment
 from nip_astra.run import (
@@ -24,6 +25,12 @@ from nip_astra.run import (
     resume_experiment,
     run_experiment,
 )
+from nip_astra.tracking.run_directory import to_yaml
+
+REGISTRY_MODULES = ("language_models", "scenarios", "scorers", "trainers")
+"""Packages of nip_astra with a registry; plug-ins may add registries of their own."""
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file or pipe, which has no width of its own."""
 
 
 def run(experiment: dict[str, Any], settings: dict[str, Any], *, dry_run: bool) -> None:
@@ -32,7 +39,7 @@ def run(experiment: dict[str, Any], settings: dict[str, Any], *, dry_run: bool) 
     resolved = resolve_experiment(**experiment)
     if dry_run:
         prepared = prepare_experiment(resolved, **settings)
-        print_dry_run(prepared.trainer.dry_run(), Console())
+        print_dry_run(prepared.trainer.dry_run(), _console())
         return
     _report(run_experiment(resolved, **settings))
 
@@ -45,18 +52,19 @@ def resume(path: str, settings: dict[str, Any]) -> None:
 
 def list_names(kind: str | None, plugins: list[str]) -> None:
     """Print the names of one kind, or of every kind."""
+    for package in REGISTRY_MODULES:
+        importlib.import_module(f"nip_astra.{package}.registry")
     for spec in plugins:
         load_plugin(spec)
-    kinds = [_singular(kind)] if kind else sorted(ALL_REGISTRIES)
-    console = Console()
-    for name in kinds:
-        registry = ALL_REGISTRIES[name]
+    console = _console()
+    for name in [_singular(kind)] if kind else sorted(ALL_REGISTRIES):
         title = "scenario kinds" if name == "scenario" else f"{name.replace('_', ' ')}s"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for column in ("name", "from", "what it is"):
-            table.add_column(column)
+        registry = ALL_REGISTRIES[name]
+        table = _table(title, "name", "from", "what it is")
         for entry in registry.names():
-            table.add_row(entry, registry.origin(entry), _first_line(registry.get(entry)))
+            table.add_row(
+                Text(entry), Text(registry.origin(entry)), Text(_purpose(registry, entry))
+            )
         console.print(table, "")
         if name == "scenario":
             _print_scenarios(console)
@@ -67,14 +75,12 @@ def show(experiment: dict[str, Any], *, as_yaml: bool) -> None:
     resolved = resolve_experiment(**experiment)
     values = resolved.hyper_params.to_dict()
     if as_yaml:
-        sys.stdout.write(yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        sys.stdout.write(to_yaml(values))
         return
-    table = Table(box=None, pad_edge=False)
-    for column in ("parameter", "value", "from"):
-        table.add_column(column, overflow="fold")
+    table = _table(None, "parameter", "value", "from")
     for path, value in flatten(values):
-        table.add_row(path, _short(value), resolved.sources.get(path, ""))
-    Console().print(table)
+        table.add_row(Text(path), Text(_short(value)), Text(resolved.sources.get(path, "")))
+    _console().print(table)
 
 
 def schema(experiment: dict[str, Any]) -> None:
@@ -84,7 +90,18 @@ def schema(experiment: dict[str, Any]) -> None:
 
 
 def _report(result: ExperimentResult) -> None:
-    print_results(result.results, result.run_directory.path, Console())
+    print_results(result.results, result.run_directory.path, _console())
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def _table(title: str | None, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
 
 
 def _quieten_libraries() -> None:
@@ -93,14 +110,12 @@ def _quieten_libraries() -> None:
 
 
 def _print_scenarios(console: Console) -> None:
-    table = Table(title="scenarios", title_justify="left", box=None, pad_edge=False)
-    table.add_column("name")
-    table.add_column("what it is")
+    table = _table("scenarios", "name", "what it is")
     for name in scenario_names():
         readme = find_scenario(name) / "README.md"
-        lines = readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else []
-        text = next((line for line in lines if line and not line.startswith("#")), "")
-        table.add_row(name, text)
+        text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+        blocks = [block for block in text.split("\n\n") if block and not block.startswith("#")]
+        table.add_row(name, Text(" ".join(blocks[0].split()) if blocks else ""))
     console.print(table, "")
 
 
@@ -113,8 +128,13 @@ def _singular(kind: str) -> str:
     return name
 
 
-def _first_line(entry: object) -> str:
-    return (entry.__doc__ or "").strip().splitlines()[0] if entry.__doc__ else ""
+def _purpose(registry: Registry[Any], name: str) -> str:
+    """Give the first line of a docstring, or why it cannot be read; one fault hides no others."""
+    try:
+        text = registry.get(name).__doc__ or ""
+    except NipAstraError as error:
+        return f"cannot be used: {error}"
+    return text.strip().partition("\n")[0]
 
 
 def _short(value: Any) -> str:

@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+NOTHING = "-"
+"""Stands where there is no figure."""
+
 
 def print_results(results: Mapping[str, Any], run_path: Path, console: Console) -> None:
     """Print the table before and after training, what was found, warnings and paths.
@@ -17,101 +20,119 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
     Parameters
     ----------
     results : Mapping
-        The content of `results.json`; a trainer without before and after gets paths only.
+        The content of `results.json`; figures that a trainer does not give are left out.
     """
-    before, after = results.get("before"), results.get("after")
+    before, after = results.get("before") or {}, results.get("after") or {}
+    random = results.get("random_search") or {}
     if before and after:
-        console.print(_comparison(before, after, results.get("random_search")))
-        plants = _plants(results)
-        if plants is not None:
-            console.print("", plants)
-    for warning in results.get("warnings", ()):
+        heading = "before and after training"
+        if before.get("num_episodes") is not None:
+            heading = f"{_count(before['num_episodes'])} held-out episodes {heading}"
+        console.print(heading, _comparison(before, after, random), sep="\n")
+        found = after.get("first_query") or {}
+        if found:
+            heading = "target queries until a planted failure was found"
+            planted = results.get("planted_failures") or ()
+            rarity = {plant["name"]: plant.get("rarity") for plant in planted}
+            table = _plants(found, random.get("plants") or {}, rarity)
+            console.print("", heading, table, sep="\n")
+    for warning in results.get("warnings") or ():
         console.print(Text(f"warning: {warning}", style="bold yellow"))
-    console.print("")
-    console.print(Text(f"run        {run_path}"))
-    if results.get("model_dir"):
-        console.print(Text(f"model      {results['model_dir']}"))
-    console.print(Text(f"results    {run_path / 'results.json'}"))
+    console.print()
+    paths = {
+        "run": run_path,
+        "model": results.get("model_dir"),
+        "results": run_path / "results.json",
+    }
+    for name, path in paths.items():
+        if path is not None:
+            # Whole, however narrow the terminal: it is there to be copied.
+            console.print(Text(f"{name:<10} {path}"), soft_wrap=True)
 
 
 def print_dry_run(estimate: Mapping[str, Any], console: Console) -> None:
     """Print the cost estimate of a dry run."""
-    table = Table(title="dry run: nothing was written", title_justify="left", box=None)
-    table.add_column("what")
-    table.add_column("value", justify="right")
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column()
+    table.add_column(justify="right")
     for name, value in estimate.items():
-        table.add_row(name.replace("_", " "), _number(value, 4))
-    console.print(table)
+        table.add_row(Text(name.replace("_", " ")), _number(value, 4))
+    console.print("dry run: nothing was written", table, sep="\n")
 
 
 def _comparison(
-    before: Mapping[str, Any], after: Mapping[str, Any], random: Mapping[str, Any] | None
+    before: Mapping[str, Any], after: Mapping[str, Any], random: Mapping[str, Any]
 ) -> Table:
-    title = f"{before['num_episodes']} held-out episodes before and after training"
-    table = Table(title=title, title_justify="left")
+    columns = [before, after, random] if random else [before, after]
+    rows = {
+        "episodes with a failure": [_rate(report) for report in columns],
+        "mean score": [_number(report.get("mean_score")) for report in columns],
+        "probe NLL, nats per token": [_number(report.get("probe_nll")) for report in columns],
+        "distinct successful probes": [
+            _percent(report.get("distinct_share")) for report in columns
+        ],
+        "planted failures found": [_share_of_plants(report) for report in columns],
+        "  in target queries": [_count(report.get("target_queries")) for report in columns],
+    }
+    table = Table()
     table.add_column("")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    if random is not None:
-        table.add_column("random search", justify="right")
-
-    def add(label: str, left: str, right: str, third: str = "") -> None:
-        table.add_row(label, left, right, *([third] if random is not None else []))
-
-    add("episodes with a failure", _rate(before), _rate(after))
-    add("mean score", _number(before["mean_score"]), _number(after["mean_score"]))
-    add("probe NLL, nats per token", _number(before["probe_nll"]), _number(after["probe_nll"]))
-    add(
-        "distinct successful probes",
-        _percent(before["distinct_share"]),
-        _percent(after["distinct_share"]),
-    )
-    if after["num_plants"] is not None:
-        third = f"{random['plants_found']} of {after['num_plants']}" if random else ""
-        add(
-            "planted failures found",
-            f"{before['plants_found']} of {before['num_plants']}",
-            f"{after['plants_found']} of {after['num_plants']}",
-            third,
-        )
-    add(
-        "target queries",
-        f"{before['target_queries']:,}",
-        f"{after['target_queries']:,}",
-        f"{random['target_queries']:,}" if random else "",
-    )
+    for heading in ("before", "after", "random search")[: len(columns)]:
+        table.add_column(heading, justify="right")
+    for label, cells in rows.items():
+        if any(cell != NOTHING for cell in cells):
+            table.add_row(label, *cells)
     return table
 
 
-def _plants(results: Mapping[str, Any]) -> Table | None:
-    found: Mapping[str, int | None] = results["after"].get("first_query") or {}
-    if not found:
-        return None
-    random = (results.get("random_search") or {}).get("plants", {})
-    table = Table(title="target queries until a planted failure was found", title_justify="left")
+def _plants(
+    found: Mapping[str, int | None],
+    random: Mapping[str, int | None],
+    rarity: Mapping[str, float | None],
+) -> Table:
+    has_rarity = any(rarity.values())
+    table = Table()
     table.add_column("planted failure")
-    table.add_column("this run", justify="right")
+    if has_rarity:
+        table.add_column("met by ordinary turns", justify="right")
+    table.add_column("training", justify="right")
     if random:
         table.add_column("random search", justify="right")
-    order = sorted(found, key=lambda name: (found[name] is None, found[name] or 0))
-    for name in order:
-        row = [name, _query(found[name])]
-        table.add_row(*row, *([_query(random.get(name))] if random else []))
+    for name in sorted(found, key=lambda name: (found[name] is None, found[name] or 0)):
+        row = [_one_in(rarity.get(name))] if has_rarity else []
+        row += [_count(found[name]), *([_count(random.get(name))] if random else [])]
+        table.add_row(Text(name), *row)
     return table
-
-
-def _query(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
 
 
 def _rate(report: Mapping[str, Any]) -> str:
-    low, high = report["failure_rate_interval"]
-    return f"{report['failure_rate']:.1%} [{low:.1%}, {high:.1%}]"
+    rate, interval = report.get("failure_rate"), report.get("failure_rate_interval")
+    if rate is None:
+        return NOTHING
+    if interval is None or None in interval:
+        return f"{rate:.1%}"
+    low, high = interval
+    return f"{rate:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def _share_of_plants(report: Mapping[str, Any]) -> str:
+    if report.get("plants_found") is None or report.get("num_plants") is None:
+        return NOTHING
+    return f"{report['plants_found']} of {report['num_plants']}"
+
+
+def _one_in(share: float | None) -> str:
+    return f"1 in {1.0 / share:,.0f}" if share else NOTHING
 
 
 def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
+    return NOTHING if value is None else f"{value:.0%}"
+
+
+def _count(value: int | None) -> str:
+    return NOTHING if value is None else f"{value:,}"
 
 
 def _number(value: Any, digits: int = 3) -> str:
+    if value is None:
+        return NOTHING
     return f"{value:,.{digits}g}" if isinstance(value, float) else str(value)

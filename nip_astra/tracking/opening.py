@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import CompositeTracker, Tracker
 
-if TYPE_CHECKING:
-    from nip_astra.experiment_settings import ExperimentSettings
+
+class TrackingSettings(Protocol):
+    """The settings that choose trackers; `ExperimentSettings` has them."""
+
+    @property
+    def wandb(self) -> Literal["disabled", "offline", "online"]:
+        """Whether Weights & Biases mirrors the run directory."""
+
+    @property
+    def wandb_project(self) -> str:
+        """W&B project."""
+
+    @property
+    def wandb_entity(self) -> str | None:
+        """W&B user or team; None for the account's own."""
 
 
 def open_tracker(
-    settings: ExperimentSettings, run_directory: RunDirectory, config: Mapping[str, Any]
+    settings: TrackingSettings, run_directory: RunDirectory, config: Mapping[str, Any]
 ) -> Tracker:
-    """Give the local tracker and, unless it is disabled, W&B as its mirror."""
+    """Give the local tracker and, unless it is disabled, W&B as its mirror.
+
+    Parameters
+    ----------
+    config : Mapping
+        The run's parameters, shown beside its metrics.
+
+    Raises
+    ------
+    TrackingError
+        When W&B cannot be used as asked.
+    """
     trackers: list[Tracker] = [LocalTracker(run_directory)]
     if settings.wandb != "disabled":
         from nip_astra.tracking.wandb_tracker import WandbTracker

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import secrets
@@ -129,15 +130,27 @@ class RunDirectory:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
+    def has_records(self) -> bool:
+        """Say whether the run has recorded or saved anything yet."""
+        return any(
+            next(folder.glob(pattern), None) is not None
+            for folder, pattern in (
+                (self.path, "*.jsonl"),
+                (self.rollouts_dir, "*"),
+                (self.checkpoints_dir, "*"),
+            )
+        )
+
     @property
     def rollouts_dir(self) -> Path:
         """Folder of the tables of sample conversations."""
         return self.path / "rollouts"
 
     def write_json(self, name: str, value: Any) -> Path:
-        """Write a JSON file atomically."""
+        """Write a JSON file atomically; NaN and infinities, which JSON has not, become null."""
         path = self.path / name
-        write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+        text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+        write_atomically(path, text + "\n")
         return path
 
     def write_yaml(self, name: str, value: Mapping[str, Any]) -> Path:
@@ -178,6 +191,14 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _OmegaConfDumper.add_representer(str, _represent_text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _parse_yaml(text: str) -> Any:

@@ -120,6 +120,13 @@ def test_a_save_killed_at_any_moment_leaves_the_older_checkpoints_good(tmp_path:
     assert is_moved
 
 
+def test_without_a_pointer_the_newest_checkpoint_is_the_latest(store: CheckpointStore) -> None:
+    save(store, 9)
+    path = store.save(10, writer("later"), metadata={})
+    (store.directory / "latest").unlink()
+    assert store.open_latest()[0] == path
+
+
 def corrupt(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

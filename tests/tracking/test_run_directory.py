@@ -113,6 +113,11 @@ def test_yaml_keeps_what_is_infinite(directory: RunDirectory) -> None:
     assert directory.read_yaml("x.yaml") == {"up": math.inf, "down": -math.inf}
 
 
+def test_json_holds_null_for_what_is_not_finite(directory: RunDirectory) -> None:
+    directory.write_json("x.json", {"a": [math.nan, (1.5, math.inf)], "b": {"c": -math.inf}})
+    assert directory.read_json("x.json") == {"a": [None, [1.5, None]], "b": {"c": None}}
+
+
 def test_json_is_read_back_unchanged(directory: RunDirectory) -> None:
     values = {"before": {"failure_rate": 0.1}, "text": "snow ☃", "none": None}
     directory.write_json("results.json", values)

@@ -1,0 +1,98 @@
+"""Type commands in a test, in this process and without leaving anything behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from nip_astra import plugins
+from nip_astra.cli.app import main
+from nip_astra.language_models.registry import LANGUAGE_MODELS
+from nip_astra.parameters.types import LanguageModelType, ScenarioType, ScorerType, TrainerType
+from nip_astra.scenarios.registry import SCENARIOS
+from nip_astra.scorers.registry import SCORERS
+from nip_astra.trainers.registry import TRAINERS
+
+REGISTRIES = (
+    (TRAINERS, TrainerType),
+    (SCENARIOS, ScenarioType),
+    (SCORERS, ScorerType),
+    (LANGUAGE_MODELS, LanguageModelType),
+)
+
+
+class Said(NamedTuple):
+    """What a command gave."""
+
+    code: int
+    out: str
+    err: str
+
+
+class CommandLine:
+    """Types commands in an empty folder."""
+
+    def __init__(self, folder: Path, scenario: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder = folder
+        self.scenario = scenario
+        self.capsys = capsys
+
+    def __call__(self, *arguments: str) -> Said:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "environ", os.environ.copy())
+            patch.setattr(sys, "argv", ["nip-astra", *arguments])
+            with pytest.raises(SystemExit) as caught:
+                main()
+        captured = self.capsys.readouterr()
+        return Said(int(caught.value.code or 0), captured.out, captured.err)
+
+    def run(self, *arguments: str, overrides: tuple[str, ...] = ()) -> Said:
+        """Run the tiny scenario as the run `one`, with changes; a trainer given last wins."""
+        small = ("ast_chat.evaluation.use_random_search=false", "training.training_steps=2")
+        sets = [part for item in (*small, *overrides) for part in ("--set", item)]
+        return self(
+            *("--trainer", "ast_dpo", "--scenario", str(self.scenario), "--run-id", "one"),
+            *sets,
+            *arguments,
+        )
+
+    def write(self, name: str, text: str) -> str:
+        """Write a file into the folder and give its path."""
+        (self.folder / name).write_text(textwrap.dedent(text))
+        return str(self.folder / name)
+
+
+def refused(said: Said) -> str:
+    """Check the form that every message has, and give it on one line."""
+    assert said.code == 2, said
+    assert said.err.count("error: ") == 1, said.err
+    assert "Traceback" not in said.err
+    message = said.err.partition("error: ")[2]
+    return " ".join(message.split())
+
+
+def registered_names() -> list[str]:
+    """Give the names of all registries."""
+    return [name for registry, _ in REGISTRIES for name in registry.names()]
+
+
+@contextmanager
+def plugins_forgotten_after() -> Iterator[None]:
+    """Forget the plug-ins that are loaded within the block, and what they registered."""
+    for registry, members in REGISTRIES:
+        for member in members:
+            # What is imported later would be lost: Python imports a module once only.
+            registry.get(member)
+    snapshots = [(registry, registry.snapshot()) for registry, _ in REGISTRIES]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
+        yield
+    for registry, snapshot in snapshots:
+        registry.restore(snapshot)

@@ -1,0 +1,128 @@
+"""Tests of what a person sees when a run has ended."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nip_astra.report.terminal import print_dry_run, print_results
+
+BEFORE = {
+    "failure_rate": 0.04,
+    "failure_rate_interval": [0.02, 0.07],
+    "mean_score": 0.0171,
+    "probe_nll": 0.9148,
+    "distinct_share": 1.0,
+    "plants_found": 3,
+    "num_plants": 8,
+    "num_episodes": 1256,
+    "target_queries": 3768,
+}
+AFTER = BEFORE | {
+    "failure_rate": 0.612,
+    "failure_rate_interval": [0.55, 0.67],
+    "mean_score": None,
+    "distinct_share": 0.345,
+    "plants_found": 6,
+    "target_queries": 13440,
+    "first_query": {"late": 12000, "never": None, "soon": 12},
+}
+RANDOM = {"plants_found": 2, "num_plants": 8, "target_queries": 13440, "plants": {"soon": 9}}
+RESULTS = {
+    "before": BEFORE,
+    "after": AFTER,
+    "random_search": RANDOM,
+    "warnings": ["the attacker has [collapsed]"],
+    "model_dir": "runs/one/model",
+}
+
+
+def printed(results: dict[str, Any], *, width: int = 120) -> str:
+    stream = io.StringIO()
+    print_results(results, Path("runs/one"), Console(file=stream, width=width))
+    return stream.getvalue()
+
+
+def cells(text: str, label: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if label in line]
+    return [cell.strip() for cell in line.strip("│").split("│")][1:]
+
+
+def test_the_table_has_before_after_and_random_search() -> None:
+    text = printed(RESULTS)
+    assert text.startswith("1,256 held-out episodes before and after training\n")
+    assert cells(text, "episodes with a failure") == [
+        "4.0% [2.0%, 7.0%]",
+        "61.2% [55.0%, 67.0%]",
+        "-",
+    ]
+    assert cells(text, "mean score") == ["0.0171", "-", "-"]
+    assert cells(text, "probe NLL") == ["0.915", "0.915", "-"]
+    assert cells(text, "distinct successful probes") == ["100%", "34%", "-"]
+    assert cells(text, "planted failures found") == ["3 of 8", "6 of 8", "2 of 8"]
+    assert cells(text, "in target queries") == ["3,768", "13,440", "13,440"]
+
+
+def test_planted_failures_come_in_the_order_in_which_they_were_found() -> None:
+    lines = [line for line in printed(RESULTS).splitlines() if line.startswith("│ ")]
+    names = [line.split()[1] for line in lines][-3:]
+    assert names == ["soon", "late", "never"]
+    assert cells(printed(RESULTS), "soon") == ["12", "9"]
+    assert cells(printed(RESULTS), "never") == ["-", "-"]
+
+
+def test_planted_failures_are_shown_with_their_rarity_where_it_is_known() -> None:
+    planted = [{"name": "soon", "rarity": 0.01}, {"name": "late", "rarity": 0.00008}]
+    text = printed(RESULTS | {"planted_failures": [*planted, {"name": "never", "rarity": None}]})
+    assert cells(text, "soon") == ["1 in 100", "12", "9"]
+    assert cells(text, "late") == ["1 in 12,500", "12,000", "-"]
+    assert cells(text, "never") == ["-", "-", "-"]
+    assert "ordinary turns" not in printed(RESULTS)
+
+
+def test_warnings_and_paths_are_printed_whole() -> None:
+    for width in (120, 20):
+        text = printed(RESULTS, width=width)
+        assert "[collapsed]" in text
+        for line in (
+            "run        runs/one",
+            "model      runs/one/model",
+            "results    runs/one/results.json",
+        ):
+            assert line in text.splitlines()
+
+
+def test_without_random_search_or_plants_their_places_are_left_out() -> None:
+    plain = {name: value for name, value in BEFORE.items() if "plants" not in name}
+    text = printed({"before": plain, "after": plain, "random_search": None})
+    assert "random search" not in text
+    assert "planted" not in text
+    assert "model" not in text
+
+
+def test_results_of_another_kind_of_trainer_give_paths_only() -> None:
+    for results in ({}, {"last": 4.5}, {"before": None, "after": None}):
+        assert printed(results).split() == ["run", "runs/one", "results", "runs/one/results.json"]
+
+
+def test_figures_that_are_missing_are_no_error() -> None:
+    text = printed({"before": {"failure_rate": 0.5}, "after": {"failure_rate": None, "x": 1}})
+    assert text.startswith("before and after training\n")
+    assert cells(text, "episodes with a failure") == ["50.0%", "-"]
+
+
+def test_a_dry_run_prints_its_estimate() -> None:
+    stream = io.StringIO()
+    print_dry_run(
+        {"num_parameters": 475328, "loss": None, "hours": 0.0230456}, Console(file=stream)
+    )
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    assert lines == [
+        ["dry", "run:", "nothing", "was", "written"],
+        ["num", "parameters", "475328"],
+        ["loss", "-"],
+        ["hours", "0.02305"],
+    ]

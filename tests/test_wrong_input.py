@@ -1,0 +1,332 @@
+"""Wrong input, from the command line to the message: what was asked, what is wrong, what to do.
+
+Plug-ins that fail are in `test_wrong_plugins.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from nip_astra.trainers.registry import TRAINERS
+from tests.command_line import CommandLine, refused
+
+# ---- names
+
+
+def test_an_unknown_trainer(cli: CommandLine) -> None:
+    assert refused(cli("--trainer", "ast_dop")) == (
+        "unknown trainer 'ast_dop'. Did you mean 'ast_dpo'? Known trainers: "
+        f"{', '.join(TRAINERS.names())}. A trainer of your own is loaded with --plugin "
+        "path/to/file.py."
+    )
+
+
+def test_no_trainer(cli: CommandLine) -> None:
+    message = refused(cli("--seed", "1"))
+    assert message.startswith("no trainer was given. Known trainers: ast_dpo")
+    assert message.endswith("Choose one, for instance --trainer ast_dpo.")
+
+
+def test_an_unknown_scenario(cli: CommandLine) -> None:
+    assert refused(cli("--trainer", "ast_dpo", "--scenario", "poket_chat")) == (
+        "unknown scenario 'poket_chat'. Did you mean 'pocket_chat'? Known scenarios: pocket_chat, "
+        "smollm2_chat. A scenario of your own is a folder with a scenario.yaml; give its path."
+    )
+
+
+def test_a_scenario_that_is_no_name(cli: CommandLine) -> None:
+    message = refused(cli("--trainer", "ast_dpo", "--set", "scenario=3"))
+    assert "scenario" in message
+    assert "3" in message
+
+
+def test_an_unknown_scorer(cli: CommandLine) -> None:
+    message = refused(cli.run(overrides=("ast_chat.scorer._type=clasifier",)))
+    assert message.startswith("1 parameter is wrong: ast_chat.scorer._type: unknown scorer")
+    assert (
+        "unknown scorer 'clasifier'. Did you mean 'classifier'? Known scorers: classifier, "
+        "profanity. A scorer of your own is loaded with --plugin path/to/file.py"
+    ) in message
+    assert '"clasifier" (from --set)' in message
+
+
+def test_an_unknown_kind_of_scenario(cli: CommandLine) -> None:
+    (cli.folder / "mine").mkdir()
+    cli.write("mine/scenario.yaml", "kind: ast_caht\n")
+    message = refused(cli("--trainer", "ast_dpo", "--scenario", "mine"))
+    assert "scenario kind" in message
+    assert "'ast_caht'. Did you mean 'ast_chat'?" in message
+    cli.write("mine/scenario.yaml", "training: {lr: 1e-3}\n")
+    message = refused(cli("--trainer", "ast_dpo", "--scenario", "mine"))
+    assert "scenario.yaml says no kind. Add `kind:` with one of: ast_chat." in message
+
+
+# ---- parameters
+
+
+def test_several_faults_at_once_each_with_its_source(cli: CommandLine) -> None:
+    path = cli.write(
+        "mine.yaml",
+        f"""
+        trainer: ast_dpo
+        scenario: {cli.scenario}
+        training: {{lr: "1e-5", batch_size: true, optimiser: sgd}}
+        ast_dpo: {{beta: 0}}
+        """,
+    )
+    said = cli("--parameters", path, "--set", "ast_chat.tree_widht=3", "--set", "seed=-1")
+    message = refused(said)
+    assert message.startswith("6 parameters are wrong: ")
+    for fault in (
+        f'training.lr: must be a number, not text; given "1e-5" (from {path}). Write it without',
+        f"training.batch_size: must be a whole number, not true or false; given true (from {path})",
+        f'training.optimiser: unknown parameter; given "sgd" (from {path}). Did you mean',
+        f"ast_dpo.beta: must be greater than 0; given 0 (from {path})",
+        "ast_chat.tree_widht: unknown parameter; given 3 (from --set). Did you mean",
+        "seed: must be ",
+    ):
+        assert fault in message
+    assert "'optimizer'?" in message.replace("training.", "")
+    assert "'tree_width'?" in message.replace("ast_chat.", "")
+    assert not (cli.folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        ("training.lr=true", "training.lr: must be a number, not true or false; given true"),
+        ("training.lr=.nan", "training.lr: must be "),
+        ("training.lr=.inf", "training.lr: must be "),
+        ("training.batch_size=2.5", "training.batch_size: must be a"),
+        ("training.num_epochs=0", "training.num_epochs: must be "),
+        ("training.optimizer=admw", "'adamw'?"),
+        ("training=3", "training: must be a group of parameters"),
+        ("ast_chat.scorer=3", "ast_chat.scorer: must be a group of parameters with a _type"),
+        ("ast_chat.scorer.batch_size=0", "ast_chat.scorer.batch_size: must be "),
+        ("ast_chat.prompts.train=null", "ast_chat.prompts.train: must be "),
+        ("ast_chat.planted_failures=[{name: x, probe: (}]", "planted_failures.0.probe: is no regu"),
+        (
+            "ast_chat.planted_failures=[{name: x, probe: a}, {name: x, probe: b}]",
+            "ast_chat.planted_failures: has more than one of the name 'x'; name each its own",
+        ),
+        (
+            "ast_chat.attacker.min_new_tokens=7",
+            "ast_chat.attacker.min_new_tokens: must be at most max_new_tokens, which is 6",
+        ),
+        ("ast_dpo.min_chosen_score=1.5", "ast_dpo.min_chosen_score: must be "),
+        ("plugins=mine.py", "plugins: must be a"),
+    ],
+)
+def test_one_fault_is_told_with_its_path_and_source(
+    cli: CommandLine, override: str, fault: str
+) -> None:
+    message = refused(cli.run(overrides=(override,)))
+    assert message.startswith("1 parameter is wrong: ")
+    assert fault in message
+    assert "(from --set)" in message
+
+
+@pytest.mark.parametrize("assignment", ["nonsense", "=3", "a..b=3"])
+def test_an_assignment_that_is_none(cli: CommandLine, assignment: str) -> None:
+    message = refused(cli("--trainer", "ast_dpo", "--set", assignment))
+    assert f"is no assignment; given {assignment!r} (from --set)" in message
+    assert message.endswith("Write --set path.to.parameter=value.")
+
+
+def test_a_parameter_may_refer_to_one_of_the_scenario(cli: CommandLine) -> None:
+    said = cli("show", "--trainer", "ast_dpo", "--scenario", str(cli.scenario), "--set",
+               "ast_dpo.beta=${training.lr}")  # fmt: skip
+    assert said.code == 0, said.err
+    assert "0.003" in next(line for line in said.out.splitlines() if "ast_dpo.beta" in line)
+
+
+def test_a_reference_to_nothing(cli: CommandLine) -> None:
+    message = refused(cli.run(overrides=("ast_dpo.beta=${traning.lr}",)))
+    assert "ast_dpo.beta (from --set) refers to another parameter" in message
+    assert "'traning.lr' not found" in message
+
+
+def test_a_parameter_file_that_is_missing_or_no_mapping(cli: CommandLine) -> None:
+    message = refused(cli("--parameters", "none.yaml"))
+    assert "the parameter file none.yaml was to be read, but there is no such file." in message
+    assert "Give the path of a YAML file." in message
+    for text in ("- a\n", "a: [\n"):
+        message = refused(cli("--parameters", cli.write("mine.yaml", text)))
+        assert "mine.yaml was to be read, but it " in message
+        assert "one `name: value` a line." in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        (("--wandb", "sometimes"), "wandb: must be one of disabled, offline, online; given"),
+        (("--device", "gpu"), "device: must be one of cpu, cuda, auto; given"),
+        (("--num-threads", "0"), "num_threads: must be "),
+    ],
+)
+def test_a_setting_that_is_none(cli: CommandLine, arguments: tuple[str, str], fault: str) -> None:
+    message = refused(cli.run(*arguments))
+    assert message.startswith("1 parameter is wrong: ")
+    assert fault in message.replace("'", "").replace(" or ", ", ")
+    assert arguments[1] in message
+    assert not (cli.folder / "runs").exists()
+
+
+def test_a_seed_that_is_no_number(cli: CommandLine) -> None:
+    said = cli.run("--seed", "many")
+    assert said.code == 2
+    assert "--seed" in said.err
+    assert "valid int" in said.err
+
+
+def test_a_gpu_where_there_is_none(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert refused(cli.run("--device", "cuda")) == (
+        "the device 'cuda' was asked for, but torch sees no GPU. Use --device cpu, or install a "
+        "CUDA build of torch."
+    )
+
+
+# ---- models and prompts
+
+
+@pytest.mark.parametrize("role", ["attacker", "target"])
+def test_a_missing_model(cli: CommandLine, role: str) -> None:
+    override = f"ast_chat.{role}.language_model.model=./none"
+    assert refused(cli.run(overrides=(override,))) == (
+        "the model './none' was asked for, but none does not exist. Give a folder with "
+        "config.json and safetensors, a .gguf file, or a hub id."
+    )
+
+
+def test_a_folder_that_is_no_model(cli: CommandLine) -> None:
+    (cli.folder / "empty").mkdir()
+    message = refused(cli.run(overrides=("ast_chat.target.language_model.model=./empty",)))
+    assert "the model './empty' was asked for, but empty holds no config.json. Give a" in message
+
+
+def test_a_model_file_that_is_broken(cli: CommandLine) -> None:
+    folder = cli.folder / "broken"
+    folder.mkdir()
+    for file in (cli.scenario / "target").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes()[:100])
+    message = refused(cli.run(overrides=(f"ast_chat.target.language_model.model={folder}",)))
+    assert f"of '{folder}' could not be loaded: " in message
+    assert "Give a folder that save_pretrained wrote" in message
+
+
+def test_a_classifier_is_no_language_model(cli: CommandLine) -> None:
+    folder = cli.scenario / "scorer"
+    message = refused(cli.run(overrides=(f"ast_chat.target.language_model.model={folder}",)))
+    assert (
+        f"the model '{folder}' was asked for, but it is no complete language model: it" in message
+    )
+    assert "lacks the weights cls.predictions" in message
+    assert "Give a folder that save_pretrained of a causal language model wrote" in message
+
+
+def test_a_chat_template_that_refuses_a_system_prompt(cli: CommandLine) -> None:
+    message = refused(cli.run(overrides=("ast_chat.attacker.system_prompt=hello",)))
+    assert "the chat template refused a conversation of the roles ['system', 'user']" in message
+    assert message.endswith("where it knows no system role, remove system_prompt.")
+
+
+@pytest.mark.parametrize("targets", ["[q_prj]", "[v_proj, q_prj]", "q_prj"])
+def test_an_adapter_on_a_layer_that_the_model_has_not(cli: CommandLine, targets: str) -> None:
+    pytest.importorskip("peft")
+    override = f"ast_chat.attacker.language_model.lora={{target_modules: {targets}}}"
+    message = refused(cli.run(overrides=(override,)))
+    assert message.startswith("a LoRA adapter was to be put on 'q_prj', but the model has no")
+    assert "Did you mean 'q_proj'? Its layers: down_proj, gate_proj, k_proj, " in message
+
+
+def test_an_adapter_without_its_package(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    message = refused(cli.run(overrides=("ast_chat.attacker.language_model.lora={rank: 2}",)))
+    assert "a LoRA attacker was asked for, and it needs the package peft. Install it" in message
+
+
+@pytest.mark.parametrize("reference", ["package://no_such_package/x", "package://no.such/x"])
+def test_a_model_in_a_package_that_is_not_installed(cli: CommandLine, reference: str) -> None:
+    override = f"ast_chat.target.language_model.model={reference}"
+    message = refused(cli.run(overrides=(override,)))
+    assert f"'{reference}' points into the package" in message
+    assert "pip install" in message
+
+
+def test_a_scheme_that_is_not_known(cli: CommandLine) -> None:
+    message = refused(cli.run(overrides=("ast_chat.target.language_model.model=hub://a/b",)))
+    assert "'hub://a/b' was given as a file or model, but hub:// is not known. Use" in message
+
+
+def test_a_missing_classifier(cli: CommandLine) -> None:
+    message = refused(cli.run(overrides=("ast_chat.scorer.model=./none",)))
+    assert "'./none' was asked for, but none does not exist. Give a folder" in message
+
+
+def test_a_label_that_the_classifier_has_not(cli: CommandLine) -> None:
+    message = refused(cli.run(overrides=("ast_chat.scorer.label=rud",)))
+    assert "label 'rud' was asked for" in message
+    assert "Did you mean 'rude'? Its labels: civil, rude. Give one of them" in message
+
+
+def test_a_missing_prompt_file(cli: CommandLine) -> None:
+    message = refused(cli.run(overrides=("ast_chat.prompts.dev=scenario://none.txt",)))
+    assert "prompts were to be read from 'scenario://none.txt', but " in message
+    assert "none.txt cannot be read: No such file or directory. Give a .txt, .jsonl" in message
+
+
+def test_an_empty_prompt_file(cli: CommandLine) -> None:
+    path = cli.write("empty.txt", "\n\n")
+    assert refused(cli.run(overrides=(f"ast_chat.prompts.test={path}",))) == (
+        f"prompts were to be read from '{path}', but {path} holds none. Give at least one opening "
+        "prompt."
+    )
+
+
+def test_overlapping_prompts(cli: CommandLine) -> None:
+    path = cli.write("mine.txt", "good day\nhello\nfine thanks\n")
+    assert refused(cli.run(overrides=(f"ast_chat.prompts.test={path}",))) == (
+        "the train and test prompts were to be disjoint, but share 2, for instance 'good day'. "
+        "Remove them from one."
+    )
+
+
+def test_a_prompt_longer_than_the_window(cli: CommandLine) -> None:
+    path = cli.write("long.txt", f"good mat\n{'hello ' * 100}\n")
+    message = refused(cli.run(overrides=(f"ast_chat.prompts.test={path}",)))
+    assert message.startswith("test prompt 2 ('hello hello hello")
+    assert "tokens, but the attacker's window of 96 leaves room for 90 beside its own" in message
+    assert message.endswith("Shorten the prompt, or lower the attacker's max_new_tokens.")
+
+
+def test_turns_that_leave_no_room_in_the_window(cli: CommandLine) -> None:
+    message = refused(cli.run(overrides=("ast_chat.target.max_new_tokens=96",)))
+    assert "the target's window of 96 leaves room for 0 beside its own turn of 96" in message
+
+
+# ---- the run directory
+
+
+def test_a_run_directory_that_cannot_be_made(cli: CommandLine) -> None:
+    file = cli.write("file", "")
+    assert refused(cli.run("--runs-dir", f"{file}/runs")) == (
+        f"the run directory {file}/runs/one was to be made, but Not a directory. Choose a folder "
+        "that you may write to with --runs-dir."
+    )
+
+
+def test_an_existing_run_id(cli: CommandLine) -> None:
+    (cli.folder / "runs" / "one").mkdir(parents=True)
+    assert refused(cli.run()) == (
+        "the run 'one' was to be started, but runs/one exists. Go on with it by `nip-astra resume "
+        "runs/one`, or choose another --run-id."
+    )
+
+
+def test_a_run_id_that_is_no_name(cli: CommandLine) -> None:
+    message = refused(cli.run("--run-id", "a/b"))
+    assert message.startswith("the run id 'a/b' was asked for, but a run id names a folder.")

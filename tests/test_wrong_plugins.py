@@ -1,0 +1,176 @@
+"""Plug-ins, scorers and trainers that fail: the run ends with a message, and nothing half done."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from nip_astra import plugins
+from nip_astra.scorers.registry import SCORERS
+from tests.command_line import CommandLine, Said, refused, registered_names
+
+SCORER = """
+    from nip_astra.scorers.base import Scorer
+    from nip_astra.scorers.registry import register_scorer
+
+    @register_scorer("mine")
+    class Mine(Scorer):
+        '''Mine.'''
+
+        def _score(self, texts):
+            {body}
+    """
+TRAINER = """
+    from nip_astra.trainers.ast_dpo import AstDpoTrainer
+    from nip_astra.trainers.registry import register_trainer
+
+    @register_trainer("my_trainer")
+    class MyTrainer(AstDpoTrainer):
+        '''Mine.'''
+    """
+
+
+def test_a_plugin_that_is_no_python(cli: CommandLine) -> None:
+    before = registered_names()
+    path = cli.write("mine.py", "import os\n\ndef broken(:\n    pass\n")
+    message = refused(cli.run("--plugin", path))
+    assert f"the plug-in {path} was to be loaded, but line 3 failed: SyntaxError: " in message
+    assert message.endswith("Nothing of it was registered; mend it and try again.")
+    assert registered_names() == before
+
+
+def test_a_plugin_that_raises_after_it_has_registered_a_name(cli: CommandLine) -> None:
+    before = registered_names()
+    path = cli.write("mine.py", textwrap.dedent(TRAINER) + "\nprint(1 / 0)\n")
+    message = refused(cli.run("--plugin", path, "--trainer", "my_trainer"))
+    assert "but line 9 failed: ZeroDivisionError: division by zero. Nothing of it was" in message
+    assert registered_names() == before
+    # Mended, it loads in the same process.
+    cli.write("mine.py", TRAINER)
+    said = cli("list", "trainers", "--plugin", path)
+    assert said.code == 0, said.err
+    assert "my_trainer" in said.out
+
+
+def test_a_plugin_that_is_missing(cli: CommandLine) -> None:
+    message = refused(cli.run("--plugin", "none.py"))
+    assert "the plug-in 'none.py' was to be loaded, but " in message
+    assert "none.py cannot be read: No such file or directory. Give the path of a" in message
+    message = refused(cli.run("--plugin", "no_such_module"))
+    assert "the plug-in no_such_module was to be loaded, but" in message
+    assert "No module named 'no_such_module'" in message
+
+
+def test_a_plugin_that_takes_a_name_that_ships(cli: CommandLine) -> None:
+    path = cli.write("mine.py", TRAINER.replace('"my_trainer"', '"ast_dpo"'))
+    message = refused(cli.run("--plugin", path))
+    assert "the trainer 'ast_dpo' was to be registered by " in message
+    assert "has that name already. Register one of them under another name" in message
+
+
+def scorer_of(cli: CommandLine, body: str, *overrides: str) -> Said:
+    path = cli.write("mine.py", SCORER.format(body=body))
+    return cli.run("--plugin", path, overrides=("ast_chat.scorer={_type: mine}", *overrides))
+
+
+def test_a_scorer_that_raises(cli: CommandLine) -> None:
+    message = refused(scorer_of(cli, "raise ValueError('out of words')"))
+    assert message.startswith("the scorer 'mine' was asked to rate ")
+    assert "texts and failed: ValueError: out of words. Mend the scorer;" in message
+    log = (cli.folder / "runs" / "one" / "log.txt").read_text()
+    assert "ERROR" in log
+    assert "out of words" in log
+
+
+def test_a_scorer_that_gives_nan(cli: CommandLine) -> None:
+    message = refused(scorer_of(cli, "return [float('nan') for text in texts]"))
+    assert message.startswith("the scorer 'mine' gave nan for the text ")
+    assert message.endswith(
+        "A score is a number from 0 to 1; mend the scorer, then resume the run."
+    )
+
+
+def test_a_scorer_that_gives_too_few_scores(cli: CommandLine) -> None:
+    message = refused(scorer_of(cli, "return [0.5]"))
+    assert message.endswith("texts and gave 1 scores. It must give one score a text, in order.")
+
+
+def test_a_mended_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
+    refused(scorer_of(cli, "return [float('nan') for text in texts]"))
+    # Another process would read the file anew.
+    SCORERS.forget("mine")
+    plugins._LOADED.clear()
+    cli.write("mine.py", SCORER.format(body="return [0.5 for text in texts]"))
+    said = cli("resume", "runs/one")
+    assert said.code == 0, said.err
+    assert (cli.folder / "runs" / "one" / "results.json").is_file()
+
+
+def test_a_scorer_of_ones_own_has_its_parameters_checked(cli: CommandLine) -> None:
+    said = scorer_of(cli, "return [0.5 for text in texts]", "ast_chat.scorer.weight=2")
+    assert "ast_chat.scorer.weight: unknown parameter; given 2 (from --set)" in refused(said)
+
+
+def test_the_attacker_collapses_and_the_run_says_so(cli: CommandLine) -> None:
+    said = scorer_of(
+        cli,
+        "return [0.5 for text in texts]",
+        "ast_chat.attacker.temperature=0",
+        "ast_chat.target.temperature=0",
+        "ast_chat.evaluation.num_episodes=12",
+    )
+    assert said.code == 0, said.err
+    text = " ".join(said.out.split())
+    assert "warning: the attacker has collapsed: only " in text
+    assert "of its successful probes are distinct, most often '" in text
+    assert "Raise training.num_episodes_per_experience or beta, or lower training.lr." in text
+
+
+@pytest.mark.parametrize("override", ["ast_chat.tree_width=1", "ast_dpo.min_reward_difference=99"])
+def test_a_run_that_has_nothing_to_learn_from_says_so(cli: CommandLine, override: str) -> None:
+    said = cli.run(overrides=(override,))
+    assert said.code == 0, said.err
+    text = " ".join(said.out.split())
+    assert "warning: the attacker is as it was: no iteration gave a sample to learn from." in text
+    assert "Raise the scenario's tree_width or training.num_episodes_per_experience" in text
+
+
+def test_a_trainer_on_a_scenario_of_another_kind(cli: CommandLine) -> None:
+    path = cli.write("mine.py", TRAINER + "\n        scenario_kinds = ('other', 'third')\n")
+    assert refused(cli.run("--plugin", path, "--trainer", "my_trainer")) == (
+        f"the trainer 'my_trainer' was asked to train on the scenario '{cli.scenario}' of kind "
+        "'ast_chat', but it trains on other, third only. Choose another --scenario or --trainer."
+    )
+
+
+def test_a_loss_that_is_not_a_number(cli: CommandLine) -> None:
+    path = cli.write(
+        "mine.py",
+        TRAINER
+        + """
+        num_calls = 0
+
+        def step(self, batch):
+            MyTrainer.num_calls += 1
+            output = super().step(batch)
+            if MyTrainer.num_calls < 3:
+                return output
+            return output._replace(loss=output.loss * float("nan"))
+    """,
+    )
+    said = cli.run(
+        *("--plugin", path, "--trainer", "my_trainer"),
+        overrides=("training.batch_size=1", "training.num_episodes_per_experience=2"),
+    )
+    message = refused(said)
+    assert message.startswith("optimizer step 3 (iteration 1) has loss nan and gradient norm nan")
+    assert "the weights before it are saved. Lower training.lr" in message
+    checkpoints = cli.folder / "runs" / "one" / "checkpoints"
+    latest = checkpoints / (checkpoints / "latest").read_text().strip()
+    weights = load_file(latest / "attacker" / "model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
+    settings = yaml.safe_load((cli.folder / "runs" / "one" / "settings.yaml").read_text())
+    assert settings["run_id"] == "one"
