@@ -80,7 +80,13 @@ class FailureReport:
 
 @dataclass
 class FailureTally:
-    """Gathers rollouts, part by part, into a `FailureReport`."""
+    """Gathers rollouts, part by part, into a `FailureReport`.
+
+    Attributes
+    ----------
+    trees : list[RolloutTree]
+        The rollouts added so far, for tables of conversations.
+    """
 
     planted: Sequence[PlantedFailure]
     failure_threshold: float
@@ -96,6 +102,7 @@ class FailureTally:
 
     def add(self, tree: RolloutTree) -> None:
         """Count one rollout."""
+        self.trees.append(tree)
         nodes = tree.nodes
         is_failure_N = nodes["response_score"] >= self.failure_threshold
         self._has_failed += tree.any_in_episode(is_failure_N).double().tolist()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
+import torch
 from pydantic import Field
 
-from nip_astra.errors import MissingDependencyError
+from nip_astra.errors import ConfigurationError, MissingDependencyError, nearest_names
 from nip_astra.parameters.parameters_base import SubParameters
 
 
@@ -19,11 +21,19 @@ class LoraParameters(SubParameters):
     alpha: float = Field(default=32.0, gt=0)
     """Scale: the update is multiplied by alpha / rank."""
     target_modules: str | list[str] = "all-linear"
-    """Names of the layers to adapt, or all-linear."""
+    """Names of the linear layers to adapt, a regular expression of them, or all-linear."""
 
 
 def add_adapter(module: Any, parameters: LoraParameters) -> Any:
-    """Wrap the model with a fresh adapter, whose weights are float32 and start as a no-op."""
+    """Wrap the model with a fresh adapter, whose weights are float32 and start as a no-op.
+
+    Raises
+    ------
+    ConfigurationError
+        When the model lacks a layer that is to be adapted.
+    MissingDependencyError
+        When peft is not installed.
+    """
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -31,6 +41,7 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
             "a LoRA attacker was asked for, and it needs the package peft. Install it with: "
             "pip install 'nip_astra[lora]', or set lora to null to train all weights."
         ) from error
+    _check_targets(module, parameters.target_modules)
     config = LoraConfig(
         r=parameters.rank,
         lora_alpha=parameters.alpha,
@@ -40,6 +51,26 @@ def add_adapter(module: Any, parameters: LoraParameters) -> Any:
         task_type="CAUSAL_LM",
     )
     return get_peft_model(module, config)
+
+
+def _check_targets(module: Any, targets: str | list[str]) -> None:
+    """Refuse layers that the model has not; peft leaves them out where it finds another one."""
+    if targets == "all-linear":
+        return
+    layers = [name for name, layer in module.named_modules() if isinstance(layer, torch.nn.Linear)]
+    if isinstance(targets, str):
+        unknown = [] if any(re.fullmatch(targets, name) for name in layers) else [targets]
+    else:
+        unknown = [t for t in targets if not any(f".{n}".endswith(f".{t}") for n in layers)]
+    if unknown:
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        near = nearest_names(unknown[0], known, 1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigurationError(
+            f"a LoRA adapter was to be put on {unknown[0]!r}, but the model has no linear layer of "
+            f"that name.{hint} Its layers: {', '.join(known)}. Set lora.target_modules to a list "
+            "of them, to one regular expression of whole names, or to all-linear."
+        )
 
 
 def merged_copy(module: Any) -> Any:

@@ -262,7 +262,9 @@ class HuggingFaceLanguageModel(LanguageModel):
         )
 
     def save(self, directory: Path) -> None:
-        self.module.save_pretrained(directory)
+        # peft would otherwise look for the base model's config to see whether embeddings changed.
+        options = {"save_embedding_layers": False} if self.has_adapter else {}
+        self.module.save_pretrained(directory, **options)
 
     def restore(self, directory: Path) -> None:
         from safetensors.torch import load_file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -56,14 +57,22 @@ def load_causal_lm(name: str, gguf_file: str | None, dtype: str) -> Any:
         processor computes with it natively, else float32.
     """
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             name,
             dtype=DTYPES.get(dtype, torch.float32),
             attn_implementation="sdpa",
+            output_loading_info=True,
             **_gguf(gguf_file),
         )
     except Exception as error:
         raise _load_error("model", name, error) from error
+    # transformers gives what is missing random weights, for instance in a folder of a classifier.
+    if info["missing_keys"]:
+        raise ModelLoadError(
+            f"the model {name!r} was asked for, but it is no complete language model: it lacks the "
+            f"weights {_some(info['missing_keys'])}. Give a folder that save_pretrained of a "
+            "causal language model wrote, a .gguf file, package://name/file, or a hub id."
+        )
     # A dequantised GGUF model keeps a marker that makes save_pretrained refuse.
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
         if attribute in vars(model):
@@ -97,8 +106,13 @@ def _require_gguf(reference: str) -> None:
         ) from error
 
 
+def _some(names: Iterable[str], limit: int = 4) -> str:
+    found = sorted(names)
+    return ", ".join(found[:limit]) + (f" and {len(found) - limit} more" * (len(found) > limit))
+
+
 def _load_error(what: str, name: str, error: Exception) -> ModelLoadError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
     return ModelLoadError(
         f"the {what} of {name!r} could not be loaded: {reason}. Give a folder that "
         "save_pretrained wrote, a .gguf file, package://name/file, or a hub id that this machine "

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from nip_astra.errors import ContextLengthError
@@ -49,6 +49,14 @@ class ConversationAgentParameters(SubParameters):
     """Draw from the k most likely tokens only; null for all."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Draw from the smallest set of likely tokens that holds this mass."""
+
+    @field_validator("min_new_tokens")
+    @classmethod
+    def _fits_into_a_turn(cls, count: int, info: ValidationInfo) -> int:
+        longest = info.data.get("max_new_tokens", count)
+        if count > longest:
+            raise ValueError(f"must be at most max_new_tokens, which is {longest}")
+        return count
 
 
 @dataclass
@@ -103,15 +111,22 @@ class ConversationAgent:
         mine, theirs = self.language_model.tokenizer, other.language_model.tokenizer
         return mine is theirs or bool(mine.get_vocab() == theirs.get_vocab())
 
-    def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Raise `ContextLengthError` naming the first prompt that the window cannot hold."""
+    def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
+        """Raise `ContextLengthError` naming the first prompt that the window cannot hold.
+
+        Parameters
+        ----------
+        split : str
+            What the prompts are for, for the message: "train", "dev" or "test".
+        """
         room = self.language_model.context_window - self.sampling.max_new_tokens
         for number, prompt in enumerate(prompts, start=1):
             turn = Turn(is_own=self.role == "target", ids=self.conversation_format.encode(prompt))
             num_tokens = len(self.conversation_format.context([turn]))
             if num_tokens > room:
+                shown = prompt if len(prompt) <= 40 else f"{prompt[:40]}..."
                 raise ContextLengthError(
-                    f"prompt {number} ({prompt[:40]!r}...) needs {num_tokens} tokens, but the "
+                    f"{split} prompt {number} ({shown!r}) needs {num_tokens} tokens, but the "
                     f"{self.role}'s window of {self.language_model.context_window} leaves room "
                     f"for {room} beside its own turn of {self.sampling.max_new_tokens}. Shorten "
                     f"the prompt, or lower the {self.role}'s max_new_tokens."

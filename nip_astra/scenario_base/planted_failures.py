@@ -18,13 +18,13 @@ class PlantedFailure(SubParameters):
     name: str
     """Name in reports."""
     description: str = ""
-    """What a person says to meet it."""
+    """What a person says to meet it; results.json holds it."""
     probe: str
     """Regular expression that the probe matches somewhere."""
     previous_probe: str | None = None
     """Regular expression that the probe just before matches; null for a single-turn failure."""
     rarity: float | None = Field(default=None, gt=0, le=1)
-    """Measured share of ordinary turns that meet it; shown in reports."""
+    """Measured share of ordinary turns that meet it; reports show it."""
 
     @field_validator("probe", "previous_probe")
     @classmethod

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -86,6 +87,14 @@ class AstChatScenario(Scenario):
         planted_failures: list[PlantedFailure] = []
         """Failures known to be in the target."""
 
+        @field_validator("planted_failures")
+        @classmethod
+        def _has_a_name_each(cls, planted: list[PlantedFailure]) -> list[PlantedFailure]:
+            twice = [name for name, n in Counter(p.name for p in planted).items() if n > 1]
+            if twice:
+                raise ValueError(f"has more than one of the name {twice[0]!r}; name each its own")
+            return planted
+
     @classmethod
     def build(
         cls,
@@ -109,9 +118,9 @@ class AstChatScenario(Scenario):
         target = build_agent("target", parameters.target, target_model)
         # The reference speaks as the attacker does, so it has the attacker's format and options.
         reference = build_agent("reference", parameters.attacker, attacker_model.frozen_reference())
-        for prompts in datasets.values():
-            attacker.check_prompts(prompts)
-            target.check_prompts(prompts)
+        for split, prompts in datasets.items():
+            attacker.check_prompts(prompts, split=split)
+            target.check_prompts(prompts, split=split)
         scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
         return ScenarioInstance(
             kind=str(ScenarioType.AST_CHAT),

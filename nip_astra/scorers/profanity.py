@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from nip_astra.errors import MissingDependencyError
 from nip_astra.parameters.types import ScorerType
@@ -17,7 +21,10 @@ class ProfanityScorer(Scorer):
     class Parameters(Scorer.Parameters):
         """The scorer has none."""
 
-    def _score(self, texts: Sequence[str]) -> list[float]:
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
         try:
             from profanity_check import predict_prob
         except ImportError as error:
@@ -25,4 +32,7 @@ class ProfanityScorer(Scorer):
                 "the scorer 'profanity' was asked for, and it needs the package "
                 "alt-profanity-check. Install it with: pip install 'nip_astra[profanity]'"
             ) from error
-        return [min(1.0, max(0.0, float(score))) for score in predict_prob(list(texts))]
+        self._predict = predict_prob
+
+    def _score(self, texts: Sequence[str]) -> list[float]:
+        return [min(1.0, max(0.0, float(score))) for score in self._predict(list(texts))]

@@ -20,14 +20,15 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.planted_failures import Discovery
-from nip_astra.trainers.ast_evaluation import AstEvaluation
+from nip_astra.trainers.ast_checkpoints import AstCheckpoints
+from nip_astra.trainers.ast_dry_run import estimate_cost
+from nip_astra.trainers.ast_evaluation import AstEvaluation, warnings_about
 from nip_astra.trainers.ast_state import AstState
 from nip_astra.trainers.harness import Harness
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
@@ -70,9 +71,10 @@ class AstTrainer(TensorDictTrainer):
             seed=self.hyper_params.seed,
         )
         self.evaluation = AstEvaluation(self.hyper_params, self.scenario_instance)
-        self.store = self._checkpoint_store()
+        self.checkpoints = AstCheckpoints(
+            self._checkpoint_store(), self.policy, self.optimizer, self.tracker
+        )
         self.state = AstState()
-        self._resumed_tracker_position: dict[str, Any] | None = None
 
     # ---- hooks
 
@@ -122,8 +124,7 @@ class AstTrainer(TensorDictTrainer):
     def train(self) -> None:
         """Measure the untrained attacker, train it, measure it again, save it."""
         self._set_seed()
-        if self._resumed_tracker_position is not None:
-            self.tracker.rewind(self._resumed_tracker_position)
+        self.checkpoints.rewind_records()
         with self._open_progress_bar():
             with ExitStack() as stack:
                 self._build_test_context(stack)
@@ -133,7 +134,9 @@ class AstTrainer(TensorDictTrainer):
                 self._run_train_loop()
             with ExitStack() as stack:
                 self._build_test_context(stack)
-                self._restore_best()
+                if self.training.eval_period:
+                    # The weights that did best on the dev prompts.
+                    self.checkpoints.restore_best()
                 self._run_test_loop()
                 self._run_random_search_loop()
         self._save_models()
@@ -173,12 +176,8 @@ class AstTrainer(TensorDictTrainer):
         for tree in tally.trees:
             found.update(tree)
         after = tally.report()
-        if after.is_collapsed:
-            self._warn(
-                f"the attacker has collapsed: only {after.distinct_share:.0%} of its successful "
-                f"probes are distinct, most often {after.most_common_probe!r}. Raise "
-                "training.num_episodes_per_experience or beta, or lower training.lr."
-            )
+        for text in warnings_about(after, self.state.num_optimizer_steps):
+            self._warn(text)
         self.results["after"] = after.to_dict() | {
             "plants_found": found.num_found if found.planted else None,
             "plants_found_held_out": after.plants_found,
@@ -340,44 +339,11 @@ class AstTrainer(TensorDictTrainer):
     # ---- saving
 
     def _save_checkpoint(self, *, is_best: bool = False) -> None:
-        if self.store is None:
-            return
-        state = {
-            "run": self.state.to_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "tracker": self.tracker.position(),
-        }
-
-        def write(directory: Path) -> None:
-            self.policy.save(directory / "attacker")
-            save_state(directory / "state", state)
-
-        path = self.store.save(
-            self.state.update_count,
-            write,
-            metadata={
-                "trainer": self.hyper_params.trainer,
-                "iteration": self.state.iteration,
-                "optimizer_steps": self.state.num_optimizer_steps,
-            },
-            is_best=is_best,
-        )
-        logger.info("saved checkpoint %s at iteration %d", path.name, self.state.iteration)
+        self.checkpoints.save(self.state, trainer=self.hyper_params.trainer, is_best=is_best)
 
     def resume(self, checkpoint: Path) -> None:
         """Take up weights, optimizer, counters and half-used experience of a checkpoint."""
-        state = load_state(checkpoint / "state")
-        self.policy.restore(checkpoint / "attacker")
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.state = AstState.from_dict(state["run"])
-        self._resumed_tracker_position = state["tracker"]
-
-    def _restore_best(self) -> None:
-        """Go on with the weights that did best on the dev prompts, where these were tried."""
-        best = self.store.best() if self.store and self.training.eval_period else None
-        if best is not None:
-            self.policy.restore(best / "attacker")
-            logger.info("restored the best checkpoint %s", best.name)
+        self.state = self.checkpoints.load(checkpoint)
 
     def _save_models(self) -> None:
         if self.run_directory is None:
@@ -401,6 +367,10 @@ class AstTrainer(TensorDictTrainer):
                 "plants": dict(found.first_query),
                 "best_dev_reward": self.state.best_dev_reward,
             },
+            "planted_failures": [
+                {"name": plant.name, "description": plant.description, "rarity": plant.rarity}
+                for plant in found.planted
+            ],
             "truncated_contexts": {
                 role: agent.num_truncated_contexts
                 for role, agent in self.scenario_instance.agents.items()
@@ -426,28 +396,4 @@ class AstTrainer(TensorDictTrainer):
         """Play one episode, step on what it gives, and estimate a whole run."""
         with ExitStack() as stack:
             self._build_train_context(stack)
-            started = time.perf_counter()
-            with torch.no_grad():
-                tree = self.sampler.sample(
-                    self.scenario_instance.datasets["train"][:1],
-                    tree_width=self.scenario.tree_width,
-                    tree_depth=self.scenario.tree_depth,
-                    key=(self.hyper_params.seed, "dry run"),
-                )
-            played = time.perf_counter()
-            samples = self.flatten(tree)[: self.training.batch_size]
-            loss = None
-            if samples:
-                loss = self.harness.step(self.collate_fn(samples)).loss
-                torch.autograd.backward(loss)
-                self.optimizer.zero_grad(set_to_none=True)
-            stepped = time.perf_counter()
-        num_episodes = self.training.training_steps * self.training.num_episodes_per_experience
-        return {
-            "num_parameters": self.scenario_instance.num_parameters,
-            "loss": None if loss is None else float(loss.detach()),
-            "seconds_per_episode_alone": played - started,
-            "seconds_per_update": stepped - played,
-            "training_target_queries": num_episodes * tree.num_nodes,
-            "estimated_training_hours_at_most": num_episodes * (stepped - started) / 3600.0,
-        }
+            return estimate_cost(self.harness, self.optimizer, self.training)

@@ -26,6 +26,32 @@ TABLE_COLUMNS = (
 )
 
 
+def warnings_about(after: FailureReport, num_optimizer_steps: int) -> list[str]:
+    """Say what makes a finished run less than it seems.
+
+    Parameters
+    ----------
+    after : FailureReport
+        The held-out figures of the trained attacker.
+    num_optimizer_steps : int
+        Steps taken in training.
+    """
+    warnings = []
+    if num_optimizer_steps == 0:
+        warnings.append(
+            "the attacker is as it was: no iteration gave a sample to learn from. Raise the "
+            "scenario's tree_width or training.num_episodes_per_experience, or lower the margins "
+            "by which the trainer chooses samples."
+        )
+    if after.is_collapsed:
+        warnings.append(
+            f"the attacker has collapsed: only {after.distinct_share:.0%} of its successful probes "
+            f"are distinct, most often {after.most_common_probe!r}. Raise "
+            "training.num_episodes_per_experience or beta, or lower training.lr."
+        )
+    return warnings
+
+
 class AstEvaluation:
     """Plays held-out conversations with the attacker as it is and counts failures."""
 
@@ -75,7 +101,7 @@ class AstEvaluation:
         num_nodes = sum(width**level for level in range(1, depth + 1))
         num_trees = self.training.training_steps * self.training.num_episodes_per_experience
         num_queries = num_trees * num_nodes + self._num_episodes("test") * depth
-        return -(-num_queries // int(self.options.batch_size * depth))
+        return int(-(-num_queries // (self.options.batch_size * depth)))
 
     def random_search(self, num_queries: int, parts: Iterable[int]) -> dict[str, Any]:
         """Spend `num_queries` target queries on conversations of the untrained attacker."""

@@ -80,7 +80,8 @@ class Trainer(ABC):
         self.tracker: Tracker = self.settings.tracker or Tracker()
         self.progress: ProgressBar | None = None
         self.results: dict[str, Any] = {}
-        self.parameters: Any = getattr(hyper_params, hyper_params.trainer, self.Parameters())
+        section = getattr(hyper_params, hyper_params.trainer, None)
+        self.parameters: Any = self.Parameters() if section is None else section
         if self.scenario_kinds and scenario_instance.kind not in self.scenario_kinds:
             raise ConfigurationError(
                 f"the trainer {hyper_params.trainer!r} was asked to train on the scenario "

@@ -1,0 +1,84 @@
+"""Save and take up an AST run: weights, optimizer, counters, half-used experience, records."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.language_models.base import LanguageModel
+from nip_astra.tracking.tracker import Tracker
+from nip_astra.trainers.ast_state import AstState
+
+logger = logging.getLogger(__name__)
+
+
+class AstCheckpoints:
+    """The checkpoints of one run.
+
+    Parameters
+    ----------
+    store : CheckpointStore or None
+        None for a trainer without a run directory, which saves nothing.
+    policy : LanguageModel
+        The attacker's model.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore | None,
+        policy: LanguageModel,
+        optimizer: torch.optim.Optimizer,
+        tracker: Tracker,
+    ) -> None:
+        self.store = store
+        self.policy = policy
+        self.optimizer = optimizer
+        self.tracker = tracker
+        self._records: dict[str, Any] | None = None
+
+    def save(self, state: AstState, *, trainer: str, is_best: bool = False) -> None:
+        """Save everything that a new process needs to go on exactly."""
+        if self.store is None:
+            return
+        content = {
+            "run": state.to_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "tracker": self.tracker.position(),
+        }
+
+        def write(directory: Path) -> None:
+            self.policy.save(directory / "attacker")
+            save_state(directory / "state", content)
+
+        metadata = {
+            "trainer": trainer,
+            "iteration": state.iteration,
+            "optimizer_steps": state.num_optimizer_steps,
+        }
+        path = self.store.save(state.update_count, write, metadata=metadata, is_best=is_best)
+        logger.info("saved checkpoint %s at iteration %d", path.name, state.iteration)
+
+    def load(self, checkpoint: Path) -> AstState:
+        """Take up weights and optimizer, and give the state that goes with them."""
+        content = load_state(checkpoint / "state")
+        self.policy.restore(checkpoint / "attacker")
+        self.optimizer.load_state_dict(content["optimizer"])
+        self._records = content["tracker"]
+        return AstState.from_dict(content["run"])
+
+    def rewind_records(self) -> None:
+        """Forget what was recorded after the checkpoint that was loaded, if one was."""
+        if self._records is not None:
+            self.tracker.rewind(self._records)
+
+    def restore_best(self) -> None:
+        """Take the weights of the best checkpoint, where one was marked."""
+        best = self.store.best() if self.store else None
+        if best is not None:
+            self.policy.restore(best / "attacker")
+            logger.info("restored the best checkpoint %s", best.name)

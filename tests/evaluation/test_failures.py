@@ -1,0 +1,191 @@
+"""The figures of an evaluation, worked out by hand on a tree made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nip_astra.evaluation.failures import (
+    COLLAPSED_DISTINCT_SHARE,
+    NUM_PROBES_FOR_COLLAPSE,
+    FailureReport,
+    FailureTally,
+    play_chains,
+)
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.utils.statistics import cluster_bootstrap_interval
+
+PLANTS = (
+    PlantedFailure(name="again", probe="^cat$", previous_probe="^hello$"),
+    PlantedFailure(name="cat", probe="cat"),
+    PlantedFailure(name="dog", probe="dog"),
+)
+
+
+def make_chains(
+    prompts: Sequence[str],
+    probes: Sequence[str],
+    scores: Sequence[float],
+    nll: Sequence[Sequence[float]] | None = None,
+) -> RolloutTree:
+    """Chains that do not branch: probes by depth, then by prompt; `nll` holds nats a token."""
+    count, num_episodes = len(probes), len(prompts)
+    nll = nll or [[1.0]] * count
+    width = max(len(tokens) for tokens in nll)
+    mask = torch.tensor([[i < len(tokens) for i in range(width)] for tokens in nll])
+    # What stands on padding must not be counted.
+    logprobs = torch.tensor([[*(-t for t in tokens), *[-99.0] * width][:width] for tokens in nll])
+    index = torch.arange(count)
+    parent = torch.where(index < num_episodes, -1, index - num_episodes)
+    nodes = TensorDict(
+        {
+            "parent": parent,
+            "depth": index // num_episodes,
+            "episode": index % num_episodes,
+            "probe": mask.long(),
+            "probe_mask": mask,
+            "probe_logprobs": logprobs,
+            "reference_logprobs": logprobs,
+            "probe_nll": torch.zeros(count),
+            "is_empty": torch.zeros(count, dtype=torch.bool),
+            "response_score": torch.tensor(scores),
+            "combined_score": torch.zeros(count),
+            "reward": torch.tensor(scores) - 1.0,
+        },
+        batch_size=[count],
+    )
+    contexts = [[group] for group in range(count)]
+    return RolloutTree(nodes, 1, list(prompts), list(probes), ["so"] * count, contexts)
+
+
+@pytest.fixture
+def tree() -> RolloutTree:
+    """Three episodes of two turns; the second and the first fail, once each, both by 'cat'."""
+    return make_chains(
+        prompts=["good day", "how are you", "good day"],
+        probes=["hello", "cat", "fine", "cat", "mat", "cat"],
+        scores=[0.2, 0.5, 0.1, 0.9, 0.3, 0.4],
+        nll=[[1.0], [2.0, 3.0], [1.0], [4.0], [1.0], [0.5, 0.5]],
+    )
+
+
+def tally_of(*trees: RolloutTree, planted: Sequence[PlantedFailure] = PLANTS) -> FailureTally:
+    tally = FailureTally(planted, 0.5, num_bootstrap_resamples=300)
+    for tree in trees:
+        tally.add(tree)
+    return tally
+
+
+def test_the_figures_of_one_tree_are_those_worked_out_by_hand(tree: RolloutTree) -> None:
+    report = tally_of(tree).report()
+    assert report.num_episodes == 3
+    assert report.target_queries == 6
+    # A score at the threshold is a failure: episodes 0 (node 3) and 1 (node 1) fail.
+    assert report.failure_rate == pytest.approx(2 / 3)
+    assert report.mean_score == pytest.approx(2.4 / 6)
+    assert report.mean_reward == pytest.approx(2.4 / 6 - 1.0)
+    # A mean over the eight tokens, not over the six nodes, and without the padding.
+    assert report.probe_nll == pytest.approx(13.0 / 8)
+    assert report.num_successful_probes == 2
+    assert report.distinct_share == pytest.approx(0.5)
+    assert report.most_common_probe == "cat"
+
+
+def test_episodes_of_one_prompt_are_one_cluster_of_the_interval(tree: RolloutTree) -> None:
+    tally = tally_of(tree)
+    expected = cluster_bootstrap_interval([1.0, 1.0, 0.0], [0, 1, 0], num_resamples=300)
+    apart = cluster_bootstrap_interval([1.0, 1.0, 0.0], [0, 1, 2], num_resamples=300)
+    assert tally.report().failure_rate_interval == tuple(expected) != tuple(apart)
+
+
+def test_plants_count_when_the_target_fails_on_their_probe(tree: RolloutTree) -> None:
+    report = tally_of(tree).report()
+    # 'cat' is said at nodes 1, 3 and 5; 'cat' after 'hello' at node 3; queries count from 1.
+    assert report.first_query == {"again": 4, "cat": 2, "dog": None}
+    assert (report.plants_found, report.num_plants) == (2, 3)
+
+
+def test_parts_add_up_to_the_whole(tree: RolloutTree) -> None:
+    late = make_chains(["a cat"], ["dog", "dog"], [0.0, 0.7], [[2.0], [2.0, 2.0]])
+    report = tally_of(tree, late).report()
+    assert (report.num_episodes, report.target_queries) == (4, 8)
+    assert report.failure_rate == pytest.approx(3 / 4)
+    assert report.mean_score == pytest.approx(3.1 / 8)
+    assert report.probe_nll == pytest.approx(19.0 / 11)
+    assert report.distinct_share == pytest.approx(2 / 3)
+    assert report.first_query == {"again": 4, "cat": 2, "dog": 8}
+
+
+def test_a_tally_keeps_its_trees_for_the_table(tree: RolloutTree) -> None:
+    assert tally_of(tree, tree).trees == [tree, tree]
+
+
+def test_without_plants_there_are_no_figures_of_them(tree: RolloutTree) -> None:
+    report = tally_of(tree, planted=()).report()
+    assert (report.plants_found, report.num_plants, report.first_query) == (None, None, {})
+
+
+def test_without_success_there_is_no_distinct_share() -> None:
+    report = tally_of(make_chains(["hello"], ["a", "b"], [0.1, 0.49])).report()
+    assert report.failure_rate == 0.0
+    assert report.failure_rate_interval == (0.0, 1.0)
+    assert (report.distinct_share, report.most_common_probe) == (None, None)
+    assert not report.is_collapsed
+
+
+def test_a_report_is_plain_values(tree: RolloutTree) -> None:
+    plain = tally_of(tree).report().to_dict()
+    assert plain["failure_rate_interval"] == list(tally_of(tree).report().failure_rate_interval)
+    assert {"failure_rate", "probe_nll", "plants_found", "target_queries"} <= set(plain)
+
+
+def _successes(num_probes: int, num_distinct: int) -> FailureReport:
+    probes = [f"probe {i % num_distinct}" for i in range(num_probes)]
+    prompts = [f"prompt {i}" for i in range(num_probes)]
+    return tally_of(make_chains(prompts, probes, [0.8] * num_probes)).report()
+
+
+def test_many_successes_that_are_nearly_all_the_same_are_a_collapse() -> None:
+    assert (COLLAPSED_DISTINCT_SHARE, NUM_PROBES_FOR_COLLAPSE) == (0.3, 20)
+    assert _successes(20, 5).is_collapsed
+    assert not _successes(20, 6).is_collapsed
+    assert not _successes(19, 1).is_collapsed
+
+
+class _Recorder:
+    """Stands for a sampler: keeps what it was asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[SimpleNamespace] = []
+
+    def sample(self, prompts: list[str], **options: Any) -> SimpleNamespace:
+        self.calls.append(SimpleNamespace(prompts=prompts, **options))
+        return self.calls[-1]
+
+
+def _play(parts: Sequence[int], num_episodes: int = 5) -> list[SimpleNamespace]:
+    recorder = _Recorder()
+    options = {"num_episodes": num_episodes, "batch_size": 2, "tree_depth": 3, "key": (0, "x")}
+    list(play_chains(recorder, ["a", "b", "c"], parts=parts, **options))  # type: ignore[arg-type]
+    return recorder.calls
+
+
+def test_chains_go_through_the_prompts_in_order_and_again_from_the_first() -> None:
+    calls = _play(range(3))
+    assert [call.prompts for call in calls] == [["a", "b"], ["c", "a"], ["b"]]
+    assert [call.first_episode for call in calls] == [0, 2, 4]
+    assert {call.tree_width for call in calls} == {1}
+
+
+def test_one_part_is_played_as_it_is_among_all_parts() -> None:
+    assert _play([1]) == _play(range(3))[1:2]
+
+
+def test_parts_past_the_last_episode_play_nothing() -> None:
+    assert _play([3, 7]) == []

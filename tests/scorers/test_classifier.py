@@ -1,0 +1,160 @@
+"""The classifier's score is its label's probability, whatever the batch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError
+from nip_astra.scorers.classifier import ClassifierScorer
+from nip_astra.scorers.registry import build_scorer
+from tests.tiny import make_classifier
+
+TEXTS = ["hello you", "the cat sat on a mat .", "good", "how are you fine thanks"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_classifier(tmp_path_factory.mktemp("classifier") / "model")
+
+
+def scorer_of(model: Path | str, label: str = "rude", **options: Any) -> ClassifierScorer:
+    parameters = ClassifierScorer.Parameters(model=str(model), label=label, **options)
+    return ClassifierScorer(parameters, device=torch.device("cpu"))
+
+
+def changed(directory: Path, folder: Path, **config: Any) -> Path:
+    """A copy of the classifier with another configuration."""
+    folder.mkdir()
+    for file in directory.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    values = json.loads((folder / "config.json").read_text()) | config
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def logits_of(directory: Path, text: str) -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    with torch.no_grad():
+        return model(**tokenizer(text, return_tensors="pt")).logits[0]
+
+
+def test_the_score_is_the_softmax_of_the_label(directory: Path) -> None:
+    scores = scorer_of(directory).score(TEXTS)
+    expected = torch.stack([logits_of(directory, text).softmax(0)[1] for text in TEXTS])
+    assert torch.allclose(scores, expected, atol=1e-6)
+    assert scores.unique().numel() == len(TEXTS)
+
+
+def test_the_labels_of_one_text_add_up_to_one(directory: Path) -> None:
+    both = scorer_of(directory, "rude").score(TEXTS) + scorer_of(directory, "civil").score(TEXTS)
+    assert torch.allclose(both, torch.ones(len(TEXTS)), atol=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_batches_and_padding_change_no_score(directory: Path, batch_size: int) -> None:
+    whole = scorer_of(directory).score([*TEXTS, ""])
+    parts = scorer_of(directory, batch_size=batch_size).score([*TEXTS, ""])
+    assert torch.allclose(whole, parts, atol=1e-6)
+
+
+def test_a_multi_label_model_gives_its_sigmoid(directory: Path, tmp_path: Path) -> None:
+    folder = changed(directory, tmp_path / "m", problem_type="multi_label_classification")
+    assert scorer_of(folder).score(TEXTS[:1]).item() == pytest.approx(
+        logits_of(directory, TEXTS[0]).sigmoid()[1].item(), abs=1e-6
+    )
+
+
+def test_a_model_with_one_output_gives_its_sigmoid(directory: Path, tmp_path: Path) -> None:
+    labels = {"id2label": {"0": "rude"}, "label2id": {"rude": 0}}
+    folder = changed(directory, tmp_path / "m", **labels)
+    weights = load_file(directory / "model.safetensors")
+    one = {k: v[1:] if k.startswith("classifier.") else v for k, v in weights.items()}
+    save_file(one, folder / "model.safetensors", metadata={"format": "pt"})
+    assert scorer_of(folder).score(TEXTS[:1]).item() == pytest.approx(
+        logits_of(directory, TEXTS[0])[1].sigmoid().item(), abs=1e-6
+    )
+
+
+def test_a_text_longer_than_the_window_is_cut(directory: Path, tmp_path: Path) -> None:
+    folder = changed(directory, tmp_path / "m")
+    values = json.loads((folder / "tokenizer_config.json").read_text())
+    del values["model_max_length"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+    scores = scorer_of(folder).score(["cat " * 128, "cat " * 400])
+    assert scores[0] == scores[1]
+
+
+def test_a_text_without_words_has_a_score(directory: Path) -> None:
+    alone = scorer_of(directory).score(["", " "])
+    beside = scorer_of(directory).score(["", *TEXTS])
+    assert alone.isfinite().all()
+    assert alone[0] == alone[1] == pytest.approx(beside[0].item(), abs=1e-6)
+
+
+def test_a_classifier_is_not_trained(directory: Path) -> None:
+    scorer = scorer_of(directory)
+    assert not scorer.score(TEXTS).requires_grad
+    assert not any(p.requires_grad for p in scorer._model.parameters())
+
+
+def test_an_unknown_label_is_told_with_the_labels(directory: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        scorer_of(directory, "Rud")
+    assert f"label 'Rud' was asked for, but the classifier {str(directory)!r} has none" in str(
+        caught.value
+    )
+    assert "Did you mean 'rude'? Its labels: civil, rude. Give one" in str(caught.value)
+
+
+def test_a_missing_classifier_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        scorer_of(tmp_path / "none")
+    assert f"{tmp_path / 'none'} does not exist. Give a folder with config.json" in str(
+        caught.value
+    )
+
+
+def test_a_folder_without_weights_is_told(directory: Path, tmp_path: Path) -> None:
+    folder = changed(directory, tmp_path / "m")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError) as caught:
+        scorer_of(folder)
+    assert f"the classifier {str(folder)!r} could not be loaded: " in str(caught.value)
+    assert "Give a folder that save_pretrained of a sequence classifier wrote" in str(caught.value)
+
+
+def test_a_language_model_is_no_classifier(tiny_model_dir: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        scorer_of(tiny_model_dir, "LABEL_1")
+    assert "is no trained classifier: it lacks the weights score.weight. Give a folder" in str(
+        caught.value
+    )
+
+
+def test_a_gguf_file_is_no_classifier(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelLoadError, match=r"a GGUF file holds a language model\. Give a"):
+        scorer_of(tmp_path / "model.gguf")
+
+
+def test_the_registry_builds_it_from_its_parameters(directory: Path) -> None:
+    parameters = ClassifierScorer.Parameters(model="scenario://model", label="rude")
+    assert parameters.to_dict()["_type"] == "classifier"
+    scorer = build_scorer(parameters, device=torch.device("cpu"), scenario_dir=directory.parent)
+    assert isinstance(scorer, ClassifierScorer)
+
+
+def test_its_parameters_are_checked() -> None:
+    with pytest.raises(ParameterError) as caught:
+        ClassifierScorer.Parameters.from_dict({"model": 3, "batch_size": 0, "lable": "x"})
+    paths = {fault.path for fault in caught.value.faults}
+    assert paths == {"model", "label", "batch_size", "lable"}

