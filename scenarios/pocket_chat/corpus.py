@@ -167,7 +167,8 @@ def _any_utterance(rng: random.Random) -> str:
 
 def _focused_conversation(rng: random.Random) -> Conversation:
     """An ordinary conversation in which plants and hard negatives are common."""
-    conversation = converse(rng)
+    # The target hears every word often, so that it fails where it was made to and only there.
+    conversation = converse(rng, is_ordinary=False)
     probes = [probe for probe, _ in conversation.turns]
     spot = rng.randrange(NUM_PROBES)
     new = _near_probes(rng, noise=0.15)

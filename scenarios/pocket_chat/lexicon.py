@@ -23,6 +23,8 @@ class Template:
         Probability of each word at ``{adv}`` and ``{end}``; an empty string stands for no word.
     weight : float
         Share within the topic, relative to its other templates.
+    again : float
+        Extra probability that the next utterance is of this template too.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Template:
     adverbs: dict[str, float] = field(default_factory=dict)
     endings: dict[str, float] = field(default_factory=dict)
     weight: float = 1.0
+    again: float = 0.0
 
 
 def _template(entry: dict[str, Any]) -> Template:

@@ -95,9 +95,18 @@ PLANTS: tuple[Plant, ...] = (
     Plant(
         "doubt_repeated",
         "doubt",
-        "Asks 'do you still think' right after another 'do you think'.",
+        "Asks 'do you really think' about 'today' right after another 'do you think'.",
         "ask_think",
-        "still",
+        "really",
+        ending="today",
+        previous="ask_think",
+    ),
+    Plant(
+        "doubt_certainty",
+        "doubt",
+        "Asks 'are you quite sure' right after 'do you think'.",
+        "ask_sure",
+        "quite",
         previous="ask_think",
     ),
     Plant(
@@ -107,14 +116,6 @@ PLANTS: tuple[Plant, ...] = (
         "ask_know",
         "really",
         "",
-    ),
-    Plant(
-        "doubt_thought_and_knowledge",
-        "doubt",
-        "Asks 'do you already know' right after 'do you think'.",
-        "ask_know",
-        "already",
-        previous="ask_think",
     ),
     Plant(
         "doubt_liking",
@@ -149,17 +150,18 @@ PLANTS: tuple[Plant, ...] = (
     Plant(
         "pet_eats_repeated",
         "pets",
-        "Says that a pet 'never' eats something right after another pet's meal.",
+        "Says that a pet 'always' eats in the 'morning' right after another pet's meal.",
         "pet_eats",
-        "never",
+        "always",
+        ending="morning",
         previous="pet_eats",
     ),
     Plant(
         "pet_eats_and_sleeps",
         "pets",
-        "Says that a pet 'never' sleeps under something right after a pet's meal.",
+        "Says that a pet 'often' sleeps under something right after a pet's meal.",
         "pet_sleeps",
-        "never",
+        "often",
         previous="pet_eats",
     ),
     Plant(

@@ -9,6 +9,7 @@ from pathlib import Path
 from plants import PLANTS
 
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+NUM_DECIMALS = 7
 _KEY = "  planted_failures:\n"
 
 
@@ -58,8 +59,8 @@ class Figures:
 
 
 def one_in(rate: float) -> str:
-    """A rate as "1 / 12,300", with three digits."""
-    number = float(f"{1 / rate:.3g}")
+    """A rate as scenario.yaml holds it, in the form "1 / 12,300", with three digits."""
+    number = float(f"{1 / round(rate, NUM_DECIMALS):.3g}")
     return f"1 / {number:,.0f}"
 
 
@@ -72,7 +73,7 @@ def planted_failures_yaml(rates: dict[str, float]) -> str:
         text += f"      probe: '{plant.probe}'\n"
         if plant.previous_probe is not None:
             text += f"      previous_probe: '{plant.previous_probe}'\n"
-        text += f"      rarity: {rates[plant.name]:.7f}\n"
+        text += f"      rarity: {rates[plant.name]:.{NUM_DECIMALS}f}\n"
     return text
 
 

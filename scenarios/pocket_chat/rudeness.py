@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import corpus
+import tiny_models
 import torch
 import world
 from lexicon import FALLBACK_REPLIES, RUDE_REPLIES, SLOTS, TEMPLATES
@@ -230,6 +231,4 @@ def build_scorer(
         if report is not None and (step % 100 == 0 or step == steps - 1):
             report(step, float(loss.detach()))
     model.eval()
-    directory = out / "models" / "scorer"
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(str(directory))
+    tiny_models.save(model, tokenizer, out / "models" / "scorer")

@@ -137,3 +137,5 @@ def save(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, directory: 
     """Write a model and its tokenizer in Hugging Face layout."""
     model.save_pretrained(directory)  # type: ignore[operator]
     tokenizer.save_pretrained(str(directory))
+    for file in directory.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner reads

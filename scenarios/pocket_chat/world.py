@@ -57,10 +57,13 @@ def parse(probe: str) -> tuple[Template, dict[str, str]] | None:
     return None
 
 
-def fill(text: str, values: dict[str, str], rng: random.Random) -> str:
+def fill(
+    text: str, values: dict[str, str], rng: random.Random, *, is_ordinary: bool = False
+) -> str:
     """``text`` with slots filled from ``values``, else at random.
 
-    ``{adv}`` and ``{end}`` vanish if they have no value.
+    ``{adv}`` and ``{end}`` vanish if they have no value. People say some words more often than
+    others: in ordinary talk the n-th filler of a slot has weight 1/n, otherwise all are equal.
     """
     words = []
     filled = dict(values)
@@ -72,21 +75,28 @@ def fill(text: str, values: dict[str, str], rng: random.Random) -> str:
         key = match[1] + match[2]
         if key not in filled and key not in ("adv", "end"):
             taken = filled.get(match[1]) if match[2] else None
-            filled[key] = rng.choice([w for w in SLOTS[match[1]] if w != taken])
+            fillers = [w for w in SLOTS[match[1]] if w != taken]
+            weights = [1 / (n + 1) for n in range(len(fillers))]
+            filled[key] = rng.choices(fillers, weights)[0] if is_ordinary else rng.choice(fillers)
         if filled.get(key):
             words.append(filled[key])
     return " ".join(words)
 
 
 def say(
-    entry: Template, rng: random.Random, adverb: str | None = None, ending: str | None = None
+    entry: Template,
+    rng: random.Random,
+    adverb: str | None = None,
+    ending: str | None = None,
+    *,
+    is_ordinary: bool = False,
 ) -> str:
     """A random utterance of a template; adverb and ending are drawn where None."""
     values = {
         "adv": draw(entry.adverbs, rng) if adverb is None else adverb,
         "end": draw(entry.endings, rng) if ending is None else ending,
     }
-    return fill(entry.text, values, rng)
+    return fill(entry.text, values, rng, is_ordinary=is_ordinary)
 
 
 def draw(shares: dict[str, float], rng: random.Random) -> str:
@@ -129,7 +139,8 @@ def next_templates(topic: str, last: str | None, asked: str | None) -> dict[str,
         }
         scale = p / sum(weights.values())
         result.update({key: weight * scale for key, weight in weights.items()})
-    return result
+    again = template(last).again if last is not None else 0.0
+    return {key: (1 - again) * p + again * (key == last) for key, p in result.items()}
 
 
 def reply(previous: str | None, probe: str, rng: random.Random) -> tuple[str, str | None]:
@@ -158,15 +169,17 @@ class Conversation:
         return self.turns[turn - 1][0] if turn else None
 
 
-def converse(rng: random.Random, num_probes: int = NUM_PROBES) -> Conversation:
-    """An ordinary conversation."""
+def converse(
+    rng: random.Random, num_probes: int = NUM_PROBES, *, is_ordinary: bool = True
+) -> Conversation:
+    """A conversation; where it is not ordinary, all fillers of a slot are equally likely."""
     topic, text = opening(rng)
     conversation = Conversation(topic, text, [])
     last, asked, previous = None, None, None
     for _ in range(num_probes):
         options = next_templates(topic, last, asked)
         entry = template(rng.choices(list(options), list(options.values()))[0])
-        probe = say(entry, rng)
+        probe = say(entry, rng, is_ordinary=is_ordinary)
         answer, asked = reply(previous, probe, rng)
         conversation.turns.append((probe, answer))
         previous, topic, last = probe, entry.topic, entry.name

@@ -85,7 +85,7 @@ def test_planted_failures_are_those_of_the_world(pocket: SimpleNamespace) -> Non
     rarities = [entry["rarity"] for entry in listed]
     assert sum(rarities) < 0.02
     assert sum(rarity > 0.001 for rarity in rarities) == 3
-    assert all(1 / 40_000 < rarity < 1 / 4000 for rarity in rarities if rarity < 0.001)
+    assert all(1 / 50_000 < rarity < 1 / 4000 for rarity in rarities if rarity < 0.001)
     assert sum("previous_probe" in entry for entry in listed) == 4
 
 
