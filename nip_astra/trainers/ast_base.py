@@ -146,7 +146,7 @@ class AstTrainer(TensorDictTrainer):
     def _run_before_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Before training")
         done = self.evaluation.num_parts("test") if self.state.before is not None else 0
-        report = self.evaluation.run("test", iteration_context.iterate(done))
+        report = self.evaluation.run("test", self._parts(iteration_context, done))
         if self.state.before is None:
             self.state.before = report.report().to_dict()
         self._raise_if_stopped()
@@ -171,7 +171,7 @@ class AstTrainer(TensorDictTrainer):
     @attach_progress_bar(lambda self: self.evaluation.num_parts("test"))
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("After training")
-        tally = self.evaluation.run("test", iteration_context.iterate())
+        tally = self.evaluation.run("test", self._parts(iteration_context))
         found = self._discovery()
         for tree in tally.trees:
             found.update(tree)
@@ -195,8 +195,14 @@ class AstTrainer(TensorDictTrainer):
             return
         iteration_context.set_description("Random search")
         self.results["random_search"] = self.evaluation.random_search(
-            self.results["after"]["target_queries"], iteration_context.iterate()
+            self.results["after"]["target_queries"], self._parts(iteration_context)
         )
+
+    def _parts(self, iteration_context: IterationContext, start: int = 0) -> Iterator[int]:
+        """Give the batches of an evaluation, up to the moment when the run is to stop."""
+        for part in iteration_context.iterate(start):
+            self._raise_if_stopped()
+            yield part
 
     # ---- one iteration
 
