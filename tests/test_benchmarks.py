@@ -1,0 +1,59 @@
+"""The benchmarks run, and count what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.documents import ROOT
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> ModuleType:
+    """The module benchmarks/rollouts.py, which is in no package."""
+    name = "benchmark_rollouts"
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "rollouts.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up by name.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_token_is_unique_unless_all_before_it_are_the_same_too(rollouts: ModuleType) -> None:
+    assert rollouts.count_unique_tokens([]) == 0
+    assert rollouts.count_unique_tokens([[1, 2, 3], [1, 2, 3]]) == 3
+    assert rollouts.count_unique_tokens([[1, 2, 3], [1, 2, 4], [1, 2]]) == 4
+    assert rollouts.count_unique_tokens([[1, 2], [3, 2]]) == 4
+
+
+def test_rollouts_measures_a_scenario_and_writes_json(
+    rollouts: ModuleType,
+    tiny_scenario: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "figures.json"
+    arguments = ["--scenario", str(tiny_scenario), "--iterations", "2", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["rollouts.py", *arguments])
+    rollouts.main()
+    printed = capsys.readouterr().out
+    for label in ("iterations per second", "tokens per second", "peak memory, MiB"):
+        assert label in printed
+    figures = json.loads(out.read_text())
+    for role in ("attacker", "target", "reference"):
+        # Nothing can be said without reading what came before at least once.
+        assert figures["forwarded_per_unique_token"][role] >= 1.0
+        ratio = figures["forwarded_tokens"][role] / figures["unique_tokens"][role]
+        assert figures["forwarded_per_unique_token"][role] == pytest.approx(ratio)
+    assert figures["num_iterations"] == 2
+    assert figures["peak_memory_bytes"] > 0
+    assert "packages" in figures["environment"]

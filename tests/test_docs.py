@@ -1,0 +1,187 @@
+"""What README and the guides tell a reader to do is done here, in order, as written."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+
+from nip_astra.cli import app as cli
+from tests.command_line import CommandLine, plugins_forgotten_after
+from tests.documents import ROOT, Block, Command, anchors, blocks, documents, links, prose
+
+RUN_BY_READERS = [ROOT / "README.md", *sorted((ROOT / "doc" / "guides").glob("*.md"))]
+SMALL = (
+    "training.num_episodes_per_experience=1",
+    "training.batch_size=4",
+    "ast_chat.tree_depth=2",
+    "ast_chat.evaluation.num_episodes=4",
+    "ast_chat.evaluation.num_dev_episodes=4",
+)
+"""What is appended to every training command, beside --test-run."""
+NOT_RUN = ("pip install ", "python -m venv ")
+"""Lines that need a network or minutes; .ci/run executes the two that README begins with."""
+
+
+@pytest.mark.parametrize("page", RUN_BY_READERS, ids=lambda page: page.stem)
+def test_what_a_page_tells_the_reader_to_run_runs(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    reader = _Reader(page, CommandLine(tmp_path, tmp_path, capsys))
+    with plugins_forgotten_after():
+        for block in blocks(page):
+            reader.follow(block)
+    unused = [name for name in reader.python_files if name not in reader.mentioned]
+    assert not unused, f"{page.name} has Python files that it never runs: {unused}"
+
+
+class _Reader:
+    """Somebody who does what a page says, in an empty folder."""
+
+    def __init__(self, page: Path, type_command: CommandLine) -> None:
+        self.page, self.folder, self.type_command = page, type_command.folder, type_command
+        self.python_files: list[str] = []
+        self.mentioned = ""
+
+    def follow(self, block: Block) -> None:
+        place = f"{self.page.name}:{block.line}"
+        if block.language not in ("", "text"):
+            self.mentioned += block.text if block.language != "python" else ""
+        if block.file is not None:
+            path = self.folder / block.file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+            if block.language == "python":
+                self.python_files.append(path.name)
+                # Loaded with its folder; see the guide of scenarios.
+                self.mentioned += " plugin.py" if path.name == "plugin.py" else ""
+        elif block.language == "python":
+            exec(compile(block.text, place, "exec"), {"__name__": "__main__"})
+        for command in block.commands:
+            self._obey(command, place)
+
+    def _obey(self, command: Command, place: str) -> None:
+        if command.arguments is None:
+            self._run_other(command, place)
+        elif command.block.is_slow or command.is_template:
+            _parse(command.arguments)
+        else:
+            said = self.type_command(*_made_short(command))
+            is_refused = command.output.startswith("error:")
+            printed = said.out + said.err
+            assert said.code == (2 if is_refused else 0), f"{place}: {command.line}\n{printed}"
+            if command.output:
+                assert _resembles(printed, command.output), (
+                    f"{place}: {command.line}\nprints\n{printed}\nand not\n{command.output}"
+                )
+
+    def _run_other(self, command: Command, place: str) -> None:
+        if command.block.is_slow or command.line.startswith(NOT_RUN):
+            return
+        assert command.words[:3] == ["python", "-m", "pytest"], f"{place}: who checks this line?"
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        done = subprocess.run(
+            [sys.executable, *command.words[1:]],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, f"{place}: {done.stdout}{done.stderr}"
+
+
+def _made_short(command: Command) -> list[str]:
+    arguments = list(command.arguments or [])
+    is_training = arguments[:1] in ([], ["run"]) or arguments[0].startswith("-")
+    if not is_training or "--help" in arguments or "--version" in arguments:
+        return arguments
+    return [*arguments, "--test-run", *(word for pair in SMALL for word in ("--set", pair))]
+
+
+def _parse(arguments: list[str]) -> None:
+    """Raise where an option is unknown, without running anything."""
+    group = typer.main.get_command(cli.app)
+    with group.make_context("nip-astra", list(arguments)) as context:
+        rest = [*getattr(context, "_protected_args", []), *context.args]
+        name, sub_command, words = group.resolve_command(context, rest)
+        sub_command.make_context(name, words, parent=context)
+
+
+def _resembles(printed: str, expected: str) -> bool:
+    """Compare texts word by word; "..." stands for anything."""
+    parts = [re.escape(" ".join(part.split())) for part in expected.split("...")]
+    return re.search(r".*?".join(parts), " ".join(printed.split())) is not None
+
+
+def test_a_line_with_an_unknown_option_does_not_parse() -> None:
+    with pytest.raises(Exception, match="No such option"):
+        _parse(["--trainer", "ast_dpo", "--sed", "1"])
+
+
+def test_three_dots_stand_for_anything_and_the_rest_must_agree() -> None:
+    assert _resembles("error: no file /a/b.py here\n", "error: no file ...b.py\nhere")
+    assert not _resembles("error: no file /a/b.py here\n", "error: no folder ...")
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        if link.startswith(("https://", "http://")):
+            continue
+        name, _, fragment = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not fragment or fragment in anchors(target), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_named_in_a_page_exist(page: Path) -> None:
+    roots = ("nip_astra", "parameters", "scenarios", "tests", "benchmarks", "doc")
+    named = re.findall(rf"`((?:{'|'.join(roots)})/[\w./-]+)`", prose(page))
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert not missing, f"{page.name} names what is not there: {missing}"
+
+
+def test_every_page_of_doc_can_be_reached_from_the_readme() -> None:
+    seen: set[Path] = set()
+    waiting = [ROOT / "README.md"]
+    while waiting:
+        page = waiting.pop()
+        seen.add(page)
+        targets = [(page.parent / link.partition("#")[0]).resolve() for link in links(page)]
+        waiting += [t for t in targets if t.suffix == ".md" and t.is_file() and t not in seen]
+    assert set(documents()) <= seen
+
+
+def test_the_complete_trainer_of_readme_guide_and_package_is_one_file() -> None:
+    packaged = (ROOT / "tests" / "plugin_package" / "my_trainer.py").read_text()
+    for page in (ROOT / "README.md", ROOT / "doc" / "guides" / "creating-a-trainer.md"):
+        shown = [block.text for block in blocks(page) if block.file == "my_trainer.py"]
+        assert shown == [packaged], page.name
+
+
+def test_the_guide_shows_an_entry_point_of_the_right_group() -> None:
+    (shown,) = (
+        tomllib.loads(block.text)
+        for block in blocks(ROOT / "doc" / "guides" / "creating-a-trainer.md")
+        if block.language == "toml"
+    )
+    packaged = tomllib.loads((ROOT / "tests" / "plugin_package" / "pyproject.toml").read_text())
+    assert shown == packaged
+
+
+def test_readme_begins_with_a_line_that_runs_and_a_line_that_tests() -> None:
+    lines = [c.line for b in blocks(ROOT / "README.md") for c in b.commands if "venv" in c.line]
+    run, test = lines[:2]
+    assert run.endswith("run.py --trainer ast_dpo")
+    assert test.endswith("-m pytest")

@@ -1,0 +1,97 @@
+"""A real package, installed beside nip_astra, is found through its entry point and runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT
+
+PACKAGE = ROOT / "tests" / "plugin_package"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the package was installed, without a network."""
+    target = tmp_path_factory.mktemp("site")
+    if importlib.util.find_spec("hatchling") is None:
+        _install_by_hand(target)
+        return target
+    # Built from a copy, so that the working tree stays clean.
+    source = shutil.copytree(PACKAGE, tmp_path_factory.mktemp("source") / "package")
+    options = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "-q", *options, "--target", target, source],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return target
+
+
+def _install_by_hand(target: Path) -> None:
+    """Write what an installer writes, as far as importlib.metadata reads it."""
+    project = tomllib.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    shutil.copy(PACKAGE / "my_trainer.py", target)
+    info = target / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    lines = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+        for group, points in project["entry-points"].items()
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines))
+
+
+def _run(site: Path, folder: Path, *arguments: str) -> str:
+    path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "nip_astra", *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_an_installed_trainer_is_listed_with_its_package(site: Path, tmp_path: Path) -> None:
+    (line,) = (
+        line
+        for line in _run(site, tmp_path, "list", "trainers").splitlines()
+        if line.startswith("my_trainer")
+    )
+    assert "entry point of my-trainer" in line
+    assert "Say again what was rewarded more than its siblings." in line
+
+
+def test_an_installed_trainer_runs_by_its_name_alone(
+    site: Path, tmp_path: Path, tiny_scenario: Path
+) -> None:
+    printed = _run(
+        site,
+        tmp_path,
+        *("--trainer", "my_trainer", "--scenario", str(tiny_scenario), "--test-run"),
+        *("--run-id", "installed", "--set", "my_trainer.min_reward_range=0"),
+    )
+    assert "held-out episodes before and after training" in printed
+    assert (tmp_path / "runs" / "installed" / "results.json").is_file()
+    metrics = (tmp_path / "runs" / "installed" / "metrics.jsonl").read_text()
+    assert '"log_likelihood"' in metrics
+
+
+def test_the_package_needs_no_line_in_the_project(site: Path) -> None:
+    (info,) = site.glob("*.dist-info")
+    assert "[nip_astra.trainers]" in (info / "entry_points.txt").read_text()
+    sources = [path.read_text() for path in (ROOT / "nip_astra").rglob("*.py")]
+    assert not any('"my_trainer"' in source for source in sources)
