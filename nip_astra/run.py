@@ -101,15 +101,13 @@ def run_experiment(
     directory.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
     directory.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
     directory.write_json(files.ENVIRONMENT, describe_environment())
+    built: list[Trainer] = []
     try:
-        return _run(resolved, settings, directory, checkpoint=None)
-    except StopRequested:
-        raise
-    except Exception:
-        # A fault of building, such as a missing model: its run id stays free for the next try.
-        if not directory.has_records():
+        return _run(resolved, settings, directory, checkpoint=None, built=built)
+    finally:
+        if not built:
+            # A fault of building, such as a missing model: the run id is free for the next try.
             shutil.rmtree(directory.path, ignore_errors=True)
-        raise
 
 
 def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResult:
@@ -142,7 +140,7 @@ def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResu
     settings = _settings(stored, settings_fields)
     store = CheckpointStore(directory.checkpoints_dir, settings.num_checkpoints_kept)
     checkpoint = store.open_latest()[0] if store.latest() is not None else None
-    return _run(resolved, settings, directory, checkpoint=checkpoint)
+    return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
 
 
 def _run(
@@ -151,13 +149,16 @@ def _run(
     directory: RunDirectory,
     *,
     checkpoint: Path | None,
+    built: list[Trainer],
 ) -> ExperimentResult:
+    """Build and train; the trainer is put into `built` as soon as it is there."""
     with _log_file(directory), _stop_on_signals() as stop_flag:
         tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
         is_done = False
         try:
             runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
             prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
+            built.append(prepared.trainer)
             if checkpoint is None:
                 tracker.rewind({})
             else:

@@ -130,17 +130,6 @@ class RunDirectory:
         """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
-    def has_records(self) -> bool:
-        """Say whether the run has recorded or saved anything yet."""
-        return any(
-            next(folder.glob(pattern), None) is not None
-            for folder, pattern in (
-                (self.path, "*.jsonl"),
-                (self.rollouts_dir, "*"),
-                (self.checkpoints_dir, "*"),
-            )
-        )
-
     @property
     def rollouts_dir(self) -> Path:
         """Folder of the tables of sample conversations."""
