@@ -139,8 +139,11 @@ class Registry(Generic[T]):
         return RegistrySnapshot(dict(self._entries), dict(self._places))
 
     def restore(self, snapshot: RegistrySnapshot) -> None:
-        """Go back to a state that `snapshot` gave."""
-        self._entries, self._places = dict(snapshot.entries), dict(snapshot.places)
+        """Go back to a state that `snapshot` gave; built-ins imported since then stay."""
+        # Importing a built-in a second time would not register it again.
+        kept = [key for key in self._built_ins if key in self._entries]
+        self._entries = {key: self._entries[key] for key in kept} | snapshot.entries
+        self._places = {key: self._places[key] for key in kept} | snapshot.places
 
     @property
     def _words(self) -> str:

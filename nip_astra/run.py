@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import RunDirectoryError, StopRequested
+from nip_astra.errors import ConfigurationError, RunDirectoryError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -75,6 +75,7 @@ def prepare_experiment(
         scenario_dir=resolved.scenario_dir,
         trainer_type=resolved.trainer_class.trainer_type,
     )
+    _refuse_unfinished(resolved.trainer_class)
     trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
     return PreparedExperiment(instance, trainer, trainer.get_total_num_iterations())
 
@@ -189,6 +190,15 @@ def _warn_of_changed_plugins(directory: RunDirectory) -> None:
                 "those of a run that was not stopped",
                 plugin.spec,
             )
+
+
+def _refuse_unfinished(trainer_class: type[Trainer]) -> None:
+    missing = sorted(getattr(trainer_class, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigurationError(
+            f"the trainer {trainer_class.__name__} was to be built, but it leaves out "
+            f"{', '.join(missing)}. Define what its base class asks for."
+        )
 
 
 def _resolved(experiment: HyperParameters | ResolvedExperiment) -> ResolvedExperiment:

@@ -19,6 +19,7 @@ import pytest
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import (
     CheckpointError,
+    ConfigurationError,
     ModelLoadError,
     ParameterError,
     RunDirectoryError,
@@ -364,3 +365,22 @@ def test_a_run_that_fails_while_it_is_built_leaves_its_id_free(
     assert not (tmp_path / "again").exists()
     start()
     assert (tmp_path / "again" / "results.json").is_file()
+
+
+def test_a_trainer_without_its_hooks_is_told_which_are_missing(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "unfinished.py"
+    plugin.write_text(
+        "from nip_astra.trainers.ast_base import AstTrainer\n"
+        "from nip_astra.trainers.registry import register_trainer\n"
+        "@register_trainer('unfinished')\n"
+        "class Unfinished(AstTrainer):\n"
+        "    '''Has no step.'''\n"
+        "    def flatten(self, tree): return []\n"
+    )
+    resolved = resolve_experiment(
+        trainer="unfinished", scenario=str(tiny_scenario), plugins=[str(plugin)]
+    )
+    with pytest.raises(ConfigurationError, match=r"Unfinished .* leaves out step\. Define"):
+        prepare_experiment(resolved, progress=False)

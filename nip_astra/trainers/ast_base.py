@@ -48,6 +48,8 @@ class AstTrainer(TensorDictTrainer):
     """
 
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.AST_CHAT),)
+    flatten_metrics: dict[str, float] = {}
+    """What `flatten` noticed about the last tree and wants logged; `flatten` may set it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -222,7 +224,7 @@ class AstTrainer(TensorDictTrainer):
             "tokens/generated": float(said.generated + answered.generated),
             "tokens/attacker_forwarded": float(said.forwarded),
             "tokens/target_forwarded": float(answered.forwarded),
-            **self._flatten_metrics,
+            **self.flatten_metrics,
         }
         if discovery.planted:
             metrics["plants_found"] = float(discovery.num_found)
@@ -233,9 +235,6 @@ class AstTrainer(TensorDictTrainer):
                 *self.evaluation.table([tree], self.settings.num_rollout_samples),
                 step=iteration + 1,
             )
-
-    _flatten_metrics: dict[str, float] = {}
-    """What `flatten` noticed about the last tree, for instance how many pairs were ties."""
 
     def _update(self, iteration: int) -> None:
         """Step through the iteration's samples, from where it was left."""

@@ -51,7 +51,7 @@ class AstDpoTrainer(AstTrainer):
             min_score_difference=self.parameters.min_score_difference,
             min_chosen_score=self.parameters.min_chosen_score,
         )
-        self._flatten_metrics = {
+        self.flatten_metrics = {
             "pairs/kept": float(len(pairs.chosen)),
             "pairs/ties": float(pairs.num_ties),
             "pairs/identical": float(pairs.num_identical),
