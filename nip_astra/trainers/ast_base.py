@@ -356,6 +356,7 @@ class AstTrainer(TensorDictTrainer):
         model_dir = self.run_directory.path / "model"
         self.policy.save_pretrained(model_dir)
         self.results["model_dir"] = str(model_dir)
+        self.checkpoints.log(self.run_directory.run_id)
         self.tracker.log_artifact(
             model_dir, name=f"attacker-{self.run_directory.run_id}", type="model"
         )

@@ -76,6 +76,15 @@ class AstCheckpoints:
         if self._records is not None:
             self.tracker.rewind(self._records)
 
+    def log(self, run_id: str) -> None:
+        """Hand the newest and the best checkpoint to the tracker as artifacts."""
+        found = {"latest": self.store.latest(), "best": self.store.best()} if self.store else {}
+        for alias, path in found.items():
+            if path is not None:
+                self.tracker.log_artifact(
+                    path, name=f"checkpoint-{run_id}", type="checkpoint", aliases=[alias]
+                )
+
     def restore_best(self) -> None:
         """Take the weights of the best checkpoint, where one was marked."""
         best = self.store.best() if self.store else None

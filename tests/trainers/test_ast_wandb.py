@@ -1,0 +1,35 @@
+"""An AST run is mirrored to W&B: parameters, metrics, conversations, model and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from tests.tracking.wandb_log import WandbLog
+
+
+def test_an_offline_run_holds_config_metrics_tables_and_artifacts(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    resolved = resolve_experiment(
+        trainer="ast_dpo",
+        scenario=str(tiny_scenario),
+        overrides=["training.training_steps=2", "training.eval_period=1"],
+    )
+    run_experiment(
+        resolved, runs_dir=str(tmp_path), run_id="mirrored", progress=False, wandb="offline"
+    )
+    wandb.teardown()
+    (file,) = (tmp_path / "mirrored" / "wandb").glob("offline-run-*/*.wandb")
+    log = WandbLog(file)
+    assert log.config["training"]["training_steps"] == 2
+    rewards = [row["mean_reward"] for row in log.history if "mean_reward" in row]
+    assert len(rewards) == 2
+    assert any("rollouts/train" in row for row in log.history)
+    assert {"attacker-mirrored", "checkpoint-mirrored"} <= {
+        artifact.name for artifact in log.artifacts
+    }
