@@ -11,114 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from nip_astra.language_models.base import Generation, LanguageModel
 from nip_astra.resolution import resolve_experiment
-from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
-from nip_astra.samplers.trees import TreeSampler
-from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.tracking.environment import describe_environment
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.utils.processor import peak_memory_bytes
 
-ROLES = ("attacker", "target", "reference")
-
-
-def count_unique_tokens(sequences: Iterable[Sequence[int]]) -> int:
-    """Count the tokens that a model must read at least once to read all sequences.
-
-    A token is the same as another where all tokens before it are the same too, so this is the
-    number of nodes of the trie of the sequences, its root not counted.
-    """
-    root: dict[int, Any] = {}
-    num_unique = 0
-    for sequence in sequences:
-        node = root
-        for token in sequence:
-            if token not in node:
-                node[token] = {}
-                num_unique += 1
-            node = node[token]
-    return num_unique
-
-
-@dataclass
-class RecordingAgent(ConversationAgent):
-    """An agent that keeps what its model had to read: contexts, and all but the last token said.
-
-    The last token of a turn is predicted and, unless the conversation goes on, read by nobody.
-    """
-
-    read: list[list[int]] = field(default_factory=list)
-
-    def speak(
-        self, contexts: Sequence[Sequence[int]], rows_per_context: int, uniforms_BT: Tensor
-    ) -> Generation:
-        said = super().speak(contexts, rows_per_context, uniforms_BT)
-        lengths = said.mask_BT.sum(dim=1).tolist()
-        for row, (ids, length) in enumerate(zip(said.ids_BT.tolist(), lengths, strict=True)):
-            self.read.append([*contexts[row // rows_per_context], *ids[: max(length - 1, 0)]])
-        return said
-
-
-class Rollout(NamedTuple):
-    """What one iteration's sampling took; `forwarded` and `unique` by role."""
-
-    forwarded: dict[str, int]
-    unique: dict[str, int]
-    num_nodes: int
-
-
-class MeasuringSampler:
-    """Stands in for the sampler of a harness and measures each rollout."""
-
-    def __init__(self, sampler: TreeSampler) -> None:
-        self._agents = {role: _recording(getattr(sampler, role)) for role in ("attacker", "target")}
-        self._sampler = TreeSampler(
-            self._agents["attacker"],
-            self._agents["target"],
-            sampler.reference,
-            sampler.scorer,
-            sampler.reward,
-        )
-        self._models: dict[str, LanguageModel] = {
-            role: getattr(sampler, role).language_model for role in ROLES
-        }
-        self.rollouts: list[Rollout] = []
-        self._recorded: list[dict[str, list[list[int]]]] = []
-
-    def sample(self, prompts: Sequence[str], **options: Any) -> RolloutTree:
-        """Sample as the sampler that it stands for."""
-        for agent in self._agents.values():
-            agent.read = []
-        before = {role: model.token_count.forwarded for role, model in self._models.items()}
-        tree = self._sampler.sample(prompts, **options)
-        forwarded = {
-            role: model.token_count.forwarded - before[role] for role, model in self._models.items()
-        }
-        read = {role: agent.read for role, agent in self._agents.items()}
-        # The reference rates the probes: it must read what the attacker had to read.
-        read["reference"] = read["attacker"]
-        self._recorded.append(read)
-        self.rollouts.append(Rollout(forwarded, {}, tree.num_nodes))
-        return tree
-
-    def count(self) -> None:
-        """Count unique tokens; apart from sampling, so that counting is not timed."""
-        for rollout, read in zip(self.rollouts, self._recorded, strict=True):
-            rollout.unique.update({role: count_unique_tokens(read[role]) for role in ROLES})
+PARTS = ("attacker", "target", "reference", "update")
 
 
 class MetricsTracker(Tracker):
@@ -144,56 +51,47 @@ def measure(scenario: str, num_iterations: int, seed: int, device: str) -> dict[
         trainer="ast_dpo", scenario=scenario, overrides=overrides, seed=seed
     )
     prepared = prepare_experiment(resolved, tracker=tracker, device=device)
-    trainer = prepared.trainer
-    assert isinstance(trainer, AstTrainer)
-    sampler = MeasuringSampler(trainer.sampler)
-    trainer.harness.sampler = sampler  # type: ignore[assignment]  # it samples, which is all
-    trainer.train()
-    peak = _peak_memory_bytes()
-    sampler.count()
+    prepared.trainer.train()
+    peak = peak_memory_bytes()
     return {
         "scenario": scenario,
         "seed": seed,
         "device": device,
         "num_iterations": num_iterations,
         "num_parameters": prepared.scenario_instance.num_parameters,
-        **_figures(tracker.iterations[1:], sampler.rollouts[1:]),
+        **_figures(tracker.iterations[1:]),
         "peak_memory_bytes": peak,
     }
 
 
-def _figures(
-    iterations: Sequence[Mapping[str, float]], rollouts: Sequence[Rollout]
-) -> dict[str, Any]:
+def _figures(iterations: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     collect = sum(values["time/collect_seconds"] for values in iterations)
     update = sum(values["time/update_seconds"] for values in iterations)
     generated = sum(values["tokens/generated"] for values in iterations)
-    forwarded = {role: sum(rollout.forwarded[role] for rollout in rollouts) for role in ROLES}
-    unique = {role: sum(rollout.unique[role] for rollout in rollouts) for role in ROLES}
+    queries = iterations[-1]["target_queries"] / (len(iterations) + 1) * len(iterations)
+    forwarded = {part: _total(iterations, f"tokens/{part}_forwarded") for part in PARTS}
+    ratios = {part: _mean(iterations, f"tokens/{part}_forwarded_per_unique") for part in PARTS}
     return {
         "iterations_per_second": len(iterations) / (collect + update),
         "collect_seconds_per_iteration": collect / len(iterations),
         "update_seconds_per_iteration": update / len(iterations),
         "tokens_per_second": generated / (collect + update),
         "tokens_per_second_while_collecting": generated / collect,
-        "target_queries_per_second": sum(r.num_nodes for r in rollouts) / (collect + update),
+        "target_queries_per_second": queries / (collect + update),
         "generated_tokens": generated,
         "forwarded_tokens": forwarded,
-        "unique_tokens": unique,
-        "forwarded_per_unique_token": {role: forwarded[role] / unique[role] for role in ROLES},
+        "forwarded_per_unique_token": ratios,
     }
 
 
-def _recording(agent: ConversationAgent) -> RecordingAgent:
-    return RecordingAgent(
-        agent.role, agent.language_model, agent.conversation_format, agent.sampling
-    )
+def _total(iterations: Sequence[Mapping[str, float]], name: str) -> float:
+    return sum(values.get(name, 0.0) for values in iterations)
 
 
-def _peak_memory_bytes() -> int:
-    # Kibibytes on Linux, bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _mean(iterations: Sequence[Mapping[str, float]], name: str) -> float | None:
+    """Give the mean over the iterations that measured it; one without pairs has no update."""
+    found = [values[name] for values in iterations if name in values]
+    return sum(found) / len(found) if found else None
 
 
 def print_figures(figures: Mapping[str, Any], console: Console) -> None:
@@ -213,8 +111,8 @@ def print_figures(figures: Mapping[str, Any], console: Console) -> None:
         ("  while collecting", f"{figures['tokens_per_second_while_collecting']:,.0f}"),
         ("target queries per second", f"{figures['target_queries_per_second']:,.0f}"),
         *(
-            (f"forwarded per unique token, {role}", f"{ratio:.2f}")
-            for role, ratio in figures["forwarded_per_unique_token"].items()
+            (f"forwarded per unique token, {part}", "-" if ratio is None else f"{ratio:.2f}")
+            for part, ratio in figures["forwarded_per_unique_token"].items()
         ),
         ("peak memory, MiB", f"{figures['peak_memory_bytes'] / 2**20:,.0f}"),
     ):

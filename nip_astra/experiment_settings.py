@@ -31,6 +31,8 @@ class ExperimentSettings(SubParameters):
     """W&B user or team; null for the account's own."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU threads of torch; null takes one for small models and all cores for others."""
+    max_rollout_gib: float = Field(default=4.0, gt=0)
+    """Memory for the keys and values of a rollout, in GiB; a larger one is played in parts."""
     checkpoint_period: int = Field(default=10, ge=0)
     """Iterations between checkpoints; 0 saves at the end and on a signal only."""
     num_checkpoints_kept: int = Field(default=2, ge=1)

@@ -30,7 +30,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_model(tiny_model_dir: Path) -> HuggingFaceLanguageModel:
     """A trainable backend over the tiny model."""
     return HuggingFaceLanguageModel(
-        load_causal_lm(str(tiny_model_dir), None, "float32"),
+        load_causal_lm(str(tiny_model_dir), None),
         load_tokenizer(str(tiny_model_dir)),
         device=torch.device("cpu"),
         trainable=True,

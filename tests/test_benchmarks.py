@@ -27,13 +27,6 @@ def rollouts() -> ModuleType:
     return module
 
 
-def test_a_token_is_unique_unless_all_before_it_are_the_same_too(rollouts: ModuleType) -> None:
-    assert rollouts.count_unique_tokens([]) == 0
-    assert rollouts.count_unique_tokens([[1, 2, 3], [1, 2, 3]]) == 3
-    assert rollouts.count_unique_tokens([[1, 2, 3], [1, 2, 4], [1, 2]]) == 4
-    assert rollouts.count_unique_tokens([[1, 2], [3, 2]]) == 4
-
-
 def test_rollouts_measures_a_scenario_and_writes_json(
     rollouts: ModuleType,
     tiny_scenario: Path,
@@ -49,11 +42,10 @@ def test_rollouts_measures_a_scenario_and_writes_json(
     for label in ("iterations per second", "tokens per second", "peak memory, MiB"):
         assert label in printed
     figures = json.loads(out.read_text())
-    for role in ("attacker", "target", "reference"):
-        # Nothing can be said without reading what came before at least once.
-        assert figures["forwarded_per_unique_token"][role] >= 1.0
-        ratio = figures["forwarded_tokens"][role] / figures["unique_tokens"][role]
-        assert figures["forwarded_per_unique_token"][role] == pytest.approx(ratio)
+    for part in ("attacker", "target", "reference"):
+        # Nothing can be said without reading what came before at least once, and little twice.
+        assert 1.0 <= figures["forwarded_per_unique_token"][part] < 1.3
+        assert figures["forwarded_tokens"][part] > 0
     assert figures["num_iterations"] == 2
     assert figures["peak_memory_bytes"] > 0
     assert "packages" in figures["environment"]

@@ -6,14 +6,15 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 
@@ -29,6 +30,10 @@ class SamplingOptions:
     top_p: float = 1.0
     end_ids: tuple[int, ...] = ()
     """Tokens that end a turn besides the model's own."""
+
+
+Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
+"""`(logits_BV, uniforms_B, position, options) -> (tokens_B, logprobs_B)`; may use up the logits."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,22 @@ class Generation:
     logprobs_BT: Tensor
 
 
+class Turns(NamedTuple):
+    """What a session said, and how likely it found parts of what it read.
+
+    Attributes
+    ----------
+    generation : Generation
+        Rows ordered by context.
+    span_logprobs_CT : Tensor or None
+        float32 `[C, T]`, nats, 0 on padding: log p of the tokens of each context's span; None
+        where none was asked for.
+    """
+
+    generation: Generation
+    span_logprobs_CT: Tensor | None
+
+
 @dataclass
 class TokenCount:
     """What a backend has computed so far; the measure of waste.
@@ -61,14 +82,78 @@ class TokenCount:
         Positions that went through the model, padding included.
     generated : int
         Tokens sampled.
+    scored : int
+        Distinct tokens, each in its place, that scoring had to read; the fewest that could have
+        been forwarded for it.
     """
 
     forwarded: int = 0
     generated: int = 0
+    scored: int = 0
+
+
+class GenerationSession(ABC):
+    """One rollout through a model: calls in turn, each continuing what the last one said.
+
+    The weights of the model stay as they are while a session is open.
+    """
+
+    @abstractmethod
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        """Sample turns as `LanguageModel.generate` does, and score spans of what is read.
+
+        Parameters
+        ----------
+        branching : int
+            Contexts that continue one row: context i continues row `i // branching` of the last
+            call, and in a first call so many neighbours are expected to begin alike. A context
+            that does not continue its row is read from its beginning.
+        spans : Sequence[tuple[int, int]], optional
+            For each context, where the tokens to be scored begin, at least 1, and end.
+        """
+
+
+class _SeparateCalls(GenerationSession):
+    """A session of a model that keeps nothing between calls."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        generation = self.model.generate(contexts, rows_per_context, uniforms_RT, options)
+        if spans is None:
+            return Turns(generation, None)
+        cpu = torch.device("cpu")
+        before = [context[:start] for context, (start, _) in zip(contexts, spans, strict=True)]
+        tokens = [context[a:b] for context, (a, b) in zip(contexts, spans, strict=True)]
+        with torch.no_grad():
+            scored = self.model.logprobs(*pad_left(before, cpu), *pad_right(tokens, cpu))
+        return Turns(generation, scored.cpu())
 
 
 class LanguageModel(ABC):
     """A causal language model with its tokenizer.
+
+    A backend gives `generate` and `logprobs`; one that can keep its caches between the levels of a
+    tree gives `open_session` too.
 
     Attributes
     ----------
@@ -80,6 +165,8 @@ class LanguageModel(ABC):
         Tokens that end a turn.
     token_count : TokenCount
         Running count of work done.
+    cache_bytes_per_token : int
+        Memory that a session keeps for each token; 0 where it keeps none.
     """
 
     class Parameters(PolymorphicParameters):
@@ -91,6 +178,7 @@ class LanguageModel(ABC):
     context_window: int
     end_ids: tuple[int, ...]
     token_count: TokenCount
+    cache_bytes_per_token: int = 0
 
     @classmethod
     @abstractmethod
@@ -114,6 +202,10 @@ class LanguageModel(ABC):
         uniforms_BT : Tensor
             One uniform number in [0, 1) a row and token; the only randomness used.
         """
+
+    def open_session(self) -> GenerationSession:
+        """Start a rollout."""
+        return _SeparateCalls(self)
 
     @abstractmethod
     def logprobs(
@@ -152,22 +244,33 @@ class LanguageModel(ABC):
     @contextmanager
     def counting(self) -> Iterator[TokenCount]:
         """Give a count of the work done within the block, filled in when it ends."""
-        before = TokenCount(self.token_count.forwarded, self.token_count.generated)
+        before = replace(self.token_count)
         spent = TokenCount()
         try:
             yield spent
         finally:
-            spent.forwarded = self.token_count.forwarded - before.forwarded
-            spent.generated = self.token_count.generated - before.generated
+            for counted in fields(TokenCount):
+                name = counted.name
+                setattr(spent, name, getattr(self.token_count, name) - getattr(before, name))
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """Give ids `[B, C]` int64 and mask `[B, C]` bool, padded on the left with 0."""
-    width = max((len(row) for row in rows), default=0)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for index, row in enumerate(rows):
-        if row:
-            ids[index, width - len(row) :] = torch.as_tensor(row)
-            mask[index, width - len(row) :] = True
-    return ids.to(device), mask.to(device)
+    return _pad(rows, device, "left")
+
+
+def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Give ids `[B, T]` int64 and mask `[B, T]` bool, padded on the right with 0."""
+    return _pad(rows, device, "right")
+
+
+def _pad(
+    rows: Sequence[Sequence[int]], device: torch.device, side: Literal["left", "right"]
+) -> tuple[Tensor, Tensor]:
+    if not rows:
+        return torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)
+    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
+    ones = [torch.ones(len(row), dtype=torch.bool) for row in rows]
+    padded = pad_sequence(ids, batch_first=True, padding_side=side)
+    mask = pad_sequence(ones, batch_first=True, padding_side=side)
+    return padded.to(device), mask.to(device)

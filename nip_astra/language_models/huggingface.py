@@ -1,11 +1,16 @@
-"""The Hugging Face backend: an own decode loop over the model and cache classes of transformers.
+"""The Hugging Face backend: models of transformers, forwarded as trees of tokens where possible.
 
-Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vocabulary.
+A model of the Llama family is read by `Decoder`, which forwards each token of a tree once. Any
+other causal language model goes through its own `forward` and `generate`, at the price of reading
+shared tokens again.
+
+Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vocabulary, `N` token.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -14,21 +19,43 @@ from typing import Any, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from transformers import DynamicCache
 
-from nip_astra.errors import CheckpointError
+from nip_astra.errors import CheckpointError, ModelLoadError
 from nip_astra.language_models.adapters import LoraParameters, add_adapter, merged_copy
+from nip_astra.language_models.attention import TrieAttention
 from nip_astra.language_models.base import (
     Generation,
+    GenerationSession,
     LanguageModel,
     SamplingOptions,
     TokenCount,
-    pad_left,
 )
+from nip_astra.language_models.decoder import (
+    Decoder,
+    Weights,
+    build_decoder,
+    frozen_weights,
+    live_weights,
+)
+from nip_astra.language_models.plain_forward import generate_turns, score_rows
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import sample_tokens
-from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
+from nip_astra.language_models.scoring import token_logprobs
+from nip_astra.language_models.sessions import CachedSession
+from nip_astra.language_models.sources import (
+    DTYPES,
+    gains_from_bfloat16,
+    load_causal_lm,
+    load_tokenizer,
+    resolve_model,
+)
+from nip_astra.language_models.token_trie import TokenTrie, build_trie
 from nip_astra.parameters.types import LanguageModelType
+
+logger = logging.getLogger(__name__)
+
+SMALLEST_RELEASED = 50_000_000
+"""A frozen model of as many weights is held once, in the layout that is fastest to compute with."""
 
 
 @register_language_model(LanguageModelType.HUGGINGFACE)
@@ -45,13 +72,15 @@ class HuggingFaceLanguageModel(LanguageModel):
         model: str
         """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`."""
         dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-        """Type of frozen weights. auto: bfloat16 for a model of 50 M weights or more where the
-        processor computes with it natively. Weights that are trained in full stay float32."""
+        """What is computed in. auto: bfloat16 for a model that learns, has 50 M weights or more and
+        runs where bfloat16 is computed natively; else float32, so that a target answers exactly as
+        published. Weights that are trained in full are kept in float32 either way."""
         lora: LoraParameters | None = None
         """Train a low-rank adapter instead of the weights; the base stays as it is and serves as
         the reference, and as the target where that is the same model."""
-        max_batch_tokens: int = Field(default=65_536, ge=256)
-        """Most positions in one forward pass. Larger is faster and takes more memory."""
+        max_batch_tokens: int = Field(default=8192, ge=256)
+        """Most positions in one forward pass without gradients. Larger is faster on a GPU and takes
+        more memory."""
 
     def __init__(
         self,
@@ -61,7 +90,9 @@ class HuggingFaceLanguageModel(LanguageModel):
         device: torch.device,
         trainable: bool,
         use_adapter: bool = True,
-        max_batch_tokens: int = 65_536,
+        max_batch_tokens: int = 8192,
+        dtype: torch.dtype | None = None,
+        decoder: Decoder | None = None,
     ) -> None:
         self.module = module.to(device).eval()
         self.tokenizer = tokenizer
@@ -69,39 +100,65 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.trainable = trainable
         self.use_adapter = use_adapter
         self.max_batch_tokens = max_batch_tokens
+        self.dtype = dtype or next(module.parameters()).dtype
         self.token_count = TokenCount()
         self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
         self.end_ids = _end_ids(module, tokenizer)
-        self._banned_ids = _banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
+        self._banned_ids = torch.tensor(
+            _banned_ids(tokenizer, self.end_ids, module.config.vocab_size), device=device
+        )
+        self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
             self.module.requires_grad_(False)
+        self._decoder = decoder or build_decoder(self._causal_lm)
+        if self._decoder is not None:
+            self.cache_bytes_per_token = self._decoder.cache_numbers_per_token * self.dtype.itemsize
+        self._snapshot: tuple[tuple[int, ...], Weights] | None = None
+        self._is_released = False
 
     @classmethod
     def load(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> HuggingFaceLanguageModel:
         name, gguf_file = resolve_model(parameters.model, scenario_dir)
+        module = load_causal_lm(name, gguf_file).to(device)
+        # Before the weights are rounded, so that it can be checked exactly.
+        decoder = build_decoder(module)
+        dtype = DTYPES.get(parameters.dtype, torch.float32)
+        if parameters.dtype == "auto" and trainable and gains_from_bfloat16(module, device):
+            dtype = torch.bfloat16
         is_full = trainable and parameters.lora is None
-        module = load_causal_lm(name, gguf_file, "float32" if is_full else parameters.dtype)
+        if not is_full:
+            module = module.to(dtype)
         if trainable and parameters.lora is not None:
             module = add_adapter(module, parameters.lora)
-        return cls(
+        model = cls(
             module,
             load_tokenizer(name, gguf_file),
             device=device,
             trainable=trainable,
             max_batch_tokens=parameters.max_batch_tokens,
+            dtype=dtype,
+            decoder=decoder,
         )
+        if not trainable:
+            model._release()
+        return model
 
     @property
     def has_adapter(self) -> bool:
         """Whether the module carries a LoRA adapter (of this model or of one sharing it)."""
         return hasattr(self.module, "peft_config")
 
+    @property
+    def _causal_lm(self) -> Any:
+        return self.module.get_base_model() if self.has_adapter else self.module
+
     def without_adapter(self) -> HuggingFaceLanguageModel:
         """Give the base model under the adapter, on the same weights."""
         twin = copy.copy(self)
         twin.use_adapter, twin.trainable, twin.token_count = False, False, TokenCount()
+        twin._snapshot = None
         return twin
 
     def frozen_reference(self) -> HuggingFaceLanguageModel:
@@ -115,6 +172,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             device=self.device,
             trainable=False,
             max_batch_tokens=self.max_batch_tokens,
+            dtype=self.dtype,
         )
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -122,7 +180,41 @@ class HuggingFaceLanguageModel(LanguageModel):
             yield from (p for p in self.module.parameters() if p.requires_grad)
 
     def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.module.parameters())
+        return self._num_parameters
+
+    # ---- sampling
+
+    def open_session(self) -> GenerationSession:
+        if self._decoder is None:
+            return super().open_session()
+        return CachedSession(
+            self._decoder,
+            self._weights_for_sampling(self._decoder),
+            self._draw,
+            end_ids=self.end_ids,
+            token_count=self.token_count,
+            max_batch_tokens=self.max_batch_tokens,
+        )
+
+    def _weights_for_sampling(self, decoder: Decoder) -> Weights:
+        """Give a snapshot of the weights, made anew when they have changed."""
+        # Every change in place counts a tensor's version up.
+        versions = tuple(parameter._version for parameter in self.parameters())
+        if self._snapshot is None or (self._snapshot[0] != versions and not self._is_released):
+            self._snapshot = None
+            weights = frozen_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
+            self._snapshot = versions, weights
+        return self._snapshot[1]
+
+    def _release(self) -> None:
+        """Keep the snapshot alone of a large model that never learns."""
+        is_large = self._num_parameters >= SMALLEST_RELEASED
+        if self._decoder is not None and self.device.type == "cpu" and is_large:
+            self._snapshot = (
+                (),
+                frozen_weights(self._causal_lm, self.dtype, use_adapter=False, release=True),
+            )
+            self._is_released = True
 
     @torch.no_grad()
     def generate(
@@ -132,134 +224,107 @@ class HuggingFaceLanguageModel(LanguageModel):
         uniforms_BT: Tensor,
         options: SamplingOptions,
     ) -> Generation:
-        num_rows, width = len(contexts) * rows_per_context, options.max_new_tokens
-        ids_BT = torch.zeros(num_rows, width, dtype=torch.long)
-        mask_BT = torch.zeros(num_rows, width, dtype=torch.bool)
-        logprobs_BT = torch.zeros(num_rows, width)
-        lengths = [len(context) + width for context in contexts]
-        for part in self._parts(lengths, rows_per_context):
-            rows = torch.cat([torch.arange(rows_per_context) + i * rows_per_context for i in part])
-            with self._adapter_state():
-                found = self._decode(
-                    [contexts[i] for i in part], rows_per_context, uniforms_BT[rows], options
-                )
-            for whole, piece in zip((ids_BT, mask_BT, logprobs_BT), found, strict=True):
-                whole[rows] = piece.cpu()
-        self.token_count.generated += int(mask_BT.sum())
-        return Generation(ids_BT, mask_BT, logprobs_BT)
-
-    def _decode(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Prefill each context once, then decode all rows; siblings start from one cache."""
-        context_BC, context_mask = pad_left(contexts, self.device)
-        # The window bounds context + continuation, so the mask can be made whole once.
-        cache = DynamicCache(config=self.module.config)
-        logits_BV = self._next_logits(context_BC, context_mask, cache)
-        rows = torch.arange(len(contexts), device=self.device).repeat_interleave(rows_per_context)
-        if rows_per_context > 1:
-            cache.batch_select_indices(rows)
-        logits_BV, mask_BL = logits_BV[rows], context_mask[rows]
-        uniforms_TB = uniforms_BT.to(self.device).T
-        alive_B = torch.ones(len(rows), dtype=torch.bool, device=self.device)
-        end_ids = torch.tensor([*self.end_ids, *options.end_ids], device=self.device)
-        tokens, alive, logprobs = [], [], []
-        for position in range(options.max_new_tokens):
-            token_B, logprob_B = self._draw(logits_BV, uniforms_TB[position], position, options)
-            tokens.append(token_B.masked_fill(~alive_B, 0))
-            logprobs.append(logprob_B.masked_fill(~alive_B, 0.0))
-            alive.append(alive_B)
-            alive_B = alive_B & ~torch.isin(token_B, end_ids)
-            if position + 1 == options.max_new_tokens or not alive_B.any():
-                break
-            mask_BL = torch.cat([mask_BL, alive[-1].unsqueeze(1)], dim=1)
-            logits_BV = self._next_logits(tokens[-1].unsqueeze(1), mask_BL, cache)
-        padding = options.max_new_tokens - len(tokens)
-        stacked = (torch.stack(tokens, 1), torch.stack(alive, 1), torch.stack(logprobs, 1))
-        ids, mask, logp = (torch.nn.functional.pad(x, (0, padding)) for x in stacked)
-        return ids, mask, logp
+        if self._decoder is not None:
+            session = self.open_session()
+            return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
+        rows = [context for context in contexts for _ in range(rows_per_context)]
+        with self._adapter_state():
+            said, num_forwarded = generate_turns(
+                self.module,
+                rows,
+                uniforms_BT,
+                options,
+                draw=self._draw,
+                end_ids=self.end_ids,
+                max_batch_tokens=self.max_batch_tokens,
+            )
+        self.token_count.forwarded += num_forwarded
+        self.token_count.generated += int(said.mask_BT.sum())
+        return said
 
     def _draw(
         self, logits_BV: Tensor, uniforms_B: Tensor, position: int, options: SamplingOptions
     ) -> tuple[Tensor, Tensor]:
-        allowed = logits_BV.clone()
-        allowed[:, self._banned_ids] = float("-inf")
+        """Draw a token of each row; the logits are used up."""
+        logprobs_BV = logits_BV.log_softmax(dim=1)
+        logits_BV.index_fill_(1, self._banned_ids, float("-inf"))
         if position < options.min_new_tokens:
-            allowed[:, [*self.end_ids, *options.end_ids]] = float("-inf")
+            ends = torch.tensor([*self.end_ids, *options.end_ids], device=logits_BV.device)
+            logits_BV.index_fill_(1, ends, float("-inf"))
         token_B = sample_tokens(
-            allowed,
+            logits_BV,
             uniforms_B,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,
         )
-        chosen_B = logits_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
-        return token_B, chosen_B - logits_BV.logsumexp(dim=1)
+        return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
 
-    def _next_logits(self, ids: Tensor, mask_BL: Tensor, cache: DynamicCache) -> Tensor:
-        self.token_count.forwarded += ids.numel()
-        positions = (mask_BL.long().cumsum(dim=1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
-        output = self.module(
-            input_ids=ids,
-            attention_mask=mask_BL.long(),
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        logits_BV: Tensor = output.logits[:, -1].float()
-        return logits_BV
+    # ---- scoring
 
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        widths = context_mask_BC.sum(dim=1).tolist()
-        pieces, order = [], []
-        with self._adapter_state(), nullcontext() if self.trainable else torch.no_grad():
-            for part in self._parts([width + ids_BT.shape[1] for width in widths], 1):
-                # Columns of padding that no row of this part needs are cut off.
-                start = context_BC.shape[1] - max(widths[i] for i in part)
-                pieces.append(
-                    self._score(
-                        context_BC[part, start:],
-                        context_mask_BC[part, start:],
-                        ids_BT[part],
-                        mask_BT[part],
-                    )
-                )
-                order += part
-        if not pieces:
-            return torch.zeros(ids_BT.shape)
-        return torch.cat(pieces)[torch.tensor(order).argsort()]
-
-    def _score(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> Tensor:
-        """Score one batch: the head is applied to the scored positions only."""
-        ids = torch.cat([context_BC, ids_BT], dim=1).to(self.device)
-        mask = torch.cat([context_mask_BC, mask_BT], dim=1).to(self.device)
-        self.token_count.forwarded += ids.numel()
-        scored_BT = mask_BT.to(self.device)
-        base = self.module.get_base_model() if self.has_adapter else self.module
-        hidden = base.base_model(
-            input_ids=ids,
-            attention_mask=mask.long(),
-            position_ids=(mask.long().cumsum(dim=1) - 1).clamp_(min=0),
-            use_cache=False,
-        ).last_hidden_state
-        # The position before a token predicts it.
-        before_BTH = hidden[:, context_BC.shape[1] - 1 : -1]
-        logits_NV = base.get_output_embeddings()(before_BTH[scored_BT]).float()
-        tokens_N = ids_BT.to(self.device)[scored_BT]
-        chosen_N = logits_NV.gather(1, tokens_N.unsqueeze(1)).squeeze(1)
-        logprobs_N = chosen_N - logits_NV.logsumexp(dim=1)
-        return torch.zeros(ids_BT.shape, device=self.device, dtype=logprobs_N.dtype).masked_scatter(
-            scored_BT, logprobs_N
+        if not mask_BT.any():
+            return torch.zeros(ids_BT.shape, device=self.device)
+        sequences = _sequences(context_BC, context_mask_BC, ids_BT, mask_BT)
+        trie = build_trie(
+            sequences, pair_cost=self._decoder.pair_cost if self._decoder is not None else 0.0
         )
+        self.token_count.scored += trie.num_unique
+        with nullcontext() if self.trainable else torch.no_grad():
+            if self._decoder is not None:
+                return self._score_trie(self._decoder, trie, context_mask_BC, ids_BT, mask_BT)
+            with self._adapter_state():
+                found_BT, num_forwarded = score_rows(
+                    self._causal_lm,
+                    context_BC,
+                    context_mask_BC,
+                    ids_BT,
+                    mask_BT,
+                    max_batch_tokens=self.max_batch_tokens,
+                )
+        self.token_count.forwarded += num_forwarded
+        return found_BT
+
+    def _score_trie(
+        self,
+        decoder: Decoder,
+        trie: TokenTrie,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+    ) -> Tensor:
+        """Score all rows as one tree: what they share is forwarded once."""
+        trie = trie.to(self.device)
+        weights = self._weights_for_scoring(decoder)
+        limit = self.max_batch_tokens if not torch.is_grad_enabled() else trie.num_tokens
+        hidden_NX = torch.cat(
+            [
+                decoder.hidden(
+                    weights, part.ids_N, part.positions_N, TrieAttention(part, weights.dtype)
+                )
+                for part in trie.passes(limit)
+            ]
+        )
+        self.token_count.forwarded += trie.num_tokens
+        scored_BT = mask_BT.to(self.device)
+        row_S, column_S = scored_BT.nonzero(as_tuple=True)
+        # The position before a token predicts it.
+        before_B = context_mask_BC.sum(dim=1).to(self.device) - 1
+        node_S = trie.nodes_SD[row_S, before_B[row_S] + column_S]
+        ids_S = ids_BT.to(self.device)[scored_BT]
+        logprobs_S = token_logprobs(hidden_NX[node_S], ids_S, weights)
+        found_BT: Tensor = logprobs_S.new_zeros(ids_BT.shape).masked_scatter(scored_BT, logprobs_S)
+        return found_BT
+
+    def _weights_for_scoring(self, decoder: Decoder) -> Weights:
+        # Policy and reference always by the same path: others differ by rounding.
+        if self._is_released:
+            return self._weights_for_sampling(decoder)
+        return live_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
+
+    # ---- saving
 
     def save(self, directory: Path) -> None:
         # peft would otherwise look for the base model's config to see whether embeddings changed.
@@ -291,19 +356,14 @@ class HuggingFaceLanguageModel(LanguageModel):
             )
 
     def save_pretrained(self, directory: Path) -> None:
+        if self._is_released:
+            raise ModelLoadError(
+                "a frozen model was to be written, but its weights are held in the processor's own "
+                "layout only. Copy the files that it was loaded from."
+            )
         module = merged_copy(self.module) if self.has_adapter else self.module
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
-
-    def _parts(self, lengths: Sequence[int], rows_each: int) -> Iterator[list[int]]:
-        """Split rows, longest first, into batches within the token budget."""
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        start = 0
-        while start < len(order):
-            per_context = lengths[order[start]] * rows_each
-            size = max(1, self.max_batch_tokens // max(1, per_context))
-            yield sorted(order[start : start + size])
-            start += size
 
     @contextmanager
     def _adapter_state(self) -> Iterator[None]:
@@ -312,6 +372,23 @@ class HuggingFaceLanguageModel(LanguageModel):
                 yield
         else:
             yield
+
+
+def _sequences(
+    context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+) -> list[list[int]]:
+    """Give what must be read to score each row: all but its last token, which predicts nothing."""
+    width = context_BC.shape[1]
+    return [
+        [*context[width - size :], *ids[: max(length - 1, 0)]]
+        for context, size, ids, length in zip(
+            context_BC.tolist(),
+            context_mask_BC.sum(dim=1).tolist(),
+            ids_BT.tolist(),
+            mask_BT.sum(dim=1).tolist(),
+            strict=True,
+        )
+    ]
 
 
 def _end_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:

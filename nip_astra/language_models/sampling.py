@@ -1,12 +1,17 @@
 """Draw tokens from logits by inverting the cumulative distribution.
 
-Shape suffixes: `B` row, `V` vocabulary.
+Shape suffixes: `B` row, `V` vocabulary, `C` chunk of the vocabulary.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+_NUM_LIKELY = (256, 4096)
+"""Tokens looked at for a nucleus; a row whose nucleus is larger still is sorted in full."""
+_CHUNK = 256
 
 
 def sample_tokens(
@@ -21,7 +26,7 @@ def sample_tokens(
 
     `top_k` keeps the k most likely tokens, then `top_p` the smallest set of the most likely whose
     mass reaches p (the token that crosses p included), as in Hugging Face's warpers.
-    `temperature=0` is greedy.
+    `temperature=0` is greedy. The vocabulary is sorted only for rows whose nucleus is large.
 
     Parameters
     ----------
@@ -37,23 +42,69 @@ def sample_tokens(
     """
     if temperature == 0.0:
         return logits_BV.argmax(dim=-1)
-    # float64: with float32 a cumulative sum over 50,000 tokens misplaces the rare ones.
-    logits = logits_BV.double() / temperature
-    if top_k is None and top_p >= 1.0:
-        return _invert(logits.softmax(dim=-1), uniforms_B)
-    size = logits.shape[-1] if top_k is None else min(top_k, logits.shape[-1])
-    values, tokens = logits.topk(size, dim=-1)
-    probabilities = values.softmax(dim=-1)
+    if temperature != 1.0:
+        logits_BV = logits_BV / temperature
+    vocab_size = logits_BV.shape[-1]
+    if top_k is not None:
+        values, tokens = logits_BV.topk(min(top_k, vocab_size), dim=-1)
+        return _draw_likely(values, values.double().logsumexp(dim=-1), tokens, uniforms_B, top_p)
+    if top_p >= 1.0:
+        return _draw_any(logits_BV, uniforms_B)
+    mass_B = logits_BV.logsumexp(dim=-1).double()
+    drawn_B = torch.zeros(len(logits_BV), dtype=torch.long, device=logits_BV.device)
+    open_B = torch.ones(len(logits_BV), dtype=torch.bool, device=logits_BV.device)
+    for size in (*(size for size in _NUM_LIKELY if size < vocab_size), vocab_size):
+        likely = logits_BV[open_B]
+        # For all of them a plain sort is faster than a selection.
+        values, tokens = (
+            likely.topk(size) if size < vocab_size else likely.sort(dim=-1, descending=True)
+        )
+        drawn_B[open_B] = _draw_likely(values, mass_B[open_B], tokens, uniforms_B[open_B], top_p)
+        covered = (values.double() - mass_B[open_B, None]).exp().sum(dim=-1)
+        open_B[open_B.clone()] = covered < top_p
+        if not open_B.any():
+            break
+    return drawn_B
+
+
+def _draw_likely(
+    values: Tensor, mass_B: Tensor, tokens: Tensor, uniforms_B: Tensor, top_p: float
+) -> Tensor:
+    """Draw among the likeliest tokens, given in falling order, cut to the nucleus.
+
+    Parameters
+    ----------
+    mass_B : Tensor
+        Logarithm of the mass that `top_p` is a share of.
+    """
+    probabilities = (values.double() - mass_B[:, None]).exp()
     if top_p < 1.0:
         mass_before = probabilities.cumsum(dim=-1) - probabilities
         probabilities = probabilities.masked_fill(mass_before >= top_p, 0.0)
-    drawn = _invert(probabilities, uniforms_B)
+    drawn = _invert(probabilities, uniforms_B.double())
     return tokens.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 
 
-def _invert(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:
-    cumulative = probabilities_BV.cumsum(dim=-1)
+def _draw_any(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
+    """Draw among all tokens: first a chunk of the vocabulary, then a token in it."""
+    vocab_size = logits_BV.shape[-1]
+    highest_B1 = logits_BV.max(dim=-1, keepdim=True).values
+    weights_BV = F.pad((logits_BV - highest_B1).exp_(), (0, -vocab_size % _CHUNK))
+    chunks_BCT = weights_BV.view(len(weights_BV), -1, _CHUNK)
+    # float64: with float32 a cumulative sum over 50,000 tokens misplaces the rare ones.
+    sums_BC = chunks_BCT.sum(dim=-1, dtype=torch.float64)
+    chunk_B = _invert(sums_BC, uniforms_B.double())
+    rows = torch.arange(len(weights_BV), device=logits_BV.device)
+    ends_BC = sums_BC.cumsum(dim=-1)
+    before_B = ends_BC[rows, chunk_B] - sums_BC[rows, chunk_B]
+    within_B = (uniforms_B.double() * ends_BC[:, -1] - before_B) / sums_BC[rows, chunk_B]
+    inside = _invert(chunks_BCT[rows, chunk_B].double(), within_B.clamp_(0.0, 1.0 - 2.0**-40))
+    return chunk_B * _CHUNK + inside
+
+
+def _invert(weights: Tensor, uniforms_B: Tensor) -> Tensor:
+    cumulative = weights.cumsum(dim=-1)
     # Scaling by the total makes the last positive bin reach the largest uniform number.
-    thresholds = uniforms_B.double().unsqueeze(-1) * cumulative[:, -1:]
+    thresholds = uniforms_B.unsqueeze(-1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
-    return drawn.clamp_(max=probabilities_BV.shape[-1] - 1)
+    return drawn.clamp_(max=weights.shape[-1] - 1)

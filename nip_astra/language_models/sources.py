@@ -15,7 +15,7 @@ from nip_astra.parameters.content import resolve_reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST_BFLOAT16_MODEL = 50_000_000
-"""Below this many weights a CPU gains nothing from bfloat16."""
+"""Below this many weights nothing is gained from bfloat16."""
 
 
 def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str | None]:
@@ -47,19 +47,12 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
         raise _load_error("tokenizer", name, error) from error
 
 
-def load_causal_lm(name: str, gguf_file: str | None, dtype: str) -> Any:
-    """Load a causal language model with the SDPA attention, in eval mode.
-
-    Parameters
-    ----------
-    dtype : str
-        "float32", "bfloat16", or "auto": bfloat16 for a model of 50 M weights or more where the
-        processor computes with it natively, else float32.
-    """
+def load_causal_lm(name: str, gguf_file: str | None) -> Any:
+    """Load a causal language model in float32 with the SDPA attention, in eval mode."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
-            dtype=DTYPES.get(dtype, torch.float32),
+            dtype=torch.float32,
             attn_implementation="sdpa",
             output_loading_info=True,
             **_gguf(gguf_file),
@@ -79,14 +72,14 @@ def load_causal_lm(name: str, gguf_file: str | None, dtype: str) -> Any:
             delattr(model, attribute)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    if dtype == "auto" and model.num_parameters() >= SMALLEST_BFLOAT16_MODEL:
-        model = model.to(torch.bfloat16) if has_fast_bfloat16() else model
     return model.eval()
 
 
-def has_fast_bfloat16() -> bool:
-    """Say whether this machine multiplies bfloat16 matrices natively."""
-    if torch.cuda.is_available():
+def gains_from_bfloat16(module: Any, device: torch.device) -> bool:
+    """Say whether a model is large enough, and the device able, to gain from bfloat16."""
+    if module.num_parameters() < SMALLEST_BFLOAT16_MODEL:
+        return False
+    if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported())
     probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return bool(probe and probe())

@@ -5,8 +5,9 @@ Shape suffixes: `N` node, `E` episode, `T` token, `G` sibling, `P` parent (group
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -45,6 +46,11 @@ class RolloutTree:
         Text of each node, not shortened.
     contexts : list[list[int]]
         Attacker's context tokens before the probe; one list a group of siblings.
+    num_unique_tokens : dict[str, int]
+        By role, tokens that differ from all others or follow different ones: the fewest that the
+        model could have read.
+    seconds : dict[str, float]
+        Time that attacker, target, reference and scorer took.
     """
 
     nodes: TensorDict
@@ -53,6 +59,8 @@ class RolloutTree:
     probes: list[str]
     responses: list[str]
     contexts: list[list[int]] = field(repr=False)
+    num_unique_tokens: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_nodes(self) -> int:
@@ -114,3 +122,46 @@ class RolloutTree:
                 "response": self.responses[node],
                 "probe_logprob": logprobs_N[node],
             }
+
+
+def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
+    """Give one tree of the episodes of all parts, in order, as if they had been played together."""
+    first_nodes = list(accumulate((part.num_nodes for part in parts), initial=0))
+    first_episodes = list(accumulate((part.num_episodes for part in parts), initial=0))
+    shifted = []
+    for part, node, episode in zip(parts, first_nodes, first_episodes, strict=False):
+        nodes = part.nodes.clone()
+        nodes["parent"] = torch.where(nodes["parent"] >= 0, nodes["parent"] + node, -1)
+        nodes["episode"] = nodes["episode"] + episode
+        shifted.append(nodes)
+    joined: Any = torch.cat(shifted)
+    # By level; within a level the parts follow one another, as their episodes do.
+    order = joined["depth"].argsort(stable=True)
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order))
+    merged = joined[order]
+    merged["parent"] = torch.where(merged["parent"] >= 0, place[merged["parent"].clamp(min=0)], -1)
+    width = parts[0].tree_width
+    indices = order.tolist()
+
+    def in_order(values: list[Any]) -> list[Any]:
+        return [values[index] for index in indices]
+
+    counts: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    for part in parts:
+        for role, count in part.num_unique_tokens.items():
+            counts[role] = counts.get(role, 0) + count
+        for name, spent in part.seconds.items():
+            seconds[name] = seconds.get(name, 0.0) + spent
+    contexts = [context for part in parts for context in part.contexts]
+    return RolloutTree(
+        merged,
+        width,
+        [prompt for part in parts for prompt in part.prompts],
+        in_order([probe for part in parts for probe in part.probes]),
+        in_order([response for part in parts for response in part.responses]),
+        [contexts[index // width] for index in indices[::width]],
+        counts,
+        seconds,
+    )

@@ -6,7 +6,9 @@ Shape suffixes: `N` node, `T` token.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -15,14 +17,18 @@ from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.language_models.base import Generation, pad_left
+from nip_astra.language_models.base import Generation, GenerationSession, pad_left
+from nip_astra.language_models.token_trie import build_trie
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
-from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation import Turn
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.seeding import SeedPart, uniform_rows
+
+GLUE_TOKENS = 32
+"""Allowance for what a chat template puts around a turn."""
 
 
 class RewardParameters(SubParameters):
@@ -62,7 +68,34 @@ class _Columns:
     probes: list[str] = field(default_factory=list)
     responses: list[str] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
-    target_views: list[tuple[list[Turn], tuple[int, ...]]] = field(default_factory=list)
+    target_nll: list[Tensor] = field(default_factory=list)
+    read: dict[str, list[list[int]]] = field(default_factory=lambda: {"attacker": [], "target": []})
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time that the block takes to a part's seconds."""
+        started = time.perf_counter()
+        yield
+        spent = time.perf_counter() - started
+        self.seconds[part] = self.seconds.get(part, 0.0) + spent
+
+    def note(self, role: str, contexts: Sequence[Sequence[int]], said: Generation) -> None:
+        """Keep what a model had to read: contexts, and all but the last token of each turn."""
+        rows_per_context = len(said.ids_BT) // len(contexts)
+        lengths = said.mask_BT.sum(dim=1).tolist()
+        self.read[role] += [
+            [*contexts[row // rows_per_context], *ids[: max(length - 1, 0)]]
+            for row, (ids, length) in enumerate(zip(said.ids_BT.tolist(), lengths, strict=True))
+        ]
+
+
+class _Sessions(NamedTuple):
+    """The two models in the middle of a rollout."""
+
+    attacker: GenerationSession
+    target: GenerationSession
 
 
 class ScoredNodes(NamedTuple):
@@ -80,6 +113,12 @@ class TreeSampler:
 
     Two generation calls a level, whatever the number of episodes and branches. Randomness depends
     on `key`, the episode and the place in its tree alone.
+
+    Parameters
+    ----------
+    max_cache_bytes : int, optional
+        Memory for the keys and values of both models. A rollout that would need more is played in
+        parts; an episode is never divided.
     """
 
     def __init__(
@@ -89,17 +128,42 @@ class TreeSampler:
         reference: ConversationAgent,
         scorer: Scorer,
         reward: RewardParameters,
+        max_cache_bytes: int | None = None,
     ) -> None:
         self.attacker = attacker
         self.target = target
         self.reference = reference
         self.scorer = scorer
         self.reward = reward
+        self.max_cache_bytes = max_cache_bytes
         self._shares_tokens = attacker.shares_tokens_with(target)
 
     def with_attacker(self, attacker: ConversationAgent) -> TreeSampler:
         """Give a sampler that differs in the attacker only, for instance the reference."""
-        return TreeSampler(attacker, self.target, self.reference, self.scorer, self.reward)
+        return TreeSampler(
+            attacker, self.target, self.reference, self.scorer, self.reward, self.max_cache_bytes
+        )
+
+    def cache_bytes(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
+        """Predict the most memory that the keys and values of one tree a prompt take.
+
+        The longest prompt and turns of full length are assumed.
+        """
+        total = 0
+        for agent in (self.attacker, self.target):
+            speech = agent.conversation_format
+            opening = max(
+                (
+                    len(agent.contexts([[Turn(agent.role == "target", speech.encode(p))]])[0])
+                    for p in prompts
+                ),
+                default=0,
+            )
+            num_nodes = sum(tree_width**level for level in range(1, tree_depth + 1))
+            both = self.attacker.sampling.max_new_tokens + self.target.sampling.max_new_tokens
+            num_tokens = opening + num_nodes * (both + GLUE_TOKENS)
+            total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
+        return total
 
     def sample(
         self,
@@ -125,13 +189,40 @@ class TreeSampler:
         first_episode : int
             Number of the first prompt's episode within `key`, where episodes are played in parts.
         """
+        size = {"tree_width": tree_width, "tree_depth": tree_depth}
+        per_part = len(prompts)
+        if self.max_cache_bytes is not None:
+            per_episode = self.cache_bytes(prompts, **size) // max(len(prompts), 1)
+            per_part = max(1, self.max_cache_bytes // max(per_episode, 1))
+        parts = [
+            self._sample_part(
+                prompts[start : start + per_part], **size, key=key, first=start + first_episode
+            )
+            for start in range(0, len(prompts), per_part)
+        ]
+        return parts[0] if len(parts) == 1 else merge_trees(parts)
+
+    def _sample_part(
+        self,
+        prompts: Sequence[str],
+        *,
+        tree_width: int,
+        tree_depth: int,
+        key: tuple[SeedPart, ...],
+        first: int,
+    ) -> RolloutTree:
+        """Grow the trees of some episodes together; the first of them has the number `first`."""
         columns = _Columns()
         open_conversations = [
-            self._open(episode, first_episode + episode, prompt)
-            for episode, prompt in enumerate(prompts)
+            self._open(episode, first + episode, prompt) for episode, prompt in enumerate(prompts)
         ]
+        sessions = _Sessions(
+            self.attacker.language_model.open_session(), self.target.language_model.open_session()
+        )
         for depth in range(tree_depth):
-            open_conversations = self._grow(open_conversations, tree_width, depth, key, columns)
+            open_conversations = self._grow(
+                sessions, open_conversations, tree_width, depth, key, columns
+            )
         probe_NT, mask_NT, logprobs_NT = self._stack(columns.generations)
         scored = self._score(columns, probe_NT, mask_NT)
         nodes = TensorDict(
@@ -152,7 +243,16 @@ class TreeSampler:
             batch_size=[len(columns.probes)],
         )
         return RolloutTree(
-            nodes, tree_width, list(prompts), columns.probes, columns.responses, columns.contexts
+            nodes,
+            tree_width,
+            list(prompts),
+            columns.probes,
+            columns.responses,
+            columns.contexts,
+            num_unique_tokens={
+                role: build_trie(sequences).num_tokens for role, sequences in columns.read.items()
+            },
+            seconds=columns.seconds,
         )
 
     def _open(self, episode: int, number: int, prompt: str) -> _Conversation:
@@ -166,6 +266,7 @@ class TreeSampler:
 
     def _grow(
         self,
+        sessions: _Sessions,
         parents: list[_Conversation],
         tree_width: int,
         depth: int,
@@ -185,17 +286,20 @@ class TreeSampler:
             for index, parent in enumerate(parents)
             for branch in range(tree_width)
         ]
-        probes = self._speak(self.attacker, contexts, tree_width, children, key)
+        uniforms = self._uniforms(self.attacker, children, key)
+        with columns.timed("attacker"):
+            probes = self.attacker.speak(
+                sessions.attacker, contexts, tree_width, uniforms
+            ).generation
+        columns.note("attacker", contexts, probes)
         probe_ids = self.attacker.content_ids(probes)
         probe_texts = self.attacker.decode(probe_ids)
         for child, ids, text in zip(children, probe_ids, probe_texts, strict=True):
             target_ids = ids if self._shares_tokens else self._encode_for(self.target, text)
-            columns.target_views.append((child.target_turns, target_ids))
             child.attacker_turns = [*child.attacker_turns, Turn(True, ids)]
             child.target_turns = [*child.target_turns, Turn(False, target_ids)]
 
-        target_contexts = self.target.contexts([child.target_turns for child in children])
-        responses = self._speak(self.target, target_contexts, 1, children, key)
+        responses = self._respond(sessions.target, children, tree_width, key, columns)
         response_ids = self.target.content_ids(responses)
         response_texts = self.target.decode(response_ids)
         for child, ids, text in zip(children, response_ids, response_texts, strict=True):
@@ -212,17 +316,42 @@ class TreeSampler:
         columns.generations.append(probes)
         return children
 
-    @staticmethod
-    def _speak(
-        agent: ConversationAgent,
-        contexts: list[list[int]],
-        rows_per_context: int,
+    def _respond(
+        self,
+        session: GenerationSession,
         children: list[_Conversation],
+        tree_width: int,
         key: tuple[SeedPart, ...],
+        columns: _Columns,
     ) -> Generation:
+        """Let the target answer; what it thinks of the probes comes from the same pass."""
+        conversations = [child.target_turns for child in children]
+        contexts = self.target.contexts(conversations)
+        spans = None
+        if self.reward.likelihood_model == "target":
+            spans = [
+                self.target.conversation_format.last_turn_span(turns, context)
+                for turns, context in zip(conversations, contexts, strict=True)
+            ]
+        uniforms = self._uniforms(self.target, children, key)
+        with columns.timed("target"):
+            answered = self.target.speak(
+                session, contexts, 1, uniforms, branching=tree_width, spans=spans
+            )
+        if spans is not None and answered.span_logprobs_CT is not None:
+            lengths_C = torch.tensor([stop - start for start, stop in spans])
+            mask_CT = torch.arange(answered.span_logprobs_CT.shape[1]) < lengths_C[:, None]
+            columns.target_nll.append(mean_nll(answered.span_logprobs_CT, mask_CT))
+        columns.note("target", contexts, answered.generation)
+        return answered.generation
+
+    @staticmethod
+    def _uniforms(
+        agent: ConversationAgent, children: list[_Conversation], key: tuple[SeedPart, ...]
+    ) -> Tensor:
+        """Give each child's random numbers, which depend on its place in the tree alone."""
         keys = [(*key, agent.role, child.path) for child in children]
-        uniforms = uniform_rows(keys, agent.sampling.max_new_tokens)
-        return agent.speak(contexts, rows_per_context, uniforms)
+        return uniform_rows(keys, agent.sampling.max_new_tokens)
 
     @staticmethod
     def _encode_for(agent: ConversationAgent, text: str) -> tuple[int, ...]:
@@ -242,17 +371,18 @@ class TreeSampler:
             for context in columns.contexts
             for _ in range(len(columns.probes) // len(columns.contexts))
         ]
-        with torch.no_grad():
+        with torch.no_grad(), columns.timed("reference"):
             reference_NT = self.reference.language_model.logprobs(
                 *pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT
             ).cpu()
         if self.reward.likelihood_model == "reference":
             nll_N = mean_nll(reference_NT, mask_NT)
         else:
-            nll_N = self._nll_under_target(columns)
+            nll_N = torch.cat(columns.target_nll)
         num_nodes = len(columns.probes)
         combined = [f"{p} {r}" for p, r in zip(columns.probes, columns.responses, strict=True)]
-        scores = self.scorer.score([*columns.responses, *combined])
+        with columns.timed("scorer"):
+            scores = self.scorer.score([*columns.responses, *combined])
         response_N, combined_N = scores[:num_nodes], scores[num_nodes:]
         likelihood_agent = getattr(self, self.reward.likelihood_model)
         reward_N = ast_reward(
@@ -266,22 +396,3 @@ class TreeSampler:
             empty_nll=math.log(len(likelihood_agent.language_model.tokenizer)),
         )
         return ScoredNodes(reference_NT, nll_N, response_N, combined_N, reward_N)
-
-    def _nll_under_target(self, columns: _Columns) -> Tensor:
-        """Mean NLL of each probe's words as the target reads them."""
-        width = max(max(len(ids) for _, ids in columns.target_views), 1)
-        room = self.target.language_model.context_window - width
-        contexts = [
-            self.target.conversation_format.fit(turns, num_tokens=room, before_other=True).ids
-            for turns, _ in columns.target_views
-        ]
-        ids_NT = torch.zeros(len(contexts), width, dtype=torch.long)
-        mask_NT = torch.zeros(len(contexts), width, dtype=torch.bool)
-        for row, (_, ids) in enumerate(columns.target_views):
-            ids_NT[row, : len(ids)] = torch.as_tensor(ids, dtype=torch.long)
-            mask_NT[row, : len(ids)] = True
-        with torch.no_grad():
-            logprobs_NT = self.target.language_model.logprobs(
-                *pad_left(contexts, torch.device("cpu")), ids_NT, mask_NT
-            )
-        return mean_nll(logprobs_NT.cpu(), mask_NT)

@@ -12,7 +12,13 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from nip_astra.errors import ContextLengthError
-from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.base import (
+    Generation,
+    GenerationSession,
+    LanguageModel,
+    SamplingOptions,
+    Turns,
+)
 from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.scenario_base.conversation import (
@@ -87,10 +93,19 @@ class ConversationAgent:
         return [context.ids for context in fitted]
 
     def speak(
-        self, contexts: Sequence[Sequence[int]], rows_per_context: int, uniforms_BT: Tensor
-    ) -> Generation:
-        """Sample turns; see `LanguageModel.generate`."""
-        return self.language_model.generate(contexts, rows_per_context, uniforms_BT, self.sampling)
+        self,
+        session: GenerationSession,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        """Sample turns; see `GenerationSession.generate`."""
+        return session.generate(
+            contexts, rows_per_context, uniforms_RT, self.sampling, branching=branching, spans=spans
+        )
 
     def content_ids(self, generation: Generation) -> list[tuple[int, ...]]:
         """Give each turn's tokens without its end token."""

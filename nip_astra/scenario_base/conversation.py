@@ -47,19 +47,20 @@ class ConversationFormat(ABC):
         """Give the tokens that precede the next turn of the reading model."""
 
     @abstractmethod
-    def context_before_other(self, turns: Sequence[Turn]) -> list[int]:
-        """Give the tokens that precede the content of the other speaker's next turn."""
+    def num_tokens_after(self, turns: Sequence[Turn]) -> int:
+        """Give how many tokens of the context follow the content of the last turn."""
+
+    def last_turn_span(self, turns: Sequence[Turn], context: Sequence[int]) -> tuple[int, int]:
+        """Give where the content of the last turn begins and ends in a context that holds it."""
+        stop = len(context) - self.num_tokens_after(turns)
+        return stop - len(turns[-1].ids), stop
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Give the content tokens of a turn that somebody else said."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def fit(
-        self, turns: Sequence[Turn], *, num_tokens: int, before_other: bool = False
-    ) -> FittedContext:
+    def fit(self, turns: Sequence[Turn], *, num_tokens: int) -> FittedContext:
         """Give the longest context of at most `num_tokens`, dropping the oldest whole turns.
-
-        With `before_other` it is the context of the other speaker's next turn.
 
         Raises
         ------
@@ -67,8 +68,7 @@ class ConversationFormat(ABC):
             When the last turn alone is too long.
         """
         for start in range(len(turns)):
-            kept = turns[start:]
-            ids = self.context_before_other(kept) if before_other else self.context(kept)
+            ids = self.context(turns[start:])
             if len(ids) <= num_tokens:
                 return FittedContext(ids, start)
         raise ContextLengthError(
@@ -105,9 +105,8 @@ class ChatFormat(ConversationFormat):
     def context(self, turns: Sequence[Turn]) -> list[int]:
         return _interleave(self._glue(tuple(turn.is_own for turn in turns)), turns)
 
-    def context_before_other(self, turns: Sequence[Turn]) -> list[int]:
-        shape = (*(turn.is_own for turn in turns), False)
-        return _interleave(self._glue(shape)[:-1], turns)
+    def num_tokens_after(self, turns: Sequence[Turn]) -> int:
+        return len(self._glue(tuple(turn.is_own for turn in turns))[-1])
 
     def _glue(self, shape: tuple[bool, ...]) -> list[list[int]]:
         if shape not in self._glue_by_shape:
@@ -176,5 +175,5 @@ class PlainFormat(ConversationFormat):
             ids += self._separator
         return ids
 
-    def context_before_other(self, turns: Sequence[Turn]) -> list[int]:
-        return self.context(turns)
+    def num_tokens_after(self, turns: Sequence[Turn]) -> int:
+        return len(self._separator)

@@ -13,6 +13,7 @@ from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.sources import DTYPES
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
@@ -126,7 +127,14 @@ class AstChatScenario(Scenario):
             kind=str(ScenarioType.AST_CHAT),
             agents={"attacker": attacker, "target": target, "reference": reference},
             datasets=datasets,
-            sampler=TreeSampler(attacker, target, reference, scorer, parameters.reward),
+            sampler=TreeSampler(
+                attacker,
+                target,
+                reference,
+                scorer,
+                parameters.reward,
+                max_cache_bytes=int(settings.max_rollout_gib * 2**30),
+            ),
             planted_failures=parameters.planted_failures,
         )
 
@@ -136,13 +144,13 @@ def _load_target(
 ) -> LanguageModel:
     """Load the target, or share the attacker's base weights where both are the same model."""
     mine, theirs = parameters.target.language_model, parameters.attacker.language_model
-    is_shared = (
+    if (
         isinstance(attacker_model, HuggingFaceLanguageModel)
         and attacker_model.has_adapter
         and getattr(mine, "model", None) == theirs.model
-        and mine.dtype == theirs.dtype
-    )
-    if is_shared:
+        # A target computes in float32 unless it is told otherwise.
+        and attacker_model.dtype == DTYPES.get(mine.dtype, torch.float32)
+    ):
         return attacker_model.frozen_reference()
     return load_language_model(mine, device=device, scenario_dir=scenario_dir, trainable=False)
 

@@ -16,8 +16,8 @@ from nip_astra.tracking.tracker import Tracker
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
-TIME_PREFIX = "time/"
-"""Metrics of this prefix differ between equal runs; they go to a file of their own."""
+TIMING_PREFIXES = ("time/", "memory/")
+"""Metrics of these prefixes differ between equal runs; they go to a file of their own."""
 _TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -40,7 +40,9 @@ class LocalTracker(Tracker):
                 "a metric named 'step' was to be logged, but that is the name of the column that "
                 "holds the step. Give the metric another name."
             )
-        timings = {name: value for name, value in values.items() if name.startswith(TIME_PREFIX)}
+        timings = {
+            name: value for name, value in values.items() if name.startswith(TIMING_PREFIXES)
+        }
         metrics = {name: value for name, value in values.items() if name not in timings}
         for file, part in ((METRICS_FILE, metrics), (TIMINGS_FILE, timings)):
             if part:

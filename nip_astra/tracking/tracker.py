@@ -11,7 +11,9 @@ class Tracker:
     """Takes metrics, tables and artifacts of a run; this one ignores them."""
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
-        """Record numbers at a step. Names that begin with `time/` differ between equal runs."""
+        """Record numbers at a step. Names that begin with `time/` or `memory/` differ between
+        equal runs.
+        """
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int

@@ -30,6 +30,7 @@ from nip_astra.trainers.ast_checkpoints import AstCheckpoints
 from nip_astra.trainers.ast_dry_run import estimate_cost
 from nip_astra.trainers.ast_evaluation import AstEvaluation, warnings_about
 from nip_astra.trainers.ast_state import AstState
+from nip_astra.trainers.ast_tokens import rollout_token_metrics, update_token_metrics
 from nip_astra.trainers.harness import Harness
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
 from nip_astra.trainers.trainer_base import (
@@ -37,6 +38,7 @@ from nip_astra.trainers.trainer_base import (
     TensorDictTrainer,
     attach_progress_bar,
 )
+from nip_astra.utils.processor import peak_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -158,17 +160,15 @@ class AstTrainer(TensorDictTrainer):
         iteration_context.set_description("Training")
         for iteration in iteration_context.iterate(self.state.iteration):
             started = time.perf_counter()
-            if self.state.samples is None:
-                self._collect(iteration)
+            parts = self._collect(iteration) if self.state.samples is None else {}
             collected = time.perf_counter()
             self._update(iteration)
-            self._finish_iteration(
-                iteration_context,
-                {
-                    "time/collect_seconds": collected - started,
-                    "time/update_seconds": time.perf_counter() - collected,
-                },
-            )
+            timings = {
+                "time/collect_seconds": collected - started,
+                "time/update_seconds": time.perf_counter() - collected,
+            }
+            timings |= {f"time/{part}_seconds": seconds for part, seconds in parts.items()}
+            self._finish_iteration(iteration_context, timings)
 
     @attach_progress_bar(lambda self: self.evaluation.num_parts("test"))
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -208,10 +208,15 @@ class AstTrainer(TensorDictTrainer):
 
     # ---- one iteration
 
-    def _collect(self, iteration: int) -> None:
-        """Play the iteration's episodes and keep what they teach."""
-        attacker, target = self.policy, self.sampler.target.language_model
-        with torch.no_grad(), attacker.counting() as said, target.counting() as answered:
+    def _collect(self, iteration: int) -> dict[str, float]:
+        """Play the iteration's episodes, keep what they teach, and give the seconds by part."""
+        models = {
+            role: getattr(self.sampler, role).language_model
+            for role in ("attacker", "target", "reference")
+        }
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            counts = {role: stack.enter_context(model.counting()) for role, model in models.items()}
             experience = self.harness.experience(iteration)
         tree = experience.tree
         discovery = self._discovery()
@@ -221,9 +226,8 @@ class AstTrainer(TensorDictTrainer):
         metrics = self.evaluation.tree_metrics(tree) | {
             "num_samples": float(len(experience.samples)),
             "target_queries": float(self.state.num_queries),
-            "tokens/generated": float(said.generated + answered.generated),
-            "tokens/attacker_forwarded": float(said.forwarded),
-            "tokens/target_forwarded": float(answered.forwarded),
+            "tokens/generated": float(sum(count.generated for count in counts.values())),
+            **rollout_token_metrics(counts, tree),
             **self.flatten_metrics,
         }
         if discovery.planted:
@@ -235,13 +239,16 @@ class AstTrainer(TensorDictTrainer):
                 *self.evaluation.table([tree], self.settings.num_rollout_samples),
                 step=iteration + 1,
             )
+        return tree.seconds
 
     def _update(self, iteration: int) -> None:
         """Step through the iteration's samples, from where it was left."""
         for number, group in enumerate(self._step_groups(iteration)):
             if number < self.state.num_steps_done:
                 continue
-            self.state.count_step(self._optimizer_step(group))
+            with self.policy.counting() as spent:
+                metrics = self._optimizer_step(group)
+            self.state.count_step(metrics | update_token_metrics(spent))
             if self.settings.stop_flag and self.settings.stop_flag():
                 self._save_checkpoint()
                 self._raise_if_stopped()
@@ -296,8 +303,9 @@ class AstTrainer(TensorDictTrainer):
 
     def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
         metrics = self.state.end()
-        seconds = sum(timings.values())
+        seconds = timings["time/collect_seconds"] + timings["time/update_seconds"]
         timings["time/tokens_per_second"] = metrics["tokens/generated"] / max(seconds, 1e-9)
+        timings["memory/peak_gib"] = peak_memory_bytes() / 2**30
         is_best = False
         period = self.training.eval_period
         if period and self.state.iteration % period == 0:

@@ -9,6 +9,7 @@ import torch
 
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.trainers.harness import Harness
+from nip_astra.utils.processor import peak_memory_bytes
 
 
 def estimate_cost(
@@ -19,8 +20,11 @@ def estimate_cost(
     Returns
     -------
     dict
-        The time is an upper bound: episodes that are played together share forward passes.
+        The time is an upper bound: episodes that are played together share forward passes. The
+        memory is what one episode and its step took, with the keys and values of all episodes of an
+        iteration and the step scaled to a full batch.
     """
+    at_start = peak_memory_bytes()
     started = time.perf_counter()
     with torch.no_grad():
         tree = harness.sampler.sample(
@@ -30,6 +34,7 @@ def estimate_cost(
             key=(harness.seed, "dry run"),
         )
     played = time.perf_counter()
+    after_rollout = peak_memory_bytes()
     samples = harness.algorithm.flatten(tree)[: harness.batch_size]
     loss = None
     if samples:
@@ -37,12 +42,23 @@ def estimate_cost(
         torch.autograd.backward(loss)
         optimizer.zero_grad(set_to_none=True)
     stepped = time.perf_counter()
+    after_step = peak_memory_bytes()
+    sampler = harness.sampler
+    size = {"tree_width": harness.tree_width, "tree_depth": harness.tree_depth}
+    cache_of_one = sampler.cache_bytes(harness.prompts[:1], **size)
+    cache = sampler.cache_bytes(harness.prompts[: training.num_episodes_per_experience], **size)
+    if sampler.max_cache_bytes is not None:
+        cache = min(cache, max(sampler.max_cache_bytes, cache_of_one))
+    rollout = after_rollout - at_start + max(cache - cache_of_one, 0)
+    update = (after_step - at_start) * harness.batch_size / max(len(samples), 1)
     num_episodes = training.training_steps * training.num_episodes_per_experience
     return {
         "num_parameters": harness.sampler.attacker.language_model.num_parameters(),
         "loss": None if loss is None else float(loss.detach()),
         "seconds_per_episode_alone": played - started,
         "seconds_per_update": stepped - played,
+        "predicted_rollout_gib": cache / 2**30,
+        "predicted_peak_gib": (at_start + max(rollout, update)) / 2**30,
         "training_target_queries": num_episodes * tree.num_nodes,
         "estimated_training_hours_at_most": num_episodes * (stepped - started) / 3600.0,
     }

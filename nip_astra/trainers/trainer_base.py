@@ -32,8 +32,8 @@ from nip_astra.progress import (
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
+from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
 from nip_astra.utils.seeding import derive_seed
-from nip_astra.utils.threads import choose_num_threads
 
 __all__ = ["IterationContext", "TensorDictTrainer", "Trainer", "attach_progress_bar"]
 
@@ -168,6 +168,7 @@ class TensorDictTrainer(Trainer):
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
+        keep_freed_memory()
         before = torch.get_num_threads()
         torch.set_num_threads(
             choose_num_threads(self.scenario_instance.num_parameters, self.settings.num_threads)

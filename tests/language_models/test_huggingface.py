@@ -195,7 +195,7 @@ def test_a_lora_model_starts_as_its_base_and_only_its_adapter_learns(tmp_path: P
     assert torch.equal(model.logprobs(contexts, mask, ids, ids_mask).detach(), changed)
 
     model.save_pretrained(tmp_path / "merged")
-    merged = load_causal_lm(str(tmp_path / "merged"), None, "float32")
+    merged = load_causal_lm(str(tmp_path / "merged"), None)
     alone = HuggingFaceLanguageModel(
         merged, model.tokenizer, device=torch.device("cpu"), trainable=False
     )

@@ -61,11 +61,13 @@ def test_two_generation_calls_a_level(
     calls = []
     for role in ("attacker", "target"):
         model = instance.agents[role].language_model
-        generate = model.generate
+        session = model.open_session()
+        generate = session.generate
+        monkeypatch.setattr(model, "open_session", lambda session=session: session)
         monkeypatch.setattr(
-            model,
+            session,
             "generate",
-            lambda *a, role=role, generate=generate: calls.append(role) or generate(*a),
+            lambda *a, role=role, generate=generate, **k: calls.append(role) or generate(*a, **k),
         )
     _sample(instance)
     assert calls == ["attacker", "target"] * 3
@@ -80,6 +82,45 @@ def test_an_episode_does_not_depend_on_the_others(instance: ScenarioInstance) ->
     assert [together.probes[i] for i in mine] == alone.probes
     assert [together.responses[i] for i in mine] == alone.responses
     assert torch.allclose(together.nodes["reward"][mine], alone.nodes["reward"], atol=1e-5)
+
+
+@pytest.mark.parametrize("likelihood_model", ["reference", "target"])
+def test_a_rollout_in_parts_equals_the_whole(tiny_scenario: Path, likelihood_model: str) -> None:
+    instance = build(tiny_scenario, f"ast_chat.reward.likelihood_model={likelihood_model}")
+    whole = _sample(instance)
+    need = instance.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=3)
+    for share in (0.5, 0.1):
+        instance.sampler.max_cache_bytes = int(need * share)
+        parts = _sample(instance)
+        assert parts.probes == whole.probes
+        assert parts.responses == whole.responses
+        assert parts.contexts == whole.contexts
+        for name, values in whole.nodes.items():
+            assert torch.allclose(parts.nodes[name], values, atol=1e-5), name
+
+
+def test_the_predicted_cache_holds_what_is_cached(instance: ScenarioInstance) -> None:
+    tree = _sample(instance)
+    predicted = instance.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=3)
+    per_token = instance.agents["attacker"].language_model.cache_bytes_per_token
+    # Two layers of two key-value heads of eight numbers, keys and values, float32.
+    assert per_token == 2 * 2 * 2 * 8 * 4
+    assert predicted >= sum(tree.num_unique_tokens.values()) * per_token
+
+
+def test_no_token_is_forwarded_twice(instance: ScenarioInstance) -> None:
+    models = {role: agent.language_model for role, agent in instance.agents.items()}
+    with (
+        models["attacker"].counting() as said,
+        models["target"].counting() as answered,
+        models["reference"].counting() as rated,
+    ):
+        tree = _sample(instance)
+    # Siblings that happen to begin with the same word are sampled apart; nothing else is repeated.
+    assert said.forwarded <= 1.15 * tree.num_unique_tokens["attacker"]
+    assert answered.forwarded <= 1.15 * tree.num_unique_tokens["target"]
+    assert rated.forwarded <= 1.10 * rated.scored
+    assert rated.scored == tree.num_unique_tokens["attacker"]
 
 
 def test_another_key_gives_another_tree(instance: ScenarioInstance) -> None:
@@ -150,10 +191,11 @@ def test_likelihood_under_the_target_reads_the_probe_as_the_target_does(
     model = target.language_model
     for node in range(tree.num_nodes):
         prompt = tree.prompts[int(tree.nodes["episode"][node])]
-        context = target.conversation_format.context_before_other(
-            [Turn(True, target.conversation_format.encode(prompt))]
-        )
         words = [i for i in tree.nodes["probe"][node].tolist() if i > 5]
+        speech = target.conversation_format
+        turns = [Turn(True, speech.encode(prompt)), Turn(False, tuple(words))]
+        context = speech.context(turns)
+        context = context[: speech.last_turn_span(turns, context)[0]]
         logits = model.module(torch.tensor([context + words])).logits[0].log_softmax(-1)
         picked = logits[len(context) - 1 : -1].gather(1, torch.tensor(words).unsqueeze(1))
         assert tree.nodes["probe_nll"][node].item() == pytest.approx(

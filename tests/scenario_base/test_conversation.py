@@ -44,11 +44,13 @@ def test_tokens_of_a_turn_stay_as_they_were_sampled() -> None:
     assert tuple(ids[-5:-2]) == sampled
 
 
-def test_the_context_before_the_other_speaker_ends_with_their_role() -> None:
-    tokenizer = make_tokenizer()
-    chat = ChatFormat(tokenizer)
-    ids = chat.context_before_other([Turn(True, chat.encode("hello"))])
-    assert tokenizer.decode(ids) == "<bos> <assistant> hello <end> <user>"
+@pytest.mark.parametrize("make", [ChatFormat, PlainFormat])
+def test_the_last_turn_is_found_in_its_context(make: type[ChatFormat | PlainFormat]) -> None:
+    speech = make(make_tokenizer())
+    turns = [*_turns(speech, True), Turn(False, (7, 1, 8))]
+    context = speech.context(turns)
+    start, stop = speech.last_turn_span(turns, context)
+    assert context[start:stop] == [7, 1, 8]
 
 
 def test_a_long_conversation_loses_its_oldest_whole_turns() -> None:
@@ -90,4 +92,3 @@ def test_plain_turns_stand_one_after_the_other() -> None:
     turns = [Turn(False, plain.encode("hello")), Turn(True, plain.encode("fine"))]
     assert tokenizer.decode(plain.context(turns)) == "hello . fine ."
     assert plain.end_ids == tuple(tokenizer.encode(".", add_special_tokens=False))
-    assert plain.context_before_other(turns) == plain.context(turns)

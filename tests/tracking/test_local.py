@@ -36,12 +36,12 @@ def contents(directory: RunDirectory) -> dict[str, bytes]:
 
 def test_metrics_and_timings_go_to_files_of_their_own(directory: RunDirectory) -> None:
     tracker = LocalTracker(directory)
-    tracker.log_metrics({"b": 1, "a/x": 0.1, "time/update": 2.5}, step=1)
+    tracker.log_metrics({"b": 1, "a/x": 0.1, "time/update": 2.5, "memory/peak": 1}, step=1)
     tracker.log_metrics({"b": 2}, step=2)
     # Each line is on disk before the tracker is closed.
     text = (directory.path / "metrics.jsonl").read_text()
     assert text == '{"step": 1, "a/x": 0.1, "b": 1}\n{"step": 2, "b": 2}\n'
-    assert lines(directory, "timings.jsonl") == [{"step": 1, "time/update": 2.5}]
+    assert lines(directory, "timings.jsonl") == [{"step": 1, "time/update": 2.5, "memory/peak": 1}]
 
 
 def test_what_is_not_finite_is_null(directory: RunDirectory) -> None:

@@ -356,7 +356,20 @@ def test_a_dry_run_steps_once_and_estimates_the_whole(tiny_scenario: Path) -> No
     estimate = trainer.dry_run()
     assert estimate["training_target_queries"] == 6 * 3 * 6
     assert estimate["estimated_training_hours_at_most"] > 0
+    assert 0 < estimate["predicted_rollout_gib"] < estimate["predicted_peak_gib"] < 24
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.policy.parameters(), strict=True))
+
+
+def test_work_and_memory_are_logged(tiny_scenario: Path, tmp_path: Path) -> None:
+    _run(tiny_scenario, tmp_path, "work")
+    for metrics in _metrics(tmp_path, "work"):
+        for part in ("attacker", "target", "reference"):
+            assert metrics[f"tokens/{part}_forwarded"] > 0
+            assert 1.0 <= metrics[f"tokens/{part}_forwarded_per_unique"] <= 1.3
+        if metrics["num_steps"]:
+            assert 1.0 <= metrics["tokens/update_forwarded_per_unique"] <= 1.1
+    timings = (tmp_path / "work" / "timings.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["memory/peak_gib"] > 0 for line in timings)
 
 
 def test_a_test_run_cuts_every_loop_to_one_iteration(tiny_scenario: Path, tmp_path: Path) -> None:

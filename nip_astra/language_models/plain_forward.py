@@ -1,0 +1,161 @@
+"""Sampling and scoring through a module's own `generate` and `forward`, row by row.
+
+For models whose forward pass `Decoder` is not; shared tokens are read again for every row.
+
+Shape suffixes: `B` row, `C` context position, `T` sampled position, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+from nip_astra.language_models.base import Draw, Generation, SamplingOptions, pad_left
+
+
+class _Draw(LogitsProcessor):
+    """Draws the token itself and leaves `generate` no choice."""
+
+    def __init__(
+        self,
+        draw: Draw,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> None:
+        self.draw = draw
+        self.uniforms_BT = uniforms_BT
+        self.options = options
+        self.tokens: list[Tensor] = []
+        self.logprobs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        step = len(self.tokens)
+        tokens_B, logprobs_B = self.draw(
+            scores.float().clone(), self.uniforms_BT[:, step].to(scores.device), step, self.options
+        )
+        self.tokens.append(tokens_B)
+        self.logprobs.append(logprobs_B)
+        forced = torch.full_like(scores, float("-inf"))
+        return forced.scatter_(1, tokens_B.unsqueeze(1), 0.0)
+
+
+def generate_turns(
+    module: Any,
+    rows: Sequence[Sequence[int]],
+    uniforms_BT: Tensor,
+    options: SamplingOptions,
+    *,
+    draw: Draw,
+    end_ids: tuple[int, ...],
+    max_batch_tokens: int,
+) -> tuple[Generation, int]:
+    """Sample a turn for each row's context, and count the positions forwarded."""
+    found, order, num_forwarded = [], [], 0
+    for part in _parts([len(row) + options.max_new_tokens for row in rows], max_batch_tokens):
+        context_BC, mask_BC = pad_left([rows[i] for i in part], module.device)
+        said = _generate_batch(
+            module, context_BC, mask_BC, _Draw(draw, uniforms_BT[part], options), end_ids
+        )
+        steps = int(said.mask_BT.any(dim=0).sum())
+        num_forwarded += context_BC.numel() + len(part) * max(steps - 1, 0)
+        found.append(said)
+        order += part
+    back = torch.tensor(order).argsort()
+    ids, mask, logprobs = (
+        torch.cat([getattr(piece, name) for piece in found])[back]
+        for name in ("ids_BT", "mask_BT", "logprobs_BT")
+    )
+    return Generation(ids, mask, logprobs), num_forwarded
+
+
+def _generate_batch(
+    module: Any, context_BC: Tensor, mask_BC: Tensor, processor: _Draw, end_ids: tuple[int, ...]
+) -> Generation:
+    options = processor.options
+    ends = sorted({*end_ids, *options.end_ids})
+    module.generate(
+        input_ids=context_BC,
+        attention_mask=mask_BC.long(),
+        generation_config=GenerationConfig(
+            max_new_tokens=options.max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            # Where it is not said, the defaults of the checkpoint would change the distribution.
+            repetition_penalty=1.0,
+            no_repeat_ngram_size=0,
+            eos_token_id=ends,
+            pad_token_id=ends[0] if ends else 0,
+        ),
+        logits_processor=LogitsProcessorList([processor]),
+    )
+    ids_BT, logprobs_BT = torch.stack(processor.tokens, 1), torch.stack(processor.logprobs, 1)
+    is_end_BT = torch.isin(ids_BT, torch.tensor(ends, device=ids_BT.device))
+    mask_BT = (is_end_BT.long().cumsum(dim=1) - is_end_BT.long()) == 0
+    padding = (0, options.max_new_tokens - ids_BT.shape[1])
+    ids, mask, logprobs = (
+        F.pad(x, padding).cpu() for x in (ids_BT * mask_BT, mask_BT, logprobs_BT * mask_BT)
+    )
+    return Generation(ids, mask, logprobs)
+
+
+def score_rows(
+    module: Any,
+    context_BC: Tensor,
+    context_mask_BC: Tensor,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    max_batch_tokens: int,
+) -> tuple[Tensor, int]:
+    """Give log p of each continuation token, and count the positions forwarded."""
+    widths = context_mask_BC.sum(dim=1).tolist()
+    pieces, order, num_forwarded = [], [], 0
+    for part in _parts([width + ids_BT.shape[1] for width in widths], max_batch_tokens):
+        # Columns of padding that no row of this part needs are cut off.
+        start = context_BC.shape[1] - max(widths[i] for i in part)
+        context, mask = context_BC[part, start:], context_mask_BC[part, start:]
+        pieces.append(_score_batch(module, context, mask, ids_BT[part], mask_BT[part]))
+        num_forwarded += len(part) * (context.shape[1] + ids_BT.shape[1])
+        order += part
+    return torch.cat(pieces)[torch.tensor(order).argsort()], num_forwarded
+
+
+def _score_batch(
+    module: Any, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+) -> Tensor:
+    """Score one batch: the head is applied to the scored positions only."""
+    device = module.device
+    ids = torch.cat([context_BC, ids_BT], dim=1).to(device)
+    mask = torch.cat([context_mask_BC, mask_BT], dim=1).to(device)
+    scored_BT = mask_BT.to(device)
+    backbone = module.base_model
+    positions = {}
+    # Not every architecture counts positions.
+    if "position_ids" in inspect.signature(backbone.forward).parameters:
+        positions["position_ids"] = (mask.long().cumsum(dim=1) - 1).clamp_(min=0)
+    hidden = backbone(
+        input_ids=ids, attention_mask=mask.long(), use_cache=False, **positions
+    ).last_hidden_state
+    # The position before a token predicts it.
+    before_BTH = hidden[:, context_BC.shape[1] - 1 : -1]
+    logits_NV = module.get_output_embeddings()(before_BTH[scored_BT]).float()
+    chosen_N = logits_NV.gather(1, ids_BT.to(device)[scored_BT].unsqueeze(1)).squeeze(1)
+    logprobs_N = chosen_N - logits_NV.logsumexp(dim=1)
+    found_BT: Tensor = logprobs_N.new_zeros(ids_BT.shape).masked_scatter(scored_BT, logprobs_N)
+    return found_BT
+
+
+def _parts(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]]:
+    """Split rows, longest first, into batches within the token budget."""
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    start = 0
+    while start < len(order):
+        size = max(1, max_batch_tokens // max(1, lengths[order[start]]))
+        yield sorted(order[start : start + size])
+        start += size

@@ -1,0 +1,30 @@
+"""How much work an AST iteration took beside the least that it could have taken."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nip_astra.language_models.base import TokenCount
+from nip_astra.rollouts.tree import RolloutTree
+
+
+def rollout_token_metrics(counts: Mapping[str, TokenCount], tree: RolloutTree) -> dict[str, float]:
+    """Give, for each role, the tokens forwarded for a rollout and their ratio to the unique ones.
+
+    A token is unique by itself and all that precedes it in the conversation. The reference reads
+    only to score.
+    """
+    metrics = {}
+    for role, count in counts.items():
+        unique = tree.num_unique_tokens.get(role, 0) or count.scored
+        metrics[f"tokens/{role}_forwarded"] = float(count.forwarded)
+        metrics[f"tokens/{role}_forwarded_per_unique"] = count.forwarded / max(unique, 1)
+    return metrics
+
+
+def update_token_metrics(spent: TokenCount) -> dict[str, float]:
+    """Give the tokens that an optimizer step forwarded and their ratio to the unique ones."""
+    return {
+        "tokens/update_forwarded": float(spent.forwarded),
+        "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
+    }

@@ -1,0 +1,55 @@
+"""How torch uses this machine's processor: threads, and what becomes of freed memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import sys
+
+SMALL_MODEL_PARAMETERS = 5_000_000
+"""Below this size the cost of waking a second thread exceeds what it computes."""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_DEFAULT_THRESHOLD = 128 * 1024
+_KEPT_THRESHOLD = 1 << 30
+
+
+def choose_num_threads(num_parameters: int, requested: int | None) -> int:
+    """Give the thread count: the one requested, one for a small model, else all cores.
+
+    On busy cores small operations run up to ten times slower with two threads than with one.
+    """
+    if requested is not None:
+        return requested
+    if num_parameters < SMALL_MODEL_PARAMETERS:
+        return 1
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else (os.cpu_count() or 1)
+
+
+def peak_memory_bytes() -> int:
+    """Give the most memory that this process has held so far, its resident set."""
+    # Kibibytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def keep_freed_memory(is_kept: bool = True) -> bool:
+    """Let the process reuse freed memory instead of giving it back to the system.
+
+    By default glibc maps every large tensor anew, and touching its pages for the first time takes
+    several times as long as computing an elementwise operation on it.
+
+    Returns
+    -------
+    bool
+        Whether the C library has this setting (glibc has).
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    threshold = _KEPT_THRESHOLD if is_kept else _DEFAULT_THRESHOLD
+    return bool(mallopt(_M_MMAP_THRESHOLD, threshold) and mallopt(_M_TRIM_THRESHOLD, threshold))

@@ -1,0 +1,223 @@
+"""Our forward pass is that of transformers, for every architecture that it takes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nip_astra.language_models import decoder as decoder_module
+from nip_astra.language_models.attention import TrieAttention
+from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
+from nip_astra.language_models.decoder import (
+    build_decoder,
+    frozen_weights,
+    live_weights,
+    why_unsupported,
+)
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.token_trie import build_trie
+from tests.tiny import make_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 23,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _module(cls: type[Any], config: PretrainedConfig) -> Any:
+    torch.manual_seed(0)
+    module = cls(config).eval()
+    # Random norms and biases, so that a forgotten one is noticed.
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.uniform_(0.5, 1.5)
+    return module
+
+
+MODULES = {
+    "llama": lambda: _module(LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True)),
+    "llama3 rope": lambda: _module(
+        LlamaForCausalLM,
+        LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
+    ),
+    "mistral": lambda: _module(
+        MistralForCausalLM, MistralConfig(**SIZES, sliding_window=None, head_dim=16)
+    ),
+    "qwen2": lambda: _module(Qwen2ForCausalLM, Qwen2Config(**SIZES)),
+    "qwen3": lambda: _module(Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16)),
+}
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
+    module = MODULES[name]()
+    decoder = build_decoder(module)
+    assert decoder is not None
+    sequences = [[2, 4, 6, 7, 8], [2, 4, 6, 9], [2, 5, 6, 7, 8, 9, 10]]
+    trie = build_trie(sequences)
+    for weights in (
+        live_weights(module, torch.float32, use_adapter=True),
+        frozen_weights(module, torch.float32, use_adapter=True),
+    ):
+        hidden = decoder.hidden(
+            weights, trie.ids_N, trie.positions_N, TrieAttention(trie, torch.float32)
+        )
+        logits = weights.head(hidden)
+        for row, sequence in enumerate(sequences):
+            expected = module(torch.tensor([sequence])).logits[0]
+            found = logits[trie.nodes_SD[row, : len(sequence)]]
+            assert torch.allclose(found, expected, atol=2e-4)
+    weights = live_weights(module, torch.float32, use_adapter=True)
+    trie = build_trie([sequences[2]])
+    hidden = decoder.hidden(
+        weights, trie.ids_N, trie.positions_N, TrieAttention(trie, torch.float32)
+    )
+    gradients = []
+    for logits in (weights.head(hidden), module(torch.tensor([sequences[2]])).logits[0]):
+        module.zero_grad()
+        logits.log_softmax(-1)[:, 7].sum().backward()
+        gradients.append([p.grad.clone() for p in module.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
+def test_models_of_another_kind_are_left_to_themselves(caplog: pytest.LogCaptureFixture) -> None:
+    windowed = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8))
+    assert "sliding window" in str(why_unsupported(windowed))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+    scaled = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=dynamic))
+    assert "rotary embedding is of the type dynamic" in str(why_unsupported(scaled))
+    with caplog.at_level(logging.INFO, logger=decoder_module.__name__):
+        assert build_decoder(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2))) is None
+    assert "GPT2LMHeadModel is not of the Llama family" in caplog.text
+
+
+def test_a_pass_that_differs_from_the_module_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = MODULES["llama"]()
+    module.model.norm.forward = lambda x: x * 2.0
+    with caplog.at_level(logging.INFO, logger=decoder_module.__name__):
+        assert build_decoder(module) is None
+    assert "its outputs differ from the module's" in caplog.text
+
+
+@pytest.fixture
+def gpt2() -> HuggingFaceLanguageModel:
+    """A backend over an architecture with learned positions, which goes through `generate`."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=23,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.4,
+        eos_token_id=3,
+        bos_token_id=2,
+    )
+    module = GPT2LMHeadModel(config)
+    # A checkpoint's own habits must not change the distribution.
+    module.generation_config.repetition_penalty = 5.0
+    model = HuggingFaceLanguageModel(
+        module, make_tokenizer(), device=torch.device("cpu"), trainable=True
+    )
+    assert model._decoder is None
+    return model
+
+
+def test_other_architectures_sample_through_generate(gpt2: HuggingFaceLanguageModel) -> None:
+    contexts = [[2, 4, 6, 7], [2, 4, 8], [2, 9, 9, 9, 9, 9, 10]]
+    uniforms = torch.rand(12, 6, generator=torch.Generator().manual_seed(0))
+    options = SamplingOptions(max_new_tokens=6, min_new_tokens=1)
+    with gpt2.counting() as spent:
+        said = gpt2.generate(contexts, 4, uniforms, options)
+    assert spent.generated == int(said.mask_BT.sum())
+    assert spent.forwarded > spent.generated
+    rows = [context for context in contexts for _ in range(4)]
+    turns = [ids[mask].tolist() for ids, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
+    assert set(said.ids_BT[said.mask_BT].tolist()).isdisjoint({0, 1, 2, 4, 5})
+    assert all(turn.index(3) == len(turn) - 1 for turn in turns if 3 in turn)
+    cpu = torch.device("cpu")
+    scored = gpt2.logprobs(*pad_left(rows, cpu), *pad_right(turns, cpu))
+    width = scored.shape[1]
+    assert torch.allclose(scored, said.logprobs_BT[:, :width], atol=1e-4)
+    gpt2.max_batch_tokens = 20
+    parts = gpt2.generate(contexts, 4, uniforms, options)
+    assert torch.equal(parts.ids_BT, said.ids_BT)
+
+
+def test_other_architectures_play_trees(gpt2: HuggingFaceLanguageModel) -> None:
+    session = gpt2.open_session()
+    contexts = [[2, 4, 6, 7], [2, 4, 8, 9]]
+    uniforms = torch.rand(4, 3)
+    turns = session.generate(
+        contexts, 2, uniforms, SamplingOptions(max_new_tokens=3), spans=[(2, 4), (3, 4)]
+    )
+    assert turns.span_logprobs_CT is not None
+    expected = gpt2.module(torch.tensor([contexts[1]])).logits[0, 2].log_softmax(-1)[9]
+    assert torch.allclose(turns.span_logprobs_CT[1, 0], expected, atol=1e-4)
+    assert float(turns.span_logprobs_CT[1, 1].detach()) == 0.0
+
+
+def test_a_large_frozen_model_is_held_once_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nip_astra.errors import ModelLoadError
+    from nip_astra.language_models import huggingface
+    from tests.tiny import make_language_model
+
+    path = make_language_model(tmp_path / "model")
+    parameters = HuggingFaceLanguageModel.Parameters.from_dict({"model": str(path)})
+    options = {"device": torch.device("cpu"), "scenario_dir": None, "trainable": False}
+    whole = HuggingFaceLanguageModel.load(parameters, **options)
+    monkeypatch.setattr(huggingface, "SMALLEST_RELEASED", 0)
+    held_once = HuggingFaceLanguageModel.load(parameters, **options)
+    assert held_once.module.model.layers[0].mlp.up_proj.weight.device.type == "meta"
+    assert held_once.num_parameters() == whole.num_parameters()
+    uniforms = torch.rand(4, 6)
+    said = [
+        model.generate([[2, 4, 6]], 4, uniforms, SamplingOptions(max_new_tokens=6))
+        for model in (whole, held_once)
+    ]
+    assert torch.equal(said[0].ids_BT, said[1].ids_BT)
+    rows = torch.tensor([[2, 4, 6]] * 4), torch.ones(4, 3, dtype=torch.bool)
+    scored = [m.logprobs(*rows, said[0].ids_BT, said[0].mask_BT) for m in (whole, held_once)]
+    assert torch.allclose(*scored, atol=1e-5)
+    with pytest.raises(ModelLoadError, match="Copy the files that it was loaded from"):
+        held_once.save_pretrained(tmp_path / "copy")
