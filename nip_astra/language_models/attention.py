@@ -131,11 +131,8 @@ def cascade_attention(queries_RTKGD: Tensor, segments: Sequence[SharedKeys]) -> 
         if bias is not None:
             score = score + bias
         scores.append(_scatter_groups(score))
-    probabilities = (
-        torch.cat(scores, dim=-1).softmax(dim=-1)
-        if len(scores) > 1
-        else (scores[0].softmax(dim=-1))
-    )
+    together = scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
+    probabilities = together.softmax(dim=-1)
     attended = None
     start = 0
     for _, values, _ in segments:
@@ -153,6 +150,8 @@ def cascade_attention(queries_RTKGD: Tensor, segments: Sequence[SharedKeys]) -> 
 def _gather_groups(x_RTKGX: Tensor, num_groups: int) -> Tensor:
     """Put the queries of all rows of a group side by side: `[P * K, (R / P) * T * G, X]`."""
     num_rows, num_queries, num_keys, group, size = x_RTKGX.shape
+    if num_groups == num_rows and num_queries == 1:
+        return x_RTKGX.reshape(num_groups * num_keys, group, size)
     grouped = x_RTKGX.view(
         num_groups, num_rows // num_groups, num_queries, num_keys, group, size
     ).permute(0, 3, 1, 2, 4, 5)
@@ -161,5 +160,7 @@ def _gather_groups(x_RTKGX: Tensor, num_groups: int) -> Tensor:
 
 def _scatter_groups(x: Tensor) -> Tensor:
     """Undo `_gather_groups`: `[P, K, R / P, T, G, X]` to `[R, T, K, G, X]`."""
+    if x.shape[2] == x.shape[3] == 1:
+        return x.reshape(x.shape[0], 1, x.shape[1], x.shape[4], x.shape[5])
     rows = x.permute(0, 2, 3, 1, 4, 5)
     return rows.reshape(x.shape[0] * x.shape[2], x.shape[3], x.shape[1], x.shape[4], x.shape[5])

@@ -85,11 +85,20 @@ class TokenCount:
     scored : int
         Distinct tokens, each in its place, that scoring had to read; the fewest that could have
         been forwarded for it.
+    head_rows : int
+        Positions for which the distribution over the vocabulary was computed.
     """
 
     forwarded: int = 0
     generated: int = 0
     scored: int = 0
+    head_rows: int = 0
+
+    def add(self, other: TokenCount) -> None:
+        """Count what another count counted too."""
+        for counted in fields(TokenCount):
+            name = counted.name
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class GenerationSession(ABC):

@@ -39,6 +39,9 @@ FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that do not depend on the length of the sequence."""
 
+SMALLEST_UNSAVED = 1 << 18
+"""Elementwise functions of fewer numbers keep what they need for the backward pass."""
+
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, queries_NHD, keys_NKD, values_NKD) -> [N, H * D]`; the queries are scaled."""
 
@@ -104,6 +107,7 @@ class Decoder:
         self.activation: Callable[[Tensor], Tensor] = module.model.layers[0].mlp.act_fn
         self.scale = self.head_dim**-0.5
         self.cache_numbers_per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        self._padding_id: int | None = module.model.embed_tokens.padding_idx
         self._rotary = module.model.rotary_emb
         self._cos_sin: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
         # Multiplications of one pair of tokens against those of one token, over a layer.
@@ -118,7 +122,8 @@ class Decoder:
         self, weights: Weights, ids_N: Tensor, positions_N: Tensor, attend: Attend
     ) -> Tensor:
         """Give the normalised last hidden state of every token, `[N, X]` in the weights' dtype."""
-        x = F.embedding(ids_N, weights.embedding_VX)
+        # As in the module, the padding token's own row gets no gradient from being read.
+        x = F.embedding(ids_N, weights.embedding_VX, padding_idx=self._padding_id)
         cos, sin = self._rotation(positions_N, weights.dtype)
         num_tokens = len(ids_N)
         for index, layer in enumerate(weights.layers):
@@ -180,7 +185,7 @@ def _unsaved(function: Callable[..., Any], *inputs: Any) -> Any:
     For elementwise functions: they cost little time, and what they would keep is most of the
     memory of an update.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or inputs[0].numel() < SMALLEST_UNSAVED:
         return function(*inputs)
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
 

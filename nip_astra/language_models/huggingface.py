@@ -229,7 +229,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
         rows = [context for context in contexts for _ in range(rows_per_context)]
         with self._adapter_state():
-            said, num_forwarded = generate_turns(
+            said, spent = generate_turns(
                 self.module,
                 rows,
                 uniforms_BT,
@@ -238,8 +238,7 @@ class HuggingFaceLanguageModel(LanguageModel):
                 end_ids=self.end_ids,
                 max_batch_tokens=self.max_batch_tokens,
             )
-        self.token_count.forwarded += num_forwarded
-        self.token_count.generated += int(said.mask_BT.sum())
+        self.token_count.add(spent)
         return said
 
     def _draw(
@@ -276,7 +275,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             if self._decoder is not None:
                 return self._score_trie(self._decoder, trie, context_mask_BC, ids_BT, mask_BT)
             with self._adapter_state():
-                found_BT, num_forwarded = score_rows(
+                found_BT, spent = score_rows(
                     self._causal_lm,
                     context_BC,
                     context_mask_BC,
@@ -284,7 +283,7 @@ class HuggingFaceLanguageModel(LanguageModel):
                     mask_BT,
                     max_batch_tokens=self.max_batch_tokens,
                 )
-        self.token_count.forwarded += num_forwarded
+        self.token_count.add(spent)
         return found_BT
 
     def _score_trie(
@@ -314,6 +313,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         before_B = context_mask_BC.sum(dim=1).to(self.device) - 1
         node_S = trie.nodes_SD[row_S, before_B[row_S] + column_S]
         ids_S = ids_BT.to(self.device)[scored_BT]
+        self.token_count.head_rows += len(ids_S)
         logprobs_S = token_logprobs(hidden_NX[node_S], ids_S, weights)
         found_BT: Tensor = logprobs_S.new_zeros(ids_BT.shape).masked_scatter(scored_BT, logprobs_S)
         return found_BT

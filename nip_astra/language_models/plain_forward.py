@@ -16,7 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from nip_astra.language_models.base import Draw, Generation, SamplingOptions, pad_left
+from nip_astra.language_models.base import (
+    Draw,
+    Generation,
+    SamplingOptions,
+    TokenCount,
+    pad_left,
+)
 
 
 class _Draw(LogitsProcessor):
@@ -54,16 +60,18 @@ def generate_turns(
     draw: Draw,
     end_ids: tuple[int, ...],
     max_batch_tokens: int,
-) -> tuple[Generation, int]:
-    """Sample a turn for each row's context, and count the positions forwarded."""
-    found, order, num_forwarded = [], [], 0
+) -> tuple[Generation, TokenCount]:
+    """Sample a turn for each row's context, and count the work."""
+    found, order, spent = [], [], TokenCount()
     for part in _parts([len(row) + options.max_new_tokens for row in rows], max_batch_tokens):
         context_BC, mask_BC = pad_left([rows[i] for i in part], module.device)
         said = _generate_batch(
             module, context_BC, mask_BC, _Draw(draw, uniforms_BT[part], options), end_ids
         )
         steps = int(said.mask_BT.any(dim=0).sum())
-        num_forwarded += context_BC.numel() + len(part) * max(steps - 1, 0)
+        spent.forwarded += context_BC.numel() + len(part) * max(steps - 1, 0)
+        spent.head_rows += len(part) * steps
+        spent.generated += int(said.mask_BT.sum())
         found.append(said)
         order += part
     back = torch.tensor(order).argsort()
@@ -71,7 +79,7 @@ def generate_turns(
         torch.cat([getattr(piece, name) for piece in found])[back]
         for name in ("ids_BT", "mask_BT", "logprobs_BT")
     )
-    return Generation(ids, mask, logprobs), num_forwarded
+    return Generation(ids, mask, logprobs), spent
 
 
 def _generate_batch(
@@ -112,18 +120,19 @@ def score_rows(
     mask_BT: Tensor,
     *,
     max_batch_tokens: int,
-) -> tuple[Tensor, int]:
-    """Give log p of each continuation token, and count the positions forwarded."""
+) -> tuple[Tensor, TokenCount]:
+    """Give log p of each continuation token, and count the work."""
     widths = context_mask_BC.sum(dim=1).tolist()
-    pieces, order, num_forwarded = [], [], 0
+    pieces, order, spent = [], [], TokenCount()
     for part in _parts([width + ids_BT.shape[1] for width in widths], max_batch_tokens):
         # Columns of padding that no row of this part needs are cut off.
         start = context_BC.shape[1] - max(widths[i] for i in part)
         context, mask = context_BC[part, start:], context_mask_BC[part, start:]
         pieces.append(_score_batch(module, context, mask, ids_BT[part], mask_BT[part]))
-        num_forwarded += len(part) * (context.shape[1] + ids_BT.shape[1])
+        spent.forwarded += len(part) * (context.shape[1] + ids_BT.shape[1])
+        spent.head_rows += int(mask_BT[part].sum())
         order += part
-    return torch.cat(pieces)[torch.tensor(order).argsort()], num_forwarded
+    return torch.cat(pieces)[torch.tensor(order).argsort()], spent
 
 
 def _score_batch(

@@ -5,6 +5,8 @@ Shape suffixes: `S` scored position, `X` hidden unit, `V` vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -40,5 +42,25 @@ def token_logprobs(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor
 
 def _chunk(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor:
     logits_SV = weights.head(hidden_SX).float()
-    chosen_S = logits_SV.gather(1, ids_S.unsqueeze(1)).squeeze(1)
-    return chosen_S - logits_SV.logsumexp(dim=1)
+    logprobs_S: Tensor = _ChosenLogprobs.apply(logits_SV, ids_S)  # type: ignore[no-untyped-call]
+    return logprobs_S
+
+
+class _ChosenLogprobs(torch.autograd.Function):
+    """Log-softmax at one index a row, with a backward pass that makes one tensor of logits' size.
+
+    The gradient with respect to the logits is `g * (onehot(ids) - softmax(logits))`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_SV: Tensor, ids_S: Tensor) -> Tensor:
+        mass_S1 = logits_SV.logsumexp(dim=1, keepdim=True)
+        ctx.save_for_backward(logits_SV, ids_S, mass_S1)
+        return (logits_SV.gather(1, ids_S.unsqueeze(1)) - mass_S1).squeeze(1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        logits_SV, ids_S, mass_S1 = ctx.saved_tensors
+        grad_S1 = gradients[0].unsqueeze(1)
+        grad_SV = (logits_SV - mass_S1).exp_().mul_(-grad_S1)
+        return grad_SV.scatter_add_(1, ids_S.unsqueeze(1), grad_S1), None

@@ -218,6 +218,7 @@ class CachedSession(GenerationSession):
             for piece in passes
         ]
         ids = [i for context, (a, b) in zip(contexts, spans, strict=True) for i in context[a:b]]
+        self.token_count.head_rows += len(ids)
         logprobs = token_logprobs(
             torch.cat(hidden), torch.tensor(ids, dtype=torch.long, device=self.device), self.weights
         )
@@ -259,6 +260,7 @@ class CachedSession(GenerationSession):
     def _draw_all(
         self, hidden_RX: Tensor, uniforms_R: Tensor, step: int, options: SamplingOptions
     ) -> tuple[Tensor, Tensor]:
+        self.token_count.head_rows += len(hidden_RX)
         size = max(1, 2 * MAX_LOGITS // len(self.weights.embedding_VX))
         found = [
             self.draw(self.weights.head(hidden).float(), uniforms, step, options)

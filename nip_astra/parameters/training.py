@@ -16,6 +16,10 @@ class TrainingConfiguration(SubParameters):
     """Learning rate. Larger learns faster and may diverge."""
     batch_size: int = Field(default=8, ge=1)
     """Samples in one forward and backward pass. Larger is smoother and takes more memory."""
+    batch_order: Literal["shuffled", "by_episode"] = "shuffled"
+    """How an iteration's samples are put into batches. by_episode keeps the samples of an episode
+    together, so that a batch shares more of its tokens and is faster, and less mixed; episodes and
+    batches come in random order either way."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop", "adagrad"] = "adamw"
     """Optimizer, with torch's defaults for what is not a parameter here."""
     weight_decay: float = Field(default=0.0, ge=0)

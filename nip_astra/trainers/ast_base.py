@@ -73,6 +73,7 @@ class AstTrainer(TensorDictTrainer):
             tree_width=self.scenario.tree_width,
             tree_depth=self.scenario.tree_depth,
             seed=self.hyper_params.seed,
+            batch_order=self.training.batch_order,
         )
         self.evaluation = AstEvaluation(self.hyper_params, self.scenario_instance)
         self.checkpoints = AstCheckpoints(

@@ -65,6 +65,7 @@ class AstDpoTrainer(AstTrainer):
                 "chosen": probe[chosen][mask[chosen]],
                 "rejected": probe[rejected][mask[rejected]],
                 "reference_logratio": reference_N[chosen] - reference_N[rejected],
+                "episode": tree.nodes["episode"][chosen],
             }
             for chosen, rejected in zip(pairs.chosen, pairs.rejected, strict=True)
         ]

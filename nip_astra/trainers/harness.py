@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from tensordict import TensorDict
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
@@ -47,6 +48,8 @@ class Harness:
         before any comes again.
     num_episodes_per_experience : int
         Trees an iteration.
+    batch_order : str
+        "shuffled", or "by_episode": samples of an episode stand together, in the order of its tree.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Harness:
         tree_width: int,
         tree_depth: int,
         seed: int,
+        batch_order: str = "shuffled",
     ) -> None:
         self.sampler = sampler
         self.algorithm = algorithm
@@ -69,6 +73,7 @@ class Harness:
         self.tree_width = tree_width
         self.tree_depth = tree_depth
         self.seed = seed
+        self.batch_order = batch_order
 
     def experience(self, iteration: int) -> Experience:
         """Play the episodes of one iteration; the same iteration gives the same prompts."""
@@ -83,11 +88,22 @@ class Harness:
     def batches(
         self, samples: Sequence[Sample], *, iteration: int, epoch: int
     ) -> Iterator[TensorDict]:
-        """Give shuffled batches; the last may be smaller."""
+        """Give the samples in batches, in random order; one batch may be smaller.
+
+        Raises
+        ------
+        ConfigurationError
+            When samples are to be kept together by episode and do not say theirs.
+        """
         generator = derived_generator(self.seed, "shuffle", iteration, epoch)
         order = torch.randperm(len(samples), generator=generator).tolist()
-        for start in range(0, len(order), self.batch_size):
-            part = order[start : start + self.batch_size]
+        if self.batch_order == "by_episode":
+            order = _by_episode(samples, order)
+        parts = [order[i : i + self.batch_size] for i in range(0, len(order), self.batch_size)]
+        if self.batch_order == "by_episode":
+            again = torch.randperm(len(parts), generator=generator).tolist()
+            parts = [parts[i] for i in again]
+        for part in parts:
             yield self.algorithm.collate_fn([samples[i] for i in part])
 
     def step(self, batch: TensorDict) -> LossOutput:
@@ -107,3 +123,16 @@ class Harness:
             self.prompts[orders[number // len(self.prompts)][number % len(self.prompts)]]
             for number in numbers
         ]
+
+
+def _by_episode(samples: Sequence[Sample], order: Sequence[int]) -> list[int]:
+    """Put the samples of an episode together, the episodes in the order of their first samples."""
+    if any("episode" not in sample for sample in samples):
+        raise ConfigurationError(
+            "training.batch_order is by_episode, but the samples that flatten gave do not say "
+            "their episode. Let flatten put tree.nodes['episode'][node] into each sample as "
+            "'episode', or set training.batch_order to shuffled."
+        )
+    episodes = [int(sample["episode"]) for sample in samples]
+    rank = {episode: i for i, episode in enumerate(dict.fromkeys(episodes[i] for i in order))}
+    return sorted(range(len(samples)), key=lambda i: rank[episodes[i]])

@@ -6,6 +6,8 @@ import ctypes
 import os
 import resource
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 SMALL_MODEL_PARAMETERS = 5_000_000
 """Below this size the cost of waking a second thread exceeds what it computes."""
@@ -30,6 +32,11 @@ def choose_num_threads(num_parameters: int, requested: int | None) -> int:
 
 def peak_memory_bytes() -> int:
     """Give the most memory that this process has held so far, its resident set."""
+    with suppress(OSError):
+        # Where it can be read: the resource usage begins at what the parent process held.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     # Kibibytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

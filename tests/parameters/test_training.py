@@ -14,6 +14,7 @@ def test_the_defaults_are_those_that_the_guides_name() -> None:
     assert TrainingConfiguration().to_dict() == {
         "lr": 1e-5,
         "batch_size": 8,
+        "batch_order": "shuffled",
         "optimizer": "adamw",
         "weight_decay": 0.0,
         "gradient_accumulation_steps": 1,

@@ -226,6 +226,7 @@ FIELD_CHANGES: dict[str, object] = {
     "batch_size": 2,
     "optimizer": "sgd",
     "weight_decay": 0.5,
+    "batch_order": "by_episode",
     "gradient_accumulation_steps": 2,
     "training_steps": 2,
     "num_episodes_per_experience": 4,
@@ -348,6 +349,35 @@ def test_a_scenario_of_another_kind_is_refused(tiny_scenario: Path) -> None:
         AstDpoTrainer(
             prepared.trainer.hyper_params, prepared.scenario_instance, ExperimentSettings()
         )
+
+
+def test_batches_by_episode_hold_each_sample_once_and_share_more(tiny_scenario: Path) -> None:
+    options = ("training.batch_size=3", "training.num_episodes_per_experience=4")
+    trainers = {
+        order: _trainer(tiny_scenario, *options, f"training.batch_order={order}")
+        for order in ("shuffled", "by_episode")
+    }
+    forwarded = {}
+    for order, trainer in trainers.items():
+        samples = trainer.harness.experience(0).samples
+        batches = list(trainer.harness.batches(samples, iteration=0, epoch=0))
+        taken = sorted(int(e) for batch in batches for e in batch["episode"])
+        assert taken == sorted(int(sample["episode"]) for sample in samples)
+        with trainer.policy.counting() as spent:
+            for batch in batches:
+                trainer.step(batch)
+        forwarded[order] = spent.forwarded
+        other = [
+            b["episode"].tolist() for b in trainer.harness.batches(samples, iteration=0, epoch=1)
+        ]
+        assert other != [batch["episode"].tolist() for batch in batches]
+    assert forwarded["by_episode"] < forwarded["shuffled"]
+
+
+def test_batches_by_episode_need_samples_that_say_theirs(tiny_scenario: Path) -> None:
+    harness = _trainer(tiny_scenario, "training.batch_order=by_episode").harness
+    with pytest.raises(ConfigurationError, match="do not say their episode"):
+        list(harness.batches([{"x": torch.tensor(1)}], iteration=0, epoch=0))
 
 
 def test_a_dry_run_steps_once_and_estimates_the_whole(tiny_scenario: Path) -> None:

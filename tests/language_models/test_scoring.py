@@ -1,0 +1,47 @@
+"""Log-probabilities from hidden states: log-softmax and its gradient, however the rows are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nip_astra.language_models import scoring
+from nip_astra.language_models.decoder import Weights
+from nip_astra.language_models.scoring import token_logprobs
+
+
+def _weights(matrix_VX: torch.Tensor) -> Weights:
+    return Weights(matrix_VX, [], torch.ones(4), lambda x: x @ matrix_VX.T, torch.float64)
+
+
+@pytest.mark.parametrize(("kept", "at_once"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 22), (0, 1)])
+def test_values_and_gradients_equal_log_softmax(
+    monkeypatch: pytest.MonkeyPatch, kept: int, at_once: int
+) -> None:
+    monkeypatch.setattr(scoring, "MAX_KEPT_LOGITS", kept)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", at_once)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 4, generator=generator)
+    matrix = torch.randn(11, 4, generator=generator)
+    ids = torch.tensor([0, 3, 3, 10, 5, 1, 2])
+    rates = torch.randn(7, generator=generator)
+    found = []
+    for is_ours in (True, False):
+        x, w = hidden.clone().requires_grad_(), matrix.clone().requires_grad_()
+        if is_ours:
+            logprobs = token_logprobs(x, ids, _weights(w))
+        else:
+            logprobs = (x @ w.T).log_softmax(-1)[torch.arange(7), ids]
+        (logprobs * rates).sum().backward()
+        found.append((logprobs.detach(), x.grad, w.grad))
+    for ours, expected in zip(*found, strict=True):
+        assert torch.allclose(ours, expected, atol=1e-5)
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    with torch.no_grad():
+        logprobs = token_logprobs(
+            torch.randn(3, 4), torch.tensor([1, 2, 0]), _weights(torch.eye(4))
+        )
+    assert not logprobs.requires_grad
+    assert logprobs.shape == (3,)
