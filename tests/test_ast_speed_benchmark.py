@@ -1,0 +1,330 @@
+"""The plain way of benchmarks/ast_speed.py is no straw man: it computes what ours computes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.documents import ROOT
+
+
+class Modules(NamedTuple):
+    """The files of the benchmark, which are in no package."""
+
+    contest: ModuleType
+    ours: ModuleType
+    plain: ModuleType
+    speed: ModuleType
+    work: ModuleType
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[Modules]:
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    names = ("ast_contest", "our_ast", "plain_ast", "ast_speed", "ast_work")
+    yield Modules(*(importlib.import_module(name) for name in names))
+    patch.undo()
+
+
+class Ways(NamedTuple):
+    """Both ways, built for one setting."""
+
+    setting: Any
+    files: Any
+    plain: Any
+    ours: Any
+
+
+def build(modules: Modules, root: Path, *, is_end_padding: bool = False, **changes: Any) -> Ways:
+    setting = modules.work.Setting(context=12, turn_tokens=6, episodes=2, depth=2)
+    setting = replace(setting, **changes)
+    files = modules.work.write_scenario(setting, root)
+    if is_end_padding:
+        path = Path(files.model) / "config.json"
+        config = json.loads(path.read_text())
+        path.write_text(json.dumps(config | {"pad_token_id": config["eos_token_id"]}))
+    plain = modules.work.build_plain(setting, files, is_autograd_kept=False)
+    ours = modules.ours.OurAst(setting, files, modules.ours.PRECISIONS["fp32"])
+    # Ours says no role markers; the plain way is told not to.
+    tokenizer = plain.attacker.tokenizer
+    markers = tuple(set(tokenizer.all_special_ids) - {tokenizer.eos_token_id})
+    for model in (plain.attacker, plain.target):
+        model.suppressed_ids = markers
+    return Ways(setting, files, plain, ours)
+
+
+@pytest.fixture(scope="module")
+def sampled(modules: Modules, tmp_path_factory: pytest.TempPathFactory) -> Ways:
+    return build(modules, tmp_path_factory.mktemp("sampled"))
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def trained(
+    modules: Modules, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Ways:
+    return build(modules, tmp_path_factory.mktemp("trained"), mode=request.param, width=3)
+
+
+def by_level(trees: list[list[Any]]) -> list[Any]:
+    """Give the nodes as ours orders them: by depth, then episode, then branch."""
+    found: list[Any] = []
+    level = [node for tree in trees for node in tree]
+    while level:
+        found += level
+        level = [child for node in level for child in node.children]
+    return found
+
+
+@pytest.mark.parametrize(("width", "depth"), [(1, 3), (2, 2)])
+def test_greedy_conversations_are_the_same(
+    modules: Modules, tmp_path: Path, width: int, depth: int
+) -> None:
+    ways = build(modules, tmp_path, width=width, depth=depth, temperature=0.0)
+    tree = ways.ours.play(0).tree
+    nodes = by_level(ways.plain.play(tree.prompts, width=width, depth=depth))
+    assert [node.probe_text for node in nodes] == tree.probes
+    assert [node.response_text for node in nodes] == tree.responses
+    assert len({node.response_text for node in nodes}) > 1
+    contexts = [tree.context_of(number) for number in range(tree.num_nodes)]
+    assert [node.context for node in nodes] == contexts
+    # The likelihood model is the target.
+    nll = torch.tensor([node.nll for node in nodes])
+    torch.testing.assert_close(nll, tree.nodes["probe_nll"], rtol=0, atol=1e-4)
+    rewards = torch.tensor([node.reward for node in nodes])
+    torch.testing.assert_close(rewards, tree.nodes["reward"], rtol=0, atol=1e-4)
+
+
+def test_sampled_tokens_have_the_same_log_probabilities(sampled: Ways) -> None:
+    tree = sampled.ours.play(0).tree
+    contexts = [tree.context_of(number) for number in range(tree.num_nodes)]
+    probes = tree.nodes["probe"].tolist()
+    for role, name in (("attacker", "probe_logprobs"), ("reference", "reference_logprobs")):
+        with torch.no_grad():
+            logprobs = getattr(sampled.plain, role).logprobs(contexts, probes)
+        total = tree.nodes[name].sum(dim=1)
+        torch.testing.assert_close(logprobs.sum(dim=1), total, rtol=0, atol=1e-4)
+
+
+def test_log_probabilities_of_rows_of_different_lengths_do_not_touch_each_other(
+    sampled: Ways,
+) -> None:
+    model = sampled.plain.target
+    rows = [([3, 8, 9], [10, 11]), ([3, 8], [12]), ([3, 20, 21, 22], [23, 24, 25])]
+    with torch.no_grad():
+        together = model.logprobs(*zip(*rows, strict=True)).sum(dim=1)
+        alone = [model.logprobs([context], [said]).sum() for context, said in rows]
+    torch.testing.assert_close(together, torch.stack(alone), rtol=0, atol=1e-5)
+
+
+def test_turns_after_contexts_of_different_lengths_do_not_touch_each_other(
+    modules: Modules, sampled: Ways
+) -> None:
+    greedy = sampled.setting.sampling("target")._replace(temperature=0.0)
+    model = modules.plain.PlainModel(
+        sampled.plain.target.module,
+        sampled.plain.target.tokenizer,
+        sampled.plain.target.conversation_format,
+        greedy,
+    )
+    contexts = [[3, 8, 9, 10, 11, 12], [20, 21], [30, 31, 32]]
+    alone = [model.generate([context])[0] for context in contexts]
+    assert model.generate(contexts) == alone
+    assert {len(turn) for turn in alone} == {greedy.num_tokens}
+
+
+def test_loss_and_gradients_are_the_same(modules: Modules, trained: Ways) -> None:
+    samples = modules.ours.samples_of_few_trees(trained.ours.play(0), 3)
+    before = [parameter.clone() for parameter in trained.ours.trainer.policy.parameters()]
+    deviation = modules.ours.update_deviation(trained.ours, trained.plain, samples)
+    assert deviation.loss < 1e-5
+    assert deviation.gradient_of_worst_parameter < 1e-4
+    for parameter, value in zip(trained.ours.trainer.policy.parameters(), before, strict=True):
+        assert torch.equal(parameter, value)
+
+
+def test_gradients_are_the_same_where_the_end_of_a_turn_is_the_padding(
+    modules: Modules, tmp_path: Path
+) -> None:
+    """As in SmolLM2, whose every context holds ends of turns."""
+    ways = build(modules, tmp_path, mode="full", is_end_padding=True)
+    samples = modules.ours.samples_of_few_trees(ways.ours.play(0), 3)
+    deviation = modules.ours.update_deviation(ways.ours, ways.plain, samples)
+    assert deviation.gradient_of_worst_parameter < 1e-4
+
+
+def test_another_loss_would_be_noticed(
+    modules: Modules, trained: Ways, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained.plain, "beta", 0.2)
+    samples = modules.ours.samples_of_few_trees(trained.ours.play(0), 3)
+    deviation = modules.ours.update_deviation(trained.ours, trained.plain, samples)
+    assert deviation.gradient > 0.1
+
+
+def test_both_pair_the_best_with_the_worst_sibling(modules: Modules, trained: Ways) -> None:
+    width, depth = trained.setting.width, trained.setting.depth
+    trees = trained.plain.play(trained.files.prompts, width=width, depth=depth)
+    pairs = trained.plain.pairs(trees)
+    # One a group: the roots, and the children of each.
+    assert len(pairs) == 2 * (1 + width) == len(trained.ours.play(0).samples)
+    ranked = sorted(trees[0], key=lambda node: node.reward)
+    assert pairs[0] == modules.plain.Pair(trees[0][0].context, ranked[-1].probe, ranked[0].probe)
+
+
+def test_a_step_moves_the_attacker_alone_towards_the_chosen_probe(
+    modules: Modules, tmp_path: Path
+) -> None:
+    plain = build(modules, tmp_path, mode="full").plain
+    plain.optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    pair = modules.plain.Pair([3, 8, 9], [10, 11], [12, 13])
+    reference = plain.reference.module.get_output_embeddings().weight.clone()
+    first = plain.step(pair)
+    assert first == pytest.approx(torch.log(torch.tensor(2.0)).item(), abs=1e-4)
+    assert plain.step(pair) < first
+    assert torch.equal(plain.reference.module.get_output_embeddings().weight, reference)
+
+
+def test_kept_gradients_cost_time_and_change_nothing(modules: Modules, tmp_path: Path) -> None:
+    plain = build(modules, tmp_path, mode="full").plain
+    pair = modules.plain.Pair([3, 8, 9], [10, 11], [12, 13])
+    found = []
+    for is_kept in (False, True):
+        plain.is_autograd_kept = is_kept
+        plain.optimizer.zero_grad()
+        torch.autograd.backward(plain.loss(pair))
+        found.append([parameter.grad for parameter in plain.parameters()])
+        head = plain.reference.module.get_output_embeddings()
+        assert (head.weight.grad is not None) is is_kept
+    for without, with_reference in zip(*found, strict=True):
+        torch.testing.assert_close(without, with_reference)
+
+
+def test_the_plain_way_counts_what_it_forwards(sampled: Ways) -> None:
+    before = sampled.plain.work()
+    nodes = sampled.plain.play(sampled.files.prompts[:1], width=2, depth=1)[0]
+    after = sampled.plain.work()
+    turn, context = sampled.setting.turn_tokens, len(nodes[0].context)
+    attacker = {
+        name: after["attacker"][name] - before["attacker"][name] for name in after["target"]
+    }
+    # The last token that is said is read by nobody; only last positions are predicted from.
+    assert attacker == {"forwarded": 2 * (context + turn - 1), "head_rows": 2 * turn}
+    rated = after["target"]["head_rows"] - before["target"]["head_rows"] - 2 * turn
+    # Log-probabilities come with the distribution at every position.
+    assert rated > 2 * context
+
+
+def test_the_floor_of_a_chain_is_its_last_context(modules: Modules, sampled: Ways) -> None:
+    chain = replace(sampled.setting, width=1, depth=2)
+    unique = modules.work.unique_rollout_tokens(chain, sampled.files)
+    trees = sampled.plain.play(sampled.files.prompts, width=1, depth=2)
+    last = [tree[0].children[0] for tree in trees]
+    read = sum(len(node.context) + chain.turn_tokens - 1 for node in last)
+    # The system prompt and what stands before the opening is the same in both trees.
+    shared = next(
+        position
+        for position, tokens in enumerate(zip(*(node.context for node in last), strict=False))
+        if len(set(tokens)) > 1
+    )
+    assert unique["attacker"] == unique["reference"] == read - shared
+
+
+def test_a_token_is_unique_unless_all_before_it_are_the_same_too(modules: Modules) -> None:
+    count = modules.work.count_unique_tokens
+    assert count([]) == 0
+    assert count([[1, 2, 3], [1, 2, 3]]) == 3
+    assert count([[1, 2, 3], [1, 2, 4], [1, 2]]) == 4
+    assert count([[1, 2], [3, 2]]) == 4
+
+
+def test_the_ways_take_turns(modules: Modules) -> None:
+    effort = modules.contest.Effort(repeats=4, plain_repeats=2)
+    assert [name for name, _ in effort.turns(["a"])] == ["plain", "a", "a", "plain", "a", "a"]
+    effort = modules.contest.Effort(repeats=3, plain_repeats=1)
+    turns = [("plain", 0), *((name, n) for n in range(3) for name in "ab")]
+    assert list(effort.turns(["a", "b"])) == turns
+    effort = modules.contest.Effort(repeats=1, plain_repeats=2)
+    assert list(effort.turns(["a"])) == [("plain", 0), ("a", 0), ("plain", 1)]
+
+
+SMALL = ("--model", "tiny", "--width", "2", "--depth", "2", "--episodes", "1", "--repeats", "1")
+SHORT = ("--context", "12", "--turn-tokens", "6")
+
+
+def run(modules: Modules, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run the script and give its JSON and its Markdown."""
+    files = folder / "figures.json", folder / "figures.md"
+    modules.speed.main([*arguments, "--out", str(files[0]), "--markdown", str(files[1])])
+    return json.loads(files[0].read_text()), files[1].read_text()
+
+
+def test_the_script_writes_ratios(modules: Modules, tmp_path: Path) -> None:
+    report, text = run(modules, tmp_path, *SMALL, *SHORT)
+    assert {row["part"] for row in report["ratios"]} == {"rollout", "update", "iteration"}
+    for row in report["ratios"]:
+        assert row["ratio"] > 0
+        assert row["ratio"] == pytest.approx(row["plain_seconds"] / row["our_seconds"])
+    assert report["settings"][0]["parts"]["deviation"]["fp32"]["loss"] < 1e-5
+    phases = report["settings"][0]["parts"]["iteration"]["plain"]["phases"]
+    assert phases["rollout"] >= phases["attacker generate"] + phases["target generate"]
+    assert phases["update"] >= phases["loss forward"] + phases["backward"]
+    assert "| tiny |" in text
+    assert str(tmp_path) not in text + json.dumps(report)
+
+
+def test_a_setting_without_time_is_skipped_by_name(modules: Modules, tmp_path: Path) -> None:
+    report, text = run(modules, tmp_path, "--grid", "--max-minutes", "0")
+    assert len(report["skipped"]) == 32
+    assert report["settings"] == []
+    assert "- smollm2, tree 4x3, 8 episodes, context 256, full" in text
+
+
+def test_fewer_plain_episodes_are_scaled_and_said_so(modules: Modules, tmp_path: Path) -> None:
+    few = ("--parts", "rollout", "--plain-episodes", "1", "--episodes", "2")
+    report, text = run(modules, tmp_path, *SMALL, *SHORT, *few)
+    assert report["ratios"][0]["is_scaled"] is True
+    figures = report["settings"][0]["parts"]["rollout"]["plain"]
+    assert figures["phases"]["rollout"] == pytest.approx(2 * figures["runs"][0]["rollout"])
+    assert "(scaled)" in text
+
+
+def test_an_unknown_part_is_refused(
+    modules: Modules, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(modules, tmp_path, "--parts", "rollouts")
+    assert "unknown: 'rollouts'. Known: rollout, update, iteration" in capsys.readouterr().err
+
+
+def test_trl_that_is_missing_is_named(
+    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "trl.experimental.online_dpo", None)
+    report, text = run(modules, tmp_path, *SMALL, *SHORT, "--parts", "none", "--trl")
+    assert report["skipped"] == ["TRL is not installed: pip install trl datasets"]
+    assert "pip install trl" in text
+
+
+@pytest.mark.slow
+def test_memory_growth_and_trl_are_measured(modules: Modules, tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    extras = ("--parts", "none", "--memory", "--growth", "--trl")
+    report, text = run(modules, tmp_path, *SMALL, *SHORT, *extras)
+    ways = report["memory"][0]["ways"]
+    for figures in ways.values():
+        assert figures["peak"] >= figures["peak_of_iteration"] >= figures["peak_of_rollout"] > 0
+    assert set(ways["plain"]["weights"]) == {"attacker", "target", "reference"}
+    unique = [row["unique_tokens"] for row in report["growth"]["rows"][:4]]
+    assert unique == sorted(unique)
+    assert report["trl"][0]["ratio"] > 0
+    assert "TRL OnlineDPO" in text
