@@ -322,6 +322,9 @@ class HuggingFaceLanguageModel(LanguageModel):
         # Policy and reference always by the same path: others differ by rounding.
         if self._is_released:
             return self._weights_for_sampling(decoder)
+        if self.trainable and torch.is_grad_enabled():
+            # A step follows, after which the snapshot is of no use; until then it is in the way.
+            self._snapshot = None
         return live_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
 
     # ---- saving
