@@ -50,7 +50,8 @@ def estimate_cost(
     if sampler.max_cache_bytes is not None:
         cache = min(cache, max(sampler.max_cache_bytes, cache_of_one))
     rollout = after_rollout - at_start + max(cache - cache_of_one, 0)
-    update = (after_step - at_start) * harness.batch_size / max(len(samples), 1)
+    step = (after_step - after_rollout) * harness.batch_size / max(len(samples), 1)
+    update = after_rollout - at_start + step
     num_episodes = training.training_steps * training.num_episodes_per_experience
     return {
         "num_parameters": harness.sampler.attacker.language_model.num_parameters(),

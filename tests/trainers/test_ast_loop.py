@@ -390,6 +390,20 @@ def test_a_dry_run_steps_once_and_estimates_the_whole(tiny_scenario: Path) -> No
     assert all(torch.equal(a, b) for a, b in zip(weights, trainer.policy.parameters(), strict=True))
 
 
+def test_a_prediction_scales_the_step_and_not_the_rollout(
+    tiny_scenario: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gib = 2**30
+    peaks = iter([1 * gib, 2 * gib, 3 * gib])
+    monkeypatch.setattr("nip_astra.trainers.ast_dry_run.peak_memory_bytes", lambda: next(peaks))
+    trainer = _trainer(tiny_scenario, "training.batch_size=3")
+    monkeypatch.setattr(
+        trainer.harness.algorithm, "flatten", lambda tree: type(trainer).flatten(trainer, tree)[:1]
+    )
+    # One GiB for the rollout, and three pairs where the one that was tried took one.
+    assert trainer.dry_run()["predicted_peak_gib"] == pytest.approx(1 + 1 + 3)
+
+
 def test_work_and_memory_are_logged(tiny_scenario: Path, tmp_path: Path) -> None:
     _run(tiny_scenario, tmp_path, "work")
     for metrics in _metrics(tmp_path, "work"):
