@@ -81,8 +81,10 @@ def why_unsupported(module: Any) -> str | None:
         return "it has layers with a sliding window"
     if name == "MistralForCausalLM" and getattr(config, "sliding_window", None):
         return "it has a sliding window"
-    if config.rope_parameters["rope_type"] not in STATIC_ROPE:
-        return f"its rotary embedding is of the type {config.rope_parameters['rope_type']}"
+    # transformers 4 has another name for it, and none for the default.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", "default") not in STATIC_ROPE:
+        return f"its rotary embedding is of the type {rope['rope_type']}"
     return None
 
 
