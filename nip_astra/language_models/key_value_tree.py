@@ -155,10 +155,6 @@ class KeyValueTree:
         step = base * times
         return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]
 
-    def num_bytes(self) -> int:
-        """Memory in use."""
-        return sum(block.keys.nbytes + block.values.nbytes for block in self.blocks)
-
 
 def _groups_of(rows: slice, sharing: int) -> slice:
     return slice(rows.start // sharing, -(-rows.stop // sharing))
