@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from nip_astra.errors import ModelLoadError
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 
 
@@ -70,6 +71,25 @@ class Turns(NamedTuple):
 
     generation: Generation
     span_logprobs_CT: Tensor | None
+
+
+class TokenScores(NamedTuple):
+    """What a model thinks of each token of continuations.
+
+    Attributes
+    ----------
+    logprobs_BT : Tensor
+        float32, nats, 0 on padding.
+    entropy_BT : Tensor or None
+        Entropy of the distribution that the token was one of; float32, nats, 0 on padding.
+    hidden_BTX : Tensor or None
+        Last hidden state of the position that predicts the token, which is what was read before
+        it; float32, 0 on padding.
+    """
+
+    logprobs_BT: Tensor
+    entropy_BT: Tensor | None = None
+    hidden_BTX: Tensor | None = None
 
 
 @dataclass
@@ -226,6 +246,31 @@ class LanguageModel(ABC):
         parameters of a trainable model where grad mode is on.
         """
 
+    def token_scores(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        *,
+        needs_entropy: bool = False,
+        needs_hidden: bool = False,
+    ) -> TokenScores:
+        """Give `logprobs` and, from the same pass, entropies and hidden states.
+
+        Raises
+        ------
+        ModelLoadError
+            When this backend gives none.
+        """
+        if needs_entropy or needs_hidden:
+            raise ModelLoadError(
+                f"entropies or hidden states were asked for, but the backend {type(self).__name__} "
+                "gives log-probabilities only. Switch off what needs them (entropy bonus, value "
+                "head), or use the huggingface backend."
+            )
+        return TokenScores(self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT))
+
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Give the parameters that training may change; none for a frozen model."""
@@ -233,6 +278,11 @@ class LanguageModel(ABC):
     @abstractmethod
     def num_parameters(self) -> int:
         """Give the number of weights, trainable or not."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that `token_scores` gives; 0 where it gives none."""
+        return 0
 
     @abstractmethod
     def frozen_reference(self) -> LanguageModel:

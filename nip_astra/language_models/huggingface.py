@@ -29,6 +29,7 @@ from nip_astra.language_models.base import (
     LanguageModel,
     SamplingOptions,
     TokenCount,
+    TokenScores,
 )
 from nip_astra.language_models.decoder import (
     Decoder,
@@ -37,10 +38,10 @@ from nip_astra.language_models.decoder import (
     frozen_weights,
     live_weights,
 )
-from nip_astra.language_models.plain_forward import generate_turns, score_rows
+from nip_astra.language_models.plain_forward import generate_turns, score_rows, spread
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import sample_tokens
-from nip_astra.language_models.scoring import token_logprobs
+from nip_astra.language_models.scoring import token_logprobs_and_entropy
 from nip_astra.language_models.sessions import CachedSession
 from nip_astra.language_models.sources import (
     DTYPES,
@@ -264,27 +265,48 @@ class HuggingFaceLanguageModel(LanguageModel):
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
+        return self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT).logprobs_BT
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.module.config.hidden_size)
+
+    def token_scores(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        *,
+        needs_entropy: bool = False,
+        needs_hidden: bool = False,
+    ) -> TokenScores:
         if not mask_BT.any():
-            return torch.zeros(ids_BT.shape, device=self.device)
-        sequences = _sequences(context_BC, context_mask_BC, ids_BT, mask_BT)
+            zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
+            hidden = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size) if needs_hidden else None
+            return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
+        rows = context_BC, context_mask_BC, ids_BT, mask_BT
         trie = build_trie(
-            sequences, pair_cost=self._decoder.pair_cost if self._decoder is not None else 0.0
+            _sequences(*rows),
+            pair_cost=self._decoder.pair_cost if self._decoder is not None else 0.0,
         )
         self.token_count.scored += trie.num_unique
         with nullcontext() if self.trainable else torch.no_grad():
             if self._decoder is not None:
-                return self._score_trie(self._decoder, trie, context_mask_BC, ids_BT, mask_BT)
-            with self._adapter_state():
-                found_BT, spent = score_rows(
-                    self._causal_lm,
-                    context_BC,
-                    context_mask_BC,
-                    ids_BT,
-                    mask_BT,
-                    max_batch_tokens=self.max_batch_tokens,
+                found = self._score_trie(
+                    self._decoder, trie, *rows[1:], needs_entropy, needs_hidden
                 )
-        self.token_count.add(spent)
-        return found_BT
+            else:
+                with self._adapter_state():
+                    found, spent = score_rows(
+                        self._causal_lm,
+                        *rows,
+                        max_batch_tokens=self.max_batch_tokens,
+                        needs_entropy=needs_entropy,
+                        needs_hidden=needs_hidden,
+                    )
+                self.token_count.add(spent)
+        return found
 
     def _score_trie(
         self,
@@ -293,7 +315,9 @@ class HuggingFaceLanguageModel(LanguageModel):
         context_mask_BC: Tensor,
         ids_BT: Tensor,
         mask_BT: Tensor,
-    ) -> Tensor:
+        needs_entropy: bool,
+        needs_hidden: bool,
+    ) -> TokenScores:
         """Score all rows as one tree: what they share is forwarded once."""
         trie = trie.to(self.device)
         weights = self._weights_for_scoring(decoder)
@@ -311,12 +335,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         row_S, column_S = scored_BT.nonzero(as_tuple=True)
         # The position before a token predicts it.
         before_B = context_mask_BC.sum(dim=1).to(self.device) - 1
-        node_S = trie.nodes_SD[row_S, before_B[row_S] + column_S]
+        hidden_SX = hidden_NX[trie.nodes_SD[row_S, before_B[row_S] + column_S]]
         ids_S = ids_BT.to(self.device)[scored_BT]
         self.token_count.head_rows += len(ids_S)
-        logprobs_S = token_logprobs(hidden_NX[node_S], ids_S, weights)
-        found_BT: Tensor = logprobs_S.new_zeros(ids_BT.shape).masked_scatter(scored_BT, logprobs_S)
-        return found_BT
+        found = token_logprobs_and_entropy(hidden_SX, ids_S, weights, needs_entropy=needs_entropy)
+        return spread(scored_BT, *found, hidden_SX.float() if needs_hidden else None)
 
     def _weights_for_scoring(self, decoder: Decoder) -> Weights:
         # Policy and reference always by the same path: others differ by rounding.

@@ -21,6 +21,7 @@ from nip_astra.language_models.base import (
     Generation,
     SamplingOptions,
     TokenCount,
+    TokenScores,
     pad_left,
 )
 
@@ -120,24 +121,43 @@ def score_rows(
     mask_BT: Tensor,
     *,
     max_batch_tokens: int,
-) -> tuple[Tensor, TokenCount]:
-    """Give log p of each continuation token, and count the work."""
+    needs_entropy: bool = False,
+    needs_hidden: bool = False,
+) -> tuple[TokenScores, TokenCount]:
+    """Give what the model thinks of each continuation token, and count the work."""
     widths = context_mask_BC.sum(dim=1).tolist()
     pieces, order, spent = [], [], TokenCount()
     for part in _parts([width + ids_BT.shape[1] for width in widths], max_batch_tokens):
         # Columns of padding that no row of this part needs are cut off.
         start = context_BC.shape[1] - max(widths[i] for i in part)
         context, mask = context_BC[part, start:], context_mask_BC[part, start:]
-        pieces.append(_score_batch(module, context, mask, ids_BT[part], mask_BT[part]))
+        pieces.append(
+            _score_batch(
+                module, context, mask, ids_BT[part], mask_BT[part], needs_entropy, needs_hidden
+            )
+        )
         spent.forwarded += len(part) * (context.shape[1] + ids_BT.shape[1])
         spent.head_rows += int(mask_BT[part].sum())
         order += part
-    return torch.cat(pieces)[torch.tensor(order).argsort()], spent
+    again = torch.tensor(order).argsort()
+
+    def joined(column: Sequence[Tensor | None]) -> Tensor | None:
+        found = [piece for piece in column if piece is not None]
+        return torch.cat(found)[again] if found else None
+
+    logprobs, entropies, hidden = zip(*pieces, strict=True)
+    return TokenScores(torch.cat(logprobs)[again], joined(entropies), joined(hidden)), spent
 
 
 def _score_batch(
-    module: Any, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-) -> Tensor:
+    module: Any,
+    context_BC: Tensor,
+    context_mask_BC: Tensor,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    needs_entropy: bool,
+    needs_hidden: bool,
+) -> TokenScores:
     """Score one batch: the head is applied to the scored positions only."""
     device = module.device
     ids = torch.cat([context_BC, ids_BT], dim=1).to(device)
@@ -153,11 +173,31 @@ def _score_batch(
     ).last_hidden_state
     # The position before a token predicts it.
     before_BTH = hidden[:, context_BC.shape[1] - 1 : -1]
-    logits_NV = module.get_output_embeddings()(before_BTH[scored_BT]).float()
-    chosen_N = logits_NV.gather(1, ids_BT.to(device)[scored_BT].unsqueeze(1)).squeeze(1)
-    logprobs_N = chosen_N - logits_NV.logsumexp(dim=1)
-    found_BT: Tensor = logprobs_N.new_zeros(ids_BT.shape).masked_scatter(scored_BT, logprobs_N)
-    return found_BT
+    before_NX = before_BTH[scored_BT]
+    logprobs_NV = module.get_output_embeddings()(before_NX).float().log_softmax(dim=1)
+    ids_N = ids_BT.to(device)[scored_BT]
+    return spread(
+        scored_BT,
+        logprobs_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1),
+        torch.special.entr(logprobs_NV.exp()).sum(dim=1) if needs_entropy else None,
+        before_NX.float() if needs_hidden else None,
+    )
+
+
+def spread(
+    mask_BT: Tensor, logprobs_N: Tensor, entropy_N: Tensor | None, hidden_NX: Tensor | None
+) -> TokenScores:
+    """Put the values of scored positions into their places, 0 elsewhere."""
+
+    def placed(values: Tensor | None) -> Tensor | None:
+        if values is None:
+            return None
+        empty = values.new_zeros(*mask_BT.shape, *values.shape[1:])
+        return empty.index_put(mask_BT.nonzero(as_tuple=True), values)
+
+    logprobs_BT = placed(logprobs_N)
+    assert logprobs_BT is not None
+    return TokenScores(logprobs_BT, placed(entropy_N), placed(hidden_NX))
 
 
 def _parts(lengths: Sequence[int], max_batch_tokens: int) -> Iterator[list[int]]:

@@ -27,23 +27,43 @@ def token_logprobs(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor
     hidden_SX : Tensor
         Last hidden states of the positions that predict the tokens; gradients flow.
     """
+    logprobs_S, _ = token_logprobs_and_entropy(hidden_SX, ids_S, weights, needs_entropy=False)
+    return logprobs_S
+
+
+def token_logprobs_and_entropy(
+    hidden_SX: Tensor, ids_S: Tensor, weights: Weights, *, needs_entropy: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Give log p of one token a position and the entropy of its distribution, float32 `[S]` nats.
+
+    Gradients flow through both. The entropy is None where it is not asked for.
+    """
     vocab_size = len(weights.embedding_VX)
     has_gradient = torch.is_grad_enabled() and hidden_SX.requires_grad
+    function = _with_entropy if needs_entropy else _without_entropy
     if has_gradient and len(ids_S) * vocab_size <= MAX_KEPT_LOGITS:
-        return _chunk(hidden_SX, ids_S, weights)
-    size = max(1, MAX_LOGITS // vocab_size)
-    chunks = zip(torch.split(hidden_SX, size), torch.split(ids_S, size), strict=True)
-    if has_gradient:
-        found = [checkpoint(_chunk, *chunk, weights, use_reentrant=False) for chunk in chunks]
+        found = [function(hidden_SX, ids_S, weights)]
     else:
-        found = [_chunk(*chunk, weights) for chunk in chunks]
-    return torch.cat(found)
+        size = max(1, MAX_LOGITS // vocab_size)
+        chunks = zip(torch.split(hidden_SX, size), torch.split(ids_S, size), strict=True)
+        if has_gradient:
+            found = [checkpoint(function, *chunk, weights, use_reentrant=False) for chunk in chunks]
+        else:
+            found = [function(*chunk, weights) for chunk in chunks]
+    logprobs_S = torch.cat([logprobs for logprobs, _ in found])
+    entropies = [entropy for _, entropy in found if entropy is not None]
+    return logprobs_S, torch.cat(entropies) if needs_entropy else None
 
 
-def _chunk(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor:
+def _without_entropy(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> tuple[Tensor, None]:
     logits_SV = weights.head(hidden_SX).float()
-    logprobs_S: Tensor = _ChosenLogprobs.apply(logits_SV, ids_S)  # type: ignore[no-untyped-call]
-    return logprobs_S
+    return _ChosenLogprobs.apply(logits_SV, ids_S), None  # type: ignore[no-untyped-call]
+
+
+def _with_entropy(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
+    logits_SV = weights.head(hidden_SX).float()
+    found: tuple[Tensor, Tensor] = _ChosenLogprobsAndEntropy.apply(logits_SV, ids_S)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _ChosenLogprobs(torch.autograd.Function):
@@ -64,3 +84,28 @@ class _ChosenLogprobs(torch.autograd.Function):
         grad_S1 = gradients[0].unsqueeze(1)
         grad_SV = (logits_SV - mass_S1).exp_().mul_(-grad_S1)
         return grad_SV.scatter_add_(1, ids_S.unsqueeze(1), grad_S1), None
+
+
+class _ChosenLogprobsAndEntropy(torch.autograd.Function):
+    """The same with the entropy `H` of each row's distribution `p`.
+
+    The entropy adds `-g * p * (log p + H)` to the gradient with respect to the logits.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_SV: Tensor, ids_S: Tensor) -> tuple[Tensor, Tensor]:
+        logprobs_SV = logits_SV - logits_SV.logsumexp(dim=1, keepdim=True)
+        # A token of probability 0 adds nothing, though its log-probability is minus infinity.
+        lowest = torch.finfo(logprobs_SV.dtype).min
+        entropy_S = -(logprobs_SV.exp() * logprobs_SV.clamp(min=lowest)).sum(dim=1)
+        ctx.save_for_backward(logprobs_SV, ids_S, entropy_S)
+        return logprobs_SV.gather(1, ids_S.unsqueeze(1)).squeeze(1), entropy_S
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        logprobs_SV, ids_S, entropy_S = ctx.saved_tensors
+        grad_logprob_S1, grad_entropy_S1 = (gradient.unsqueeze(1) for gradient in gradients)
+        lowest = torch.finfo(logprobs_SV.dtype).min
+        slope_SV = logprobs_SV.clamp(min=lowest).add_(entropy_S.unsqueeze(1)).mul_(grad_entropy_S1)
+        grad_SV = slope_SV.add_(grad_logprob_S1).mul_(logprobs_SV.exp()).neg_()
+        return grad_SV.scatter_add_(1, ids_S.unsqueeze(1), grad_logprob_S1), None

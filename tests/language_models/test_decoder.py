@@ -221,3 +221,33 @@ def test_a_large_frozen_model_is_held_once_and_says_so(
     assert torch.allclose(*scored, atol=1e-5)
     with pytest.raises(ModelLoadError, match="Copy the files that it was loaded from"):
         held_once.save_pretrained(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("name", ["tiny_model", "gpt2"])
+def test_entropies_and_hidden_states_come_from_the_same_pass(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model: HuggingFaceLanguageModel = request.getfixturevalue(name)
+    contexts, context_mask = pad_left([[2, 4, 6, 7], [2, 4]], torch.device("cpu"))
+    ids = torch.tensor([[7, 8, 3], [9, 3, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
+    with model.counting() as spent, torch.no_grad():
+        found = model.token_scores(
+            contexts, context_mask, ids, mask, needs_entropy=True, needs_hidden=True
+        )
+    assert spent.head_rows == 5
+    assert found.entropy_BT is not None
+    assert found.hidden_BTX is not None
+    assert found.hidden_BTX.shape == (2, 3, model.hidden_size)
+    assert torch.equal(found.logprobs_BT, model.logprobs(contexts, context_mask, ids, mask))
+    for row, context in enumerate([[2, 4, 6, 7], [2, 4]]):
+        length = int(mask[row].sum())
+        whole = torch.tensor([context + ids[row, :length].tolist()])
+        said = model.module(whole, output_hidden_states=True)
+        before = slice(len(context) - 1, -1)
+        expected = torch.distributions.Categorical(logits=said.logits[0, before]).entropy()
+        assert torch.allclose(found.entropy_BT[row, :length], expected, atol=1e-5)
+        hidden = said.hidden_states[-1][0, before]
+        assert torch.allclose(found.hidden_BTX[row, :length], hidden, atol=1e-5)
+    assert (found.entropy_BT[~mask] == 0).all()
+    assert (found.hidden_BTX[~mask] == 0).all()

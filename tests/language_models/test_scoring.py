@@ -7,7 +7,7 @@ import torch
 
 from nip_astra.language_models import scoring
 from nip_astra.language_models.decoder import Weights
-from nip_astra.language_models.scoring import token_logprobs
+from nip_astra.language_models.scoring import token_logprobs, token_logprobs_and_entropy
 
 
 def _weights(matrix_VX: torch.Tensor) -> Weights:
@@ -45,3 +45,37 @@ def test_without_gradients_nothing_is_kept() -> None:
         )
     assert not logprobs.requires_grad
     assert logprobs.shape == (3,)
+
+
+@pytest.mark.parametrize(("kept", "at_once"), [(1 << 20, 1 << 20), (0, 22)])
+def test_entropies_and_their_gradients_equal_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch, kept: int, at_once: int
+) -> None:
+    monkeypatch.setattr(scoring, "MAX_KEPT_LOGITS", kept)
+    monkeypatch.setattr(scoring, "MAX_LOGITS", at_once)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(7, 4, generator=generator)
+    matrix = torch.randn(11, 4, generator=generator)
+    ids = torch.tensor([0, 3, 3, 10, 5, 1, 2])
+    rates = torch.randn(2, 7, generator=generator)
+    found = []
+    for is_ours in (True, False):
+        x, w = hidden.clone().requires_grad_(), matrix.clone().requires_grad_()
+        if is_ours:
+            logprobs, entropies = token_logprobs_and_entropy(x, ids, _weights(w))
+        else:
+            all_logprobs = (x @ w.T).log_softmax(-1)
+            logprobs = all_logprobs[torch.arange(7), ids]
+            entropies = torch.distributions.Categorical(logits=all_logprobs).entropy()
+        (logprobs * rates[0] + entropies * rates[1]).sum().backward()
+        found.append((logprobs.detach(), entropies.detach(), x.grad, w.grad))
+    for ours, expected in zip(*found, strict=True):
+        assert torch.allclose(ours, expected, atol=1e-5)
+
+
+def test_a_token_of_probability_zero_adds_nothing_to_the_entropy() -> None:
+    hidden = torch.tensor([[200.0, 0.0, 0.0, 0.0]], requires_grad=True)
+    _, entropies = token_logprobs_and_entropy(hidden, torch.tensor([0]), _weights(torch.eye(4)))
+    entropies.sum().backward()
+    assert entropies.tolist() == [0.0]
+    assert torch.isfinite(hidden.grad).all()
