@@ -1,4 +1,4 @@
-"""The DPO loss equals what one works out by hand, in value and in gradient."""
+"""Preference losses equal what one works out by hand, in value and in gradient."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from nip_astra.rl_objectives.preference import dpo_loss
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.preference import (
+    PREFERENCE_KINDS,
+    PreferenceKind,
+    dpo_loss,
+    preference_loss,
+    sequence_logprobs,
+)
 
 POLICY = torch.tensor([1.5, -0.3, 0.0, 4.0], dtype=torch.float64)
 REFERENCE = torch.tensor([1.0, 0.4, 0.0, -2.0], dtype=torch.float64)
@@ -71,3 +78,117 @@ def test_large_margins_stay_finite() -> None:
     loss.backward()
     assert loss.isfinite()
     assert policy.grad.isfinite().all()
+
+
+def _sigmoid(x: float) -> float:
+    return 1.0 / (1.0 + math.exp(-x))
+
+
+def _closed_form(kind: str, h: float, beta: float, share: float) -> tuple[float, float]:
+    """Give loss and slope in h of one pair, written out."""
+    right, wrong = -math.log(_sigmoid(beta * h)), -math.log(_sigmoid(-beta * h))
+    right_slope, wrong_slope = -beta * _sigmoid(-beta * h), beta * _sigmoid(beta * h)
+    if kind == "sigmoid":
+        return (
+            (1 - share) * right + share * wrong,
+            (1 - share) * right_slope + share * wrong_slope,
+        )
+    if kind == "robust":
+        scale = 1 / (1 - 2 * share)
+        return (
+            scale * ((1 - share) * right - share * wrong),
+            scale * ((1 - share) * right_slope - share * wrong_slope),
+        )
+    if kind == "ipo":
+        return (h - 0.5 / beta) ** 2, 2 * (h - 0.5 / beta)
+    return max(0.0, 1 - beta * h), -beta if beta * h < 1 else 0.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [
+        ("sigmoid", 0.0),
+        ("sigmoid", 0.2),
+        ("robust", 0.0),
+        ("robust", 0.2),
+        ("ipo", 0.0),
+        ("hinge", 0.0),
+    ],
+)
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_every_kind_equals_its_closed_form(kind: PreferenceKind, share: float, beta: float) -> None:
+    policy = POLICY.clone().requires_grad_()
+    output = preference_loss(policy, REFERENCE, kind=kind, beta=beta, label_smoothing=share)
+    output.loss.backward()
+    pairs = zip(POLICY.tolist(), REFERENCE.tolist(), strict=True)
+    expected = [_closed_form(kind, p - r, beta, share) for p, r in pairs]
+    assert output.loss.item() == pytest.approx(sum(loss for loss, _ in expected) / 4, abs=1e-12)
+    slopes = [slope / 4 for _, slope in expected]
+    assert policy.grad.tolist() == pytest.approx(slopes, abs=1e-12)
+
+
+def test_a_conservative_loss_is_least_at_the_margin_of_its_labels() -> None:
+    margin = torch.tensor([math.log(0.8 / 0.2)], dtype=torch.float64, requires_grad=True)
+    loss = preference_loss(
+        margin, torch.zeros(1), kind="sigmoid", beta=1.0, label_smoothing=0.2
+    ).loss
+    loss.backward()
+    assert margin.grad.item() == pytest.approx(0.0, abs=1e-12)
+
+
+def test_the_robust_loss_is_on_average_that_of_labels_without_noise() -> None:
+    options = {"kind": "robust", "beta": 0.5, "label_smoothing": 0.3}
+    right = preference_loss(POLICY, REFERENCE, **options).loss
+    flipped = preference_loss(-POLICY, -REFERENCE, **options).loss
+    clean = dpo_loss(POLICY, REFERENCE, beta=0.5).loss
+    assert (0.7 * right + 0.3 * flipped).item() == pytest.approx(clean.item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", PREFERENCE_KINDS)
+def test_no_pairs_give_a_loss_of_zero(kind: PreferenceKind) -> None:
+    policy = torch.zeros(0, requires_grad=True)
+    output = preference_loss(policy, torch.zeros(0), kind=kind, beta=0.1)
+    output.loss.backward()
+    assert output.loss.item() == 0.0
+    assert all(metric == 0.0 for metric in output.metrics.values())
+
+
+@pytest.mark.parametrize("kind", PREFERENCE_KINDS)
+def test_order_and_a_split_into_parts_change_no_kind(kind: PreferenceKind) -> None:
+    def total(*parts: list[int]) -> float:
+        return sum(
+            len(part)
+            / 4
+            * preference_loss(POLICY[part], REFERENCE[part], kind=kind, beta=0.2).loss.item()
+            for part in parts
+        )
+
+    assert total([2, 0], [3], [1]) == pytest.approx(total([0, 1, 2, 3]), abs=1e-12)
+
+
+def test_a_sequence_is_the_sum_or_the_mean_of_its_tokens() -> None:
+    logprobs = torch.tensor(
+        [[-1.0, -3.0, math.nan], [-2.0, math.nan, math.nan], [math.nan] * 3], requires_grad=True
+    )
+    mask = ~logprobs.isnan()
+    total = sequence_logprobs(logprobs, mask, length_normalised=False)
+    mean = sequence_logprobs(logprobs, mask, length_normalised=True)
+    assert total.tolist() == [-4.0, -2.0, 0.0]
+    assert mean.tolist() == [-2.0, -2.0, 0.0]
+    (total + mean).sum().backward()
+    assert logprobs.grad.tolist() == [[1.5, 1.5, 0.0], [2.0, 0.0, 0.0], [0.0] * 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kind": "dpo"}, "kind 'dpo' was asked for, which is not known. Known kinds: sigmoid"),
+        ({"beta": 0.0}, "was given beta 0.0; it must be positive"),
+        ({"kind": "ipo", "label_smoothing": 0.1}, "label_smoothing 0.1, which it does not use"),
+        ({"kind": "robust", "label_smoothing": 0.5}, "at least 0 and below 0.5"),
+        ({"kind": "sigmoid", "label_smoothing": -0.1}, "at least 0 and below 0.5"),
+    ],
+)
+def test_what_a_kind_cannot_use_is_refused(options: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        preference_loss(POLICY, REFERENCE, **({"kind": "sigmoid", "beta": 0.1} | options))

@@ -1,0 +1,141 @@
+"""How far a policy went from its reference, and a weight that holds it at a distance.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError, NonFiniteLossError
+from nip_astra.rl_objectives.masked import masked_fill_zero
+
+KlKind = Literal["k1", "k2", "k3"]
+"""Estimators of KL(policy || reference) from one sample, see `kl_estimate`."""
+
+KL_KINDS: tuple[KlKind, ...] = ("k1", "k2", "k3")
+
+
+def kl_estimate(
+    logprobs_BT: Tensor,
+    reference_logprobs_BT: Tensor,
+    kind: KlKind,
+    *,
+    mask_BT: Tensor | None = None,
+) -> Tensor:
+    """Estimate KL(policy || reference) at every token from the token that the policy sampled.
+
+    With `d = log policy - log reference` (J. Schulman, "Approximating KL divergence", 2020):
+
+    - `k1 = d`: unbiased, may be negative. As a loss its gradient is 0 on average (the expected
+      score): use it in the reward, without gradient;
+    - `k2 = d**2 / 2`: biased, >= 0. Its gradient `d * grad log policy` is on average that of
+      KL(policy || reference): the one to use in a loss;
+    - `k3 = exp(-d) - 1 + d`: unbiased, >= 0, exact and not clamped. Its gradient
+      `(1 - exp(-d)) * grad log policy` is on average that of KL(reference || policy).
+
+    On average: over tokens sampled from the policy itself.
+
+    Parameters
+    ----------
+    logprobs_BT : Tensor
+        Log-probabilities of the sampled tokens under the policy, nats; gradients flow.
+    reference_logprobs_BT : Tensor
+        The same under the reference; no gradient flows.
+    mask_BT : Tensor, optional
+        bool; the estimate is 0 where it is False. Without it padding must be finite.
+
+    Returns
+    -------
+    Tensor
+        `[B, T]` nats per token.
+
+    Raises
+    ------
+    ConfigurationError
+        For an unknown kind.
+    """
+    difference_BT = logprobs_BT - reference_logprobs_BT.detach()
+    if mask_BT is not None:
+        # Before exp: the gradient of an infinite value times 0 would be NaN.
+        difference_BT = masked_fill_zero(difference_BT, mask_BT)
+    if kind == "k1":
+        return difference_BT
+    if kind == "k2":
+        return difference_BT.square() / 2
+    if kind == "k3":
+        return torch.expm1(-difference_BT) + difference_BT
+    raise ConfigurationError(
+        f"the KL divergence was to be estimated by {kind!r}, which is not known. Known kinds: "
+        f"{', '.join(KL_KINDS)}. Choose one of these."
+    )
+
+
+class AdaptiveKl:
+    """A weight of the KL penalty that holds the divergence near a target.
+
+    After each update `weight *= 1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon`
+    (Ziegler et al., arXiv:1909.08593, section 2.2): it grows where the policy is further from the
+    reference than the target, and falls where it is nearer. More samples than the horizon count
+    as the horizon, so that the weight stays positive.
+
+    Parameters
+    ----------
+    weight : float
+        The weight to begin with, > 0.
+    target : float
+        Divergence to hold, > 0, in the unit of what `update` is given.
+    horizon : float
+        Samples after which a weight that is off by 20 % or more has changed by 20 %, > 0. Larger
+        is slower.
+
+    Raises
+    ------
+    ConfigurationError
+        When one of these is not positive.
+    """
+
+    MAX_ERROR = 0.2
+
+    def __init__(self, *, weight: float, target: float, horizon: float) -> None:
+        for name, value in {"weight": weight, "target": target, "horizon": horizon}.items():
+            if not value > 0:
+                raise ConfigurationError(
+                    f"the {name} of an adaptive KL penalty was given as {value}; it must be "
+                    f"positive, for the weight is only ever multiplied. Give a positive {name}, "
+                    f"or use a fixed weight."
+                )
+        self.weight = weight
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl: float, *, num_samples: int) -> float:
+        """Adapt the weight to the divergence that was measured on `num_samples`, and give it.
+
+        Raises
+        ------
+        NonFiniteLossError
+            When the divergence is not a finite number.
+        """
+        if not math.isfinite(kl):
+            raise NonFiniteLossError(
+                f"the weight of the KL penalty was to follow a divergence of {kl}, which is not "
+                f"finite; the weight stays at {self.weight}. Lower the learning rate, or look for "
+                f"log-probabilities of minus infinity in the last rollout."
+            )
+        error = min(max(kl / self.target - 1.0, -self.MAX_ERROR), self.MAX_ERROR)
+        self.weight *= 1.0 + error * min(num_samples / self.horizon, 1.0)
+        return self.weight
+
+    def state(self) -> dict[str, float]:
+        """Give what a checkpoint has to hold."""
+        return {"weight": self.weight}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from what `state` gave."""
+        self.weight = float(state["weight"])

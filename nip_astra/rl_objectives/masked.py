@@ -1,0 +1,118 @@
+"""Sums and means over the tokens that count.
+
+Shape suffixes: `B` row (sample), `T` token. A mask is bool, True on what counts. What stands
+where a mask is False never matters, not even NaN, and no gradient reaches it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+
+Reduction = Literal["token", "sequence", "sequence_sum", "sum_over_length"]
+"""How per-token losses become one number, see `reduce_loss`."""
+
+REDUCTIONS: tuple[Reduction, ...] = ("token", "sequence", "sequence_sum", "sum_over_length")
+
+
+def masked_fill_zero(values: Tensor, mask: Tensor) -> Tensor:
+    """Give the values with 0 where the mask is False; gradients flow through the rest alone."""
+    return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum over the positions that count, along `dim` or all; 0 where none does."""
+    filled = masked_fill_zero(values, mask)
+    return filled.sum() if dim is None else filled.sum(dim=dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean over the positions that count, along `dim` or all; 0 where none does."""
+    counts = mask.sum() if dim is None else mask.sum(dim=dim)
+    return masked_sum(values, mask, dim) / counts.clamp(min=1)
+
+
+def mean_over_rows(values_B: Tensor) -> Tensor:
+    """Mean over rows; 0, still with a gradient, where there is no row."""
+    return values_B.sum() / max(values_B.shape[0], 1)
+
+
+def reduce_loss(
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    reduction: Reduction,
+    *,
+    normaliser: float | Tensor | None = None,
+    max_length: int | None = None,
+) -> Tensor:
+    """Give one number of the losses of tokens.
+
+    With `n_b` the tokens of row b that count and sums over those:
+
+    - `token`: `sum_bt values / normaliser`, without one `/ sum_b n_b`: every token weighs the same
+      (DAPO, arXiv:2503.14476, eq. 8);
+    - `sequence`: `1/B sum_b (1/n_b) sum_t values`: every row weighs the same (GRPO,
+      arXiv:2402.03300, eq. 3);
+    - `sequence_sum`: `1/B sum_b sum_t values`: the loss of whole sequences;
+    - `sum_over_length`: `1/B sum_b (1/max_length) sum_t values`: as the sum, at the scale of a
+      mean, without a bias by length (Dr. GRPO, arXiv:2503.20783).
+
+    All but `token` are means over rows: parts of a batch, each weighted by its share of the rows,
+    add up to the whole. With `token` they do where each part is given
+    `normaliser = tokens of the whole * rows of the part / rows of the whole`.
+
+    Parameters
+    ----------
+    values_BT : Tensor
+        Per token, with or without gradient.
+    mask_BT : Tensor
+        bool. A row without tokens gives 0 and counts as a row.
+    normaliser : float or Tensor, optional
+        What to divide the sum over tokens by, > 0; for `token` alone.
+    max_length : int, optional
+        Longest sequence that can be sampled, in tokens; for `sum_over_length` alone.
+
+    Returns
+    -------
+    Tensor
+        Scalar; 0 where there is no row or no token.
+
+    Raises
+    ------
+    ConfigurationError
+        For an unknown reduction, or one without what it needs or with what it does not use.
+    """
+    _check_reduction(reduction, normaliser, max_length)
+    if reduction == "token":
+        total = masked_sum(values_BT, mask_BT)
+        return total / (mask_BT.sum().clamp(min=1) if normaliser is None else normaliser)
+    if reduction == "sequence":
+        return mean_over_rows(masked_mean(values_BT, mask_BT, dim=1))
+    mean = mean_over_rows(masked_sum(values_BT, mask_BT, dim=1))
+    return mean if max_length is None else mean / max_length
+
+
+def _check_reduction(
+    reduction: str, normaliser: float | Tensor | None, max_length: int | None
+) -> None:
+    if reduction not in REDUCTIONS:
+        raise ConfigurationError(
+            f"the loss was to be reduced by {reduction!r}, which is not known. Known reductions: "
+            f"{', '.join(REDUCTIONS)}. Choose one of these."
+        )
+    if normaliser is not None and reduction != "token":
+        raise ConfigurationError(
+            f"the reduction {reduction!r} was given a normaliser, which it does not use: it is a "
+            f"mean over rows. Leave the normaliser out, or choose the reduction 'token'."
+        )
+    if (max_length is None) == (reduction == "sum_over_length"):
+        given = "no max_length" if max_length is None else f"max_length {max_length}"
+        raise ConfigurationError(
+            f"the reduction {reduction!r} was given {given}; only 'sum_over_length' divides by a "
+            f"length, and it needs one. Give max_length, the longest sequence in tokens, to "
+            f"'sum_over_length' and to no other."
+        )

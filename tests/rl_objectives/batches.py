@@ -1,0 +1,38 @@
+"""Batches of random log-probabilities for the tests of losses."""
+
+from __future__ import annotations
+
+import torch
+
+from nip_astra.rl_objectives.group_variants import GroupVariant
+
+DOUBLE = torch.float64
+Batch = dict[str, torch.Tensor]
+
+
+def random_batch(seed: int = 0, rows: int = 6, tokens: int = 5) -> Batch:
+    """Give a batch whose policy moved enough that clips act on both sides."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def logprobs() -> torch.Tensor:
+        return -torch.rand(rows, tokens, generator=generator, dtype=DOUBLE) * 2
+
+    lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
+    old = logprobs()
+    noise = torch.randn(rows, tokens, generator=generator, dtype=DOUBLE)
+    return {
+        "logprobs_BT": old + 0.3 * noise,
+        "old_logprobs_BT": old,
+        "advantages": torch.randn(rows, generator=generator, dtype=DOUBLE),
+        "mask_BT": torch.arange(tokens) < lengths,
+        "reference_logprobs_BT": logprobs(),
+        "entropy_BT": torch.rand(rows, tokens, generator=generator, dtype=DOUBLE),
+    }
+
+
+def length_of(variant: GroupVariant) -> int | None:
+    return 9 if variant.reduction == "sum_over_length" else None
+
+
+def without(batch: Batch, *names: str) -> Batch:
+    return {name: tensor for name, tensor in batch.items() if name not in names}

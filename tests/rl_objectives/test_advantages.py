@@ -1,0 +1,258 @@
+"""Advantages over steps and among siblings equal their definitions; what is missing is left out."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.advantages import (
+    Baseline,
+    explained_variance,
+    gae,
+    group_advantages,
+    whiten,
+)
+
+DOUBLE = torch.float64
+NAN = math.nan
+
+
+def _episodes(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(5, 6, generator=generator, dtype=DOUBLE)
+    values = torch.randn(5, 6, generator=generator, dtype=DOUBLE)
+    bootstrap = torch.randn(5, generator=generator, dtype=DOUBLE)
+    mask = torch.ones(5, 6, dtype=torch.bool)
+    mask[1, 4:] = False
+    mask[2, [0, 2, 3]] = False
+    mask[3] = False
+    return rewards, values, mask, bootstrap
+
+
+def _by_recursion(
+    rewards: list[float], values: list[float], last: float, gamma: float, lam: float
+) -> list[float]:
+    advantages, following, advantage = [], last, 0.0
+    for reward, value in zip(reversed(rewards), reversed(values), strict=True):
+        advantage = reward + gamma * following - value + gamma * lam * advantage
+        advantages.append(advantage)
+        following = value
+    return advantages[::-1]
+
+
+def test_two_steps_by_hand() -> None:
+    found = gae(
+        torch.tensor([[1.0, 2.0]]),
+        torch.tensor([[0.5, 1.0]]),
+        torch.ones(1, 2, dtype=torch.bool),
+        gamma=0.5,
+        lam=0.5,
+    )
+    # delta_1 = 2 - 1 = 1; delta_0 = 1 + 0.5 * 1 - 0.5 = 1; A_0 = 1 + 0.25 * 1
+    assert found.advantages.tolist() == [[1.25, 1.0]]
+    assert found.returns.tolist() == [[1.75, 2.0]]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (1.0, 1.0), (0.9, 0.0), (0.0, 0.7)])
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_gae_equals_the_recursion_over_the_steps_that_count(
+    gamma: float, lam: float, is_cut_off: bool
+) -> None:
+    rewards, values, mask, bootstrap = _episodes()
+    found = gae(
+        rewards, values, mask, gamma=gamma, lam=lam, bootstrap_E=bootstrap if is_cut_off else None
+    )
+    for episode in range(5):
+        steps = mask[episode]
+        last = bootstrap[episode].item() if is_cut_off else 0.0
+        reward, value = rewards[episode, steps].tolist(), values[episode, steps].tolist()
+        expected = _by_recursion(reward, value, last, gamma, lam)
+        assert found.advantages[episode, steps].tolist() == pytest.approx(expected, abs=1e-12)
+        assert found.advantages[episode, ~steps].eq(0).all()
+        assert found.returns[episode, ~steps].eq(0).all()
+
+
+def test_many_steps_with_gaps_keep_their_order() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rewards, values = torch.randn(2, 3, 100, generator=generator, dtype=DOUBLE)
+    mask = torch.rand(3, 100, generator=generator) < 0.6
+    found = gae(rewards, values, mask, gamma=0.99, lam=0.95).advantages
+    for episode, steps in enumerate(mask):
+        reward, value = rewards[episode, steps].tolist(), values[episode, steps].tolist()
+        expected = _by_recursion(reward, value, 0.0, 0.99, 0.95)
+        assert found[episode, steps].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_with_lambda_one_returns_are_discounted_sums_whatever_the_values() -> None:
+    rewards = torch.tensor([[1.0, 2.0, 4.0]], dtype=DOUBLE)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    for seed in range(3):
+        values = torch.randn(1, 3, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+        returns = gae(rewards, values, mask, gamma=0.5, lam=1.0).returns
+        assert returns.tolist()[0] == pytest.approx([3.0, 4.0, 4.0], abs=1e-12)
+
+
+def test_padding_and_the_order_of_episodes_do_not_change_gae() -> None:
+    rewards, values, mask, bootstrap = _episodes()
+    whole = gae(rewards, values, mask, gamma=0.9, lam=0.8, bootstrap_E=bootstrap).advantages
+    pad = torch.nn.functional.pad
+    order = torch.tensor([4, 2, 0, 3, 1])
+    other = gae(
+        pad(rewards, (0, 3), value=NAN)[order],
+        pad(values, (0, 3), value=NAN)[order],
+        pad(mask, (0, 3))[order],
+        gamma=0.9,
+        lam=0.8,
+        bootstrap_E=bootstrap[order],
+    ).advantages
+    assert torch.allclose(other[:, :6], whole[order], atol=1e-12)
+    assert other[:, 6:].eq(0).all()
+
+
+def test_no_gradient_flows_through_an_advantage() -> None:
+    rewards, values, mask, _ = _episodes()
+    found = gae(rewards, values.requires_grad_(), mask, gamma=0.9, lam=0.8)
+    assert not found.advantages.requires_grad
+    assert not found.returns.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (2, 0)])
+def test_gae_of_nothing_is_nothing(shape: tuple[int, int]) -> None:
+    nothing = torch.zeros(shape)
+    found = gae(nothing, nothing, nothing.bool(), gamma=0.9, lam=0.8)
+    assert found.advantages.shape == shape
+
+
+REWARDS = torch.tensor([[1.0, 2.0, 6.0], [0.1, 0.1, 0.1], [4.0, NAN, 2.0]], dtype=DOUBLE)
+
+
+def test_the_mean_as_baseline_with_the_unbiased_deviation_by_hand() -> None:
+    found = group_advantages(REWARDS, baseline="mean", std_epsilon=1e-4)
+    for group, rewards in ((0, [1.0, 2.0, 6.0]), (2, [4.0, 2.0])):
+        mean, std = statistics.mean(rewards), statistics.stdev(rewards)
+        expected = [(reward - mean) / (std + 1e-4) for reward in rewards]
+        known = ~REWARDS[group].isnan()
+        assert found.advantages_PG[group, known].tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_leaving_one_out_by_hand() -> None:
+    found = group_advantages(REWARDS, baseline="leave_one_out", std_epsilon=None)
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
+    assert found.advantages_PG[0].tolist() == pytest.approx([-3.0, -1.5, 4.5], abs=1e-12)
+    assert found.advantages_PG[2].tolist() == pytest.approx([2.0, 0.0, -2.0], abs=1e-12)
+
+
+def test_without_a_baseline_rewards_are_advantages_and_no_group_is_idle() -> None:
+    found = group_advantages(REWARDS, baseline="none", std_epsilon=None, zero_variance="drop")
+    assert torch.equal(found.advantages_PG, REWARDS.nan_to_num(0.0))
+    assert torch.equal(found.is_used_PG, ~REWARDS.isnan())
+    assert not found.is_zero_variance_P.any()
+
+
+BASELINES: list[Baseline] = ["mean", "leave_one_out"]
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("std_epsilon", [None, 0.0, 1e-4])
+def test_a_group_of_equal_rewards_gives_exactly_nothing_and_is_counted(
+    baseline: Baseline, std_epsilon: float | None
+) -> None:
+    rewards = REWARDS.float()
+    kept = group_advantages(rewards, baseline=baseline, std_epsilon=std_epsilon)
+    assert kept.advantages_PG[1].tolist() == [0.0, 0.0, 0.0]
+    assert kept.is_zero_variance_P.tolist() == [False, True, False]
+    assert kept.is_used_PG.tolist() == [[True] * 3, [True] * 3, [True, False, True]]
+    dropped = group_advantages(
+        rewards, baseline=baseline, std_epsilon=std_epsilon, zero_variance="drop"
+    )
+    assert torch.equal(dropped.advantages_PG, kept.advantages_PG)
+    assert dropped.is_used_PG.tolist() == [[True] * 3, [False] * 3, [True, False, True]]
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_the_rounding_of_a_mean_is_no_advantage(baseline: Baseline) -> None:
+    rewards = torch.full((1, 6), 0.3)
+    # In float32 the mean of these is not one of them; divided by its like it would be near 1.
+    assert (rewards - rewards.sum() / 6).abs().max() > 0
+    found = group_advantages(rewards, baseline=baseline, std_epsilon=0.0)
+    assert found.advantages_PG.eq(0).all()
+    assert whiten(rewards, torch.ones(1, 6, dtype=torch.bool)).eq(0).all()
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+def test_one_sibling_or_one_verdict_tells_nothing(baseline: Baseline) -> None:
+    alone = group_advantages(torch.tensor([[3.0], [5.0]]), baseline=baseline, std_epsilon=1e-4)
+    assert alone.advantages_PG.tolist() == [[0.0], [0.0]]
+    assert alone.is_zero_variance_P.tolist() == [True, True]
+    found = group_advantages(
+        torch.tensor([[NAN, 3.0, NAN], [NAN, NAN, NAN]]), baseline=baseline, std_epsilon=0.0
+    )
+    assert found.advantages_PG.tolist() == [[0.0] * 3, [0.0] * 3]
+    assert found.is_used_PG.tolist() == [[False, True, False], [False] * 3]
+    # A group without any verdict is not one of equal rewards.
+    assert found.is_zero_variance_P.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("baseline", BASELINES)
+@pytest.mark.parametrize("std_epsilon", [None, 1e-4])
+def test_order_shift_and_missing_siblings_change_nothing(
+    baseline: Baseline, std_epsilon: float | None
+) -> None:
+    options = {"baseline": baseline, "std_epsilon": std_epsilon}
+    whole = group_advantages(REWARDS, **options).advantages_PG
+    order = torch.tensor([2, 0, 1])
+    mixed = group_advantages(REWARDS[:, order] + 7.0, **options).advantages_PG
+    assert torch.allclose(mixed, whole[:, order], atol=1e-12)
+    absent = torch.full((3, 2), NAN, dtype=DOUBLE)
+    wide = group_advantages(torch.cat([REWARDS, absent], dim=1), **options)
+    assert torch.allclose(wide.advantages_PG[:, :3], whole, atol=1e-12)
+    assert not wide.is_used_PG[:, 3:].any()
+
+
+def test_no_groups_give_no_advantages() -> None:
+    found = group_advantages(torch.zeros(0, 4), baseline="mean", std_epsilon=1e-4)
+    assert found.advantages_PG.shape == (0, 4)
+    assert found.is_zero_variance_P.shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("baseline", "std_epsilon", "text"),
+    [
+        ("median", None, "'median', which is not known. Known baselines: mean, leave_one_out"),
+        ("none", 1e-4, "would give equal rewards a vast advantage"),
+    ],
+)
+def test_a_baseline_that_cannot_be_is_refused(
+    baseline: Baseline, std_epsilon: float | None, text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        group_advantages(REWARDS, baseline=baseline, std_epsilon=std_epsilon)
+
+
+def test_whitened_values_have_mean_zero_and_deviation_one_over_the_mask() -> None:
+    values = torch.tensor([[1.0, 2.0, NAN], [6.0, NAN, NAN]], dtype=DOUBLE)
+    found = whiten(values, ~values.isnan())
+    std = statistics.stdev([1.0, 2.0, 6.0])
+    assert found[~values.isnan()].tolist() == pytest.approx([-2 / std, -1 / std, 3 / std], abs=1e-7)
+    assert found[values.isnan()].eq(0).all()
+
+
+@pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [5.0], []])
+def test_values_that_do_not_vary_whiten_to_zero(values: list[float]) -> None:
+    found = whiten(torch.tensor([values]), torch.ones(1, len(values), dtype=torch.bool))
+    assert found.tolist() == [[0.0] * len(values)]
+
+
+def test_explained_variance_by_hand() -> None:
+    returns = torch.tensor([1.0, 2.0, 3.0, 99.0], dtype=DOUBLE)
+    mask = torch.tensor([True, True, True, False])
+    # The errors 0, 0.5, 1 have half the deviation of the returns.
+    values = torch.tensor([1.0, 1.5, 2.0, NAN], dtype=DOUBLE)
+    assert explained_variance(values, returns, mask).item() == pytest.approx(0.75, abs=1e-12)
+    assert explained_variance(returns + 4, returns, mask).item() == 1.0
+    assert explained_variance(torch.zeros(4), returns, mask).item() == 0.0
+    assert explained_variance(returns, torch.ones(4), mask).isnan()

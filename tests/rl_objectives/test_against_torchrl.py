@@ -1,0 +1,198 @@
+"""Losses and estimates equal those of TorchRL in value and gradient, where TorchRL has them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nip_astra.rl_objectives.advantages import gae
+from nip_astra.rl_objectives.kl import AdaptiveKl
+from nip_astra.rl_objectives.policy_gradient import (
+    nll_loss,
+    ppo_policy_loss,
+    reinforce_loss,
+    value_loss,
+)
+
+DOUBLE = torch.float64
+NUM_STATES, NUM_ACTIONS, ROWS = 7, 4, 12
+
+
+@pytest.fixture(scope="module")
+def torchrl() -> SimpleNamespace:
+    """Give what is compared with, imported only where a test asks for it."""
+    pytest.importorskip("torchrl")
+    from tensordict.nn import ProbabilisticTensorDictModule as Probabilistic
+    from tensordict.nn import ProbabilisticTensorDictSequential as Sequential
+    from tensordict.nn import TensorDictModule
+    from torchrl.data.llm.utils import AdaptiveKLController
+    from torchrl.objectives import ClipPPOLoss, ReinforceLoss
+    from torchrl.objectives.value.functional import generalized_advantage_estimate
+
+    actor = Sequential(
+        TensorDictModule(
+            torch.nn.Embedding(NUM_STATES, NUM_ACTIONS, dtype=DOUBLE), ["state"], ["logits"]
+        ),
+        Probabilistic(
+            in_keys=["logits"],
+            out_keys=["action"],
+            distribution_class=torch.distributions.Categorical,
+            return_log_prob=True,
+        ),
+    )
+    critic = TensorDictModule(
+        torch.nn.Embedding(NUM_STATES, 1, dtype=DOUBLE), ["state"], ["state_value"]
+    )
+    return SimpleNamespace(
+        actor=actor,
+        critic=critic,
+        AdaptiveKLController=AdaptiveKLController,
+        ClipPPOLoss=ClipPPOLoss,
+        ReinforceLoss=ReinforceLoss,
+        generalized_advantage_estimate=generalized_advantage_estimate,
+    )
+
+
+def random_batch(seed: int = 0) -> TensorDict:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise() -> torch.Tensor:
+        return torch.randn(ROWS, 1, generator=generator, dtype=DOUBLE)
+
+    return TensorDict(
+        {
+            "state": torch.randint(0, NUM_STATES, (ROWS,), generator=generator),
+            "action": torch.randint(0, NUM_ACTIONS, (ROWS,), generator=generator),
+            "action_log_prob": -noise()[:, 0].abs() - 0.5,
+            "advantage": noise(),
+            "value_target": noise(),
+            "state_value": noise(),
+        },
+        batch_size=[ROWS],
+    )
+
+
+def logprobs_and_values(
+    module: Any, batch: TensorDict
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give parameters of a loss module's actor and critic, and what they say, `[B, 1]`."""
+    parameters = dict(module.named_parameters())
+    actor = next(value for name, value in parameters.items() if name.startswith("actor"))
+    critic = next(value for name, value in parameters.items() if name.startswith("critic"))
+    logprobs = actor[batch["state"]].log_softmax(-1).gather(1, batch["action"][:, None])
+    return actor, critic, logprobs, critic[batch["state"]]
+
+
+def assert_same(
+    first: torch.Tensor, second: torch.Tensor, parameter: torch.Tensor, factor: float = 1.0
+) -> None:
+    """Check that the second is `factor` times the first, and its gradient."""
+    assert second.item() == pytest.approx(factor * first.item(), abs=1e-10)
+    mine = torch.autograd.grad(first, parameter, retain_graph=True)[0]
+    other = torch.autograd.grad(second, parameter, retain_graph=True)[0]
+    assert mine.abs().max() > 0
+    assert torch.allclose(factor * mine, other, rtol=0, atol=1e-10)
+
+
+EVERY = torch.ones(ROWS, 1, dtype=torch.bool)
+
+
+# Clips that float32 holds exactly, for TorchRL makes them float32 first.
+@pytest.mark.parametrize("clip_range", [None, 0.25])
+def test_ppo_equals_that_of_torchrl(torchrl: SimpleNamespace, clip_range: float | None) -> None:
+    module = torchrl.ClipPPOLoss(
+        torchrl.actor,
+        torchrl.critic,
+        clip_epsilon=(0.25, 0.5),
+        entropy_bonus=False,
+        critic_coeff=1.0,
+        loss_critic_type="l2",
+        normalize_advantage=False,
+        clip_value=clip_range,
+    ).double()
+    batch = random_batch()
+    theirs = module(batch.clone())
+    actor, critic, logprobs, values = logprobs_and_values(module, batch)
+    policy = ppo_policy_loss(
+        logprobs,
+        batch["action_log_prob"][:, None],
+        batch["advantage"],
+        EVERY,
+        clip_low=0.25,
+        clip_high=0.5,
+    )
+    assert_same(policy.loss, theirs["loss_objective"], actor)
+    value = value_loss(
+        values, batch["state_value"], batch["value_target"], EVERY, clip_range=clip_range
+    )
+    # Ours is half the squared error.
+    assert_same(value.loss, theirs["loss_critic"], critic, factor=2.0)
+
+
+def test_reinforce_equals_that_of_torchrl(torchrl: SimpleNamespace) -> None:
+    module = torchrl.ReinforceLoss(torchrl.actor, torchrl.critic)
+    batch = random_batch(1)
+    theirs = module(batch.clone())
+    actor, _, logprobs, _ = logprobs_and_values(module, batch)
+    mine = reinforce_loss(logprobs, EVERY, batch["advantage"])
+    assert_same(mine.loss, theirs["loss_actor"], actor)
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(0.9, 0.8), (1.0, 0.95), (0.9, 0.0), (1.0, 1.0)])
+@pytest.mark.parametrize("is_cut_off", [False, True])
+def test_gae_equals_that_of_torchrl(
+    torchrl: SimpleNamespace, gamma: float, lam: float, is_cut_off: bool
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    rewards = torch.randn(3, 9, generator=generator, dtype=DOUBLE)
+    values = torch.randn(3, 10, generator=generator, dtype=DOUBLE)
+    done = torch.zeros(3, 9, 1, dtype=torch.bool)
+    done[:, -1] = True
+    # As tensors: times the integers of "not done" a float would become float32.
+    advantages, returns = torchrl.generalized_advantage_estimate(
+        torch.tensor(gamma, dtype=DOUBLE),
+        torch.tensor(lam, dtype=DOUBLE),
+        values[:, :-1, None],
+        values[:, 1:, None],
+        rewards[..., None],
+        done,
+        torch.zeros_like(done) if is_cut_off else done,
+    )
+    mine = gae(
+        rewards,
+        values[:, :-1],
+        torch.ones(3, 9, dtype=torch.bool),
+        gamma=gamma,
+        lam=lam,
+        bootstrap_E=values[:, -1] if is_cut_off else None,
+    )
+    assert torch.allclose(mine.advantages, advantages[..., 0], rtol=0, atol=1e-12)
+    assert torch.allclose(mine.returns, returns[..., 0], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kl", [0.1, 0.55, 0.62, 4.0])
+def test_the_weight_of_the_penalty_moves_as_that_of_torchrl(
+    torchrl: SimpleNamespace, kl: float
+) -> None:
+    theirs = torchrl.AdaptiveKLController(init_kl_coef=0.3, target=0.6, horizon=200)
+    mine = AdaptiveKl(weight=0.3, target=0.6, horizon=200)
+    for _ in range(3):
+        # TorchRL takes penalties, minus the divergence times the weight.
+        expected = theirs.update([-kl * theirs.coef] * 16)
+        assert mine.update(kl, num_samples=16) == pytest.approx(float(expected), abs=1e-7)
+
+
+def test_the_likelihood_of_tokens_is_the_cross_entropy_of_torch() -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(3, 5, NUM_ACTIONS, generator=generator, dtype=DOUBLE, requires_grad=True)
+    tokens = torch.randint(0, NUM_ACTIONS, (3, 5), generator=generator)
+    mask = torch.arange(5) < torch.tensor([[5], [2], [3]])
+    logprobs = logits.log_softmax(-1).gather(2, tokens[..., None])[..., 0]
+    expected = torch.nn.functional.cross_entropy(
+        logits.transpose(1, 2), tokens.masked_fill(~mask, -100)
+    )
+    assert_same(nll_loss(logprobs, mask).loss, expected, logits)

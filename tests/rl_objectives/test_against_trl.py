@@ -1,0 +1,313 @@
+"""Losses equal those of TRL's trainers in value and gradient, where TRL has them.
+
+TRL's losses are methods of trainers; they are called with a stand-in for the trainer, so that
+their own code runs on given log-probabilities.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.rl_objectives.advantages import group_advantages
+from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS
+from nip_astra.rl_objectives.policy_gradient import group_policy_loss, ppo_policy_loss
+from nip_astra.rl_objectives.preference import (
+    PreferenceKind,
+    preference_loss,
+    sequence_logprobs,
+)
+from tests.rl_objectives.references import trl_trainer
+
+DOUBLE = torch.float64
+TOLERANCE = {"abs": 1e-10}
+MAX_LENGTH = 11
+
+
+@pytest.fixture(scope="module")
+def trl() -> SimpleNamespace:
+    """Give the trainers, imported only where a test asks for them."""
+    pytest.importorskip("trl", minversion="1.16")
+    from trl.experimental.cpo import CPOTrainer
+    from trl.trainer.dpo_trainer import DPOTrainer
+    from trl.trainer.grpo_trainer import GRPOTrainer
+    from trl.trainer.rloo_trainer import RLOOTrainer
+    from trl.trainer.utils import nanstd
+
+    return SimpleNamespace(
+        CPOTrainer=CPOTrainer,
+        DPOTrainer=DPOTrainer,
+        GRPOTrainer=GRPOTrainer,
+        RLOOTrainer=RLOOTrainer,
+        nanstd=nanstd,
+    )
+
+
+def random_batch(seed: int, scale: float) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    rows, tokens = 8, 6
+    old = -torch.rand(rows, tokens, generator=generator, dtype=DOUBLE) * 3
+    noise = torch.randn(rows, tokens, generator=generator, dtype=DOUBLE)
+    lengths = torch.randint(1, tokens + 1, (rows, 1), generator=generator)
+    return {
+        "logprobs": old + scale * noise,
+        "old": old,
+        "reference": -torch.rand(rows, tokens, generator=generator, dtype=DOUBLE) * 3,
+        "advantages": torch.randn(rows, generator=generator, dtype=DOUBLE),
+        "mask": torch.arange(tokens) < lengths,
+    }
+
+
+def assert_same(first: Any, second: Any, *tensors: torch.Tensor) -> None:
+    assert first.item() == pytest.approx(second.item(), **TOLERANCE)
+    for mine, other in zip(
+        torch.autograd.grad(first, tensors), torch.autograd.grad(second, tensors), strict=True
+    ):
+        assert mine.abs().max() > 0
+        assert torch.allclose(mine, other, rtol=0, atol=TOLERANCE["abs"])
+
+
+def grpo_of_trl(
+    trl: SimpleNamespace, name: str, batch: dict[str, torch.Tensor], *, kl_weight: float
+) -> torch.Tensor:
+    variant = GROUP_VARIANTS[name]
+    logprobs, mask = batch["logprobs"], batch["mask"].to(DOUBLE)
+    highest = variant.clip_high if name != "cispo" else 1 + variant.clip_high
+    trainer = trl_trainer(
+        loss_type={"gspo": "grpo"}.get(name, name),
+        importance_sampling_level="sequence" if name == "gspo" else "token",
+        epsilon_low=variant.clip_low,
+        epsilon_high=highest,
+        beta=kl_weight,
+        max_completion_length=MAX_LENGTH,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        _entropy_bonus_enabled=False,
+        args=SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            logprobs,
+            torch.zeros_like(logprobs),
+            None,
+        ),
+    )
+    nothing = torch.zeros(len(mask), 0, dtype=torch.long)
+    inputs = {
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": torch.zeros_like(mask),
+        "completion_mask": mask,
+        "advantages": batch["advantages"],
+        "old_per_token_logps": batch["old"],
+        "ref_per_token_logps": batch["reference"],
+        "num_items_in_batch": mask.sum(),
+    }
+    loss = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "cispo", "gspo"])
+@pytest.mark.parametrize("kl_weight", [0.0, 0.2])
+@pytest.mark.parametrize("scale", [0.05, 0.5, 2.0])
+def test_group_variants_equal_grpo_of_trl(
+    trl: SimpleNamespace, name: str, kl_weight: float, scale: float
+) -> None:
+    batch = random_batch(3, scale)
+    batch["logprobs"].requires_grad_()
+    variant = GROUP_VARIANTS[name]
+    loss = group_policy_loss(
+        batch["logprobs"],
+        batch["old"],
+        batch["advantages"],
+        batch["mask"],
+        variant=variant,
+        max_length=MAX_LENGTH if variant.reduction == "sum_over_length" else None,
+        reference_logprobs_BT=batch["reference"],
+        kl_weight=kl_weight,
+    ).loss
+    assert_same(loss, grpo_of_trl(trl, name, batch, kl_weight=kl_weight), batch["logprobs"])
+
+
+@pytest.mark.parametrize("scale", [0.05, 0.5])
+def test_rloo_equals_rloo_of_trl(trl: SimpleNamespace, scale: float) -> None:
+    batch = random_batch(4, scale)
+    logprobs = batch["logprobs"].requires_grad_()
+    mask = batch["mask"].to(DOUBLE)
+    trainer = trl_trainer(
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            logprobs,
+            torch.zeros_like(logprobs),
+            None,
+        ),
+    )
+    nothing = torch.zeros(len(mask), 0, dtype=torch.long)
+    inputs = {
+        "prompt_ids": nothing,
+        "prompt_mask": nothing,
+        "completion_ids": torch.zeros_like(mask),
+        "completion_mask": mask,
+        "advantages": batch["advantages"],
+        "old_logps": (batch["old"] * mask).sum(1),
+    }
+    theirs = trl.RLOOTrainer._compute_loss(trainer, None, inputs)
+    mine = group_policy_loss(
+        logprobs, batch["old"], batch["advantages"], batch["mask"], variant=GROUP_VARIANTS["rloo"]
+    ).loss
+    assert_same(mine, theirs, logprobs)
+
+
+def test_ppo_clips_as_grpo_of_trl_does(trl: SimpleNamespace) -> None:
+    # With the mean over all tokens of the batch, PPO's policy loss is that of dapo.
+    batch = random_batch(5, 0.5)
+    batch["logprobs"].requires_grad_()
+    variant = GROUP_VARIANTS["dapo"]
+    mine = ppo_policy_loss(
+        batch["logprobs"],
+        batch["old"],
+        batch["advantages"],
+        batch["mask"],
+        clip_low=variant.clip_low,
+        clip_high=variant.clip_high,
+    ).loss
+    assert_same(mine, grpo_of_trl(trl, "dapo", batch, kl_weight=0.0), batch["logprobs"])
+
+
+def test_the_deviation_of_a_group_is_that_of_trl(trl: SimpleNamespace) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(6, 4, generator=generator, dtype=DOUBLE)
+    rewards[torch.rand(6, 4, generator=generator) < 0.2] = torch.nan
+    rewards[5] = 0.3
+    found = group_advantages(rewards, baseline="mean", std_epsilon=1e-4)
+    deviation = trl.nanstd(rewards, dim=1)[:, None]
+    expected = (rewards - rewards.nanmean(dim=1, keepdim=True)) / (deviation + 1e-4)
+    # TRL's correction count / (count - 1) is a division of integers, which gives float32.
+    assert torch.allclose(found.advantages_PG, expected.nan_to_num(0.0), rtol=0, atol=1e-6)
+
+
+# ---- preferences
+
+
+def dpo_of_trl(
+    trl: SimpleNamespace,
+    loss_type: str,
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    batch: dict[str, torch.Tensor],
+    **attributes: float,
+) -> torch.Tensor:
+    """Call TRL's loss of pairs: rows 0 to 3 are chosen, rows 4 to 7 rejected."""
+    mask = batch["mask"]
+    masked = torch.cat([chosen, rejected]) * mask
+    zeros = torch.zeros_like(masked)
+    outputs = SimpleNamespace(
+        log_probs=masked, entropy=zeros, mean_logits=zeros, is_top1=torch.zeros_like(mask)
+    )
+
+    class Model:
+        training = True
+
+        def __call__(self, **_: object) -> SimpleNamespace:
+            return outputs
+
+    trainer = trl_trainer(
+        **{"label_smoothing": 0.0} | attributes,
+        ld_alpha=None,
+        precompute_ref_logps=True,
+        f_divergence_type="reverse_kl",
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        use_weighting=False,
+    )
+    # TRL drops the first position, which has no log-probability: one token of prompt stands there.
+    completion = torch.nn.functional.pad(mask, (1, 0))
+    reference = (batch["reference"] * mask).sum(dim=1)
+    inputs = {
+        "input_ids": torch.zeros(8, completion.shape[1], dtype=torch.long),
+        "attention_mask": torch.ones(8, completion.shape[1]),
+        "completion_mask": completion,
+        "ref_chosen_logps": reference[:4],
+        "ref_rejected_logps": reference[4:],
+    }
+    loss = trl.DPOTrainer._compute_loss(trainer, Model(), inputs, False)
+    assert isinstance(loss, torch.Tensor)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs", "label_smoothing", "length_normalised"),
+    [
+        ("sigmoid", "sigmoid", 0.0, False),
+        ("sigmoid", "sigmoid_norm", 0.0, True),
+        ("hinge", "hinge", 0.0, False),
+        ("robust", "robust", 0.2, False),
+        ("ipo", "ipo", 0.0, True),
+    ],
+)
+@pytest.mark.parametrize("beta", [0.1, 0.5])
+def test_preference_losses_equal_dpo_of_trl(
+    trl: SimpleNamespace,
+    kind: PreferenceKind,
+    theirs: str,
+    label_smoothing: float,
+    length_normalised: bool,
+    beta: float,
+) -> None:
+    batch = random_batch(6, 0.5)
+    chosen = batch["logprobs"][:4].clone().requires_grad_()
+    rejected = batch["logprobs"][4:].clone().requires_grad_()
+
+    def logratios(logprobs: torch.Tensor) -> torch.Tensor:
+        sums = sequence_logprobs(logprobs, batch["mask"], length_normalised=length_normalised)
+        return sums[:4] - sums[4:]
+
+    mine = preference_loss(
+        logratios(torch.cat([chosen, rejected])),
+        logratios(batch["reference"]),
+        kind=kind,
+        beta=beta,
+        label_smoothing=label_smoothing,
+    ).loss
+    other = dpo_of_trl(
+        trl, theirs, chosen, rejected, batch, beta=beta, label_smoothing=label_smoothing
+    )
+    assert_same(mine, other, chosen, rejected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "label_smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
+)
+def test_preference_losses_equal_cpo_of_trl(
+    trl: SimpleNamespace, kind: PreferenceKind, label_smoothing: float
+) -> None:
+    """CPO has no reference, but label smoothing, and IPO on sums."""
+    generator = torch.Generator().manual_seed(7)
+    chosen, rejected = torch.randn(2, 5, generator=generator, dtype=DOUBLE)
+    chosen.requires_grad_()
+    trainer = trl_trainer(
+        alpha=0.0, beta=0.4, loss_type=kind, label_smoothing=label_smoothing, simpo_gamma=0.0
+    )
+    theirs = trl.CPOTrainer.cpo_loss(trainer, chosen, rejected)[0].mean()
+    mine = preference_loss(
+        chosen - rejected,
+        torch.zeros(5, dtype=DOUBLE),
+        kind=kind,
+        beta=0.4,
+        label_smoothing=label_smoothing,
+    ).loss
+    assert_same(mine, theirs, chosen)
+
+
+def test_a_wider_clip_is_seen_by_the_comparison(trl: SimpleNamespace) -> None:
+    batch = random_batch(3, 0.5)
+    wider = dataclasses.replace(GROUP_VARIANTS["grpo"], clip_high=0.28)
+    mine = group_policy_loss(
+        batch["logprobs"], batch["old"], batch["advantages"], batch["mask"], variant=wider
+    ).loss
+    theirs = grpo_of_trl(trl, "grpo", batch, kl_weight=0.0)
+    assert abs(mine.item() - theirs.item()) > 1e-4

@@ -1,0 +1,112 @@
+"""Rewards carried up a tree equal the recursion that defines them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nip_astra.rl_objectives.advantages import gae
+from nip_astra.rl_objectives.credit import best_child_backup, mean_child_return
+
+Join = Callable[[list[float]], float]
+
+
+def _random_tree(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give a forest of uneven width in random order, some of its nodes without a reward."""
+    generator = torch.Generator().manual_seed(seed)
+    parents, depths = [-1, -1], [0, 0]
+    for node in range(2, 60):
+        parent = int(torch.randint(0, node, (1,), generator=generator))
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    rewards = torch.randn(60, generator=generator, dtype=torch.float64)
+    rewards[torch.rand(60, generator=generator) < 0.15] = math.nan
+    order = torch.randperm(60, generator=generator)
+    place = order.argsort()
+    parent_N = torch.tensor(parents)[order]
+    parent_N = torch.where(parent_N >= 0, place[parent_N.clamp(min=0)], -1)
+    return rewards[order], parent_N, torch.tensor(depths)[order]
+
+
+def _by_recursion(
+    rewards: list[float], parents: list[int], factor: float, join: Join
+) -> list[float]:
+    def value(node: int) -> float:
+        below = [value(child) for child, parent in enumerate(parents) if parent == node]
+        known = [x for x in below if not math.isnan(x)]
+        return rewards[node] + (factor * join(known) if known else 0.0)
+
+    return [value(node) for node in range(len(rewards))]
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("factor", [0.0, 0.9, 1.0])
+def test_both_backups_equal_the_recursion(seed: int, factor: float) -> None:
+    reward, parent, depth = _random_tree(seed)
+    best = best_child_backup(reward, parent, depth, decay=factor)
+    mean = mean_child_return(reward, parent, depth, discount=factor)
+    for found, join in ((best, max), (mean, _mean)):
+        expected = _by_recursion(reward.tolist(), parent.tolist(), factor, join)
+        assert found.tolist() == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+#   0 (1.0)          parents before children
+#   |-- 1 (-2.0)
+#   |   `-- 3 (4.0)
+#   `-- 2 (0.5)
+REWARD = torch.tensor([1.0, -2.0, 0.5, 4.0])
+PARENT = torch.tensor([-1, 0, 0, 1])
+DEPTH = torch.tensor([0, 1, 1, 2])
+
+
+def test_a_small_tree_by_hand() -> None:
+    best = best_child_backup(REWARD, PARENT, DEPTH, decay=0.5)
+    # -2 + 0.5 * 4 = 0; the best of 0 and 0.5 is 0.5
+    assert best.tolist() == [1.25, 0.0, 0.5, 4.0]
+    mean = mean_child_return(REWARD, PARENT, DEPTH, discount=0.5)
+    assert mean.tolist() == [1.125, 0.0, 0.5, 4.0]
+
+
+def test_the_best_of_bad_children_is_bad() -> None:
+    found = best_child_backup(torch.tensor([0.0, -3.0, -2.0]), PARENT[:3], DEPTH[:3], decay=1.0)
+    assert found.tolist() == [-2.0, -3.0, -2.0]
+
+
+def test_children_without_a_verdict_are_left_out() -> None:
+    reward = torch.tensor([1.0, math.nan, 0.5, 4.0])
+    for found in (
+        best_child_backup(reward, PARENT, DEPTH, decay=1.0),
+        mean_child_return(reward, PARENT, DEPTH, discount=1.0),
+    ):
+        assert found[[0, 2, 3]].tolist() == [1.5, 0.5, 4.0]
+        assert found[1].isnan()
+    childless = mean_child_return(
+        torch.tensor([1.0, math.nan, math.nan]), PARENT[:3], DEPTH[:3], discount=1.0
+    )
+    assert childless[0] == 1.0
+
+
+def test_in_a_chain_the_mean_is_the_discounted_return() -> None:
+    reward = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    found = mean_child_return(
+        reward, torch.tensor([-1, 0, 1]), torch.tensor([0, 1, 2]), discount=0.9
+    )
+    plain = gae(
+        reward[None], torch.zeros(1, 3).double(), torch.ones(1, 3).bool(), gamma=0.9, lam=1.0
+    )
+    assert torch.allclose(found, plain.returns[0], atol=1e-12)
+
+
+def test_the_rewards_stay_as_they_were_and_no_tree_is_a_tree() -> None:
+    reward = REWARD.clone().requires_grad_()
+    assert not best_child_backup(reward, PARENT, DEPTH, decay=0.5).requires_grad
+    assert torch.equal(reward.detach(), REWARD)
+    none = torch.zeros(0, dtype=torch.long)
+    assert mean_child_return(torch.zeros(0), none, none, discount=0.5).shape == (0,)

@@ -1,0 +1,111 @@
+"""Estimates of a divergence are right on average, and the weight follows its target."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, NonFiniteLossError
+from nip_astra.rl_objectives.kl import KL_KINDS, AdaptiveKl, KlKind, kl_estimate
+
+LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
+REFERENCE = torch.tensor([-0.5, 0.4, 0.2, 0.0], dtype=torch.float64).log_softmax(0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("k1", -0.5), ("k2", 0.125), ("k3", math.exp(0.5) - 1 - 0.5)],
+)
+def test_each_kind_by_hand(kind: KlKind, expected: float) -> None:
+    estimate = kl_estimate(torch.tensor([[-2.0]]).double(), torch.tensor([[-1.5]]).double(), kind)
+    assert estimate.item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_k1_and_k3_are_unbiased(kind: KlKind) -> None:
+    policy = LOGITS.log_softmax(0)
+    # The mean over all outcomes, weighted by the policy that samples them.
+    mean = (policy.exp() * kl_estimate(policy[None], REFERENCE[None], kind)[0]).sum()
+    exact = (policy.exp() * (policy - REFERENCE)).sum()
+    assert mean.item() == pytest.approx(exact.item(), abs=1e-12)
+
+
+def _mean_gradient(kind: KlKind) -> torch.Tensor:
+    logits = LOGITS.clone().requires_grad_()
+    policy = logits.log_softmax(0)
+    estimate = kl_estimate(policy[None], REFERENCE[None], kind)[0]
+    (policy.exp().detach() * estimate).sum().backward()
+    return logits.grad
+
+
+def _divergence_gradient(*, is_reverse: bool) -> torch.Tensor:
+    logits = LOGITS.clone().requires_grad_()
+    policy = logits.log_softmax(0)
+    first, second = (policy, REFERENCE) if is_reverse else (REFERENCE, policy)
+    (first.exp() * (first - second)).sum().backward()
+    return logits.grad
+
+
+def test_the_mean_gradients_are_what_the_docstring_says() -> None:
+    assert torch.allclose(_mean_gradient("k1"), torch.zeros(4).double(), atol=1e-12)
+    assert torch.allclose(_mean_gradient("k2"), _divergence_gradient(is_reverse=True), atol=1e-12)
+    assert torch.allclose(_mean_gradient("k3"), _divergence_gradient(is_reverse=False), atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_no_gradient_reaches_the_reference_nor_padding(kind: KlKind) -> None:
+    logprobs = torch.tensor([[-1.0, -1e4]], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([[-2.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    estimate = kl_estimate(logprobs, reference, kind, mask_BT=torch.tensor([[True, False]]))
+    estimate.sum().backward()
+    assert estimate[0, 1] == 0.0
+    assert reference.grad is None
+    assert logprobs.grad.isfinite().all()
+    assert logprobs.grad[0, 1] == 0.0
+    assert logprobs.grad[0, 0] > 0
+
+
+def test_an_unknown_kind_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"'k4', which is not known\. Known kinds: k1, k2"):
+        kl_estimate(LOGITS[None], REFERENCE[None], "k4")
+
+
+def test_the_weight_follows_the_divergence_by_hand() -> None:
+    controller = AdaptiveKl(weight=0.5, target=2.0, horizon=100)
+    # 2.2 / 2 - 1 = 0.1; 0.5 * (1 + 0.1 * 20 / 100)
+    assert controller.update(2.2, num_samples=20) == pytest.approx(0.51, abs=1e-12)
+    # far off: the error is held at 0.2, and -0.2
+    assert controller.update(50.0, num_samples=50) == pytest.approx(0.51 * 1.1, abs=1e-12)
+    assert controller.update(-3.0, num_samples=50) == pytest.approx(0.51 * 1.1 * 0.9, abs=1e-12)
+    before = controller.weight
+    assert controller.update(2.0, num_samples=50) == before
+
+
+def test_the_weight_stays_positive_whatever_comes() -> None:
+    controller = AdaptiveKl(weight=1.0, target=1.0, horizon=10)
+    assert controller.update(0.0, num_samples=10_000) == pytest.approx(0.8)
+
+
+def test_the_weight_goes_on_where_it_was() -> None:
+    first = AdaptiveKl(weight=0.5, target=2.0, horizon=100)
+    first.update(3.0, num_samples=10)
+    second = AdaptiveKl(weight=0.5, target=2.0, horizon=100)
+    second.load_state(first.state())
+    assert second.update(1.0, num_samples=10) == first.update(1.0, num_samples=10)
+
+
+@pytest.mark.parametrize("name", ["weight", "target", "horizon"])
+def test_a_controller_of_nothing_is_refused(name: str) -> None:
+    values = {"weight": 1.0, "target": 1.0, "horizon": 1.0} | {name: 0.0}
+    with pytest.raises(ConfigurationError, match=f"the {name} of an adaptive KL penalty"):
+        AdaptiveKl(**values)
+
+
+@pytest.mark.parametrize("kl", [math.nan, math.inf])
+def test_a_divergence_that_is_not_finite_stops(kl: float) -> None:
+    controller = AdaptiveKl(weight=0.5, target=2.0, horizon=100)
+    with pytest.raises(NonFiniteLossError, match=r"the weight stays at 0\.5"):
+        controller.update(kl, num_samples=1)
+    assert controller.weight == 0.5

@@ -1,0 +1,204 @@
+"""Padding, order and a split into parts change no loss; degenerate batches are defined."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS, GroupVariant
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.policy_gradient import (
+    group_policy_loss,
+    nll_loss,
+    ppo_policy_loss,
+    reinforce_loss,
+    value_loss,
+)
+from tests.rl_objectives.batches import DOUBLE, Batch, length_of, random_batch, without
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.3}
+
+
+def ppo(batch: Batch, **options: object) -> LossOutput:
+    return ppo_policy_loss(**without(batch, "reference_logprobs_BT"), **CLIP, **options)
+
+
+def group(variant: GroupVariant) -> Callable[..., LossOutput]:
+    def loss(batch: Batch, **options: object) -> LossOutput:
+        return group_policy_loss(
+            **batch, variant=variant, max_length=length_of(variant), kl_weight=0.3, **options
+        )
+
+    return loss
+
+
+def reinforce(batch: Batch, **options: object) -> LossOutput:
+    names = ("old_logprobs_BT", "reference_logprobs_BT", "entropy_BT")
+    return reinforce_loss(**without(batch, *names), **options)
+
+
+def nll(batch: Batch, **options: object) -> LossOutput:
+    return nll_loss(batch["logprobs_BT"], batch["mask_BT"], **options)
+
+
+def value(batch: Batch, **options: object) -> LossOutput:
+    return value_loss(
+        batch["logprobs_BT"],
+        batch["old_logprobs_BT"],
+        batch["reference_logprobs_BT"],
+        batch["mask_BT"],
+        clip_range=0.2,
+        **options,
+    )
+
+
+LOSSES: dict[str, Callable[..., LossOutput]] = {
+    "ppo": ppo,
+    "reinforce": reinforce,
+    "nll": nll,
+    "value": value,
+    **{name: group(variant) for name, variant in GROUP_VARIANTS.items()},
+}
+NEEDS_TOKENS = {"ppo", "nll", "value", "dapo", "cispo"}
+"""Losses that are by default a mean over tokens, so that parts need the tokens of the whole."""
+
+every_loss = pytest.mark.parametrize("name", LOSSES)
+
+
+def gradient_of(output: LossOutput, batch: Batch) -> torch.Tensor:
+    return torch.autograd.grad(output.loss, batch["logprobs_BT"])[0]
+
+
+def run(name: str, batch: Batch, **options: object) -> tuple[LossOutput, torch.Tensor]:
+    batch = batch | {"logprobs_BT": batch["logprobs_BT"].clone().requires_grad_()}
+    output = LOSSES[name](batch, **options)
+    return output, gradient_of(output, batch)
+
+
+def assert_same(
+    first: tuple[LossOutput, torch.Tensor], second: tuple[LossOutput, torch.Tensor]
+) -> None:
+    assert torch.allclose(first[0].loss, second[0].loss, atol=1e-12)
+    assert torch.allclose(first[1], second[1], atol=1e-12)
+    assert first[0].metrics.keys() == second[0].metrics.keys()
+    for name, metric in first[0].metrics.items():
+        assert torch.allclose(metric, second[0].metrics[name], atol=1e-12), name
+
+
+@every_loss
+@pytest.mark.parametrize("garbage", [math.nan, -math.inf, 1e6])
+def test_padding_changes_nothing(name: str, garbage: float) -> None:
+    batch = random_batch()
+    outside = ~batch["mask_BT"]
+    wide: Batch = {}
+    for key, tensor in batch.items():
+        if key == "mask_BT":
+            wide[key] = torch.nn.functional.pad(tensor, (0, 3))
+        elif tensor.ndim == 2:
+            filled = tensor.masked_fill(outside, garbage)
+            wide[key] = torch.nn.functional.pad(filled, (0, 3), value=garbage)
+        else:
+            wide[key] = tensor
+    output, gradient = run(name, wide)
+    assert gradient[:, 5:].eq(0).all()
+    assert gradient[:, :5][outside].eq(0).all()
+    assert_same((output, gradient[:, :5]), run(name, batch))
+
+
+@every_loss
+def test_the_order_of_rows_changes_nothing(name: str) -> None:
+    batch = random_batch()
+    order = torch.tensor([3, 0, 5, 1, 4, 2])
+    output, gradient = run(name, {key: tensor[order] for key, tensor in batch.items()})
+    assert_same((output, gradient[order.argsort()]), run(name, batch))
+
+
+@every_loss
+def test_a_split_into_parts_changes_neither_loss_nor_gradient_nor_metrics(name: str) -> None:
+    batch = random_batch()
+    whole, whole_gradient = run(name, batch)
+    num_tokens = int(batch["mask_BT"].sum())
+    gradient = torch.zeros_like(whole_gradient)
+    sums = dict.fromkeys(("loss", *whole.metrics), torch.zeros((), dtype=DOUBLE))
+    for part in ([4, 0, 1, 2], [3], [5]):
+        share = len(part) / 6
+        options = {"normaliser": num_tokens * share} if name in NEEDS_TOKENS else {}
+        output, part_gradient = run(name, {k: x[part] for k, x in batch.items()}, **options)
+        gradient[part] = share * part_gradient
+        for key, value in {"loss": output.loss, **output.metrics}.items():
+            sums[key] = sums[key] + share * value
+    assert_same(
+        (LossOutput(sums.pop("loss"), sums), gradient),
+        (whole, whole_gradient),
+    )
+
+
+@every_loss
+@pytest.mark.parametrize("rows", [0, 2])
+def test_no_rows_or_no_tokens_give_a_loss_of_zero(name: str, rows: int) -> None:
+    batch = random_batch(rows=rows)
+    batch["mask_BT"] = torch.zeros_like(batch["mask_BT"])
+    output, gradient = run(name, batch)
+    assert output.loss.item() == 0.0
+    assert gradient.eq(0).all()
+    assert all(metric == 0.0 for metric in output.metrics.values())
+
+
+@every_loss
+def test_a_row_without_tokens_adds_nothing(name: str) -> None:
+    batch = random_batch()
+    batch["mask_BT"][2] = False
+    _, gradient = run(name, batch)
+    assert gradient[2].eq(0).all()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["ppo", *GROUP_VARIANTS])
+def test_gradients_stay_within_the_policy(name: str) -> None:
+    batch = {
+        key: tensor if key == "mask_BT" else tensor.clone().requires_grad_()
+        for key, tensor in random_batch().items()
+    }
+    output = LOSSES[name](batch)
+    output.loss.backward()
+    assert batch["logprobs_BT"].grad is not None
+    for key in ("old_logprobs_BT", "advantages", "reference_logprobs_BT", "entropy_BT"):
+        assert batch[key].grad is None, key
+    assert not any(metric.requires_grad for metric in output.metrics.values())
+
+
+@pytest.mark.parametrize("name", ["ppo", *GROUP_VARIANTS])
+def test_equal_rewards_leave_the_policy_alone(name: str) -> None:
+    batch = random_batch() | {"advantages": torch.zeros(6, dtype=DOUBLE)}
+    batch["reference_logprobs_BT"] = batch["logprobs_BT"]
+    _, gradient = run(name, batch)
+    assert gradient.eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["ppo", *GROUP_VARIANTS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_policy_far_above_its_sampler_gives_finite_gradients(
+    name: str, dtype: torch.dtype
+) -> None:
+    batch: Batch = {
+        "logprobs_BT": torch.full((2, 3), -0.1, dtype=dtype),
+        "old_logprobs_BT": torch.full((2, 3), -900.0, dtype=dtype),
+        "advantages": torch.ones(2, dtype=dtype),
+        "mask_BT": torch.ones(2, 3, dtype=torch.bool),
+        "reference_logprobs_BT": torch.full((2, 3), -0.2, dtype=dtype),
+        "entropy_BT": torch.zeros(2, 3, dtype=dtype),
+    }
+    output, gradient = run(name, batch)
+    assert output.loss.isfinite()
+    assert gradient.isfinite().all()
+
+
+def test_entropy_is_reported_where_it_is_given() -> None:
+    batch = random_batch()
+    expected = (batch["entropy_BT"] * batch["mask_BT"]).sum(1) / batch["mask_BT"].sum(1)
+    output = ppo(batch)
+    assert output.metrics["entropy"].item() == pytest.approx(expected.mean().item())
+    assert "entropy" not in ppo(without(batch, "entropy_BT")).metrics
