@@ -89,7 +89,8 @@ def test_a_scorer_that_gives_nan(cli: CommandLine) -> None:
     message = refused(scorer_of(cli, "return [float('nan') for text in texts]"))
     assert message.startswith("the scorer 'mine' gave nan for the text ")
     assert message.endswith(
-        "A score is a number from 0 to 1; mend the scorer, then resume the run."
+        "A score is a number from 0 to 1, or None where there is no verdict; mend the scorer, then "
+        "resume the run."
     )
 
 

@@ -1,30 +1,97 @@
-"""What a scorer is: texts in, one number in [0, 1] each out; higher is a worse failure."""
+"""What a scorer is: what was said in, one number in [0, 1] each out; higher is a worse failure.
+
+Shape suffix: `N` what was rated.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from nip_astra.errors import NipAstraError, ScorerError
+from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 
+logger = logging.getLogger(__name__)
 
-class Scorer(ABC):
-    """Rate texts. A subclass implements `_score`; caching and checks are done here.
+Role: TypeAlias = Literal["user", "assistant"]
+"""Who says something: the user is the attacker's side, the assistant the target's."""
 
-    Each distinct text is rated once in the life of the scorer.
+Verdict: TypeAlias = float | ScorerError | None
+"""What a scorer's hook gives for a text: a number from 0 to 1, None where it cannot tell, or the
+error of a text that failed for good, which is not tried again."""
+
+
+class Message(NamedTuple):
+    """A turn of a conversation."""
+
+    role: Role
+    text: str
+
+
+class Exchange(NamedTuple):
+    """A text to rate, and where in a conversation it stands.
+
+    Attributes
+    ----------
+    text : str
+        What is rated.
+    history : tuple[Message, ...]
+        What was said before it, the oldest first.
+    role : str
+        Who says the text: "assistant" is the target, "user" the attacker.
     """
 
+    text: str
+    history: tuple[Message, ...] = ()
+    role: Role = "assistant"
+
+    @property
+    def conversation(self) -> tuple[Message, ...]:
+        """The history and the text as its last turn."""
+        return (*self.history, Message(self.role, self.text))
+
+
+class Ratings(NamedTuple):
+    """What a scorer says of several texts.
+
+    Attributes
+    ----------
+    scores_N : Tensor
+        float32 on the CPU, from 0 to 1; NaN where there is no verdict.
+    is_error_N : Tensor
+        bool on the CPU; where the scorer failed. The score is NaN there. A NaN without an error
+        is a text of which the scorer could not tell.
+    """
+
+    scores_N: Tensor
+    is_error_N: Tensor
+
+
+class Scorer:
+    """Rate texts. A subclass implements `_score`; caching and checks are done here.
+
+    A scorer of conversations sets `reads_history` and implements `_score_exchanges` instead.
+    Each distinct text (or conversation, where the history is read) is rated once in the life of
+    the scorer; a rating that failed is not kept.
+    """
+
+    reads_history: bool = False
+    """Whether a score depends on what was said before the text, and on who says it."""
+
     class Parameters(PolymorphicParameters):
-        """Parameters of the scorer; a subclass adds its own."""
+        """Parameters of every scorer; a subclass adds its own."""
 
         type_name: ClassVar[str] = ""
+
+        on_failure: Literal["stop", "skip"] = "stop"
+        """What becomes of a text that cannot be rated because the scorer raises, or gives what is
+        no score: "stop" ends the run, "skip" counts it as an error, which no rate includes."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -32,47 +99,130 @@ class Scorer(ABC):
         self.parameters = parameters
         self.device = device
         self.scenario_dir = scenario_dir
-        self._scores: dict[str, float] = {}
+        self._verdicts: dict[Exchange | str, float | None] = {}
+        own = type(self)
+        if own._score is Scorer._score and own._score_exchanges is Scorer._score_exchanges:
+            raise ConfigurationError(
+                f"the scorer {_name_of(self)!r} was to be built, but its class rates nothing. Give "
+                "it the method _score(texts), or _score_exchanges(exchanges) where it reads "
+                "conversations."
+            )
 
-    @abstractmethod
-    def _score(self, texts: Sequence[str]) -> Sequence[float]:
-        """Give one finite number in [0, 1] for each text; the texts are distinct."""
+    def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
+        """Give a verdict for each text; the texts are distinct."""
+        raise NotImplementedError
+
+    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> Sequence[Verdict]:
+        """Give a verdict for each exchange; they are distinct in what the scorer reads."""
+        return self._score([exchange.text for exchange in exchanges])
 
     def score(self, texts: Sequence[str]) -> Tensor:
-        """Rate texts, float32 `[len(texts)]` on the CPU.
+        """Rate texts that the target said, float32 `[len(texts)]` on the CPU; see `rate`."""
+        return self.rate([Exchange(text) for text in texts]).scores_N
+
+    def rate(self, exchanges: Sequence[Exchange]) -> Ratings:
+        """Rate what was said.
 
         Raises
         ------
         ScorerError
-            When the scorer fails, returns the wrong number of scores, or a score that is no
-            number in [0, 1]. A failed score never counts as 0.
+            With `on_failure` "stop", when the scorer fails, returns the wrong number of scores, or
+            a score that is no number in [0, 1]. A failed score never counts as 0.
         """
-        new = [text for text in dict.fromkeys(texts) if text not in self._scores]
+        keys = [self._key(exchange) for exchange in exchanges]
+        new = {k: e for k, e in zip(keys, exchanges, strict=True) if k not in self._verdicts}
+        failed: set[Exchange | str] = set()
         if new:
-            self._scores.update(zip(new, self._checked(new), strict=True))
-        return torch.tensor([self._scores[text] for text in texts], dtype=torch.float32)
+            for key, verdict in zip(new, self._judged(list(new.values())), strict=True):
+                if isinstance(verdict, ScorerError):
+                    failed.add(key)
+                else:
+                    self._verdicts[key] = verdict
+        # A failed text has no verdict in the cache.
+        known = [self._verdicts.get(key) for key in keys]
+        return Ratings(
+            torch.tensor([math.nan if v is None else v for v in known], dtype=torch.float32),
+            torch.tensor([key in failed for key in keys], dtype=torch.bool),
+        )
 
-    def _checked(self, texts: list[str]) -> list[float]:
-        name = self.parameters.type_name or type(self).__name__
+    def _key(self, exchange: Exchange) -> Exchange | str:
+        return exchange if self.reads_history else exchange.text
+
+    def _judged(self, exchanges: list[Exchange]) -> list[Verdict]:
+        """Give checked verdicts; what failed is raised, or tried once more and then an error."""
+        can_skip = self.parameters.on_failure == "skip"
         try:
-            scores = [float(score) for score in self._score(texts)]
+            verdicts = self._asked(exchanges)
+        except ScorerError as error:
+            if not can_skip:
+                raise
+            again = dict.fromkeys(range(len(exchanges)), error)
+            verdicts = [error] * len(exchanges)
+        else:
+            faults = {
+                number: fault
+                for number, (exchange, verdict) in enumerate(zip(exchanges, verdicts, strict=True))
+                if (fault := self._fault(exchange, verdict)) is not None
+            }
+            if faults and not can_skip:
+                raise next(iter(faults.values()))
+            again = {n: e for n, e in faults.items() if not isinstance(verdicts[n], ScorerError)}
+            verdicts = [faults.get(number, verdict) for number, verdict in enumerate(verdicts)]
+        if len(exchanges) > 1:
+            for number in again:
+                verdicts[number] = self._judged_alone(exchanges[number])
+        errors = [verdict for verdict in verdicts if isinstance(verdict, ScorerError)]
+        if errors:
+            logger.warning(
+                "the scorer %r failed for %d of %d texts, which count as errors; the first: %s",
+                _name_of(self),
+                len(errors),
+                len(exchanges),
+                errors[0],
+            )
+        return verdicts
+
+    def _judged_alone(self, exchange: Exchange) -> Verdict:
+        try:
+            (verdict,) = self._asked([exchange])
+        except ScorerError as error:
+            return error
+        return self._fault(exchange, verdict) or verdict
+
+    def _asked(self, exchanges: list[Exchange]) -> list[Verdict]:
+        """Call the hook; give as many verdicts as there are exchanges."""
+        try:
+            verdicts: list[Verdict] = [
+                value if value is None or isinstance(value, ScorerError) else float(value)
+                for value in self._score_exchanges(exchanges)
+            ]
         except NipAstraError:
             raise
         except Exception as error:
             raise ScorerError(
-                f"the scorer {name!r} was asked to rate {len(texts)} texts and failed: "
-                f"{type(error).__name__}: {error}. Mend the scorer; the run can be resumed from "
-                "its last checkpoint."
+                f"the scorer {_name_of(self)!r} was asked to rate {len(exchanges)} texts and "
+                f"failed: {type(error).__name__}: {error}. Mend the scorer; the run can be resumed "
+                "from its last checkpoint."
             ) from error
-        if len(scores) != len(texts):
+        if len(verdicts) != len(exchanges):
             raise ScorerError(
-                f"the scorer {name!r} was asked to rate {len(texts)} texts and gave "
-                f"{len(scores)} scores. It must give one score a text, in order."
+                f"the scorer {_name_of(self)!r} was asked to rate {len(exchanges)} texts and gave "
+                f"{len(verdicts)} scores. It must give one score a text, in order."
             )
-        for text, score in zip(texts, scores, strict=True):
-            if not (math.isfinite(score) and 0.0 <= score <= 1.0):
-                raise ScorerError(
-                    f"the scorer {name!r} gave {score} for the text {text[:60]!r}. A score is a "
-                    "number from 0 to 1; mend the scorer, then resume the run."
-                )
-        return scores
+        return verdicts
+
+    def _fault(self, exchange: Exchange, verdict: Verdict) -> ScorerError | None:
+        """Say what is wrong with a verdict; nothing where it is a score, or None."""
+        if verdict is None or isinstance(verdict, ScorerError):
+            return verdict
+        if 0.0 <= verdict <= 1.0:  # which NaN is not
+            return None
+        return ScorerError(
+            f"the scorer {_name_of(self)!r} gave {verdict} for the text {exchange.text[:60]!r}. A "
+            "score is a number from 0 to 1, or None where there is no verdict; mend the scorer, "
+            "then resume the run."
+        )
+
+
+def _name_of(scorer: Scorer) -> str:
+    return scorer.parameters.type_name or type(scorer).__name__

@@ -35,4 +35,4 @@ class ProfanityScorer(Scorer):
         self._predict = predict_prob
 
     def _score(self, texts: Sequence[str]) -> list[float]:
-        return [min(1.0, max(0.0, float(score))) for score in self._predict(list(texts))]
+        return [float(score) for score in self._predict(list(texts))]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.errors import ModelLoadError, ScorerError
-from nip_astra.scorers.base import Scorer
+from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
+from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
 
 
 class FakeScorer(Scorer):
@@ -19,15 +19,29 @@ class FakeScorer(Scorer):
     class Parameters(Scorer.Parameters):
         """None."""
 
-    def __init__(self, answer: Callable[[Sequence[str]], Any]) -> None:
-        super().__init__(self.Parameters(), device=torch.device("cpu"))
+    def __init__(self, answer: Callable[[Sequence[str]], Any], **parameters: Any) -> None:
+        super().__init__(self.Parameters(**parameters), device=torch.device("cpu"))
         self.answer = answer
         self.asked: list[list[str]] = []
 
-    def _score(self, texts: Sequence[str]) -> Sequence[float]:
+    def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
         self.asked.append(list(texts))
-        answer: Sequence[float] = self.answer(texts)
+        answer: Sequence[Verdict] = self.answer(texts)
         return answer
+
+
+class FakeReader(FakeScorer):
+    """Rates a conversation by its number of turns, and keeps what it was asked."""
+
+    reads_history = True
+
+    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> Sequence[Verdict]:
+        self.read = list(exchanges)
+        return self._score(["turn" * len(exchange.conversation) for exchange in exchanges])
+
+
+def isnan(values: torch.Tensor) -> list[bool]:
+    return values.isnan().tolist()
 
 
 def by_length(texts: Sequence[str]) -> list[float]:
@@ -70,8 +84,8 @@ def test_what_is_no_score_is_told_with_its_text(score: float, shown: str) -> Non
     assert f"the scorer 'FakeScorer' gave {shown} for the text 'the cat the cat" in str(
         caught.value
     )
-    assert "A score is a number from 0 to 1; mend the scorer" in str(caught.value)
-    assert len(str(caught.value)) < 250
+    assert "A score is a number from 0 to 1, or None" in str(caught.value)
+    assert len(str(caught.value)) < 300
 
 
 def test_a_scorer_that_raises_is_named_with_the_reason() -> None:
@@ -86,7 +100,7 @@ def test_a_scorer_that_raises_is_named_with_the_reason() -> None:
     assert isinstance(caught.value.__cause__, KeyError)
 
 
-@pytest.mark.parametrize("answer", [None, ["a"], [None], 3])
+@pytest.mark.parametrize("answer", [None, ["a"], [{}], 3])
 def test_an_answer_that_is_no_list_of_numbers_is_a_failure(answer: Any) -> None:
     with pytest.raises(ScorerError, match="was asked to rate 1 texts and failed: "):
         FakeScorer(lambda texts: answer).score(["a"])
@@ -115,3 +129,132 @@ def test_what_failed_is_not_remembered() -> None:
     with pytest.raises(ScorerError):
         scorer.score(["a"])
     assert scorer.score(["a"]).tolist() == [0.25]
+
+
+def test_none_is_a_text_without_a_verdict_and_no_error() -> None:
+    ratings = FakeScorer(lambda texts: [None, 0.25]).rate([Exchange("a"), Exchange("b")])
+    assert isnan(ratings.scores_N) == [True, False]
+    assert ratings.scores_N.dtype == torch.float32
+    assert ratings.is_error_N.tolist() == [False, False]
+
+
+def test_a_text_without_a_verdict_is_asked_once() -> None:
+    scorer = FakeScorer(lambda texts: [None] * len(texts))
+    assert isnan(scorer.score(["a", "a"])) == [True, True]
+    assert isnan(scorer.score(["a"])) == [True]
+    assert scorer.asked == [["a"]]
+
+
+def test_a_scorer_of_texts_knows_a_text_wherever_it_stands() -> None:
+    scorer = FakeScorer(by_length)
+    scorer.rate([Exchange("a"), Exchange("a", (Message("user", "hello"),), "user")])
+    assert scorer.asked == [["a"]]
+
+
+def test_a_scorer_of_conversations_tells_them_apart_by_history_and_role() -> None:
+    scorer = FakeReader(lambda texts: [len(text) / 100 for text in texts])
+    short = Exchange("a", (Message("user", "hello"),))
+    long = Exchange("a", (Message("assistant", "good day"), Message("user", "hello")))
+    ratings = scorer.rate([short, long, short, Exchange("a", (), "user"), Exchange("a")])
+    assert ratings.scores_N.tolist() == pytest.approx([0.08, 0.12, 0.08, 0.04, 0.04])
+    assert scorer.read == [short, long, Exchange("a", (), "user"), Exchange("a")]
+    scorer.rate([long])
+    assert len(scorer.asked) == 1
+
+
+def test_a_conversation_ends_with_the_text() -> None:
+    exchange = Exchange("fine", (Message("user", "how are you"),))
+    assert exchange.conversation == (("user", "how are you"), ("assistant", "fine"))
+
+
+def fails_on(*bad: str) -> Callable[[Sequence[str]], list[float]]:
+    def answer(texts: Sequence[str]) -> list[float]:
+        if set(bad) & set(texts):
+            raise RuntimeError("out of order")
+        return by_length(texts)
+
+    return answer
+
+
+def test_a_run_that_skips_failures_tries_the_texts_of_a_failed_call_one_by_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scorer = FakeScorer(fails_on("b", "dd"), on_failure="skip")
+    ratings = scorer.rate([Exchange(text) for text in ("a", "b", "ccc", "dd", "b")])
+    assert scorer.asked == [["a", "b", "ccc", "dd"], ["a"], ["b"], ["ccc"], ["dd"]]
+    assert ratings.is_error_N.tolist() == [False, True, False, True, True]
+    assert isnan(ratings.scores_N) == [False, True, False, True, True]
+    assert ratings.scores_N[[0, 2]].tolist() == pytest.approx([0.1, 0.3])
+    (record,) = caplog.records
+    assert "the scorer 'FakeScorer' failed for 2 of 4 texts, which count as errors" in (
+        record.getMessage()
+    )
+    assert "RuntimeError: out of order" in record.getMessage()
+
+
+def test_what_was_skipped_is_asked_again_and_the_rest_is_not() -> None:
+    scorer = FakeScorer(fails_on("b"), on_failure="skip")
+    scorer.score(["a", "b"])
+    scorer.answer = by_length
+    assert scorer.score(["a", "b"]).tolist() == pytest.approx([0.1, 0.1])
+    assert scorer.asked[-1] == ["b"]
+
+
+def test_one_text_that_fails_is_not_tried_twice_in_a_call() -> None:
+    scorer = FakeScorer(fails_on("b"), on_failure="skip")
+    assert scorer.rate([Exchange("b")]).is_error_N.tolist() == [True]
+    assert scorer.asked == [["b"]]
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -0.01, 1.01])
+def test_what_is_no_score_is_tried_alone_and_then_an_error(score: float) -> None:
+    scorer = FakeScorer(
+        lambda texts: [score if text == "b" else 0.5 for text in texts], on_failure="skip"
+    )
+    ratings = scorer.rate([Exchange("a"), Exchange("b")])
+    assert ratings.is_error_N.tolist() == [False, True]
+    assert isnan(ratings.scores_N) == [False, True]
+    assert scorer.asked == [["a", "b"], ["b"]]
+
+
+def test_a_score_that_comes_right_alone_counts() -> None:
+    answers = iter([[0.5, math.nan], [0.25]])
+    scorer = FakeScorer(lambda texts: next(answers), on_failure="skip")
+    ratings = scorer.rate([Exchange("a"), Exchange("b")])
+    assert ratings.scores_N.tolist() == [0.5, 0.25]
+    assert not ratings.is_error_N.any()
+
+
+def test_the_wrong_number_of_scores_is_a_failed_call() -> None:
+    scorer = FakeScorer(lambda texts: [0.5], on_failure="skip")
+    ratings = scorer.rate([Exchange("a"), Exchange("b")])
+    assert ratings.scores_N.tolist() == [0.5, 0.5]
+    assert scorer.asked == [["a", "b"], ["a"], ["b"]]
+
+
+def test_a_text_that_failed_for_good_is_not_tried_again() -> None:
+    error = ScorerError("refused three times")
+    scorer = FakeScorer(lambda texts: [0.5, error], on_failure="skip")
+    assert scorer.rate([Exchange("a"), Exchange("b")]).is_error_N.tolist() == [False, True]
+    assert len(scorer.asked) == 1
+    with pytest.raises(ScorerError, match="refused three times"):
+        FakeScorer(lambda texts: [0.5, error]).score(["a", "b"])
+
+
+def test_a_wrong_configuration_is_never_skipped() -> None:
+    def fail(texts: Sequence[str]) -> list[float]:
+        raise ModelLoadError("no model")
+
+    with pytest.raises(ModelLoadError, match="no model"):
+        FakeScorer(fail, on_failure="skip").score(["a", "b"])
+
+
+def test_a_scorer_that_rates_nothing_is_told() -> None:
+    class Idle(Scorer):
+        """Does nothing."""
+
+    with pytest.raises(ConfigurationError) as caught:
+        Idle(Idle.Parameters(), device=torch.device("cpu"))
+    assert "'Idle' was to be built, but its class rates nothing. Give it the method _score" in str(
+        caught.value
+    )

@@ -1,0 +1,163 @@
+"""The toxicity classifiers of the package detoxify."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from nip_astra.errors import MissingDependencyError, ModelLoadError
+from nip_astra.parameters.content import resolve_reference
+from nip_astra.parameters.types import ScorerType
+from nip_astra.scorers.model_base import ModelScorer, find_label, reason_of
+from nip_astra.scorers.registry import register_scorer
+
+CANONICAL = {
+    "toxic": "toxicity",
+    "severe_toxic": "severe_toxicity",
+    "identity_hate": "identity_attack",
+}
+"""Names in checkpoints that Detoxify shows under another name."""
+ADVICE = (
+    "Give a checkpoint as detoxify publishes them, with 'config' and 'state_dict', and with "
+    "config_path a folder that holds config.json and the tokenizer of its architecture, so that "
+    "nothing is fetched."
+)
+
+
+@register_scorer(ScorerType.DETOXIFY)
+class DetoxifyScorer(ModelScorer):
+    """Probability of one category of a Detoxify model: the sigmoid of that output.
+
+    Texts longer than the model's window are cut at their end.
+    """
+
+    class Parameters(ModelScorer.Parameters):
+        """Which model, from where, and which of its categories is the failure."""
+
+        variant: Literal[
+            "original", "unbiased", "multilingual", "original-small", "unbiased-small"
+        ] = "original"
+        """Published model to fetch; not read where `checkpoint` is given."""
+        category: str = "toxicity"
+        """Category whose probability is the score: toxicity, severe_toxicity, obscene, threat,
+        insult, identity_attack; "unbiased" and "multilingual" have sexual_explicit too."""
+        checkpoint: str | None = None
+        """Local checkpoint: a path, `scenario://file` or `package://package/file`."""
+        config_path: str | None = None
+        """Folder with config.json and tokenizer of the architecture that the checkpoint names;
+        null to get them by that name, from the hub or its cache."""
+
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+        _require_detoxify()
+        self._what = parameters.checkpoint or parameters.variant
+        folder = parameters.config_path and str(
+            resolve_reference(parameters.config_path, scenario_dir)
+        )
+        checkpoint = self._read(parameters.checkpoint)
+        self._tokenizer, self._model = self._build(checkpoint, folder)
+        self._category = find_label(
+            parameters.category,
+            checkpoint.categories,
+            of=f"the Detoxify model {self._what!r}",
+            what="category",
+        )
+        window = int(self._model.config.max_position_embeddings)
+        # The positions of RoBERTa begin after its padding number.
+        if self._model.config.model_type in ("roberta", "xlm-roberta"):
+            window -= int(self._model.config.pad_token_id) + 1
+        self._max_length = min(window, self._tokenizer.model_max_length)
+
+    def _read(self, reference: str | None) -> _Checkpoint:
+        """Give the contents of the checkpoint; only tensors and plain values are unpickled."""
+        from detoxify.detoxify import MODEL_URLS
+
+        try:
+            if reference is None:
+                found = torch.hub.load_state_dict_from_url(
+                    MODEL_URLS[self.parameters.variant],
+                    map_location="cpu",
+                    progress=False,
+                    check_hash=True,
+                    weights_only=True,
+                )
+            else:
+                path = resolve_reference(reference, self.scenario_dir)
+                found = torch.load(path, map_location="cpu", weights_only=True)
+            names = found["config"]["dataset"]["args"]["classes"]
+            return _Checkpoint(
+                dict(found["config"]["arch"]["args"]),
+                [CANONICAL.get(name, name) for name in names],
+                found["state_dict"],
+            )
+        except Exception as error:
+            raise self._load_error(error) from error
+
+    def _build(self, checkpoint: _Checkpoint, folder: str | None) -> tuple[Any, Any]:
+        """Give tokenizer and model by the package's own loader.
+
+        The loader reads the architecture by the name in the checkpoint, a hub id, even where it is
+        given a folder; so the folder takes that name's place.
+        """
+        from detoxify.detoxify import get_model_and_tokenizer
+
+        place = {"model_type": folder} if folder else {}
+        try:
+            model, tokenizer = get_model_and_tokenizer(
+                **checkpoint.architecture | place, state_dict=checkpoint.weights
+            )
+        except Exception as error:
+            raise self._load_error(error) from error
+        lacking = sorted(dict(model.named_parameters()).keys() - checkpoint.weights.keys())
+        if lacking:  # transformers gives these random weights, which would be random scores
+            raise self._load_error(ValueError(f"it lacks the weights {', '.join(lacking[:4])}"))
+        return tokenizer, model.requires_grad_(False).to(self.device).eval()
+
+    def _load_error(self, error: Exception) -> ModelLoadError:
+        reason = reason_of(error)
+        if isinstance(error, KeyError):
+            reason = f"it has no {reason}"
+        return ModelLoadError(
+            f"the Detoxify model {self._what!r} could not be loaded: {reason}. {ADVICE}"
+        )
+
+    def _score(self, texts: Sequence[str]) -> list[float]:
+        # Not Detoxify.predict: of a single text it gives a number in place of a list.
+        return self._in_batches(
+            texts, lambda part: self._probabilities(part)[:, self._category], len
+        )
+
+    def _probabilities(self, texts: Sequence[str]) -> torch.Tensor:
+        """Give each category's probability for each text, float32 `[text, category]`."""
+        inputs = self._tokenizer(
+            list(texts),
+            padding=True,
+            truncation=True,
+            max_length=self._max_length,
+            return_tensors="pt",
+        ).to(self.device)
+        probabilities: torch.Tensor = self._model(**inputs).logits.float().sigmoid()
+        return probabilities
+
+
+class _Checkpoint(NamedTuple):
+    """What a checkpoint of Detoxify holds."""
+
+    architecture: dict[str, Any]
+    categories: list[str]
+    weights: dict[str, torch.Tensor]
+
+
+def _require_detoxify() -> None:
+    try:
+        import detoxify  # noqa: F401 - imported where it is used
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the scorer 'detoxify' was asked for, and it needs the package detoxify. Install it "
+            "with: pip install 'nip_astra[detoxify]'"
+        ) from error

@@ -1,0 +1,129 @@
+"""What scorers that run a model have in common: a device, batches of like length, loading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import Field
+
+from nip_astra.errors import ConfigurationError, ModelLoadError, nearest_names
+from nip_astra.language_models.sources import resolve_model
+from nip_astra.scorers.base import Scorer
+from nip_astra.utils.devices import resolve_device
+
+T = TypeVar("T")
+
+
+class ModelScorer(Scorer):
+    """A scorer that runs a model in this process."""
+
+    class Parameters(Scorer.Parameters):
+        """Where the model runs, and on how much at once."""
+
+        batch_size: int = Field(default=256, ge=1)
+        """Texts in one forward pass. Larger is faster and takes more memory."""
+        device: str | None = Field(default=None, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+        """Where the model runs: "cpu", "cuda", "cuda:1", "auto"; null for the run's device."""
+
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        if parameters.device is not None:
+            device = _device_of(parameters.device)
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+
+    def _in_batches(
+        self,
+        items: Sequence[T],
+        rate: Callable[[list[T]], torch.Tensor],
+        length: Callable[[T], int],
+    ) -> list[float]:
+        """Give what `rate` says of each item, `[batch]` a call, in the order of the items."""
+        # Items of like length share a batch, so that little padding is computed.
+        order = sorted(range(len(items)), key=lambda i: length(items[i]))
+        scores = [0.0] * len(items)
+        with torch.no_grad():
+            for start in range(0, len(order), self.parameters.batch_size):
+                part = order[start : start + self.parameters.batch_size]
+                for i, value in zip(part, rate([items[i] for i in part]).tolist(), strict=True):
+                    scores[i] = value
+        return scores
+
+
+def _device_of(name: str) -> torch.device:
+    kind, _, number = name.partition(":")
+    device = resolve_device(kind)
+    if not number:
+        return device
+    if int(number) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"the scorer's device {name!r} was asked for, but torch sees "
+            f"{torch.cuda.device_count()} GPUs, numbered from 0. Give the number of one of them."
+        )
+    return torch.device(name)
+
+
+def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label") -> int:
+    """Give the place of a label among a classifier's.
+
+    Raises
+    ------
+    ConfigurationError
+        When there is none of that name; tells the nearest and all.
+    """
+    if label in labels:
+        return list(labels).index(label)
+    near = nearest_names(label, labels)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    plural = "categories" if what == "category" else f"{what}s"
+    raise ConfigurationError(
+        f"the scorer's {what} {label!r} was asked for, but {of} has none of that name.{hint} Its "
+        f"{plural}: {', '.join(labels)}. Give one of them as the scorer's {what}."
+    )
+
+
+def load_pretrained(
+    reference: str,
+    scenario_dir: Path | None,
+    *,
+    kind: str,
+    is_no: str,
+    advice: str,
+    from_name: Callable[[str], tuple[Any, Any, dict[str, Any]]],
+) -> tuple[Any, Any]:
+    """Give tokenizer and model of a reference; a model that lacks weights is refused.
+
+    Parameters
+    ----------
+    kind, is_no, advice : str
+        For messages: "classifier", "trained classifier", and what to give instead.
+    from_name : Callable
+        Loads tokenizer, model and transformers' loading info from a folder or hub id.
+    """
+    name, gguf_file = resolve_model(reference, scenario_dir)
+    if gguf_file is not None:
+        raise ModelLoadError(
+            f"the {kind} {reference!r} was asked for, but a GGUF file holds a language model. "
+            f"{advice}"
+        )
+    try:
+        tokenizer, model, info = from_name(name)
+    except Exception as error:
+        raise ModelLoadError(
+            f"the {kind} {reference!r} could not be loaded: {reason_of(error)}. {advice}"
+        ) from error
+    # transformers gives what is missing random weights, which would be random scores.
+    if info["missing_keys"]:
+        raise ModelLoadError(
+            f"the {kind} {reference!r} was asked for, but {name} is no {is_no}: it lacks the "
+            f"weights {', '.join(sorted(info['missing_keys']))}. {advice}"
+        )
+    return tokenizer, model
+
+
+def reason_of(error: Exception) -> str:
+    """Give the first line of an error, without its full stop."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

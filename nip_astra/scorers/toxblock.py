@@ -1,0 +1,206 @@
+"""The toxicity classifier whose weights the package tox-block ships, run without TensorFlow."""
+
+from __future__ import annotations
+
+import collections
+import importlib.util
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nip_astra.errors import MissingDependencyError, ModelLoadError
+from nip_astra.parameters.types import ScorerType
+from nip_astra.scorers.model_base import ModelScorer, reason_of
+from nip_astra.scorers.registry import register_scorer
+
+CATEGORIES = (
+    "toxicity",
+    "severe_toxicity",
+    "obscene",
+    "threat",
+    "insult",
+    "identity_attack",
+)
+"""What the model's outputs mean, in order, by Detoxify's names."""
+NUM_WORDS = 20_000
+MAX_WORDS = 100
+_SEPARATORS = str.maketrans(dict.fromkeys('!"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\t\n', " "))
+"""What the tokenizer that the model was trained with takes for spaces."""
+_INSTALL = (
+    "the scorer 'toxblock' was asked for, and it needs the weights of the package tox-block, and "
+    "h5py to read them. Install both with: pip install 'nip_astra[toxblock]' && pip install "
+    "--no-deps tox-block (with its dependencies it would bring TensorFlow, which is not used)"
+)
+
+
+@register_scorer(ScorerType.TOXBLOCK)
+class ToxBlockScorer(ModelScorer):
+    """Probability of one of six kinds of toxicity, by a small recurrent network; English only.
+
+    The number is the sigmoid of the network, without the rescaling that tox-block does and that
+    can leave [0, 1]. The last 100 known words of a text are read.
+    """
+
+    class Parameters(ModelScorer.Parameters):
+        """Which kind of toxicity is the failure."""
+
+        category: Literal[
+            "toxicity", "severe_toxicity", "obscene", "threat", "insult", "identity_attack"
+        ] = "toxicity"
+        """Category whose probability is the score."""
+
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+        self._category = CATEGORIES.index(parameters.category)
+        folder = _find_folder()
+        try:
+            (weights,) = folder.glob("lstm_model_*.h5")
+            (encoder,) = folder.glob("encoder_*.pkl")
+            self._word_ids = _read_word_ids(encoder)
+            self._model = ToxBlockModel(_read_weights(weights)).to(self.device).eval()
+        except (OSError, TypeError, ValueError, LookupError, pickle.UnpicklingError) as error:
+            raise ModelLoadError(
+                f"the scorer 'toxblock' was asked for, but the files of tox-block in {folder} are "
+                f"not those that it knows: {reason_of(error)}. Install the version that was "
+                "tested: pip install --no-deps tox-block==0.1.2"
+            ) from error
+
+    def _score(self, texts: Sequence[str]) -> list[float]:
+        def rate(rows: list[list[int]]) -> Tensor:
+            return self._probabilities(rows)[:, self._category]
+
+        return self._in_batches([self._ids(text) for text in texts], rate, len)
+
+    def _probabilities(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Give each category's probability for each text, float32 `[text, category]`."""
+        # The network was trained on rows of this length, zeros first, and reads the zeros too.
+        padded = [[0] * (MAX_WORDS - len(row)) + list(row) for row in rows]
+        result: Tensor = self._model(torch.tensor(padded, device=self.device))
+        return result
+
+    def _ids(self, text: str) -> list[int]:
+        words = text.lower().translate(_SEPARATORS).split(" ")
+        ids = [self._word_ids[word] for word in words if word in self._word_ids]
+        return ids[-MAX_WORDS:]
+
+
+class ToxBlockModel(nn.Module):
+    """Embedding, two recurrent directions, maximum over words, two dense layers, six sigmoids.
+
+    `torch.nn.LSTM` cannot stand in: the gates were trained with Keras' piecewise linear sigmoid,
+    `clip(0.2 x + 0.5, 0, 1)`.
+
+    Parameters
+    ----------
+    weights : dict[str, Tensor]
+        By the names of the Keras file; `forward_*` and `backward_*` have the gates in the order
+        input, forget, cell, output.
+    """
+
+    embeddings: Tensor
+    kernel: Tensor
+    recurrent_kernel: Tensor
+    bias: Tensor
+
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__()
+        both = [
+            torch.stack([weights[f"{side}_{part}"] for side in ("forward", "backward")])
+            for part in ("kernel", "recurrent_kernel", "bias")
+        ]
+        self.register_buffer("embeddings", weights["embeddings"])
+        self.register_buffer("kernel", both[0])
+        self.register_buffer("recurrent_kernel", both[1])
+        self.register_buffer("bias", both[2][:, None, :])
+        self.hidden = _linear(weights["dense_kernel"], weights["dense_bias"])
+        self.output = _linear(weights["dense_1_kernel"], weights["dense_1_bias"])
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """Give the probability of each category, `[B, 6]`."""
+        # Both directions are one batch of two, `[2, B, T, X]`: the second reads from the end.
+        inputs = self.embeddings[torch.stack([ids_BT, ids_BT.flip(1)])]
+        gates = torch.einsum("sbtx,sxg->sbtg", inputs, self.kernel) + self.bias[:, None]
+        cell = inputs.new_zeros(*inputs.shape[:2], self.recurrent_kernel.shape[1])
+        state, highest = cell, torch.full_like(cell, -torch.inf)
+        for time in range(ids_BT.shape[1]):
+            total = gates[:, :, time] + state @ self.recurrent_kernel
+            take, keep, new, show = total.chunk(4, dim=-1)
+            cell = _hard_sigmoid(keep) * cell + _hard_sigmoid(take) * new.tanh()
+            state = _hard_sigmoid(show) * cell.tanh()
+            highest = torch.maximum(highest, state)
+        hidden = self.hidden(torch.cat([highest[0], highest[1]], dim=-1)).relu()
+        result: Tensor = self.output(hidden).sigmoid()
+        return result
+
+
+def _hard_sigmoid(values: Tensor) -> Tensor:
+    return (0.2 * values + 0.5).clamp(0, 1)
+
+
+def _linear(kernel: Tensor, bias: Tensor) -> nn.Linear:
+    layer = nn.Linear(*kernel.shape)
+    layer.weight = nn.Parameter(kernel.T.contiguous(), requires_grad=False)
+    layer.bias = nn.Parameter(bias, requires_grad=False)
+    return layer
+
+
+def _find_folder() -> Path:
+    """Give the folder of the weights, without importing the package: that loads TensorFlow."""
+    spec = importlib.util.find_spec("tox_block")
+    folders = (spec and spec.submodule_search_locations) or ()
+    if not folders or importlib.util.find_spec("h5py") is None:
+        raise MissingDependencyError(_INSTALL)
+    return Path(folders[0]) / "trained_models"
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    import h5py
+
+    names = {
+        "embeddings": "embedding/embedding/embeddings:0",
+        **{
+            f"{side}_{part}": f"bidirectional/bidirectional/{side}_lstm/{part}:0"
+            for side in ("forward", "backward")
+            for part in ("kernel", "recurrent_kernel", "bias")
+        },
+        **{
+            f"{layer}_{part}": f"{layer}/{layer}/{part}:0"
+            for layer in ("dense", "dense_1")
+            for part in ("kernel", "bias")
+        },
+    }
+    with h5py.File(path) as file:
+        return {
+            name: torch.from_numpy(np.asarray(file["model_weights"][place], dtype=np.float32))
+            for name, place in names.items()
+        }
+
+
+class _Plain:
+    """Stands for the package's own classes, of which only the attributes are wanted."""
+
+
+class _WordsUnpickler(pickle.Unpickler):
+    """Reads containers, numbers and attributes; runs no code of the file's choosing."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "int"):
+            return int
+        if module == "collections" and name in ("OrderedDict", "defaultdict"):
+            return getattr(collections, name)
+        return _Plain
+
+
+def _read_word_ids(path: Path) -> dict[str, int]:
+    """Give the number of each word that the model knows."""
+    with path.open("rb") as file:
+        encoder = _WordsUnpickler(file).load()
+    found = vars(vars(encoder)["tokenizer"])["word_index"]
+    return {str(word): int(number) for word, number in found.items() if number < NUM_WORDS}

@@ -1,0 +1,96 @@
+"""A chat-completions service on the loopback interface that answers from a list."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Reply:
+    """What the service says to one request."""
+
+    status: int = 200
+    content: str | None = None
+    body: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    waits_for: threading.Event | None = None
+
+    @property
+    def payload(self) -> bytes:
+        """The body as it is sent."""
+        if self.body is not None:
+            return self.body.encode()
+        message = {"role": "assistant", "content": self.content}
+        return json.dumps({"choices": [{"index": 0, "message": message}]}).encode()
+
+
+def rating(value: Any, **more: Any) -> Reply:
+    """Give a well-formed answer."""
+    return Reply(content=json.dumps({"reason": "so it is", "rating": value, **more}))
+
+
+class ChatStub:
+    """The service; keeps what it was asked."""
+
+    def __init__(self, answer: Callable[[dict[str, Any], int], Reply]) -> None:
+        self.answer = answer
+        self.requests: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.base_url = ""
+        self._lock = threading.Lock()
+
+    def take(self, path: str, headers: dict[str, str], body: dict[str, Any]) -> Reply:
+        """Note a request and give the reply to it."""
+        with self._lock:
+            number = len(self.requests)
+            self.requests.append(body)
+            self.headers.append(headers)
+            self.paths.append(path)
+        return self.answer(body, number)
+
+
+@contextmanager
+def chat_stub(answer: Callable[[dict[str, Any], int], Reply] | list[Reply]) -> Iterator[ChatStub]:
+    """Serve replies: from a function of body and number of the request, or one after another."""
+    stub = ChatStub(answer if callable(answer) else lambda body, number: answer[number])
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            length = int(self.headers["Content-Length"])
+            body = json.loads(self.rfile.read(length))
+            reply = stub.take(self.path, dict(self.headers), body)
+            if reply.waits_for is not None:
+                reply.waits_for.wait(timeout=30)
+                self.close_connection = True
+                return
+            self.send_response(reply.status)
+            for name, value in reply.headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(reply.payload)))
+            self.end_headers()
+            self.wfile.write(reply.payload)
+
+        def log_message(self, *args: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
+    thread.start()
+    stub.base_url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    try:
+        yield stub
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,212 @@
+"""The adapter over detoxify reads a local checkpoint, and fetches nothing."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForSequenceClassification, BertTokenizer
+
+from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelLoadError
+from nip_astra.scorers.detoxify import DetoxifyScorer
+from nip_astra.scorers.registry import build_scorer
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "hello", "you", "are", "silly", "good"]
+NAMES = ["toxic", "severe_toxic", "obscene", "threat", "insult", "identity_hate"]
+TEXTS = ["hello you are silly", "good", "", "you are good hello"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the published form, and the configuration of its architecture."""
+    root = tmp_path_factory.mktemp("detoxify")
+    (root / "bert").mkdir()
+    (root / "bert" / "vocab.txt").write_text("\n".join(WORDS))
+    shape = {
+        "vocab_size": len(WORDS),
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": 24,
+        "initializer_range": 0.5,
+    }
+    # As on the hub: the base model, which knows nothing of the six labels.
+    BertConfig(**shape).save_pretrained(root / "bert")
+    BertTokenizer(str(root / "bert" / "vocab.txt")).save_pretrained(root / "bert")
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(BertConfig(**shape, num_labels=len(NAMES)))
+    save(root / "model.ckpt", model.state_dict())
+    return root
+
+
+def save(path: Path, weights: dict[str, torch.Tensor], *, model_type: str = "no-such/bert") -> None:
+    architecture = {
+        "model_type": model_type,
+        "model_name": "BertForSequenceClassification",
+        "tokenizer_name": "BertTokenizer",
+        "num_classes": len(NAMES),
+    }
+    config = {"arch": {"args": architecture}, "dataset": {"args": {"classes": NAMES}}}
+    torch.save({"config": config, "state_dict": weights}, path)
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("a socket was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def build(folder: Path, **parameters: Any) -> DetoxifyScorer:
+    pytest.importorskip("detoxify")
+    local = {"checkpoint": str(folder / "model.ckpt"), "config_path": str(folder / "bert")}
+    return DetoxifyScorer(
+        DetoxifyScorer.Parameters(**local | parameters), device=torch.device("cpu")
+    )
+
+
+def logits_of(folder: Path, text: str) -> torch.Tensor:
+    weights = torch.load(folder / "model.ckpt", weights_only=True)["state_dict"]
+    config = BertConfig.from_pretrained(folder / "bert", num_labels=len(NAMES))
+    model = BertForSequenceClassification(config).eval()
+    model.load_state_dict(weights)
+    tokenizer = BertTokenizer.from_pretrained(folder / "bert")
+    with torch.no_grad():
+        return model(**tokenizer(text, return_tensors="pt")).logits[0]
+
+
+@pytest.mark.parametrize(
+    ("category", "place"),
+    [
+        ("toxicity", 0),
+        ("severe_toxicity", 1),
+        ("obscene", 2),
+        ("threat", 3),
+        ("insult", 4),
+        ("identity_attack", 5),
+    ],
+)
+def test_the_score_is_the_sigmoid_of_the_category(folder: Path, category: str, place: int) -> None:
+    scores = build(folder, category=category).score(TEXTS)
+    expected = torch.stack([logits_of(folder, text).sigmoid()[place] for text in TEXTS])
+    assert torch.allclose(scores, expected, atol=1e-6)
+    assert scores.unique().numel() == len(TEXTS)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_batches_and_padding_change_no_score(folder: Path, batch_size: int) -> None:
+    whole = build(folder).score(TEXTS)
+    assert torch.allclose(build(folder, batch_size=batch_size).score(TEXTS), whole, atol=1e-6)
+
+
+def test_a_single_text_has_a_score(folder: Path) -> None:
+    assert build(folder).score(["good"]).shape == (1,)
+
+
+def test_a_text_longer_than_the_window_is_cut(folder: Path) -> None:
+    scores = build(folder).score(["silly " * 24, "silly " * 90])
+    assert scores[0] == scores[1]
+
+
+def test_it_is_not_trained(folder: Path) -> None:
+    scorer = build(folder)
+    assert not scorer.score(TEXTS).requires_grad
+    assert not any(p.requires_grad for p in scorer._model.parameters())
+
+
+def test_the_registry_builds_it_from_a_scenario(folder: Path) -> None:
+    pytest.importorskip("detoxify")
+    parameters = DetoxifyScorer.Parameters(
+        checkpoint="scenario://model.ckpt", config_path="scenario://bert", category="insult"
+    )
+    assert parameters.to_dict()["_type"] == "detoxify"
+    scorer = build_scorer(parameters, device=torch.device("cpu"), scenario_dir=folder)
+    assert torch.equal(scorer.score(TEXTS), build(folder, category="insult").score(TEXTS))
+
+
+def test_an_unknown_category_is_told_with_the_categories(folder: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        build(folder, category="insul")
+    assert "none of that name. Did you mean 'insult'? Its categories: toxicity, severe_toxi" in str(
+        caught.value
+    )
+
+
+def test_a_missing_checkpoint_is_told(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        build(folder, checkpoint=str(tmp_path / "none.ckpt"))
+    assert "could not be loaded: [Errno 2] No such file or directory" in str(caught.value)
+    assert "Give a checkpoint as detoxify publishes them, with 'config' and 'state_dict'" in str(
+        caught.value
+    )
+
+
+def test_a_file_that_is_no_checkpoint_of_detoxify_is_told(folder: Path, tmp_path: Path) -> None:
+    torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
+    with pytest.raises(ModelLoadError, match="could not be loaded: it has no 'config'"):
+        build(folder, checkpoint=str(tmp_path / "other.ckpt"))
+
+
+def test_a_checkpoint_that_lacks_weights_is_told(folder: Path, tmp_path: Path) -> None:
+    weights = torch.load(folder / "model.ckpt", weights_only=True)["state_dict"]
+    del weights["classifier.bias"]
+    save(tmp_path / "less.ckpt", weights)
+    with pytest.raises(ModelLoadError, match=r"it lacks the weights classifier\.bias\. Give"):
+        build(folder, checkpoint=str(tmp_path / "less.ckpt"))
+
+
+class _Harmful:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (exec, ("raise AssertionError('this file ran code')",))
+
+
+def test_a_checkpoint_cannot_run_code(folder: Path, tmp_path: Path) -> None:
+    torch.save({"config": _Harmful(), "state_dict": {}}, tmp_path / "bad.ckpt")
+    with pytest.raises(ModelLoadError, match="could not be loaded: Weights only load failed"):
+        build(folder, checkpoint=str(tmp_path / "bad.ckpt"))
+
+
+def test_a_published_model_is_fetched_by_its_address_and_hash(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def fetch(url: str, **options: Any) -> Any:
+        asked.update(options, url=url)
+        return torch.load(folder / "model.ckpt", weights_only=True)
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", fetch)
+    build(folder, checkpoint=None, variant="unbiased-small")
+    assert asked["url"].endswith("unbiased-albert-c8519128.ckpt")
+    assert asked["weights_only"] is True
+    assert asked["check_hash"] is True
+
+
+def test_a_published_model_that_cannot_be_fetched_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(url: str, **options: Any) -> Any:
+        raise OSError("no network")
+
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", fail)
+    with pytest.raises(ModelLoadError, match="Detoxify model 'original' could not be loaded: no n"):
+        build(folder, checkpoint=None)
+
+
+def test_without_its_package_it_says_how_to_install_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "detoxify", None)
+    with pytest.raises(MissingDependencyError) as caught:
+        DetoxifyScorer(DetoxifyScorer.Parameters(), device=torch.device("cpu"))
+    assert "the scorer 'detoxify' was asked for, and it needs the package detoxify" in str(
+        caught.value
+    )
+    assert "pip install 'nip_astra[detoxify]'" in str(caught.value)

@@ -1,0 +1,285 @@
+"""A guard reads whole conversations; its score is what it would answer, whatever the batch."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
+from nip_astra.scorers.base import Exchange, Message
+from nip_astra.scorers.guard_prompts import GuardPrompts
+from nip_astra.scorers.llama_guard import LlamaGuardScorer
+from nip_astra.scorers.registry import build_scorer
+from tests.scorers.tiny_guard import PARTS_TEMPLATE, make_guard
+
+HELLO = (Message("user", "hello how are you"),)
+OPENED = (Message("assistant", "good day"), Message("user", "you are silly"))
+KIND = [Exchange("fine thanks", HELLO), Exchange("the cat sat", OPENED), Exchange("good day")]
+RUDE = [Exchange("you are silly", HELLO), Exchange("silly cat", OPENED), Exchange("silly")]
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, loss = make_guard(tmp_path_factory.mktemp("guard") / "model")
+    assert loss < 0.3
+    return folder
+
+
+def scorer_of(folder: Path, **parameters: Any) -> LlamaGuardScorer:
+    return LlamaGuardScorer(
+        LlamaGuardScorer.Parameters(model=str(folder), **parameters), device=torch.device("cpu")
+    )
+
+
+def rated(scorer: LlamaGuardScorer, exchanges: list[Exchange]) -> torch.Tensor:
+    return scorer.rate(exchanges).scores_N
+
+
+def with_template(guard: Path, folder: Path, template: str | None) -> Path:
+    shutil.copytree(guard, folder)
+    if template is None:
+        (folder / "chat_template.jinja").unlink()
+    else:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def with_config(guard: Path, folder: Path, **changes: Any) -> Path:
+    shutil.copytree(guard, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_it_tells_rude_turns_from_kind_ones(guard: Path) -> None:
+    scorer = scorer_of(guard)
+    assert (rated(scorer, RUDE) > 0.8).all()
+    assert (rated(scorer, KIND) < 0.4).all()
+
+
+def test_the_score_is_the_share_of_unsafe_among_both_answers(guard: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(guard)
+    model = AutoModelForCausalLM.from_pretrained(guard).eval()
+    prompt = (
+        "<bos> User: hello how are you Agent: you are silly judge Agent: <assistant>"  # as rendered
+    )
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        probabilities = model(ids).logits[0, -1].softmax(-1)
+    safe, unsafe = (probabilities[tokenizer.convert_tokens_to_ids(w)] for w in ("safe", "unsafe"))
+    score = rated(scorer_of(guard), [Exchange("you are silly", HELLO)])
+    assert score.item() == pytest.approx((unsafe / (safe + unsafe)).item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 5])
+def test_batches_and_padding_change_no_score(guard: Path, batch_size: int) -> None:
+    alone = torch.cat([rated(scorer_of(guard), [one]) for one in [*RUDE, *KIND]])
+    assert torch.allclose(
+        rated(scorer_of(guard, batch_size=batch_size), [*RUDE, *KIND]), alone, atol=1e-5
+    )
+
+
+def test_positions_count_from_the_first_token_that_is_no_padding(guard: Path) -> None:
+    # Llama would not notice, a model with learnt positions would.
+    scorer = scorer_of(guard)
+    seen: list[torch.Tensor] = []
+    forward = scorer._model.forward
+    scorer._model.forward = lambda **inputs: (
+        seen.append(inputs["position_ids"]) or forward(**inputs)
+    )
+    scorer._next_token_logits([[1, 2], [3, 4, 5, 6]])
+    assert seen[0].tolist() == [[0, 0, 0, 1], [0, 1, 2, 3]]
+
+
+def test_white_space_before_the_answer_is_found_out(tmp_path: Path) -> None:
+    folder, _ = make_guard(tmp_path / "model", says_blank_first=True)
+    scorer = scorer_of(folder)
+    assert scorer._tokenizer.decode(scorer._blanks) == "\n\n"
+    assert (rated(scorer, RUDE) > 0.8).all()
+    assert (rated(scorer, KIND) < 0.4).all()
+
+
+def test_the_role_says_whose_turn_is_judged(guard: Path) -> None:
+    both = [Exchange("the cat sat", OPENED), Exchange("silly", HELLO)]
+    assert (rated(scorer_of(guard), both) > 0.8).tolist() == [False, True]
+    # The probe that the target answered, without the answer.
+    probes = rated(scorer_of(guard, role="user"), both)
+    assert (probes > 0.8).tolist() == [True, False]
+    alone = rated(scorer_of(guard), [Exchange("you are silly", OPENED[:1], "user")])
+    assert probes[0].item() == pytest.approx(alone.item(), abs=1e-6)
+
+
+def test_without_a_turn_of_that_role_there_is_no_verdict(guard: Path) -> None:
+    ratings = scorer_of(guard, role="user").rate([Exchange("silly"), Exchange("fine", HELLO)])
+    assert [math.isnan(score) for score in ratings.scores_N.tolist()] == [True, False]
+    assert not ratings.is_error_N.any()
+
+
+def test_where_it_would_say_something_else_there_is_no_verdict(guard: Path) -> None:
+    scorer = scorer_of(guard, safe_answer="mat", unsafe_answer="cat")
+    ratings = scorer.rate(RUDE)
+    assert ratings.scores_N.isnan().all()
+    assert not ratings.is_error_N.any()
+    trusting = scorer_of(guard, safe_answer="mat", unsafe_answer="cat", min_answer_probability=0.0)
+    assert rated(trusting, RUDE).isfinite().all()
+
+
+def test_a_model_that_gives_nan_fails(guard: Path) -> None:
+    scorer = scorer_of(guard)
+    scorer._next_token_logits = lambda prompts: torch.full((len(prompts), 40), torch.nan)  # type: ignore[method-assign]
+    with pytest.raises(ScorerError, match="the scorer 'llama_guard' gave nan for the text"):
+        scorer.rate(RUDE)
+
+
+def prompts_of(scorer: LlamaGuardScorer, exchange: Exchange, max_tokens: int = 999) -> str:
+    ids = scorer._prompts.fit(exchange.conversation, max_tokens)
+    assert ids is not None
+    return str(scorer._tokenizer.decode(ids))
+
+
+def test_the_prompt_holds_the_whole_conversation(guard: Path) -> None:
+    scorer = scorer_of(guard, preamble="hello")
+    conversation = (*OPENED, Message("assistant", "how silly"), Message("user", "the cat"))
+    assert prompts_of(scorer, Exchange("fine thanks", conversation)) == (
+        "<bos> User: hello Agent: good day User: you are silly Agent: how silly User: the cat "
+        "Agent: fine thanks judge Agent: <assistant>"
+    )
+    assert prompts_of(scorer, Exchange("fine", HELLO)) == (
+        "<bos> User: hello how are you Agent: fine judge Agent: <assistant>"
+    )
+    assert prompts_of(scorer, Exchange("a cat", (), "user")) == (
+        "<bos> User: a cat judge User: <assistant>"
+    )
+
+
+def test_what_one_side_says_twice_in_a_row_is_one_turn(guard: Path) -> None:
+    twice = (Message("user", "hello"), Message("user", "you"))
+    assert prompts_of(scorer_of(guard), Exchange("fine", twice)) == (
+        "<bos> User: hello you Agent: fine judge Agent: <assistant>"
+    )
+
+
+def test_the_oldest_turns_are_left_out_where_the_window_is_too_short(guard: Path) -> None:
+    scorer = scorer_of(guard, preamble="hello")
+    exchange = Exchange("fine", OPENED)
+    whole = prompts_of(scorer, exchange)
+    shorter = prompts_of(scorer, exchange, len(whole.split()) - 1)
+    assert shorter == "<bos> User: you are silly Agent: fine judge Agent: <assistant>"
+
+
+def test_a_text_that_does_not_fit_is_a_failure_of_its_own(guard: Path) -> None:
+    long = Exchange("cat " * 100)
+    with pytest.raises(ScorerError) as caught:
+        scorer_of(guard).rate([RUDE[0], long])
+    assert "a text of 400 characters, but it does not fit into the window of 64 tokens" in str(
+        caught.value
+    )
+    ratings = scorer_of(guard, on_failure="skip").rate([RUDE[0], long])
+    assert ratings.is_error_N.tolist() == [False, True]
+
+
+def test_what_is_judged_cannot_speak_with_special_tokens(guard: Path) -> None:
+    scorer = scorer_of(guard)
+    shown = prompts_of(scorer, Exchange("silly <end> <assistant> safe", HELLO))
+    assert shown.count("<assistant>") == 1
+    assert "<end>" not in shown
+
+
+def test_further_variables_reach_the_template(guard: Path) -> None:
+    scorer = scorer_of(guard, template_options={"policy": "the mat"})
+    assert prompts_of(scorer, Exchange("fine", HELLO)) == (
+        "<bos> User: hello how are you Agent: fine the mat judge Agent: <assistant>"
+    )
+
+
+def test_a_template_whose_turns_are_lists_of_parts_gives_the_same_prompt(
+    guard: Path, tmp_path: Path
+) -> None:
+    other = scorer_of(with_template(guard, tmp_path / "parts", PARTS_TEMPLATE))
+    assert prompts_of(other, RUDE[0]) == prompts_of(scorer_of(guard), RUDE[0])
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("<bos> judge", "its prompt does not show what was said"),
+        ("{{ raise_exception('never') }}", "TemplateError: never"),
+    ],
+)
+def test_a_template_that_takes_no_conversation_is_told(
+    guard: Path, tmp_path: Path, template: str, reason: str
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        scorer_of(with_template(guard, tmp_path / "m", template))
+    assert f"its chat template cannot take a conversation: {reason}. Give a model of the" in str(
+        caught.value
+    )
+
+
+def test_a_model_without_a_template_is_told(guard: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="its tokenizer has no chat template, which is what"):
+        scorer_of(with_template(guard, tmp_path / "m", None))
+
+
+def test_answers_that_begin_alike_are_told(guard: Path) -> None:
+    with pytest.raises(ConfigurationError, match="both begin with 'safe'"):
+        scorer_of(guard, unsafe_answer="safe")
+
+
+def test_an_answer_that_the_model_cannot_say_is_told(guard: Path) -> None:
+    with pytest.raises(ConfigurationError, match="'Yes' was asked for, but the tokenizer of"):
+        scorer_of(guard, unsafe_answer="Yes")
+
+
+def test_answers_of_several_tokens_go_by_their_first(guard: Path) -> None:
+    scorer = scorer_of(guard)
+
+    class Pieces:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            return {"unsafe": [7, 8], " unsafe": [5, 9, 8], "\nunsafe": [6, 7, 8]}.get(text, [6])
+
+        def decode(self, ids: list[int]) -> str:
+            return {5: " ", 6: "\n", 7: "un", 8: "safe", 9: "▁un"}[ids[0]].replace("▁", " ")
+
+    scorer._tokenizer = Pieces()
+    assert scorer._answer_ids("unsafe") == [7, 9]
+
+
+def test_a_missing_model_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        scorer_of(tmp_path / "none")
+
+
+def test_a_model_that_lacks_weights_is_told(guard: Path, tmp_path: Path) -> None:
+    folder = with_config(guard, tmp_path / "m", num_hidden_layers=3)
+    with pytest.raises(ModelLoadError) as caught:
+        scorer_of(folder)
+    assert "is no complete language model: it lacks the weights model.layers.2." in str(
+        caught.value
+    )
+
+
+def test_it_can_compute_in_bfloat16(guard: Path) -> None:
+    scorer = scorer_of(guard, dtype="bfloat16")
+    assert next(scorer._model.parameters()).dtype == torch.bfloat16
+    assert torch.allclose(rated(scorer, RUDE), rated(scorer_of(guard), RUDE), atol=0.05)
+
+
+def test_the_registry_builds_it_from_its_parameters(guard: Path) -> None:
+    parameters = LlamaGuardScorer.Parameters(model="scenario://model")
+    assert parameters.to_dict()["_type"] == "llama_guard"
+    scorer = build_scorer(parameters, device=torch.device("cpu"), scenario_dir=guard.parent)
+    assert torch.equal(scorer.rate(RUDE).scores_N, rated(scorer_of(guard), RUDE))
+
+
+def test_an_empty_text_has_a_prompt(guard: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(guard)
+    prompts = GuardPrompts(tokenizer, model="m", preamble="hello", options={})
+    assert prompts.fit((Message("assistant", ""),), 99) is not None

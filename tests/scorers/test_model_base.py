@@ -1,0 +1,73 @@
+"""Scorers that run a model share a device and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.scorers.model_base import ModelScorer, find_label
+
+
+class LengthScorer(ModelScorer):
+    """Rates by length, and keeps its batches."""
+
+    class Parameters(ModelScorer.Parameters):
+        """None."""
+
+    def _score(self, texts: Sequence[str]) -> list[float]:
+        self.batches: list[list[str]] = []
+
+        def rate(part: list[str]) -> torch.Tensor:
+            self.batches.append(part)
+            return torch.tensor([len(text) / 10 for text in part])
+
+        return self._in_batches(texts, rate, len)
+
+
+def build(**parameters: object) -> LengthScorer:
+    return LengthScorer(LengthScorer.Parameters(**parameters), device=torch.device("meta"))
+
+
+def test_texts_of_like_length_share_a_batch_and_scores_keep_their_order() -> None:
+    scorer = build(batch_size=2)
+    assert scorer.score(["aaaa", "b", "ccc", "dd"]).tolist() == pytest.approx([0.4, 0.1, 0.3, 0.2])
+    assert scorer.batches == [["b", "dd"], ["ccc", "aaaa"]]
+
+
+def test_no_texts_make_no_batch() -> None:
+    assert build().score([]).shape == (0,)
+
+
+def test_a_scorer_runs_where_the_run_does_unless_it_is_told_otherwise() -> None:
+    assert build().device == torch.device("meta")
+    assert build(device="cpu").device == torch.device("cpu")
+
+
+def test_a_device_that_is_none_is_refused() -> None:
+    with pytest.raises(ParameterError, match="device"):
+        LengthScorer.Parameters(device="gpu")
+
+
+def test_a_gpu_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert build(device="cuda:1").device == torch.device("cuda:1")
+    with pytest.raises(ConfigurationError) as caught:
+        build(device="cuda:2")
+    assert "device 'cuda:2' was asked for, but torch sees 2 GPUs, numbered from 0. Give" in str(
+        caught.value
+    )
+
+
+def test_a_category_that_there_is_not_is_told_with_all() -> None:
+    assert find_label("b", ["a", "b"], of="it") == 1
+    with pytest.raises(ConfigurationError) as caught:
+        find_label("insul", ["toxicity", "insult"], of="the model 'x'", what="category")
+    assert str(caught.value) == (
+        "the scorer's category 'insul' was asked for, but the model 'x' has none of that name. Did "
+        "you mean 'insult'? Its categories: toxicity, insult. Give one of them as the scorer's "
+        "category."
+    )

@@ -1,0 +1,226 @@
+"""A function is a scorer: what it is given, what it may give, and what is told when it is none."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, ParameterError, PluginError, ScorerError
+from nip_astra.scorers.base import Exchange, Message
+from nip_astra.scorers.python import PythonScorer
+from tests.command_line import plugins_forgotten_after
+
+HISTORY = (Message("assistant", "good day"), Message("user", "hello you"))
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> Iterator[None]:
+    with plugins_forgotten_after():
+        yield
+
+
+def build(folder: Path, text: str, name: str = "f", **parameters: Any) -> PythonScorer:
+    path = folder / "mine.py"
+    path.write_text(text)
+    return scorer_of(f"{path}:{name}", **parameters)
+
+
+def scorer_of(function: str, scenario_dir: Path | None = None, **parameters: Any) -> PythonScorer:
+    return PythonScorer(
+        PythonScorer.Parameters(function=function, **parameters),
+        device=torch.device("cpu"),
+        scenario_dir=scenario_dir,
+    )
+
+
+def test_it_gets_the_turn_before_and_the_text(tmp_path: Path) -> None:
+    scorer = build(
+        tmp_path,
+        "def f(prompts, completions):\n"
+        "    return [len(p) / 10 + len(c) / 100 for p, c in zip(prompts, completions)]\n",
+    )
+    ratings = scorer.rate([Exchange("abc", HISTORY), Exchange("abc")])
+    assert ratings.scores_N.tolist() == pytest.approx([0.93, 0.03])
+
+
+def test_it_gets_all_columns_where_it_takes_any(tmp_path: Path) -> None:
+    scorer = build(
+        tmp_path, "seen = []\ndef f(**columns):\n    seen.append(columns)\n    return [0]"
+    )
+    scorer.rate([Exchange("fine", HISTORY, "assistant")])
+    assert scorer._function.__globals__["seen"] == [
+        {
+            "completions": ["fine"],
+            "prompts": ["hello you"],
+            "conversations": [
+                [
+                    {"role": "assistant", "content": "good day"},
+                    {"role": "user", "content": "hello you"},
+                    {"role": "assistant", "content": "fine"},
+                ]
+            ],
+            "roles": ["assistant"],
+        }
+    ]
+
+
+def test_it_gets_only_the_columns_that_its_signature_accepts(tmp_path: Path) -> None:
+    text = "def f(completions, *, roles, top=1.0): return [top * (r == 'user') for r in roles]"
+    scorer = build(tmp_path, text)
+    ratings = scorer.rate([Exchange("a", (), "user"), Exchange("a")])
+    assert ratings.scores_N.tolist() == [1.0, 0.0]
+    assert scorer.reads_history is True
+
+
+def test_a_function_of_texts_alone_is_asked_once_for_each(tmp_path: Path) -> None:
+    text = "calls = []\ndef f(completions):\n    calls.append(completions)\n    return [0.5] * 1"
+    scorer = build(tmp_path, text)
+    assert scorer.reads_history is False
+    scorer.rate([Exchange("a", HISTORY), Exchange("a")])
+    assert scorer._function.__globals__["calls"] == [["a"]]
+
+
+def test_none_is_no_verdict(tmp_path: Path) -> None:
+    ratings = build(tmp_path, "def f(completions): return [None, 0.5]").rate(
+        [Exchange("a"), Exchange("b")]
+    )
+    assert math.isnan(ratings.scores_N[0])
+    assert not ratings.is_error_N.any()
+
+
+def test_nan_is_a_failure(tmp_path: Path) -> None:
+    with pytest.raises(ScorerError, match="the scorer 'python' gave nan for the text 'a'"):
+        build(tmp_path, "def f(completions): return [float('nan')]").score(["a"])
+
+
+@pytest.mark.parametrize(("size", "expected"), [(None, [5]), (2, [2, 2, 1]), (9, [5])])
+def test_it_is_called_for_a_batch_at_a_time(
+    tmp_path: Path, size: int | None, expected: list[int]
+) -> None:
+    text = "n = []\ndef f(completions):\n    n.append(len(completions))\n    return [0] * n[-1]"
+    scorer = build(tmp_path, text, batch_size=size)
+    scorer.score(list("abcde"))
+    assert scorer._function.__globals__["n"] == expected
+
+
+ASYNC = """
+import asyncio
+
+loops = []
+
+async def rate(text):
+    await asyncio.sleep(0)
+    if asyncio.get_running_loop() not in loops:
+        loops.append(asyncio.get_running_loop())
+    return len(loops) * len(text) / 10
+
+async def f(prompts, completions):
+    return await asyncio.gather(*map(rate, completions))
+
+class Rater:
+    async def __call__(self, completions):
+        return await asyncio.gather(*map(rate, completions))
+
+g = Rater()
+"""
+
+
+@pytest.mark.parametrize("name", ["f", "g"])
+def test_an_async_function_runs_in_one_loop_of_its_own(tmp_path: Path, name: str) -> None:
+    scorer = build(tmp_path, ASYNC, name)
+    assert scorer.score(["a", "bb"]).tolist() == pytest.approx([0.1, 0.2])
+    # In a second loop it would be twice as much.
+    assert scorer.score(["ccc"]).tolist() == pytest.approx([0.3])
+
+
+def test_an_async_function_runs_where_a_loop_is_running_already(tmp_path: Path) -> None:
+    scorer = build(tmp_path, ASYNC)
+
+    async def notebook() -> list[float]:
+        scores: list[float] = scorer.score(["a"]).tolist()
+        return scores
+
+    assert asyncio.run(notebook()) == pytest.approx([0.1])
+
+
+def test_a_function_that_is_not_async_runs_in_the_thread_that_asks(tmp_path: Path) -> None:
+    text = "import threading\ndef f(completions): return [threading.get_ident() == %d]"
+    scorer = build(tmp_path, text % threading.get_ident())
+    assert scorer.score(["a"]).item() == 1.0
+
+
+def test_a_module_and_an_attribute_are_found() -> None:
+    scorer = scorer_of(f"{__name__}:Table.rate")
+    assert scorer.score(["a"]).item() == 0.25
+
+
+class Table:
+    """Holds a function."""
+
+    @staticmethod
+    def rate(completions: list[str]) -> list[float]:
+        return [0.25] * len(completions)
+
+
+def test_a_file_of_the_scenario_is_found(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def f(completions): return [0.5]")
+    assert scorer_of("scenario://mine.py:f", tmp_path).score(["a"]).item() == 0.5
+
+
+def test_what_it_raises_is_told(tmp_path: Path) -> None:
+    for text in ("def f(completions): 1 / 0", "async def f(completions): 1 / 0"):
+        folder = tmp_path / str(len(text))
+        folder.mkdir()
+        with pytest.raises(ScorerError, match="texts and failed: ZeroDivisionError: division by"):
+            build(folder, text).score(["a"])
+
+
+def test_too_few_values_are_told(tmp_path: Path) -> None:
+    with pytest.raises(ScorerError, match="it was given 2 texts and returned 1 values"):
+        build(tmp_path, "def f(completions): return [0.5]").score(["a", "b"])
+
+
+def test_a_function_that_is_not_there_is_told_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        build(tmp_path, "def rate(completions): return []", "rat")
+    assert "mine.py has no function 'rat'. It has rate. Give package.module:function" in str(
+        caught.value
+    )
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(PluginError, match="cannot be read: No such file"):
+        scorer_of(f"{tmp_path / 'none.py'}:f")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("def f(completions, weights): ...", "it wants weights"),
+        ("def f(prompts): ...", "it does not take completions"),
+        ("def f(a, /, completions): ...", "it wants a"),
+        ("f = max", None),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_told(
+    tmp_path: Path, text: str, wrong: str | None
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        build(tmp_path, text)
+    if wrong is not None:
+        assert f"was asked for as a scorer, but {wrong}. A scorer's function takes completions" in (
+            str(caught.value)
+        )
+
+
+@pytest.mark.parametrize("reference", ["f", "mine.py", "mine.py:"])
+def test_a_reference_without_a_function_is_refused(reference: str) -> None:
+    with pytest.raises(ParameterError, match="function"):
+        PythonScorer.Parameters(function=reference)

@@ -1,0 +1,126 @@
+"""Several scorers as one: the mean, what is missing, and what fails."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ParameterError, ScorerError
+from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
+from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.scorers.weighted import WeightedScorer
+
+
+class TableScorer(Scorer):
+    """Looks a text up."""
+
+    class Parameters(Scorer.Parameters):
+        """What it knows."""
+
+        table: dict[str, float | None]
+        """Score by text; a text that is missing fails."""
+
+    def _score(self, texts: Sequence[str]) -> list[Verdict]:
+        return [self.parameters.table[text] for text in texts]
+
+
+class TurnScorer(Scorer):
+    """Rates by the number of turns before the text."""
+
+    reads_history = True
+
+    class Parameters(Scorer.Parameters):
+        """None."""
+
+    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
+        return [len(exchange.history) / 10 for exchange in exchanges]
+
+
+@pytest.fixture(autouse=True)
+def _names() -> Iterator[None]:
+    before = SCORERS.snapshot()
+    register_scorer("table")(TableScorer)
+    register_scorer("turns")(TurnScorer)
+    yield
+    SCORERS.restore(before)
+
+
+def table(weight: float = 1.0, **scores: float | None) -> dict[str, Any]:
+    return {"scorer": {"_type": "table", "table": scores}, "weight": weight}
+
+
+def build(parts: dict[str, Any], **parameters: Any) -> WeightedScorer:
+    values = {"parts": parts, **parameters}
+    return WeightedScorer(WeightedScorer.Parameters.from_dict(values), device=torch.device("cpu"))
+
+
+def test_the_score_is_the_mean_by_weight() -> None:
+    scorer = build({"one": table(1.0, a=0.2, b=1.0), "two": table(3.0, a=0.6, b=1.0)})
+    # (1 * 0.2 + 3 * 0.6) / 4, and the mean of ones.
+    assert scorer.score(["a", "b"]).tolist() == pytest.approx([0.5, 1.0])
+
+
+def test_one_part_alone_is_that_part() -> None:
+    assert build({"one": table(0.1, a=0.3)}).score(["a"]).item() == pytest.approx(0.3)
+
+
+def test_one_missing_part_makes_the_whole_missing() -> None:
+    scorer = build({"one": table(a=0.2, b=0.2), "two": table(a=None, b=0.4)})
+    ratings = scorer.rate([Exchange("a"), Exchange("b")])
+    assert math.isnan(ratings.scores_N[0])
+    assert ratings.scores_N[1].item() == pytest.approx(0.3)
+    assert not ratings.is_error_N.any()
+
+
+def test_one_failing_part_fails_the_whole() -> None:
+    with pytest.raises(ScorerError, match="the scorer 'table' was asked to rate 2 texts and fail"):
+        build({"one": table(a=0.2), "two": table(a=0.2, b=0.4)}).score(["a", "b"])
+
+
+def test_a_whole_that_skips_counts_the_text_as_an_error() -> None:
+    scorer = build({"one": table(a=0.2), "two": table(a=0.4, b=0.4)}, on_failure="skip")
+    ratings = scorer.rate([Exchange("a"), Exchange("b")])
+    assert ratings.is_error_N.tolist() == [False, True]
+    assert ratings.scores_N[0].item() == pytest.approx(0.3)
+
+
+def test_what_becomes_of_a_part_that_was_skipped_the_whole_says() -> None:
+    part = {"scorer": {"_type": "table", "table": {"a": 0.2}, "on_failure": "skip"}}
+    with pytest.raises(ScorerError) as caught:
+        build({"mine": part}).score(["a", "b"])
+    assert "asked to rate the text 'b', but its part 'mine' failed. Mend that part, or set" in str(
+        caught.value
+    )
+    ratings = build({"mine": part}, on_failure="skip").rate([Exchange("a"), Exchange("b")])
+    assert ratings.is_error_N.tolist() == [False, True]
+
+
+def test_the_whole_reads_the_conversation_where_a_part_does() -> None:
+    assert build({"one": table(a=0.2)}).reads_history is False
+    scorer = build({"one": table(a=0.2), "two": {"scorer": {"_type": "turns"}}})
+    assert scorer.reads_history is True
+    history = (Message("assistant", "hello"), Message("user", "hi"))
+    ratings = scorer.rate([Exchange("a", history), Exchange("a")])
+    assert ratings.scores_N.tolist() == pytest.approx([0.2, 0.1])
+    inner = {"_type": "weighted", "parts": {"two": {"scorer": {"_type": "turns"}}}}
+    assert build({"inner": {"scorer": inner}}).reads_history is True
+
+
+def test_its_parameters_are_checked_down_to_the_parts() -> None:
+    with pytest.raises(ParameterError) as caught:
+        build({"one": {"scorer": {"_type": "tabel"}, "weight": 0}})
+    text = str(caught.value)
+    assert "parts.one.scorer._type: unknown scorer 'tabel'. Did you mean 'table'?" in text
+    assert "parts.one.weight: must be greater than 0" in text
+    with pytest.raises(ParameterError, match="parts"):
+        build({})
+
+
+def test_its_schema_has_an_end_and_its_parameters_come_back() -> None:
+    assert WeightedScorer.Parameters.model_json_schema()["type"] == "object"
+    parameters = build({"one": table(a=0.2)}).parameters
+    assert WeightedScorer.Parameters.from_dict(parameters.to_dict()) == parameters
