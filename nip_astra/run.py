@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import ConfigurationError, RunDirectoryError, StopRequested
+from nip_astra.errors import ConfigurationError, NipAstraError, RunDirectoryError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.plugins import loaded_plugins
+from nip_astra.report.page import write_report
 from nip_astra.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking import run_directory as files
@@ -100,6 +101,7 @@ def run_experiment(
     run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
     directory = RunDirectory.create(settings.runs_dir, run_id)
     directory.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
+    directory.write_json(files.PARAMETER_SOURCES, resolved.sources)
     directory.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
     directory.write_json(files.ENVIRONMENT, describe_environment())
     built: list[Trainer] = []
@@ -170,6 +172,7 @@ def _run(
             if not (directory.path / files.RESULTS).exists():
                 directory.write_json(files.RESULTS, prepared.trainer.results)
             is_done = True
+            _write_report(directory)
         except StopRequested as stopped:
             raise StopRequested(stopped.signal_name, str(directory.path)) from None
         except Exception as error:
@@ -178,6 +181,14 @@ def _run(
         finally:
             tracker.finish(success=is_done)
     return ExperimentResult(directory, prepared.trainer.results)
+
+
+def _write_report(directory: RunDirectory) -> None:
+    """Write report.html; a run that has ended well does not fail for its report."""
+    try:
+        write_report([directory.path])
+    except NipAstraError as error:
+        logger.warning("the report was not written: %s", error)
 
 
 def _warn_of_changed_plugins(directory: RunDirectory) -> None:

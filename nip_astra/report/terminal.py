@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.tracking.run_directory import REPORT
+
 NOTHING = "-"
 """Stands where there is no figure."""
 
@@ -39,10 +41,12 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
     for warning in results.get("warnings") or ():
         console.print(Text(f"warning: {warning}", style="bold yellow"))
     console.print()
+    report = run_path / REPORT
     paths = {
         "run": run_path,
         "model": results.get("model_dir"),
         "results": run_path / "results.json",
+        "report": report if report.exists() else None,
     }
     for name, path in paths.items():
         if path is not None:

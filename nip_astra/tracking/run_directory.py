@@ -17,9 +17,11 @@ import yaml
 from nip_astra.errors import RunDirectoryError
 
 HYPER_PARAMETERS = "hyper_parameters.yaml"
+PARAMETER_SOURCES = "parameter_sources.json"
 SETTINGS = "settings.yaml"
 ENVIRONMENT = "environment.json"
 RESULTS = "results.json"
+REPORT = "report.html"
 LOG = "log.txt"
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -75,7 +75,7 @@ def test_help_lists_the_commands_and_the_options_of_run_and_imports_nothing_heav
         f"print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)\n"
     )
     assert said.stderr.strip() == "[]"
-    for command in ("run", "resume", "list", "show", "schema"):
+    for command in ("run", "resume", "list", "show", "schema", "evaluate", "score", "compare"):
         assert f"\n  {command} " in said.stdout
     for option in RUN_OPTIONS:
         assert f"\n  --{option} " in said.stdout
@@ -180,7 +180,7 @@ def test_a_second_interrupt_ends_the_program_without_a_traceback(
             ["--trainer", "ast_dpo", "--set", "ast_chat.scorer._type=clasifier"],
             "ast_chat.scorer._type: unknown scorer 'clasifier'. Did you mean 'classifier'?",
         ),
-        (["rnu"], "unknown command 'rnu'. Did you mean 'run'? Known commands: list, resume, run"),
+        (["rnu"], "unknown command 'rnu'. Did you mean 'run'? Known commands: compare, evaluate, "),
         (["list", "trainrs"], "unknown kind 'trainrs'. Did you mean 'trainers'?"),
         ([], "no trainer was given. Known trainers: "),
         (["--trainer", "ast_dpo", "--parameters", "no.yaml"], "the parameter file no.yaml"),

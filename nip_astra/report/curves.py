@@ -1,0 +1,173 @@
+"""Choose learning curves; runs that differ in their seed only share a colour."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nip_astra.parameters.loading import flatten
+from nip_astra.report.charts import Band, Chart, Line, line_chart, sparkline
+from nip_astra.report.records import RunRecord, mapping, number
+from nip_astra.report.wording import decimal, value_text
+
+NUM_COLORS = 8
+"""Colours that the style sheet has; 0 is for what is compared with, such as before training."""
+MAIN = (
+    ("episode_failure_rate", "Episodes with a failure", "share, training prompts", "percent"),
+    ("failure_rate", "Failing responses", "share, training prompts", "percent"),
+    ("dev/failure_rate", "Episodes with a failure, dev", "share, dev prompts", "percent"),
+    ("mean_reward", "Reward", "mean of a turn", "number"),
+    ("mean_score", "Score of responses", "mean of a turn", "number"),
+    ("probe_nll", "Unlikeliness of probes", "NLL, nats per token", "number"),
+    ("distinct_share", "Distinct successful probes", "share of successful ones", "percent"),
+    ("plants_found", "Planted failures found", "so far", "count"),
+    ("loss", "Loss", "mean of the iteration's steps", "number"),
+)
+"""Metric, title, note and kind of the charts; the other metrics stand in a table."""
+_MAIN_NAMES = tuple(name for name, *_ in MAIN)
+_NOT_COMPARED = ("seed", "package_version", "plugins")
+
+
+@dataclass
+class RunGroup:
+    """Runs whose parameters differ in the seed only.
+
+    Attributes
+    ----------
+    name : str
+        A letter, empty where there is one group only.
+    label : str
+        What sets the group apart from the others.
+    color : int
+        Its colour.
+    """
+
+    name: str
+    label: str
+    color: int
+    runs: list[RunRecord] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """A metric of the table of all metrics; figures are those of the first run."""
+
+    name: str
+    paths: list[tuple[str, int]]
+    first: str
+    last: str
+    low: str
+    high: str
+
+
+def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
+    """Group runs by their parameters without the seed, in the order given."""
+    keys = [_identity(run) for run in runs]
+    distinct = list(dict.fromkeys(keys))
+    differing = [path for path, _ in parameter_differences(runs) if path != "seed"]
+    groups: dict[str, RunGroup] = {}
+    for run, key in zip(runs, keys, strict=True):
+        if key not in groups:
+            name = _letter(len(groups)) if len(distinct) > 1 else ""
+            label = _group_label(run, differing if len(distinct) > 1 else [])
+            groups[key] = RunGroup(name, label, 1 + len(groups) % (NUM_COLORS - 1))
+        groups[key].runs.append(run)
+    return list(groups.values())
+
+
+def run_label(run: RunRecord, group: RunGroup) -> str:
+    """Give a short name of a run: its group and seed, and its id where these say too little."""
+    seeds = [member.hyper_params.get("seed") for member in group.runs]
+    seed = run.hyper_params.get("seed")
+    own = run.run_id if seed is None or seeds.count(seed) > 1 else f"seed {seed}"
+    return f"{group.name}, {own}" if group.name else own
+
+
+def parameter_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Give the parameters in which runs differ, each with its value in every run."""
+    flat = [dict(flatten(run.hyper_params)) for run in runs]
+    paths = dict.fromkeys(path for values in flat for path in values)
+    rows = [
+        (path, [value_text(values[path]) if path in values else "" for values in flat])
+        for path in paths
+    ]
+    return [(path, values) for path, values in rows if len(set(values)) > 1]
+
+
+def main_charts(groups: Sequence[RunGroup]) -> list[Chart]:
+    """Give the charts of the metrics that matter most, those that the runs have."""
+    charts = []
+    for name, title, note, kind in MAIN:
+        lines = [line for group in groups for line in _lines(group, name)]
+        bands = [Band(band, group.color) for group in groups if (band := _band(group, name))]
+        chart = line_chart(title, lines, note=note, kind=kind, bands=bands)
+        if chart is not None:
+            charts.append(chart)
+    return charts
+
+
+def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
+    """Give every metric and timing by name, also those of the charts."""
+    runs = [run for group in groups for run in group.runs]
+    names = {name for run in runs for row in (*run.metrics, *run.timings) for name in row}
+    rows = []
+    for name in sorted(names - {"step"}):
+        values = [y for _, y in _points(runs[0], name) if y is not None]
+        lines = [
+            Line("", _points(run, name), group.color) for group in groups for run in group.runs
+        ]
+        paths = sparkline(lines)
+        if paths:
+            ends = (values[0], values[-1], min(values), max(values)) if values else (None,) * 4
+            rows.append(MetricRow(name, paths, *(decimal(end) for end in ends)))
+    return rows
+
+
+def _points(run: RunRecord, name: str) -> list[tuple[float, float | None]]:
+    rows = run.timings if name.startswith(("time/", "memory/")) else run.metrics
+    points = [(number(row.get("step")), number(row[name])) for row in rows if name in row]
+    return [(step, value) for step, value in points if step is not None]
+
+
+def _lines(group: RunGroup, name: str) -> Iterator[Line]:
+    is_overlaid = len(group.runs) > 1
+    for run in group.runs:
+        label = run_label(run, group)
+        yield Line(label, _points(run, name), group.color, is_thin=is_overlaid)
+    if is_overlaid:
+        means = [(x, sum(values) / len(values)) for x, values in _shared(group, name)]
+        yield Line(f"{group.name} mean of {len(group.runs)}".strip(), means, group.color)
+
+
+def _band(group: RunGroup, name: str) -> list[tuple[float, float, float]]:
+    if len(group.runs) < 2:
+        return []
+    return [(x, min(values), max(values)) for x, values in _shared(group, name)]
+
+
+def _shared(group: RunGroup, name: str) -> list[tuple[float, list[float]]]:
+    """Give the steps at which every run of a group has a value, with the values."""
+    known = [{x: y for x, y in _points(run, name) if y is not None} for run in group.runs]
+    steps = sorted(set(known[0]).intersection(*known[1:]))
+    return [(step, [values[step] for values in known]) for step in steps]
+
+
+def _identity(run: RunRecord) -> str:
+    kept = {name: item for name, item in run.hyper_params.items() if name not in _NOT_COMPARED}
+    # A run without readable parameters is like no other.
+    return json.dumps(kept, sort_keys=True, default=str) if kept else run.run_id
+
+
+def _letter(place: int) -> str:
+    return chr(ord("A") + place) if place < 26 else str(place + 1)
+
+
+def _group_label(run: RunRecord, differing: Sequence[str]) -> str:
+    trainer = str(run.hyper_params.get("trainer") or run.run_id)
+    values: Mapping[str, Any] = dict(flatten(mapping(run.hyper_params)))
+    own = [path for path in differing if path in values and path != "trainer"]
+    # More than two differences do not fit a legend; the table of parameters has them all.
+    parts = [f"{path.rpartition('.')[2]} {value_text(values[path])[:24]}" for path in own[:2]]
+    return " · ".join([trainer, *parts])

@@ -1,0 +1,87 @@
+"""Where a run comes from: parameters, environment, commands, warnings, time."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nip_astra.parameters.loading import OVERRIDE_SOURCE, flatten
+from nip_astra.report.records import RunRecord, items, number, text
+from nip_astra.report.wording import value_text
+from nip_astra.tracking import run_directory as files
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A hyper-parameter with its source; `source` is empty where no file says it."""
+
+    path: str
+    value: str
+    source: str
+
+    @property
+    def is_given(self) -> bool:
+        """Whether somebody chose it for this run."""
+        return self.source in (OVERRIDE_SOURCE, "command line", "hyper_params", "--plugin")
+
+
+def parameters(run: RunRecord) -> list[Parameter]:
+    """Give every hyper-parameter with its source."""
+    return [
+        Parameter(path, value_text(value), run.sources.get(path, ""))
+        for path, value in flatten(run.hyper_params)
+    ]
+
+
+def environment(run: RunRecord) -> list[tuple[str, str]]:
+    """Give what the run ran on and its settings, without empty values."""
+    told = dict(flatten({**run.environment, "settings": run.settings}))
+    return [(name, value_text(value)) for name, value in told.items() if value not in (None, [])]
+
+
+def commands(run: RunRecord) -> list[tuple[str, str]]:
+    """Give the commands that run it again, each with what it needs."""
+    folder = text(run.settings.get("runs_dir")) or "runs"
+    file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
+    device = text(run.settings.get("device"))
+    where = f" --device {shlex.quote(device)}" if device and device != "cpu" else ""
+    made = [("from the run's directory", f"nip-astra --parameters {file}{where}")]
+    if run.sources:
+        given = [one for one in parameters(run) if one.is_given]
+        made.append(("from the project alone", f"nip-astra {_options(run, given)}{where}"))
+    return made
+
+
+def all_warnings(run: RunRecord) -> list[str]:
+    """Give the warnings of results, evaluations and log, each once."""
+    found = [text(one) for one in items(run.results.get("warnings"))]
+    for name, evaluation in run.evaluations.items():
+        found += [f"evaluation {name}: {text(one)}" for one in items(evaluation.get("warnings"))]
+    told = " ".join(found)
+    found += [line for line in run.log_lines if line.partition(": ")[2] not in told]
+    return list(dict.fromkeys(found))
+
+
+def times(run: RunRecord) -> list[tuple[str, float]]:
+    """Give the seconds that each part of training took, the longest first."""
+    sums: dict[str, float] = {}
+    for row in run.timings:
+        for name, value in row.items():
+            seconds = number(value)
+            if name.startswith("time/") and name.endswith("_seconds") and seconds is not None:
+                part = name.removeprefix("time/").removesuffix("_seconds")
+                sums[part] = sums.get(part, 0.0) + seconds
+    return sorted(sums.items(), key=lambda item: -item[1])
+
+
+def _options(run: RunRecord, given: Sequence[Parameter]) -> str:
+    names = ("trainer", "scenario", "seed")
+    words = [f"--{name} {shlex.quote(text(run.hyper_params.get(name)))}" for name in names]
+    for one in given:
+        if one.source == "--plugin":
+            plugins = items(run.hyper_params.get("plugins"))
+            words += [f"--plugin {shlex.quote(text(plugin))}" for plugin in plugins]
+        elif one.path not in names:
+            words.append(f"--set {shlex.quote(f'{one.path}={one.value}')}")
+    return " ".join(words)

@@ -1,0 +1,308 @@
+"""Read a run directory for its report; what is missing or broken becomes a note, not an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from nip_astra.errors import RunDirectoryError
+from nip_astra.tracking import run_directory as files
+from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
+from nip_astra.tracking.run_directory import RunDirectory
+
+TRANSFER = "evaluations/transfer.json"
+"""Failure rates of attackers on targets."""
+MAX_ROWS = 200_000
+"""Rows read of one file; a report shows a sample of far fewer."""
+_MAX_LOG_LINES = 12
+_REWARD_PREFIX = "reward/"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One row of a table of conversations: a probe and the response to it.
+
+    Attributes
+    ----------
+    step : int
+        Iteration at which the conversation was played.
+    node, parent : int or None
+        Place in the tree and of what was said before; None in rows without these columns.
+    response_score, combined_score, reward : float or None
+        None where there is no verdict.
+    probe_nll : float or None
+        Nats per token.
+    reference_logprob : float or None
+        Log-probability of the probe's words under the reference; nats.
+    reward_parts : dict[str, float]
+        What each reward term gave, by its name.
+    """
+
+    step: int
+    node: int | None
+    parent: int | None
+    depth: int
+    episode: int
+    prompt: str
+    probe: str
+    response: str
+    response_score: float | None = None
+    combined_score: float | None = None
+    reward: float | None = None
+    probe_nll: float | None = None
+    reference_logprob: float | None = None
+    num_tokens: int | None = None
+    is_error: bool = False
+    reward_parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def conversation(self) -> tuple[int, str]:
+        """What tells a conversation from others of its table and step."""
+        # Some older tables count episodes from 0 again in each part.
+        return self.episode, self.prompt
+
+    @property
+    def logprob(self) -> float | None:
+        """The probe's log-probability in nats: under the reference, or from NLL and tokens."""
+        if self.reference_logprob is not None:
+            return self.reference_logprob
+        if self.probe_nll is None or self.num_tokens is None:
+            return None
+        return -self.probe_nll * self.num_tokens
+
+    def is_failure(self, threshold: float | None) -> bool:
+        """Say whether the response's score reaches the threshold."""
+        return (
+            threshold is not None
+            and self.response_score is not None
+            and self.response_score >= threshold
+        )
+
+
+@dataclass
+class RunRecord:
+    """What a run directory holds; a part that could not be read is empty and has a note.
+
+    Attributes
+    ----------
+    tables : dict[str, list[Node]]
+        Conversations by the name of their table.
+    evaluations : dict[str, dict]
+        `evaluation.json` by the name of its folder.
+    transfer : list[dict]
+        Cells of the transfer matrix, each with attacker, target and failure rate.
+    log_lines : list[str]
+        Warnings and errors of the log.
+    notes : list[str]
+        What could not be read, and what that means for the page.
+    """
+
+    path: Path
+    results: dict[str, Any] = field(default_factory=dict)
+    hyper_params: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    timings: list[dict[str, Any]] = field(default_factory=list)
+    tables: dict[str, list[Node]] = field(default_factory=dict)
+    evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    transfer: list[dict[str, Any]] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def run_id(self) -> str:
+        """Name of the run."""
+        return self.path.resolve().name
+
+    @cached_property
+    def threshold(self) -> float | None:
+        """Score from which a response counts as a failure; None where no file says it."""
+        groups = [*self.hyper_params.values(), *self.evaluations.values()]
+        found = [number(mapping(group).get("failure_threshold")) for group in groups]
+        return next((value for value in found if value is not None), None)
+
+
+def read_run(path: str | Path) -> RunRecord:
+    """Read everything of a run that its report shows.
+
+    Raises
+    ------
+    RunDirectoryError
+        When there is no such directory, or it holds no file of a run.
+    """
+    directory = RunDirectory(Path(path))
+    known = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
+    if not any((directory.path / name).is_file() for name in known):
+        raise RunDirectoryError(
+            f"a report of {path} was asked for, but it is no run directory: it holds none of "
+            f"{', '.join(known)}. Give the path of a run, for instance runs/<run id>."
+        )
+    run = RunRecord(directory.path)
+    reader = _Reader(run)
+    run.hyper_params = reader.document(files.HYPER_PARAMETERS, directory.read_yaml)
+    run.settings = reader.document(files.SETTINGS, directory.read_yaml)
+    run.environment = reader.document(files.ENVIRONMENT, directory.read_json)
+    if (directory.path / files.RESULTS).exists():
+        run.results = reader.document(files.RESULTS, directory.read_json)
+    else:
+        run.notes.append("The run has not ended: there is no results.json yet.")
+    if (directory.path / files.PARAMETER_SOURCES).exists():
+        sources = reader.document(files.PARAMETER_SOURCES, directory.read_json)
+        run.sources = {name: str(source) for name, source in sources.items()}
+    run.metrics = [row for row in reader.lines(METRICS_FILE) if _step_of(row) is not None]
+    run.timings = list(reader.lines(TIMINGS_FILE, is_needed=False))
+    for file in sorted(directory.rollouts_dir.glob("*.jsonl")):
+        rows = reader.lines(f"rollouts/{file.name}")
+        run.tables[file.stem] = [node_of(row) for row in rows]
+    for file in sorted((directory.path / "evaluations").glob("*/evaluation.json")):
+        name = file.relative_to(directory.path).as_posix()
+        run.evaluations[file.parent.name] = reader.document(name, directory.read_json)
+        nodes = [node_of(row) for row in reader.lines(f"{Path(name).parent}/rows.jsonl", False)]
+        if any(node.probe or node.response for node in nodes):
+            run.tables[f"evaluations/{file.parent.name}"] = nodes
+    if (directory.path / TRANSFER).exists():
+        cells = items(reader.document(TRANSFER, directory.read_json).get("cells"))
+        run.transfer = [mapping(cell) for cell in cells]
+    run.log_lines = _log_lines(directory.path / files.LOG)
+    return run
+
+
+class _Reader:
+    """Reads files of one run and notes what is wrong with them."""
+
+    def __init__(self, run: RunRecord) -> None:
+        self.run = run
+
+    def document(self, name: str, read: Callable[[str], Any]) -> dict[str, Any]:
+        """Give a JSON or YAML file that holds a mapping."""
+        try:
+            value = read(name)
+        except (RunDirectoryError, RecursionError) as error:
+            cause = str(error.__cause__ or error).splitlines()[0]
+            self.run.notes.append(f"{name} could not be read ({cause}); its part is left out.")
+            return {}
+        if not isinstance(value, Mapping):
+            self.run.notes.append(f"{name} holds no mapping of names to values; it is left out.")
+            return {}
+        return {str(key): item for key, item in value.items()}
+
+    def lines(self, name: str, is_needed: bool = True) -> Iterator[dict[str, Any]]:
+        """Give the objects of a JSONL file; lines that are none are counted in a note."""
+        num_broken = num_rows = 0
+        try:
+            with (self.run.path / name).open(encoding="utf-8", errors="replace") as file:
+                for line in islice(file, MAX_ROWS):
+                    num_rows += 1
+                    row = _parse_line(line)
+                    if row is None:
+                        num_broken += 1
+                    else:
+                        yield row
+                is_cut = num_rows == MAX_ROWS and bool(file.readline())
+        except FileNotFoundError:
+            if is_needed:
+                self.run.notes.append(f"{name} is missing; its part is left out.")
+            return
+        except OSError as error:
+            self.run.notes.append(f"{name} could not be read ({error.strerror}).")
+            return
+        if num_broken:
+            self.run.notes.append(f"{name} has {num_broken:,} broken lines; they are left out.")
+        if is_cut:
+            self.run.notes.append(f"Of {name} the first {MAX_ROWS:,} lines were read.")
+
+
+def node_of(row: Mapping[str, Any]) -> Node:
+    """Give a row as a node; columns that are missing or of another type are None or empty."""
+    place = {name: _integer(row.get(name)) for name in ("node", "parent", "depth", "episode")}
+    parts = {
+        name.removeprefix(_REWARD_PREFIX): number(value)
+        for name, value in row.items()
+        if name.startswith(_REWARD_PREFIX)
+    }
+    return Node(
+        step=_step_of(row) or 0,
+        node=place["node"],
+        parent=place["parent"],
+        depth=place["depth"] or 0,
+        episode=place["episode"] or 0,
+        prompt=text(row.get("prompt")),
+        probe=text(row.get("probe")),
+        response=text(row.get("response")),
+        response_score=number(row.get("response_score")),
+        combined_score=number(row.get("combined_score")),
+        reward=number(row.get("reward")),
+        probe_nll=number(row.get("probe_nll")),
+        reference_logprob=number(row.get("reference_logprob")),
+        num_tokens=_integer(row.get("probe_num_tokens")),
+        is_error=row.get("is_error") is True,
+        reward_parts={name: value for name, value in parts.items() if value is not None},
+    )
+
+
+def number(value: Any) -> float | None:
+    """Give a finite number as float, and None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        as_float = float(value)
+    except OverflowError:
+        return None
+    return as_float if math.isfinite(as_float) else None
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """Give a mapping with text keys, empty for anything else."""
+    if not isinstance(value, Mapping):
+        return {}
+    return {str(key): item for key, item in value.items()}
+
+
+def items(value: Any) -> list[Any]:
+    """Give a list, empty for anything else."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def text(value: Any) -> str:
+    """Give a text, empty for null."""
+    return "" if value is None else str(value)
+
+
+def _integer(value: Any) -> int | None:
+    as_float = number(value)
+    return None if as_float is None else int(as_float)
+
+
+def _step_of(row: Mapping[str, Any]) -> int | None:
+    return _integer(row.get("step"))
+
+
+def _parse_line(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _log_lines(path: Path) -> list[str]:
+    """Give distinct warnings and errors of the log, without their times, in order."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    found = [
+        line.partition(level)[2]
+        for line in lines
+        for level in (" WARNING ", " ERROR ")
+        if level in line[:40]
+    ]
+    return list(dict.fromkeys(found))[:_MAX_LOG_LINES]

@@ -1,0 +1,326 @@
+"""The sections of the page: for each a title, a template, and what fills it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nip_astra.report import conversations, curves, evaluations, findings, provenance, summary
+from nip_astra.report.charts import whisker
+from nip_astra.report.curves import RunGroup, run_label
+from nip_astra.report.failure_groups import MAX_MEMBERS, FailureGroup, group_failures
+from nip_astra.report.records import RunRecord, mapping, number, text
+from nip_astra.report.wording import NOTHING, count, decimal, percent
+
+MAX_GROUPS = 40
+"""Groups of failures that are shown."""
+MAX_REPEATED = 8
+"""Probes in the list of those said most often."""
+MAX_COMPARED = 12
+"""Groups of runs whose parameters stand side by side."""
+Context = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A section: `build` gives what its template needs, or None where there is nothing to show."""
+
+    name: str
+    title: str
+    build: Callable[[], Context | None]
+
+
+def sections_of_run(
+    run: RunRecord, *, anchor: str, max_nodes: int, max_characters: int, has_curves: bool
+) -> list[Spec]:
+    """Give the sections about one run."""
+    group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
+
+    def talks() -> Context | None:
+        return _conversations(run, anchor, max_nodes, max_characters)
+
+    specs = [
+        Spec("summary", "Summary", lambda: _summary(run)),
+        Spec("curves", "Learning curves", lambda: _curves([group])),
+        Spec("failures", "Failures", lambda: _failures(run)),
+        Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
+        Spec("turns", "Turns to failure", lambda: _turns(run)),
+        Spec("plants", "Planted failures", lambda: _plants(run)),
+        Spec("diversity", "Diversity", lambda: _diversity(run)),
+        Spec("conversations", "Conversations", talks),
+        Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
+        Spec("environment", "Environment", lambda: _environment(run)),
+        Spec(
+            "notes", "What could not be read", lambda: {"notes": run.notes} if run.notes else None
+        ),
+    ]
+    return [spec for spec in specs if has_curves or spec.name != "curves"]
+
+
+def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) -> list[Spec]:
+    """Give the sections about several runs together; `anchors` is by the id() of a run."""
+    return [
+        Spec("overview", "Overview", lambda: _overview(groups, anchors)),
+        Spec("differences", "What differs", lambda: _differences(groups)),
+        Spec("curves", "Learning curves", lambda: _curves(groups)),
+    ]
+
+
+def _summary(run: RunRecord) -> Context:
+    headings, rows = summary.before_after(run)
+    return {
+        "sentences": summary.verdict(run),
+        "warnings": _warnings(run, provenance.all_warnings(run)),
+        "tiles": summary.tiles(run),
+        "headings": headings,
+        "rows": rows,
+    }
+
+
+def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
+    """Give warnings; those that quote a failing probe are blurred with the failures."""
+    failing = {
+        node.probe
+        for nodes in run.tables.values()
+        for node in nodes
+        if node.probe and node.is_failure(run.threshold)
+    }
+    parts = [mapping(run.results.get(name)) for name in ("before", "after")]
+    failing |= {text(part["most_common_probe"]) for part in parts if part.get("most_common_probe")}
+    return [{"text": line, "is_failing": any(probe in line for probe in failing)} for line in lines]
+
+
+def _curves(groups: Sequence[RunGroup]) -> Context:
+    return {
+        "legend": [_legend_entry(group) for group in groups],
+        "is_compared": sum(len(group.runs) for group in groups) > 1,
+        "charts": curves.main_charts(groups),
+        "metrics": curves.metric_rows(groups),
+    }
+
+
+def _legend_entry(group: RunGroup) -> Context:
+    label = _group_title(group)
+    if len(group.runs) > 1:
+        seeds = [text(run.hyper_params.get("seed")) or run.run_id for run in group.runs]
+        label += f"; thick: mean of seeds {', '.join(seeds)}; thin: each; area: lowest to highest"
+    return {"label": label, "color": group.color}
+
+
+def _failures(run: RunRecord) -> Context | None:
+    clustered = [
+        {
+            "title": f"Evaluation {name}",
+            "groups": evaluations.clusters_of(evaluation)[:MAX_GROUPS],
+            "likeliest": _likeliest(evaluation),
+        }
+        for name, evaluation in run.evaluations.items()
+    ]
+    clustered = [part for part in clustered if part["groups"]]
+    grouped = group_failures(run)
+    if grouped is None and not clustered:
+        return None
+    groups = grouped.groups if grouped else []
+    small = groups[MAX_GROUPS:]
+    return {
+        "clustered": clustered,
+        "grouped": grouped if groups else None,
+        "shown": [_shown_group(group) for group in groups[:MAX_GROUPS]],
+        "num_small": len(small),
+        "num_in_small": sum(group.size for group in small),
+    }
+
+
+def _likeliest(evaluation: Context) -> evaluations.Example | None:
+    row = mapping(evaluation.get("most_likely_failure"))
+    return evaluations.example_of(row) if row else None
+
+
+def _shown_group(group: FailureGroup) -> Context:
+    node = group.most_likely
+    figures = {"score": node.response_score, "reward": node.reward, "NLL": node.probe_nll}
+    known = [(name, decimal(value)) for name, value in figures.items() if value is not None]
+    if node.logprob is not None:
+        known.append(("log-probability", decimal(node.logprob)))
+    example = evaluations.Example(node.prompt, node.probe, node.response, known)
+    return {
+        "size": group.size,
+        "members": group.members,
+        "example": example,
+        "others": group.members[1 : MAX_MEMBERS + 1],
+    }
+
+
+def _evaluations(run: RunRecord) -> Context | None:
+    if not run.evaluations:
+        return None
+    return {
+        "names": list(run.evaluations),
+        "main": evaluations.main_figures(run),
+        "groups": evaluations.figures_table(run),
+        "matrix": evaluations.transfer_matrix(run),
+    }
+
+
+def _turns(run: RunRecord) -> Context | None:
+    rows, chart = findings.turns_to_failure(run)
+    return {"rows": rows, "chart": chart} if rows else None
+
+
+def _plants(run: RunRecord) -> Context | None:
+    rows, chart = findings.planted(run)
+    return {"rows": rows, "chart": chart, "has_random": len(rows[0].cells) > 3} if rows else None
+
+
+def _diversity(run: RunRecord) -> Context | None:
+    reports = {
+        "before": mapping(run.results.get("before")),
+        "after": mapping(run.results.get("after")),
+    }
+    reports = {name: report for name, report in reports.items() if "distinct_share" in report}
+    measured = {name: mapping(one.get("diversity")) for name, one in run.evaluations.items()}
+    measured = {name: one for name, one in measured.items() if one}
+    columns = [
+        {"distinct among successful probes": percent(one.get("distinct_share"), 0)}
+        | {"successful probes": count(one.get("num_successful_probes"))}
+        for one in reports.values()
+    ]
+    columns += [dict(evaluations.figure_labels(one)) for one in measured.values()]
+    labels = dict.fromkeys(label for column in columns for label in column)
+    rows = [
+        summary.Row(label, [column.get(label, NOTHING) for column in columns]) for label in labels
+    ]
+    grouped = group_failures(run)
+    members = [one for group in grouped.groups for one in group.members] if grouped else []
+    repeated = sorted(members, key=lambda member: -member.num_said)[:MAX_REPEATED]
+    if not rows and not repeated:
+        return None
+    return {
+        "headings": [*reports, *measured],
+        "rows": rows,
+        "repeated": [member for member in repeated if member.num_said > 1],
+        "total": grouped.num_failures if grouped else 0,
+        "table": grouped.table if grouped else "",
+    }
+
+
+def _conversations(
+    run: RunRecord, anchor: str, max_nodes: int, max_characters: int
+) -> Context | None:
+    tables = conversations.tables_of(run, max_nodes=max_nodes, max_characters=max_characters)
+    scale = conversations.reward_scale(run)
+    if not tables:
+        return None
+    return {
+        "tables": tables,
+        "anchor": anchor,
+        "first": conversations.FIRST_EPISODES,
+        "threshold": run.threshold,
+        "low": scale.low,
+        "high": scale.high,
+        "has_rewards": scale.high > scale.low,
+    }
+
+
+def _parameters(run: RunRecord) -> Context | None:
+    every = provenance.parameters(run)
+    groups: dict[str, list[provenance.Parameter]] = {}
+    for one in every:
+        group = one.path.partition(".")[0] if "." in one.path else "experiment"
+        groups.setdefault(group, []).append(one)
+    if not every:
+        return None
+    return {
+        "groups": list(groups.items()),
+        "given": [one for one in every if one.is_given],
+        "has_sources": bool(run.sources),
+    }
+
+
+def _environment(run: RunRecord) -> Context | None:
+    times = provenance.times(run)
+    return {
+        "environment": provenance.environment(run),
+        "commands": provenance.commands(run),
+        "is_dirty": mapping(run.environment.get("git")).get("is_dirty") is True,
+        "times": times,
+        "longest": max((seconds for _, seconds in times), default=0.0) or 1.0,
+    }
+
+
+def _overview(groups: Sequence[RunGroup], anchors: dict[int, str]) -> Context:
+    warnings = []
+    blocks = []
+    for group in groups:
+        rows = []
+        for run in group.runs:
+            label = run_label(run, group)
+            rows.append(_overview_row(run, label, anchors[id(run)], group.color))
+            lines = [f"{label}: {line}" for line in provenance.all_warnings(run)]
+            warnings += _warnings(run, lines)
+        if len(group.runs) > 1:
+            rows.append(_mean_row(group))
+        blocks.append({"legend": _group_title(group), "color": group.color, "rows": rows})
+    headings = ["before", "after", "probe NLL", "distinct", "plants found", "target queries"]
+    return {"headings": headings, "blocks": blocks, "warnings": warnings}
+
+
+def _group_title(group: RunGroup) -> str:
+    return f"{group.name}: {group.label}" if group.name else group.label
+
+
+def _overview_row(run: RunRecord, label: str, anchor: str, color: int) -> Context:
+    before, after = mapping(run.results.get("before")), mapping(run.results.get("after"))
+    return {
+        "label": label,
+        "anchor": anchor,
+        "cells": [
+            summary.rate_text(before),
+            summary.rate_text(after),
+            decimal(after.get("probe_nll")),
+            percent(after.get("distinct_share"), 0),
+            summary.plants_text(after),
+            count(after.get("target_queries")),
+        ],
+        "whisker": summary.rate_whisker(after, color),
+    }
+
+
+def _mean_row(group: RunGroup) -> Context:
+    """Give the means over the seeds of a group, each with its lowest and highest."""
+    known = _values(group, "after", "failure_rate")
+    mean = sum(known) / len(known) if known else None
+    ends = (min(known), max(known)) if known else (None, None)
+    return {
+        "label": f"mean of {len(group.runs)}",
+        "anchor": "",
+        "cells": [
+            _spread(_values(group, "before", "failure_rate"), percent),
+            _spread(known, percent),
+            _spread(_values(group, "after", "probe_nll"), decimal),
+            _spread(_values(group, "after", "distinct_share"), lambda value: percent(value, 0)),
+            _spread(_values(group, "after", "plants_found"), decimal),
+            _spread(_values(group, "after", "target_queries"), count),
+        ],
+        "whisker": whisker(mean, *ends, limit=1.0, color=group.color),
+    }
+
+
+def _values(group: RunGroup, part: str, name: str) -> list[float]:
+    values = [number(mapping(run.results.get(part)).get(name)) for run in group.runs]
+    return [value for value in values if value is not None]
+
+
+def _spread(values: Sequence[float], write: Callable[[Any], str]) -> str:
+    if not values:
+        return NOTHING
+    mean, low, high = sum(values) / len(values), min(values), max(values)
+    return write(mean) if low == high else f"{write(mean)} ({write(low)} to {write(high)})"
+
+
+def _differences(groups: Sequence[RunGroup]) -> Context:
+    first = [group.runs[0] for group in groups][:MAX_COMPARED]
+    names = [group.name or "value" for group in groups][:MAX_COMPARED]
+    rows = [row for row in curves.parameter_differences(first) if row[0] != "seed"]
+    return {"names": names, "rows": rows}

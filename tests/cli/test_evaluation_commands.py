@@ -1,0 +1,340 @@
+"""`evaluate`, `score` and `compare`, as a user types them, on a run of tiny models."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.evaluation import playing
+from nip_astra.evaluation.playing import Player
+from nip_astra.evaluation.rows import read_rows
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from tests.command_line import CommandLine, refused
+
+SMALL = (
+    "training.training_steps=2",
+    "ast_chat.evaluation.use_random_search=false",
+    # Where about half of a random target's replies fail.
+    "ast_chat.failure_threshold=0.5",
+)
+SCORER = """
+from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.registry import register_scorer
+
+
+@register_scorer("picky")
+class Picky(Scorer):
+    \"\"\"Cannot tell of some texts, and fails on others.\"\"\"
+
+    def _score(self, texts):
+        return [self._one(text) for text in texts]
+
+    def _one(self, text):
+        if "silly" in text:
+            return float("nan")
+        return None if "cat" in text else float("mat" in text or "day" in text)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> Path:
+    """The folder of a finished run."""
+    resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), overrides=SMALL)
+    runs = tmp_path_factory.mktemp("runs")
+    run_experiment(resolved, runs_dir=str(runs), run_id="one", progress=False)
+    return runs / "one"
+
+
+@pytest.fixture
+def run(cli: CommandLine, trained: Path) -> Iterator[Path]:
+    """A copy of the run in the empty folder that commands are typed in."""
+    shutil.copytree(trained, cli.folder / "runs" / "one")
+    return cli.folder / "runs" / "one"
+
+
+def figures_of(run: Path, name: str = "test") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "evaluations" / name / "evaluation.json").read_text())
+    return found
+
+
+def test_an_evaluation_shows_the_figures_of_the_run_itself(cli: CommandLine, run: Path) -> None:
+    said = cli("evaluate", "runs/one")
+    assert said.code == 0, said.err
+    assert "one against target, judged by classifier: 6 episodes of 2 turns from 3" in said.out
+    assert "evaluation runs/one/evaluations/test" in said.out
+    found, after = figures_of(run), json.loads((run / "results.json").read_text())["after"]
+    assert found["failure_rate"]["value"] == pytest.approx(after["failure_rate"])
+    assert found["scores"]["response"]["mean"] == pytest.approx(after["mean_score"])
+    assert found["nll"]["reference"] == pytest.approx(after["probe_nll"], rel=1e-5)
+    rows = read_rows(run / "evaluations" / "test" / "rows.jsonl")
+    shown = read_rows(run / "rollouts" / "evaluation.jsonl")
+    assert sorted(row["probe"] for row in rows) == sorted(row["probe"] for row in shown)
+    assert sorted(row["reward"] for row in rows) == pytest.approx(
+        sorted(r["reward"] for r in shown), abs=1e-5
+    )
+    assert (run / "evaluations" / "test" / "table.txt").read_text().startswith("one against")
+
+
+def test_the_figures_have_what_a_reader_is_promised(cli: CommandLine, run: Path) -> None:
+    assert cli("evaluate", "runs/one").code == 0
+    found = figures_of(run)
+    promised = (
+        *("version", "name", "attacker", "target", "scorer", "seed", "num_episodes", "tree_depth"),
+        *("failure_threshold", "outcomes", "failure_rate", "turn_failure_rate", "scores", "nll"),
+        *("turns_to_failure", "hit_at", "diversity", "clusters", "plants", "warnings", "budget"),
+        "probability_of_failure",
+    )
+    assert set(promised) <= set(found)
+    assert sum(found["outcomes"].values()) == 12
+    assert set(found["scores"]) == {"probe", "response", "combined"}
+    assert len(found["turns_to_failure"]["survival"]) == 2
+    assert found["nll"]["target"] > 0
+    assert found["budget"]["target_queries"] == 12
+    assert found["probability_of_failure"]["monte_carlo"]["num_episodes"] == 3
+    assert "rest on 3 opening prompts" in " ".join(found["warnings"])
+
+
+def test_the_targets_likelihood_is_the_models_own(cli: CommandLine, run: Path) -> None:
+    """And the reward is that of the scenario, whose likelihood is the reference's."""
+    assert cli("evaluate", "runs/one", "--probability-episodes", "0").code == 0
+    rows = read_rows(run / "evaluations" / "test" / "rows.jsonl")
+    for row in rows:
+        assert row["target_logprob"] <= 0.0
+        assert row["probe_nll"] == pytest.approx(
+            -row["reference_logprob"] / max(row["probe_num_tokens"], 1), rel=1e-4
+        )
+    assert figures_of(run)["probability_of_failure"] is None
+
+
+def test_a_killed_evaluation_goes_on_to_the_same_rows(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = cli.folder / "whole"
+    shutil.copytree(run, whole)
+    options = ("--batch-size", "2")
+    assert cli("evaluate", str(whole), *options).code == 0
+    kept = Player._keep
+    for fatal_part in (2, 1, 2):
+        count = iter(range(10))
+
+        def keep(self: Player, *args: Any, fatal: int = fatal_part, count: Any = count) -> None:
+            if next(count) == fatal:
+                raise ArithmeticError("killed")
+            kept(self, *args)
+
+        monkeypatch.setattr(playing.Player, "_keep", keep)
+        with pytest.raises(ArithmeticError, match="killed"):
+            cli("evaluate", "runs/one", *options)
+        # Half a line, as a kill in the middle of a write leaves it.
+        with (run / "evaluations" / "test" / "rows.jsonl").open("ab") as file:
+            file.write(b'{"step": 0, "epis')
+    monkeypatch.setattr(playing.Player, "_keep", kept)
+    assert cli("evaluate", "runs/one", "--batch-size", "3").code == 0
+    for name in ("rows.jsonl", "probability_rows.jsonl"):
+        ours, theirs = (read_rows(r / "evaluations" / "test" / name) for r in (run, whole))
+        assert [row["probe"] for row in ours] == [row["probe"] for row in theirs]
+        assert [(r["episode"], r["node"], r["parent"]) for r in ours] == [
+            (r["episode"], r["node"], r["parent"]) for r in theirs
+        ]
+        assert [row["response_score"] for row in ours] == pytest.approx(
+            [row["response_score"] for row in theirs], abs=1e-6
+        )
+
+
+def test_a_finished_evaluation_plays_nothing_again(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("evaluate", "runs/one").code == 0
+    before = figures_of(run)
+    monkeypatch.setattr(playing, "play_episodes", None)
+    said = cli("evaluate", "runs/one")
+    assert said.code == 0, said.err
+    assert figures_of(run) == before
+
+
+def test_other_options_under_the_same_name_are_refused(cli: CommandLine, run: Path) -> None:
+    assert cli("evaluate", "runs/one").code == 0
+    message = refused(cli("evaluate", "runs/one", "--seed", "7", "--num-turns", "1"))
+    assert "options.num_turns: 2 there, 1 now" in message
+    assert "options.seed: 0 there, 7 now" in message
+    assert cli("evaluate", "runs/one", "--seed", "7", "--name", "seven").code == 0
+    assert cli("evaluate", "runs/one", "--seed", "7", "--overwrite").code == 0
+    assert figures_of(run)["seed"] == figures_of(run, "seven")["seed"] == 7
+
+
+def test_a_checkpoint_and_the_untrained_attacker_can_be_evaluated(
+    cli: CommandLine, run: Path
+) -> None:
+    checkpoint = sorted((run / "checkpoints").glob("step_*"))[-1]
+    name = f"runs/one/checkpoints/{checkpoint.name}"
+    assert cli("evaluate", name).code == 0
+    assert cli("evaluate", "runs/one").code == 0
+    assert cli("evaluate", "runs/one", "--untrained").code == 0
+    same = figures_of(run)["scores"] == figures_of(run, f"test-{checkpoint.name}")["scores"]
+    assert same
+    untrained = figures_of(run, "test-untrained")
+    before = json.loads((run / "results.json").read_text())["before"]
+    assert untrained["scores"]["response"]["mean"] == pytest.approx(before["mean_score"])
+    assert untrained["probability_of_failure"]["importance_sampling"] is None
+
+
+def test_attackers_against_targets_make_a_matrix(
+    cli: CommandLine, run: Path, tiny_scenario: Path
+) -> None:
+    other = tiny_scenario / "attacker"
+    said = cli(
+        "evaluate", "runs/one", "--target", "runs/one", "--target", str(other),
+        "--probability-episodes", "0",
+    )  # fmt: skip
+    assert said.code == 0, said.err
+    matrix = json.loads((run / "evaluations" / "transfer.json").read_text())
+    assert [cell["target"] for cell in matrix["cells"]] == ["one", "attacker"]
+    assert figures_of(run, "test-one")["plants"] is None
+    assert figures_of(run, "test-attacker")["target"] == "attacker"
+    assert "episodes with a failure" in said.out
+    rows = [
+        read_rows(run / "evaluations" / f"test-{t}" / "rows.jsonl") for t in ("one", "attacker")
+    ]
+    # The first probe is said before the target has answered.
+    assert [r["probe"] for r in rows[0] if r["depth"] == 0] == [
+        r["probe"] for r in rows[1] if r["depth"] == 0
+    ]
+    assert [r["response"] for r in rows[0]] != [r["response"] for r in rows[1]]
+
+
+def test_stored_conversations_are_rated_again_without_a_model(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli("evaluate", "runs/one").code == 0
+    cli.write("picky.py", SCORER)
+    cli.write("skip.yaml", "{_type: picky, on_failure: skip}\n")
+    monkeypatch.setattr("nip_astra.scenarios.ast_chat.load_language_model", None)
+    said = cli("score", "runs/one", "--scorer", "skip.yaml", "--plugin", "picky.py")
+    assert said.code == 0, said.err
+    found, rows = figures_of(run, "test-skip"), read_rows(run / "evaluations/test-skip/rows.jsonl")
+    outcome = {
+        True: lambda text: "error" if "silly" in text else "undetermined",
+        False: lambda text: "failure" if "mat" in text or "day" in text else "none",
+    }
+    expected = [
+        outcome["silly" in r["response"] or "cat" in r["response"]](r["response"]) for r in rows
+    ]
+    counted = {name: expected.count(name) for name in found["outcomes"]}
+    assert counted == found["outcomes"]
+    assert counted["undetermined"] + counted["error"] > 0
+    assert "have no verdict" in " ".join(found["warnings"])
+    assert found["scorer"] == "skip"
+    before = read_rows(run / "evaluations" / "test" / "rows.jsonl")
+    assert [row["response"] for row in rows] == [row["response"] for row in before]
+    assert found["budget"]["scorer_calls"] > 0
+
+
+def test_a_run_that_was_not_evaluated_is_rated_from_its_own_table(
+    cli: CommandLine, run: Path
+) -> None:
+    said = cli("score", "runs/one", "--scorer", "own", "--threshold", "0.4")
+    assert said.code == 0, said.err
+    found = figures_of(run, "evaluation-classifier")
+    after = json.loads((run / "results.json").read_text())["after"]
+    assert found["scores"]["response"]["mean"] == pytest.approx(after["mean_score"])
+    assert found["nll"]["target"] is None
+    assert found["failure_threshold"] == 0.4
+
+
+def test_several_scorers_are_told_beside_each_other(cli: CommandLine, run: Path) -> None:
+    cli.write("picky.py", SCORER)
+    cli.write("skip.yaml", "{_type: picky, on_failure: skip}\n")
+    options = ("--scorer", "own", "--scorer", "skip.yaml", "--plugin", "picky.py")
+    said = cli("evaluate", "runs/one", *options, "--probability-episodes", "0")
+    assert said.code == 0, said.err
+    found = figures_of(run, "test-classifier-skip")
+    assert found["scorer"] == "classifier"
+    assert 0.0 <= found["scorers"]["skip"]["agreement"] <= 1.0
+    again = cli("score", "runs/one/evaluations/test-classifier-skip", *options, "--name", "again")
+    assert again.code == 0, again.err
+    assert figures_of(run, "again")["scorers"] == found["scorers"]
+    assert figures_of(run, "again")["failure_rate"] == found["failure_rate"]
+
+
+def test_two_evaluations_are_compared_pair_by_pair(cli: CommandLine, run: Path) -> None:
+    assert cli("evaluate", "runs/one").code == 0
+    assert cli("evaluate", "runs/one", "--untrained").code == 0
+    pair = ("runs/one/evaluations/test-untrained", "runs/one/evaluations/test")
+    said = cli("compare", *pair, "--out", "comparison.json")
+    assert said.code == 0, said.err
+    assert "difference to one/test-untrained" in said.out
+    found = json.loads((cli.folder / "comparison.json").read_text())
+    metric = found["comparisons"]["one/test"]["mean_score"]
+    a, b = (
+        figures_of(run, name)["scores"]["response"]["mean"] for name in ("test-untrained", "test")
+    )
+    assert metric["difference"] == pytest.approx(b - a)
+    assert json.loads(cli("compare", *pair, "--json").out) == found
+
+
+def test_a_condition_fails_the_job_with_exit_code_one(cli: CommandLine, run: Path) -> None:
+    high = ("--fail-if", "failure_rate.high > 0.0")
+    said = cli("evaluate", "runs/one", *high)
+    assert (said.code, "failed: failure_rate.high > 0.0" in said.err) == (1, True)
+    assert cli("evaluate", "runs/one", "--fail-if", "failure_rate.value > 1").code == 0
+    gate = "comparison.failure_rate.difference > 0 or baseline.failure_rate.high > 2"
+    assert cli("compare", "runs/one", "runs/one", "--fail-if", gate).code == 0
+    assert cli("compare", "runs/one", "runs/one", *high).code == 1
+    message = refused(cli("compare", "runs/one", "runs/one", "--fail-if", "failure_rte.high > 0"))
+    assert "Did you mean 'failure_rate'?" in message
+
+
+def test_a_run_is_compared_by_its_own_table_where_it_was_not_evaluated(
+    cli: CommandLine, run: Path
+) -> None:
+    shutil.copytree(run, cli.folder / "runs" / "two")
+    said = cli("compare", "runs/one", "runs/two")
+    assert said.code == 0, said.err
+    assert "failure rate" in said.out
+
+
+def test_an_adapter_is_evaluated_as_it_was_merged(
+    cli: CommandLine, tiny_scenario: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    lora = "ast_chat.attacker.language_model.lora={rank: 2, alpha: 4}"
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=str(tiny_scenario), overrides=(*SMALL, "training.lr=0.05", lora)
+    )
+    run = run_experiment(resolved, runs_dir="runs", run_id="low", progress=False).run_directory.path
+    said = cli("evaluate", "runs/low")
+    assert said.code == 0, said.err
+    results = json.loads((run / "results.json").read_text())
+    mean = figures_of(run)["scores"]["response"]["mean"]
+    assert mean == pytest.approx(results["after"]["mean_score"], abs=1e-4)
+    assert mean != pytest.approx(results["before"]["mean_score"], abs=1e-4)
+
+
+def test_what_is_printed_as_json_is_the_file(cli: CommandLine, run: Path) -> None:
+    said = cli("evaluate", "runs/one", "--json")
+    assert json.loads(said.out) == figures_of(run)
+
+
+def test_what_cannot_be_evaluated_is_refused(cli: CommandLine, run: Path) -> None:
+    assert "holds no hyper_parameters.yaml" in refused(cli("evaluate", "runs/two"))
+    assert "Give one of them as --split" in refused(cli("evaluate", "runs/one", "--split", "exam"))
+    assert "unknown scorer 'clasifier'. Did you mean 'classifier'?" in refused(
+        cli("evaluate", "runs/one", "--scorer", "clasifier")
+    )
+    assert "the name becomes that of a folder" in refused(
+        cli("evaluate", "runs/one", "--name", "a/b")
+    )
+    assert "Give two or more runs" in refused(cli("compare", "runs/one"))
+    assert "does not exist" in refused(cli("evaluate", "runs/one", "--target", "./nowhere"))
+    assert "it has no _type" in refused(
+        cli("evaluate", "runs/one", "--scorer", cli.write("s.yaml", "label: rude\n"))
+    )
+    shutil.rmtree(run / "model")
+    shutil.rmtree(run / "checkpoints")
+    assert "nothing was trained yet" in refused(cli("evaluate", "runs/one"))

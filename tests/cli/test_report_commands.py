@@ -1,0 +1,32 @@
+"""Tests of `nip-astra report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.command_line import CommandLine, refused
+from tests.report.runs import write_run
+
+
+def test_the_page_is_written_into_the_run_and_its_place_is_printed(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    write_run(tmp_path / "runs" / "one")
+    said = cli("report", "runs/one")
+    assert (said.code, said.out) == (0, "report     runs/one/report.html\n")
+    assert "ast_dpo on pocket_chat" in (tmp_path / "runs/one/report.html").read_text()
+
+
+def test_several_runs_go_to_the_file_that_was_asked_for(cli: CommandLine, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / "runs" / str(seed), seed=seed)
+    said = cli("report", "runs/0", "runs/1", "--output", "both.html", "--redact")
+    assert said.code == 0
+    text = (tmp_path / "both.html").read_text()
+    assert "Comparison of 2 runs" in text
+    assert 'class="veiled"' in text
+
+
+def test_a_folder_that_is_no_run_is_refused(cli: CommandLine) -> None:
+    message = refused(cli("report", "nowhere"))
+    assert message.startswith("a report of nowhere was asked for, but it is no run directory")

@@ -1,0 +1,130 @@
+"""Tests of the page in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from nip_astra.report.page import write_report
+from tests.report.browser import Browser, find_chromium
+from tests.report.runs import ATTACK, chains, evaluation, failing, tree, write_run
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("chromium is not installed: apt-get install chromium fonts-dejavu-core")
+    opened = Browser(program, tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    attacked = failing(ATTACK, response=ATTACK, prompt=ATTACK, episode=50)
+    return write_run(
+        tmp_path_factory.mktemp("runs") / "one",
+        tables={"train": tree(3, 3), "evaluation": [*chains(30), attacked]},
+        evaluations={"held_out": evaluation()},
+    )
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Path:
+    return write_report([run])
+
+
+def test_the_console_stays_empty_and_nothing_is_fetched(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    assert browser.complaints() == []
+    assert browser.requests() == [page.resolve().as_uri()]
+
+
+def test_a_page_that_breaks_the_policy_is_noticed(browser: Browser, tmp_path: Path) -> None:
+    policy = "<meta http-equiv='Content-Security-Policy' content=\"default-src 'none'\">"
+    (tmp_path / "bad.html").write_text(f"{policy}<script>1</script><p style='color:red'>a")
+    browser.open(tmp_path / "bad.html")
+    assert len(browser.complaints()) == 2
+
+
+def test_a_script_in_a_reply_stays_text(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    assert browser.value("document.title") == "ast_dpo on pocket_chat"
+    assert browser.value("document.querySelectorAll('script, img').length") == 0
+    assert ATTACK in browser.value("document.querySelector('#conversations').textContent")
+
+
+def test_a_conversation_and_a_turn_of_its_tree_open_by_a_click(
+    browser: Browser, page: Path
+) -> None:
+    browser.open(page)
+    tree_of_training = "#conversations details.table:nth-of-type(2)"
+    browser.click(f"{tree_of_training} > summary")
+    browser.click(f"{tree_of_training} details.e > summary")
+    closed = f"{tree_of_training} details.n:not([open])"
+    num_closed = browser.value(f"document.querySelectorAll({closed!r}).length")
+    browser.click(f"{closed} > summary")
+    assert browser.value(f"document.querySelectorAll({closed!r}).length") == num_closed - 1
+    seen = f"{tree_of_training} details.n[open] .n"
+    assert browser.value(f"document.querySelector({seen!r}).getBoundingClientRect().height") > 20
+
+
+def test_the_filter_hides_conversations_without_a_failure(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    visible = (
+        "[...document.querySelectorAll('#conversations details.table[open] .e')]"
+        ".filter(e => e.checkVisibility()).length"
+    )
+    before = browser.value(visible)
+    browser.click("#conversations .choose")
+    assert (before, browser.value(visible)) == (20, 1)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+def test_the_page_fits_the_window_and_is_not_blank(
+    browser: Browser, page: Path, scheme: str, width: int
+) -> None:
+    browser.open(page, width=width, scheme=scheme)
+    assert browser.value("document.documentElement.scrollWidth") <= width
+    # What is wider scrolls within itself.
+    outside = "e => e.getBoundingClientRect().right > innerWidth && !e.closest('.scroll, nav, svg')"
+    assert browser.value(f"[...document.querySelectorAll('body *')].filter({outside}).length") == 0
+    background = browser.value("getComputedStyle(document.body).backgroundColor")
+    red = int(background.partition("(")[2].partition(",")[0])
+    assert (red > 200) is (scheme == "light")
+    picture = browser.screenshot()
+    assert picture.startswith(b"\x89PNG")
+    # A window of one colour takes about 5 kB.
+    assert len(picture) > 20_000
+
+
+def test_a_comparison_shows_its_runs_when_they_are_opened(
+    browser: Browser, run: Path, tmp_path: Path
+) -> None:
+    other = write_run(tmp_path / "two", seed=1)
+    browser.open(write_report([run, other], tmp_path / "both.html"))
+    assert browser.complaints() == []
+    browser.click("details.run > summary")
+    height = "document.querySelector('#run-1-summary').getBoundingClientRect().height"
+    assert browser.value(height) > 100
+
+
+def test_a_blurred_text_is_shown_by_a_click_and_all_of_them_by_the_box(
+    browser: Browser, run: Path, tmp_path: Path
+) -> None:
+    browser.open(write_report([run], tmp_path / "veiled.html", redact=True))
+    text = "#failures .x"
+    blur = f"getComputedStyle(document.querySelector({text!r})).filter"
+    assert browser.value(blur).startswith("blur(")
+    browser.click(text)
+    assert browser.value(blur) == "none"
+    browser.click("h1")
+    assert browser.value(blur).startswith("blur(")
+    browser.click("#unveil")
+    still = "[...document.querySelectorAll('.x')].filter(e => getComputedStyle(e).filter != 'none')"
+    assert browser.value(f"{still}.length") == 0
+    assert browser.complaints() == []

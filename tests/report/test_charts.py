@@ -1,0 +1,84 @@
+"""Tests of the geometry of charts."""
+
+from __future__ import annotations
+
+import pytest
+
+from nip_astra.report.charts import Band, Line, line_chart, nice_ticks, sparkline, whisker
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.0, 1.0, [0.0, 0.25, 0.5, 0.75, 1.0]),
+        (0.0, 0.04, [0.0, 0.01, 0.02, 0.03, 0.04]),
+        (-1.2, 1.1, [-2.0, -1.0, 0.0, 1.0, 2.0]),
+    ],
+)
+def test_ticks_are_round_and_enclose_what_is_shown(
+    low: float, high: float, ticks: list[float]
+) -> None:
+    assert nice_ticks(low, high) == pytest.approx(ticks)
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -1e-9, 1e12])
+def test_equal_values_have_an_axis(value: float) -> None:
+    ticks = nice_ticks(value, value)
+    assert ticks[0] <= value <= ticks[-1]
+    assert ticks[0] < ticks[-1]
+
+
+def test_whole_numbers_have_whole_ticks() -> None:
+    assert nice_ticks(1, 2, whole=True) == [1, 2]
+
+
+def test_larger_values_are_higher_and_later_steps_further_right() -> None:
+    chart = line_chart("a", [Line("run", [(1, 0.1), (2, 0.9)])], kind="percent")
+    assert chart is not None
+    first, second = chart.lines[0].dots
+    assert (first.x, second.x) == (chart.left, chart.right)
+    assert second.y < first.y
+    assert [tick.label for tick in chart.y_ticks] == ["0%", "25%", "50%", "75%", "100%"]
+    assert "run: 10.0% at iteration 1, 90.0% at 2" in chart.summary
+
+
+def test_a_missing_value_breaks_the_line() -> None:
+    chart = line_chart("a", [Line("run", [(1, 1.0), (2, None), (3, 2.0), (4, 3.0)])])
+    assert chart is not None
+    assert chart.lines[0].path.count("M") == 2
+    assert len(chart.lines[0].dots) == 3
+
+
+def test_one_value_is_a_dot() -> None:
+    chart = line_chart("a", [Line("run", [(1, 0.5)], is_thin=True)])
+    assert chart is not None
+    assert len(chart.lines[0].dots) == 1
+
+
+def test_no_values_give_no_chart() -> None:
+    assert line_chart("a", []) is None
+    assert line_chart("a", [Line("run", [(1, None)])]) is None
+    assert sparkline([Line("run", [])]) == []
+
+
+def test_a_band_is_closed_and_within_the_axis() -> None:
+    band = Band([(1, 0.0, 4.0), (2, 1.0, 2.0)])
+    chart = line_chart("a", [Line("mean", [(1, 2.0), (2, 1.5)])], bands=[band])
+    assert chart is not None
+    path, _ = chart.bands[0]
+    assert path.startswith("M")
+    assert path.endswith("Z")
+    assert [tick.label for tick in chart.y_ticks][-1] == "4"
+
+
+def test_a_step_line_goes_across_before_it_goes_up() -> None:
+    chart = line_chart("a", [Line("run", [(0, 0.0), (5, 1.0)], has_steps=True)], kind="count")
+    assert chart is not None
+    assert chart.lines[0].path == f"M{chart.left} {chart.bottom}H{chart.right}V{chart.top}"
+
+
+def test_an_interval_is_drawn_in_hundredths() -> None:
+    drawn = whisker(0.5, 0.25, 0.75, limit=1.0)
+    assert drawn is not None
+    assert (drawn.value, drawn.low, drawn.high) == (50.0, 25.0, 75.0)
+    assert whisker(None, None, None, limit=1.0) is None
