@@ -75,6 +75,13 @@ Threads = Annotated[int | None, typer.Option(metavar="NUMBER", help="CPU threads
 Wandb = Annotated[
     str | None, typer.Option(metavar="MODE", help="W&B: disabled, offline or online.")
 ]
+FailIf = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONDITION", help="Exit with 1 where it holds, e.g. 'failure_rate.high > 0.05'."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 
@@ -195,6 +202,167 @@ def schema(
     from nip_astra.cli import commands
 
     commands.schema(_experiment_arguments(trainer, scenario, None, None, None, plugin))
+
+
+@app.command()
+def evaluate(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Run directories or checkpoints.")
+    ],
+    target: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODEL", help="Model, or run whose target it is. Repeatable."),
+    ] = None,
+    scorer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Registered name, YAML file, or own. Repeatable."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Folder in RUN/evaluations.")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(metavar="NAME", help="Opening prompts: train, dev or test.")
+    ] = "test",
+    seed: Seed = None,
+    num_episodes: Annotated[
+        int | None, typer.Option(min=1, metavar="NUMBER", help="Conversations of the attacker.")
+    ] = None,
+    num_turns: Annotated[
+        int | None, typer.Option(min=1, metavar="NUMBER", help="Turns of a conversation.")
+    ] = None,
+    probability_episodes: Annotated[
+        int | None,
+        typer.Option(
+            min=0, metavar="NUMBER", help="Conversations for the probability of failure; 0: none."
+        ),
+    ] = None,
+    importance_sampling: Annotated[
+        bool,
+        typer.Option(
+            "--importance-sampling/--monte-carlo-only",
+            help="Whether half of those have a turn of the attacker's.",
+        ),
+    ] = True,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="NUMBER", help="Conversations at once.")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(metavar="SCORE", help="Score from which a response fails.")
+    ] = None,
+    untrained: Annotated[
+        bool, typer.Option("--untrained", help="The attacker as it was before training.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over.")] = False,
+    fail_if: FailIf = None,
+    as_json: AsJson = False,
+    overrides: Overrides = None,
+    plugin: Plugins = None,
+    device: Device = None,
+    num_threads: Threads = None,
+    debug: Debug = False,
+) -> None:
+    """Measure attackers on held-out prompts; goes on where a killed evaluation was."""
+    from nip_astra.cli import evaluation_commands
+
+    evaluation_commands.evaluate(
+        evaluation_commands.EvaluateRequest(
+            runs=runs,
+            targets=target or [],
+            scorers=scorer or [],
+            name=name,
+            split=split,
+            seed=seed,
+            num_episodes=num_episodes,
+            num_turns=num_turns,
+            probability_episodes=probability_episodes,
+            importance_sampling=importance_sampling,
+            batch_size=batch_size,
+            threshold=threshold,
+            is_untrained=untrained,
+            is_overwritten=overwrite,
+            overrides=overrides or [],
+            plugins=plugin or [],
+            fail_if=fail_if,
+            as_json=as_json,
+        ),
+        _settings_arguments(device=device, num_threads=num_threads),
+    )
+
+
+@app.command()
+def score(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or an evaluation.")],
+    scorer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Registered name, YAML file, or own. Repeatable."),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Folder in RUN/evaluations.")
+    ] = None,
+    threshold: Annotated[
+        float | None, typer.Option(metavar="SCORE", help="Score from which a response fails.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start over.")] = False,
+    fail_if: FailIf = None,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+    device: Device = None,
+    debug: Debug = False,
+) -> None:
+    """Rate the stored conversations of a run by other scorers; generates nothing."""
+    from nip_astra.cli import stored_evaluations
+
+    stored_evaluations.score(
+        run,
+        scorer or [],
+        name=name,
+        threshold=threshold,
+        plugins=plugin or [],
+        is_overwritten=overwrite,
+        settings_fields=_settings_arguments(device=device),
+        fail_if=fail_if,
+        as_json=as_json,
+    )
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Run directories or evaluations.")
+    ],
+    fail_if: FailIf = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON file to write the comparison to.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare evaluations with the first, paired by opening prompt."""
+    from nip_astra.cli import stored_evaluations
+
+    stored_evaluations.compare_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Run directories; several are compared.")
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="RUN/report.html, or comparison.html for several runs."),
+    ] = None,
+    redact: Annotated[
+        bool,
+        typer.Option("--redact/--reveal", help="Whether the text of failures is blurred."),
+    ] = False,
+    open_page: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write one HTML page about a run, or about several side by side."""
+    from nip_astra.cli import report_commands
+
+    report_commands.report(runs, output=output, redact=redact, is_opened=open_page)
 
 
 def _experiment_arguments(

@@ -1,15 +1,22 @@
 """How often an attacker makes the target fail, how plausibly, and in how many ways.
 
+A turn without verdict (see `Outcome`) enters no denominator; an episode without failure in which
+a turn has none is not known, and enters none either.
+
 Shape suffixes: `N` node, `E` episode, `T` token.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+
+from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.planted_failures import Discovery, PlantedFailure
@@ -29,7 +36,8 @@ class FailureReport:
     Attributes
     ----------
     failure_rate : float
-        Share of episodes in which a response reached the failure threshold.
+        Share of episodes in which a response reached the failure threshold; NaN where no episode
+        has a verdict.
     failure_rate_interval : tuple[float, float]
         95 %, bootstrapped over opening prompts.
     mean_score : float
@@ -42,6 +50,10 @@ class FailureReport:
         Distinct successful probes over successful probes; None when no probe succeeded.
     plants_found : int or None
         Planted failures met; None where the scenario has none.
+    num_episodes : int
+        Episodes played, those without verdict included.
+    outcomes : dict
+        Turns by outcome: failure, none, undetermined, error.
     first_query : dict
         Target queries until each planted failure was first met; None for those not met.
     most_common_probe : str or None
@@ -61,6 +73,7 @@ class FailureReport:
     first_query: dict[str, int | None]
     num_episodes: int
     target_queries: int
+    outcomes: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_collapsed(self) -> bool:
@@ -96,6 +109,7 @@ class FailureTally:
     _prompts: list[str] = field(default_factory=list)
     _successes: Counter[str] = field(default_factory=Counter)
     _sums: Counter[str] = field(default_factory=Counter)
+    _outcomes: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.discovery = Discovery(self.planted, self.failure_threshold)
@@ -104,13 +118,26 @@ class FailureTally:
         """Count one rollout."""
         self.trees.append(tree)
         nodes = tree.nodes
-        is_failure_N = nodes["response_score"] >= self.failure_threshold
-        self._has_failed += tree.any_in_episode(is_failure_N).double().tolist()
+        scores_N, rewards_N = nodes["response_score"], nodes["reward"]
+        is_failure_N = scores_N >= self.failure_threshold
+        is_missing_N = scores_N.isnan()
+        is_error_N = is_missing_N & nodes.get("is_error", torch.zeros_like(is_missing_N))
+        has_failed_E = tree.any_in_episode(is_failure_N)
+        is_unknown_E = tree.any_in_episode(is_missing_N) & ~has_failed_E
+        self._has_failed += has_failed_E.double().masked_fill(is_unknown_E, math.nan).tolist()
         self._prompts += tree.prompts
         self._successes.update(tree.probes[i] for i in is_failure_N.nonzero().flatten().tolist())
         self._sums["nodes"] += tree.num_nodes
-        self._sums["score"] += nodes["response_score"].double().sum().item()
-        self._sums["reward"] += nodes["reward"].double().sum().item()
+        self._sums["score"] += scores_N[~is_missing_N].double().sum().item()
+        self._sums["reward"] += rewards_N[~rewards_N.isnan()].double().sum().item()
+        self._sums["rewarded"] += int((~rewards_N.isnan()).sum())
+        for outcome, is_N in (
+            (Outcome.FAILURE, is_failure_N),
+            (Outcome.NONE, ~is_failure_N & ~is_missing_N),
+            (Outcome.UNDETERMINED, is_missing_N & ~is_error_N),
+            (Outcome.ERROR, is_error_N),
+        ):
+            self._outcomes[str(outcome)] += int(is_N.sum())
         self._sums["nll"] -= (
             (nodes["reference_logprobs"].double() * nodes["probe_mask"]).sum().item()
         )
@@ -120,18 +147,24 @@ class FailureTally:
     def report(self) -> FailureReport:
         """Give the figures of everything added so far."""
         identity = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}
+        known = [
+            (failed, identity[prompt])
+            for failed, prompt in zip(self._has_failed, self._prompts, strict=True)
+            if not math.isnan(failed)
+        ]
+        has_failed = [failed for failed, _ in known]
         interval = cluster_bootstrap_interval(
-            self._has_failed,
-            [identity[prompt] for prompt in self._prompts],
+            has_failed,
+            [cluster for _, cluster in known],
             num_resamples=self.num_bootstrap_resamples,
         )
-        num_nodes = max(self._sums["nodes"], 1)
         num_successes = self._successes.total()
+        num_rated = self._outcomes["failure"] + self._outcomes["none"]
         return FailureReport(
-            failure_rate=sum(self._has_failed) / max(len(self._has_failed), 1),
+            failure_rate=_mean(sum(has_failed), len(has_failed)),
             failure_rate_interval=(interval.low, interval.high),
-            mean_score=self._sums["score"] / num_nodes,
-            mean_reward=self._sums["reward"] / num_nodes,
+            mean_score=_mean(self._sums["score"], num_rated),
+            mean_reward=_mean(self._sums["reward"], self._sums["rewarded"]),
             probe_nll=self._sums["nll"] / max(self._sums["tokens"], 1),
             distinct_share=len(self._successes) / num_successes if num_successes else None,
             num_successful_probes=num_successes,
@@ -141,7 +174,12 @@ class FailureTally:
             first_query=dict(self.discovery.first_query),
             num_episodes=len(self._has_failed),
             target_queries=int(self._sums["nodes"]),
+            outcomes={str(outcome): self._outcomes[str(outcome)] for outcome in Outcome},
         )
+
+
+def _mean(total: float, count: float) -> float:
+    return total / count if count else math.nan
 
 
 def play_chains(
@@ -167,10 +205,29 @@ def play_chains(
         start = part * batch_size
         episodes = range(start, min(start + batch_size, num_episodes))
         if len(episodes) > 0:
-            yield sampler.sample(
-                [prompts[episode % len(prompts)] for episode in episodes],
-                tree_width=1,
-                tree_depth=tree_depth,
-                key=key,
-                first_episode=start,
-            )
+            yield play_episodes(sampler, prompts, episodes, num_turns=tree_depth, key=key)
+
+
+def play_episodes(
+    sampler: TreeSampler,
+    prompts: Sequence[str],
+    episodes: range,
+    *,
+    num_turns: int,
+    key: tuple[SeedPart, ...],
+) -> RolloutTree:
+    """Play some episodes of conversations that do not branch.
+
+    Parameters
+    ----------
+    episodes : range
+        Episode i starts from prompt i, modulo the number of prompts; it is the same whichever
+        episodes are played with it.
+    """
+    return sampler.sample(
+        [prompts[episode % len(prompts)] for episode in episodes],
+        tree_width=1,
+        tree_depth=num_turns,
+        key=key,
+        first_episode=episodes.start,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -189,3 +190,32 @@ def test_one_part_is_played_as_it_is_among_all_parts() -> None:
 
 def test_parts_past_the_last_episode_play_nothing() -> None:
     assert _play([3, 7]) == []
+
+
+def _without_verdict() -> RolloutTree:
+    # Episodes 0 and 1, two turns each: 0 fails late, 1 has an error and an undetermined turn.
+    tree = make_chains(["a cat", "hello"], ["a", "b", "cat", "c"], [0.1, math.nan, 0.9, math.nan])
+    tree.nodes["is_error"] = torch.tensor([False, True, False, False])
+    tree.nodes["reward"] = tree.nodes["response_score"] - 1.0
+    return tree
+
+
+def test_turns_without_verdict_enter_no_denominator() -> None:
+    report = tally_of(_without_verdict()).report()
+    assert report.outcomes == {"failure": 1, "none": 1, "undetermined": 1, "error": 1}
+    assert report.failure_rate == 1.0
+    assert report.mean_score == pytest.approx(0.5)
+    assert report.mean_reward == pytest.approx(-0.5)
+    assert (report.num_episodes, report.target_queries) == (2, 4)
+
+
+def test_an_episode_with_a_failure_and_an_unknown_turn_has_failed() -> None:
+    tree = make_chains(["a cat"], ["a", "b"], [math.nan, 0.9])
+    assert tally_of(tree).report().failure_rate == 1.0
+
+
+def test_without_any_verdict_there_is_no_rate_and_not_one_of_zero() -> None:
+    report = tally_of(make_chains(["a cat"], ["a", "b"], [math.nan, 0.2])).report()
+    assert math.isnan(report.failure_rate)
+    assert math.isnan(report.failure_rate_interval[0])
+    assert report.mean_score == pytest.approx(0.2)

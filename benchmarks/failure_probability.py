@@ -1,0 +1,234 @@
+"""Do the estimates of the probability of failure hold what they promise, on pocket_chat?
+
+    nip-astra --trainer ast_dpo --run-id trained
+    python benchmarks/failure_probability.py runs/trained
+
+Brute force plays the reference many times for the truth. Then each estimator is repeated, each time
+with as many target queries: plain Monte Carlo, on parts of the brute force; importance sampling as
+`nip-astra evaluate` does it, half of the episodes the reference's and in the others one turn the
+attacker's; and a mixture in which the other half is the attacker's throughout. Told are error,
+width and coverage of the intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nip_astra.cli.evaluation_loading import LoadedAttacker, load_attacker
+from nip_astra.evaluation.failure_probability import (
+    ATTACKER,
+    REFERENCE,
+    WeighedEpisodes,
+    defensive_shares,
+    importance_sampling,
+    monte_carlo,
+)
+from nip_astra.evaluation.strategies import sampled_logprobs, sampler_of
+from nip_astra.experiment_settings import ExperimentSettings
+
+BATCH = 600
+
+
+class Episodes:
+    """Episodes of one strategy: log-ratios, first failures and prompts, in order."""
+
+    def __init__(self, log_ratio: Any, first: Any, prompts: Any) -> None:
+        self.log_ratio, self.first, self.prompts = log_ratio, first, prompts
+
+    def part(self, start: int, count: int) -> Episodes:
+        rows = slice(start, start + count)
+        return Episodes(self.log_ratio[rows], self.first[rows], self.prompts[rows])
+
+
+@torch.no_grad()
+def play(
+    attacker: LoadedAttacker, strategy: str, prompts: Sequence[int], key: Any, *, weigh: bool
+) -> Episodes:
+    """Play one episode a prompt number."""
+    depth, threshold = attacker.section.tree_depth, attacker.section.failure_threshold
+    texts = attacker.instance.datasets["test"]
+    sampler = sampler_of(strategy, attacker.sampler, num_turns=depth)
+    ratios, first = [], []
+    for start in range(0, len(prompts), BATCH):
+        numbers = prompts[start : start + BATCH]
+        tree = sampler.sample(
+            [texts[number] for number in numbers],
+            tree_width=1,
+            tree_depth=depth,
+            key=key,
+            first_episode=start,
+        )
+        failed_EH = (tree.nodes["response_score"] >= threshold).view(depth, -1).T.numpy()
+        first.append(np.where(failed_EH.any(axis=1), failed_EH.argmax(axis=1), -1))
+        logprobs = [
+            sampled_logprobs(agent.language_model, tree, agent.sampling)
+            if weigh
+            else torch.zeros(1)
+            for agent in (attacker.sampler.attacker, attacker.sampler.reference)
+        ]
+        shape = (depth, len(numbers))
+        ratios.append(
+            (logprobs[0] - logprobs[1]).expand(depth * len(numbers)).view(shape).T.numpy()
+        )
+    return Episodes(np.concatenate(ratios), np.concatenate(first), np.asarray(prompts))
+
+
+def brute_force(attacker: LoadedAttacker, num_episodes: int, seed: int) -> Any:
+    """Say of each episode of the reference whether it fails; prompts are used in order."""
+    num_prompts = len(attacker.instance.datasets["test"])
+    numbers = [i % num_prompts for i in range(num_episodes)]
+    return play(attacker, REFERENCE, numbers, (seed, "brute"), weigh=False).first >= 0
+
+
+def weighed(parts: dict[str, Episodes]) -> dict[str, Any]:
+    """Give the importance-sampling estimate from parts of several strategies."""
+    return importance_sampling(
+        WeighedEpisodes(
+            np.concatenate([part.log_ratio for part in parts.values()]),
+            np.concatenate([part.first for part in parts.values()]),
+            [name for name, part in parts.items() for _ in part.first],
+            [int(p) for part in parts.values() for p in part.prompts],
+        )
+    ).to_dict()
+
+
+def repeat(
+    attacker: LoadedAttacker, counts: dict[str, int], repetitions: int, seed: int
+) -> list[dict[str, Episodes]]:
+    """Play every repetition of a mixture; within one, the prompts are used in turn."""
+    texts = attacker.instance.datasets["test"]
+    generator = np.random.default_rng(seed)
+    numbers: dict[str, list[int]] = {name: [] for name in counts}
+    for _ in range(repetitions):
+        order, place = generator.permutation(len(texts)), 0
+        for name, count in counts.items():
+            numbers[name] += [int(order[i % len(texts)]) for i in range(place, place + count)]
+            place += count
+    pool = {
+        name: play(attacker, name, chosen, (seed, "mixture", name), weigh=True)
+        for name, chosen in numbers.items()
+    }
+    return [
+        {name: pool[name].part(r * count, count) for name, count in counts.items()}
+        for r in range(repetitions)
+    ]
+
+
+def figures(estimates: Sequence[dict[str, Any]], truth: float) -> dict[str, float]:
+    """Give error, width and coverage of repeated estimates; refused ones are counted apart."""
+    told = [e for e in estimates if e["value"] is not None]
+    values = np.array([e["value"] for e in told])
+    low, high = np.array([e["low"] for e in told]), np.array([e["high"] for e in told])
+    error = np.sqrt(((values - truth) ** 2).mean())
+    return {
+        "mean": float(values.mean()),
+        "rmse": float(error),
+        "relative_rmse": float(error / truth),
+        "mean_width": float((high - low).mean()),
+        "coverage": float(((low <= truth) & (truth <= high)).mean()),
+        "refused": len(estimates) - len(told),
+        "effective_sample_size": float(
+            np.mean([e.get("effective_sample_size", np.nan) for e in told])
+        ),
+    }
+
+
+def monte_carlo_parts(
+    attacker: LoadedAttacker, has_failed: Any, count: int, repetitions: int
+) -> list[Any]:
+    """Give the plain estimate from each part of the brute force."""
+    num_prompts = len(attacker.instance.datasets["test"])
+    return [
+        monte_carlo(
+            has_failed[start : start + count].astype(float).tolist(),
+            [i % num_prompts for i in range(start, start + count)],
+            num_turns=attacker.section.tree_depth,
+        )
+        for start in range(0, repetitions * count, count)
+    ]
+
+
+def show(name: str, found: dict[str, float]) -> None:
+    """Print one line of the table."""
+    print(
+        f"{name:32}{found['mean']:8.3%}{found['rmse']:9.3%}{found['relative_rmse']:8.2f}"
+        f"{found['mean_width']:8.2%}{found['coverage']:7.0%}{found['refused']:8.0f}"
+        f"{found['effective_sample_size']:6.0f}",
+        flush=True,
+    )
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", help="a finished run on pocket_chat")
+    parser.add_argument("--episodes", type=int, default=300, help="of one estimate")
+    parser.add_argument("--repetitions", type=int, default=100)
+    parser.add_argument("--brute-force", type=int, default=120_000, help="episodes for the truth")
+    parser.add_argument("--truth", help=".npy file that keeps the brute force between calls")
+    parser.add_argument("--seed", type=int, default=77)
+    parser.add_argument("--json", help="file to write the figures to")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    options = read_options()
+    torch.set_num_threads(1)
+    attacker = load_attacker(options.run, ExperimentSettings())
+    started = time.perf_counter()
+    file = Path(options.truth) if options.truth else None
+    if file is not None and file.is_file():
+        has_failed = np.load(file)
+    else:
+        has_failed = brute_force(attacker, options.brute_force, options.seed)
+        if file is not None:
+            np.save(file, has_failed)
+    truth, total = float(has_failed.mean()), len(has_failed)
+    error = (truth * (1 - truth) / total) ** 0.5
+    print(
+        f"brute force: {has_failed.sum():,} of {total:,} episodes fail, {truth:.3%} +- {error:.3%}"
+    )
+    heads = zip(
+        ("mean", "RMSE", "RMSE/p", "width", "cover", "refused", "ESS"),
+        (8, 9, 8, 8, 7, 8, 6),
+        strict=True,
+    )
+    print(" " * 32 + "".join(f"{head:>{width}}" for head, width in heads))
+    num_turns, count = attacker.section.tree_depth, options.episodes
+    estimates = {"Monte Carlo": monte_carlo_parts(attacker, has_failed, count, options.repetitions)}
+    show("Monte Carlo", figures(estimates["Monte Carlo"], truth))
+    mixtures = {
+        "importance sampling, one turn": defensive_shares(count, num_turns),
+        "importance sampling, all turns": {REFERENCE: count - count // 2, ATTACKER: count // 2},
+    }
+    for name, counts in mixtures.items():
+        parts = repeat(attacker, counts, options.repetitions, options.seed)
+        estimates[name] = [weighed(part) for part in parts]
+        show(name, figures(estimates[name], truth))
+    print(
+        f"{options.repetitions} repetitions of {count * num_turns:,} target queries each, "
+        f"95 % intervals; {time.perf_counter() - started:.0f} s"
+    )
+    if options.json:
+        names = ("value", "low", "high")
+        content = {
+            name: {
+                "figures": figures(told, truth),
+                "estimates": [[e[n] for n in names] for e in told],
+            }
+            for name, told in estimates.items()
+        }
+        Path(options.json).write_text(json.dumps({"truth": truth, **content}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

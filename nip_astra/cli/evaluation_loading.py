@@ -1,0 +1,288 @@
+"""Load what an evaluation plays: attackers of runs and checkpoints, targets, scorers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nip_astra.checkpoints.store import MANIFEST, CheckpointStore
+from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.evaluation.storage import weights_hash
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.factory import build_scenario_instance
+from nip_astra.parameters.content import resolve_reference
+from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.samplers.trees import TreeSampler
+from nip_astra.scenario_base.agents import ConversationAgent, build_agent, load_language_model
+from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.registry import SCORERS, build_scorer
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.utils.devices import resolve_device
+
+
+@dataclass(frozen=True)
+class LoadedAttacker:
+    """An attacker with the scenario it was trained in.
+
+    Attributes
+    ----------
+    label : str
+        Run id, with the checkpoint where one was asked for.
+    suffix : str
+        What the attacker adds to the name of an evaluation; empty for the run's own result.
+    instance : ScenarioInstance
+        Its sampler speaks through this attacker.
+    section : Any
+        Parameters of the scenario's kind.
+    """
+
+    label: str
+    suffix: str
+    run: Path
+    resolved: ResolvedExperiment
+    instance: ScenarioInstance
+    section: Any
+    weights: str | None
+
+    @property
+    def sampler(self) -> TreeSampler:
+        """The sampler of the instance."""
+        assert self.instance.sampler is not None
+        return self.instance.sampler
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """A target, and what is known of its failures.
+
+    Attributes
+    ----------
+    agent : ConversationAgent or None
+        None for the target of the attacker's own scenario.
+    description : dict
+        What the evaluation's configuration says of it.
+    """
+
+    label: str
+    suffix: str
+    agent: ConversationAgent | None
+    planted: Sequence[PlantedFailure] | None
+    description: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LoadedScorers:
+    """Scorers by name, the one that decides first, and their parameters."""
+
+    scorers: dict[str, Scorer]
+    parameters: dict[str, Any]
+
+
+def resolve_run(path: Path, overrides: Sequence[str], plugins: Sequence[str]) -> ResolvedExperiment:
+    """Give the experiment of a run directory."""
+    directory = RunDirectory.open(path)
+    return resolve_experiment(
+        parameter_file=directory.path / HYPER_PARAMETERS, overrides=overrides, plugins=plugins
+    )
+
+
+def run_of(path: str | Path) -> tuple[Path, Path | None]:
+    """Give the run of a run directory or checkpoint, and the checkpoint."""
+    found = Path(path)
+    if (found / MANIFEST).is_file():
+        return found.resolve().parent.parent, found
+    return found, None
+
+
+def load_attacker(
+    path: str,
+    settings: ExperimentSettings,
+    *,
+    overrides: Sequence[str] = (),
+    plugins: Sequence[str] = (),
+    is_untrained: bool = False,
+) -> LoadedAttacker:
+    """Build the scenario of a run, and give its attacker the weights that training left.
+
+    Parameters
+    ----------
+    path : str
+        A run directory, or a checkpoint in one.
+    is_untrained : bool
+        Give the attacker as it was before training, the reference.
+
+    Raises
+    ------
+    RunDirectoryError
+        When it is no run.
+    ConfigurationError
+        When its scenario has no attacker, or the run has no weights yet.
+    """
+    run, checkpoint = run_of(path)
+    resolved = resolve_run(run, overrides, plugins)
+    instance = build_scenario_instance(
+        resolved.hyper_params, settings, kind=resolved.kind, scenario_dir=resolved.scenario_dir
+    )
+    if instance.sampler is None:
+        raise ConfigurationError(
+            f"{run} was to be evaluated, but its scenario of kind {resolved.kind!r} has no "
+            "attacker that talks to a target. Give a run of an ast_* trainer."
+        )
+    section = getattr(resolved.hyper_params, resolved.kind)
+    name = RunDirectory(run).run_id
+    if is_untrained:
+        agent = replace(instance.agents["reference"], role="attacker")
+        label, suffix, source = f"{name} untrained", "untrained", None
+    elif checkpoint is None and (run / "model").is_dir():
+        agent = _of_model_folder(instance, section, run / "model", settings, resolved.scenario_dir)
+        label, suffix, source = name, "", run / "model"
+    else:
+        if checkpoint is None:
+            checkpoint = _newest_checkpoint(run)
+        CheckpointStore(checkpoint.parent).verify(checkpoint)
+        agent, source = instance.agents["attacker"], checkpoint / "attacker"
+        agent.language_model.restore(source)
+        label, suffix = f"{name} {checkpoint.name}", checkpoint.name
+    instance.sampler = instance.sampler.with_attacker(agent)
+    weights = weights_hash(source) if source is not None else None
+    return LoadedAttacker(label, suffix, run, resolved, instance, section, weights)
+
+
+def load_target(
+    spec: str | None, attacker: LoadedAttacker, settings: ExperimentSettings
+) -> LoadedTarget:
+    """Give a target: None for the scenario's own, a run for that run's, else a model.
+
+    A model gets the format and sampling of the scenario's own target.
+    """
+    parameters, planted = attacker.section.target, None
+    scenario_dir = attacker.resolved.scenario_dir
+    if spec is None:
+        model = str(getattr(parameters.language_model, "model", "target"))
+        return LoadedTarget(Path(model).name, "", None, None, parameters.to_dict())
+    if (Path(spec) / HYPER_PARAMETERS).is_file():
+        resolved = resolve_run(Path(spec), (), ())
+        section = getattr(resolved.hyper_params, resolved.kind)
+        parameters, scenario_dir = section.target, resolved.scenario_dir
+        planted, label = section.planted_failures, RunDirectory(Path(spec)).run_id
+    else:
+        if "model" not in type(parameters.language_model).model_fields:
+            raise ConfigurationError(
+                f"the target {spec!r} was asked for as a model, but the backend of the run's own "
+                "target takes none. Give a run whose target you want."
+            )
+        model = parameters.language_model.model_copy(update={"model": spec})
+        parameters = parameters.model_copy(update={"language_model": model})
+        planted, label = [], Path(spec.rstrip("/")).name
+    loaded = load_language_model(
+        parameters.language_model,
+        device=resolve_device(settings.device),
+        scenario_dir=scenario_dir,
+        trainable=False,
+    )
+    description = parameters.to_dict() | {"weights": _weights_of(parameters, scenario_dir)}
+    agent = build_agent("target", parameters, loaded)
+    return LoadedTarget(label, label, agent, planted, description)
+
+
+def load_scorers(
+    specs: Sequence[str],
+    own: Any,
+    settings: ExperimentSettings,
+    scenario_dir: Path | None,
+    own_scorer: Scorer | None = None,
+) -> LoadedScorers:
+    """Give the scorers asked for; without any, the scenario's own.
+
+    Parameters
+    ----------
+    specs : Sequence[str]
+        A registered name, `own` for the scenario's, or a YAML file of a scorer's parameters.
+    own : Any
+        Parameters of the scenario's scorer.
+    """
+    scorers: dict[str, Scorer] = {}
+    found: dict[str, Any] = {}
+    for spec in specs or ("own",):
+        name, parameters = _scorer_parameters(spec, own)
+        while name in scorers:
+            name += "_2"
+        is_built = spec == "own" and own_scorer is not None
+        scorers[name] = (
+            own_scorer
+            if is_built and own_scorer is not None
+            else build_scorer(
+                parameters, device=resolve_device(settings.device), scenario_dir=scenario_dir
+            )
+        )
+        found[name] = parameters.to_dict()
+    return LoadedScorers(scorers, found)
+
+
+def _scorer_parameters(spec: str, own: Any) -> tuple[str, Any]:
+    if spec == "own":
+        return str(own.type_name), own
+    path = Path(spec)
+    if path.suffix not in (".yaml", ".yml"):
+        return spec, SCORERS.get(spec).Parameters.from_dict({})
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise DataError(
+            f"a scorer was to be read from {path}, but: {error}. Give a YAML file with _type and "
+            "the scorer's parameters."
+        ) from error
+    if not isinstance(values, dict) or not isinstance(values.get("_type"), str):
+        raise DataError(
+            f"a scorer was to be read from {path}, but it has no _type. Begin it with `_type: "
+            f"<name>`, one of: {', '.join(SCORERS.names())}."
+        )
+    rest = {name: value for name, value in values.items() if name != "_type"}
+    return path.stem, SCORERS.get(values["_type"]).Parameters.from_dict(rest)
+
+
+def _of_model_folder(
+    instance: ScenarioInstance,
+    section: Any,
+    folder: Path,
+    settings: ExperimentSettings,
+    scenario_dir: Path | None,
+) -> ConversationAgent:
+    """Give the attacker that `save_pretrained` wrote."""
+    agent = instance.agents["attacker"]
+    parameters = section.attacker.language_model
+    if getattr(parameters, "lora", None) is None and (folder / "model.safetensors").is_file():
+        agent.language_model.restore(folder)
+        return agent
+    # An adapter was merged into the weights, or they are in several files.
+    changes = {"model": str(folder.resolve()), "lora": None}
+    known = {k: v for k, v in changes.items() if k in type(parameters).model_fields}
+    model = load_language_model(
+        parameters.model_copy(update=known),
+        device=resolve_device(settings.device),
+        scenario_dir=scenario_dir,
+        trainable=False,
+    )
+    return build_agent("attacker", section.attacker, model)
+
+
+def _newest_checkpoint(run: Path) -> Path:
+    found = CheckpointStore(run / "checkpoints").latest()
+    if found is None:
+        raise ConfigurationError(
+            f"{run} was to be evaluated, but it has neither model/ nor a checkpoint: nothing was "
+            "trained yet. Give --untrained for the attacker before training, or resume the run."
+        )
+    return found
+
+
+def _weights_of(parameters: Any, scenario_dir: Path | None) -> str | None:
+    reference = getattr(parameters.language_model, "model", None)
+    source = resolve_reference(reference, scenario_dir) if reference is not None else None
+    return weights_hash(source) if isinstance(source, Path) and source.exists() else None

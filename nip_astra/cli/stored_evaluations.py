@@ -1,0 +1,200 @@
+"""What `score` and `compare` do: work on conversations that were stored, without a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nip_astra.cli.commands import _console, _quieten_libraries
+from nip_astra.cli.evaluation_commands import finish, gate, show
+from nip_astra.cli.evaluation_loading import LoadedScorers, load_scorers, resolve_run, run_of
+from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.evaluation.comparison import Contender, compare, read_contender
+from nip_astra.evaluation.playing import EvaluationOptions
+from nip_astra.evaluation.rating import rate_by_others, rate_responses
+from nip_astra.evaluation.rows import Episode, episodes_of, read_rows
+from nip_astra.evaluation.storage import (
+    EVALUATIONS,
+    FIGURES,
+    PROBABILITY_ROWS,
+    ROWS,
+    EvaluationFolder,
+    find_evaluation,
+    text_hash,
+)
+from nip_astra.evaluation.tables import comparison_table
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+
+
+def score(
+    path: str,
+    scorers: Sequence[str],
+    *,
+    name: str | None,
+    threshold: float | None,
+    plugins: Sequence[str],
+    is_overwritten: bool,
+    settings_fields: Mapping[str, Any],
+    fail_if: str | None,
+    as_json: bool,
+) -> None:
+    """Rate stored conversations again, without a language model."""
+    _quieten_libraries()
+    settings = ExperimentSettings.from_dict(dict(settings_fields))
+    source, run = _stored_rows(Path(path))
+    resolved = resolve_run(run, (), plugins)
+    section = getattr(resolved.hyper_params, resolved.kind)
+    loaded = load_scorers(scorers, section.scorer, settings, resolved.scenario_dir)
+    before, configuration = {}, {}
+    if source.name == ROWS:
+        before = EvaluationFolder(source.parent).figures()
+        configuration = EvaluationFolder(source.parent).configuration()
+    limit = threshold or float(before.get("failure_threshold", section.failure_threshold))
+    origin = before.get("name", source.stem)
+    folder = EvaluationFolder.of_run(run, name or f"{origin}-{'-'.join(loaded.scorers)}")
+    folder.open(
+        {
+            **{k: v for k, v in configuration.items() if k != "sha256"},
+            "scored_from": origin,
+            "rows": text_hash([source.read_text(encoding="utf-8")]),
+            "scorers": loaded.parameters,
+            "failure_threshold": limit,
+        },
+        is_overwritten=is_overwritten,
+    )
+    rows, chances = read_rows(source), read_rows(source.parent / PROBABILITY_ROWS)
+    episodes, ordinary = _final(rows), episodes_of(chances)
+    if not episodes:
+        raise DataError(
+            f"stored conversations were to be rated, but {source} holds none. Evaluate the run "
+            f"first: nip-astra evaluate {run}"
+        )
+    num_calls = _rate_all(episodes, ordinary, loaded)
+    (folder.path / ROWS).unlink(missing_ok=True)
+    folder.rows(1).append([row for episode in episodes for row in episode])
+    if ordinary:
+        (folder.path / PROBABILITY_ROWS).unlink(missing_ok=True)
+        folder.probability_rows(1).append([row for episode in ordinary for row in episode])
+    weighed = (before.get("probability_of_failure") or {}).get("importance_sampling") or {}
+    figures = finish(
+        folder,
+        episodes,
+        ordinary,
+        EvaluationOptions(
+            split=str(before.get("split", "test")),
+            seed=resolved.hyper_params.seed,
+            num_episodes=len(episodes),
+            num_probability_episodes=len(ordinary),
+            use_importance_sampling=bool(weighed),
+            num_turns=max(len(episode) for episode in episodes),
+            failure_threshold=limit,
+            num_bootstrap_resamples=section.evaluation.num_bootstrap_resamples,
+        ),
+        loaded,
+        planted=_plants_of(before, section),
+        labels=(before.get("attacker", RunDirectory(run).run_id), before.get("target", "target")),
+        parts=[{"scorer_calls": num_calls}],
+    )
+    show(figures, folder, as_json=as_json)
+    gate(fail_if, figures)
+
+
+def compare_runs(
+    paths: Sequence[str], *, fail_if: str | None, out: str | None, as_json: bool
+) -> None:
+    """Compare every other evaluation with the first, pair by pair."""
+    if len(paths) < 2:
+        raise ConfigurationError(
+            "evaluations were to be compared, but one was given. Give two or more runs or "
+            "evaluations: nip-astra compare runs/a runs/b"
+        )
+    contenders = [_contender(Path(path)) for path in paths]
+    labels = _distinct([contender.label for contender in contenders])
+    contenders = [replace(c, label=label) for c, label in zip(contenders, labels, strict=True)]
+    first, *others = contenders
+    found = compare(first, others)
+    if out is not None:
+        RunDirectory(Path(out).parent).write_json(Path(out).name, found)
+    if as_json:
+        sys.stdout.write(json.dumps(_nulls(found), indent=2, ensure_ascii=False) + "\n")
+    else:
+        _console().print(comparison_table(found))
+    for other in others:
+        differences = found["comparisons"][other.label]
+        gate(fail_if, {**other.figures, "baseline": first.figures, "comparison": differences})
+
+
+def _rate_all(
+    episodes: Sequence[Episode], ordinary: Sequence[Episode], loaded: LoadedScorers
+) -> int:
+    main, *others = loaded.scorers.items()
+    for row in (row for episode in episodes for row in episode):
+        # The reward was that of another scorer.
+        row.pop("scores", None)
+        row.pop("reward", None)
+    num_calls = rate_responses(episodes, main[1]) + rate_by_others(episodes, dict(others))
+    if ordinary:
+        num_calls += rate_responses(ordinary, main[1])
+    return num_calls
+
+
+def _stored_rows(path: Path) -> tuple[Path, Path]:
+    """Give the file of rows that a path means, and its run."""
+    if (path / ROWS).is_file() and path.parent.name == EVALUATIONS:
+        return path / ROWS, path.parent.parent
+    run, _ = run_of(path)
+    RunDirectory.open(run)
+    if list((run / EVALUATIONS).glob(f"*/{FIGURES}")):
+        # Not one that was itself rated anew: its rows have lost the first scorer's verdicts.
+        folders = [f.parent for f in (run / EVALUATIONS).glob(f"*/{FIGURES}")]
+        played = [f for f in folders if "scored_from" not in EvaluationFolder(f).configuration()]
+        newest = max(played or folders, key=lambda f: (f / FIGURES).stat().st_mtime_ns)
+        return newest / ROWS, run
+    return run / "rollouts" / "evaluation.jsonl", run
+
+
+def _final(rows: Sequence[dict[str, Any]]) -> list[Episode]:
+    """Give the episodes of the last step at which a table was written."""
+    last = max((row.get("step", 0) for row in rows), default=0)
+    return episodes_of(row for row in rows if row.get("step", 0) == last)
+
+
+def _contender(path: Path) -> Contender:
+    is_run = (path / HYPER_PARAMETERS).is_file()
+    if is_run and not list((path / EVALUATIONS).glob(f"*/{FIGURES}")):
+        resolved = resolve_run(path, (), ())
+        threshold = getattr(resolved.hyper_params, resolved.kind).failure_threshold
+        file = path / "rollouts" / "evaluation.jsonl"
+        return read_contender(file, threshold=threshold, label=path.name)
+    folder = find_evaluation(path)
+    label = path.name if is_run else f"{folder.path.parent.parent.name}/{folder.path.name}"
+    return read_contender(folder.path, threshold=0.5, label=label)
+
+
+def _plants_of(before: Mapping[str, Any], section: Any) -> Sequence[PlantedFailure]:
+    if before and before.get("plants") is None:
+        return ()
+    planted: Sequence[PlantedFailure] = section.planted_failures
+    return planted
+
+
+def _distinct(labels: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for label in labels:
+        number, free = 2, label
+        while free in found:
+            free, number = f"{label} ({number})", number + 1
+        found.append(free)
+    return found
+
+
+def _nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _nulls(item) for name, item in value.items()}
+    return None if isinstance(value, float) and value != value else value

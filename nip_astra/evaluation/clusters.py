@@ -1,0 +1,131 @@
+"""Group failing probes, so that a reader sees ways to fail and not hundreds of lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.spatial.distance import squareform
+from torch import Tensor
+
+from nip_astra.evaluation.discoveries import plants_met
+from nip_astra.evaluation.outcomes import Outcome
+from nip_astra.evaluation.rows import Episode, Row, number
+from nip_astra.scenario_base.planted_failures import PlantedFailure
+
+MAX_CLUSTERED = 2000
+"""Distinct probes that are clustered, those said most often; distances of all pairs are held."""
+
+
+@dataclass(frozen=True)
+class _Failing:
+    """A turn on which the target failed, and the turn before it."""
+
+    row: Row
+    previous: Row | None
+
+
+def failing_turns(episodes: Sequence[Episode]) -> list[Row]:
+    """Give the rows of all turns on which the target failed."""
+    return [turn.row for turn in _failing(episodes)]
+
+
+def cluster_failures(
+    episodes: Sequence[Episode],
+    embed: Callable[[Sequence[str]], Tensor],
+    *,
+    distance: float,
+    planted: Sequence[PlantedFailure] = (),
+) -> dict[str, Any]:
+    """Give the clusters of failing probes, the largest first.
+
+    Distinct probes are joined bottom-up by the mean cosine distance between groups (average
+    linkage) as long as it stays below `distance`.
+
+    Parameters
+    ----------
+    embed : Callable
+        Gives a row of unit length for each text.
+    distance : float
+        Larger gives fewer clusters; 0 to 2.
+    """
+    turns = _failing(episodes)
+    counts = Counter(str(turn.row["probe"]) for turn in turns)
+    texts = [text for text, _ in counts.most_common(MAX_CLUSTERED)]
+    if not texts:
+        return {"num_clusters": 0, "clusters": [], "num_left_out": 0}
+    vectors = np.asarray(embed(texts), dtype=np.float64)
+    labels = _labels(vectors, distance)
+    clusters = []
+    for label in dict.fromkeys(labels):
+        members = [i for i, other in enumerate(labels) if other == label]
+        own = {texts[i] for i in members}
+        medoid = _medoid(vectors[members], [counts[texts[i]] for i in members])
+        clusters.append(
+            _describe([t for t in turns if t.row["probe"] in own], texts[members[medoid]], planted)
+        )
+    clusters.sort(key=lambda cluster: -cluster["size"])
+    return {
+        "num_clusters": len(clusters),
+        "clusters": clusters,
+        "num_left_out": len(counts) - len(texts),
+    }
+
+
+def reference_to(row: Row) -> dict[str, Any]:
+    """Give what names a row and shows it."""
+    names = ("episode", "depth", "prompt", "probe", "response")
+    figures = ("response_score", "probe_nll", "reference_logprob")
+    return {name: row.get(name) for name in (*names, *figures)}
+
+
+def likelihood(row: Row) -> float:
+    """Give the log-probability of a probe under the reference; minus infinity where unknown."""
+    known = number(row, "reference_logprob")
+    known = -number(row, "probe_nll") if np.isnan(known) else known
+    return -np.inf if np.isnan(known) else known
+
+
+def _failing(episodes: Sequence[Episode]) -> list[_Failing]:
+    return [
+        _Failing(row, previous)
+        for episode in episodes
+        for previous, row in zip([None, *episode[:-1]], episode, strict=True)
+        if row["outcome"] == Outcome.FAILURE
+    ]
+
+
+def _labels(vectors: Any, distance: float) -> list[int]:
+    if len(vectors) == 1:
+        return [0]
+    # Texts without a vector (an empty probe) have no direction: cosine distance 1 to all.
+    apart = np.clip(1.0 - vectors @ vectors.T, 0.0, 2.0)
+    np.fill_diagonal(apart, 0.0)
+    merges = linkage(squareform((apart + apart.T) / 2.0, checks=False), method="average")
+    labels: list[int] = fcluster(merges, t=distance, criterion="distance").tolist()
+    return labels
+
+
+def _medoid(vectors: Any, counts: Sequence[int]) -> int:
+    """Give the member nearest to all others, each as often as it was said."""
+    return int((vectors @ (vectors * np.asarray(counts)[:, None]).sum(axis=0)).argmax())
+
+
+def _describe(
+    turns: Sequence[_Failing], medoid: str, planted: Sequence[PlantedFailure]
+) -> dict[str, Any]:
+    most_likely = max(turns, key=lambda turn: likelihood(turn.row))
+    met = Counter(
+        plant.name for turn in turns for plant in plants_met(planted, turn.row, turn.previous)
+    )
+    return {
+        "size": len(turns),
+        "num_distinct": len({turn.row["probe"] for turn in turns}),
+        "medoid": reference_to(next(t.row for t in turns if t.row["probe"] == medoid)),
+        "most_likely": reference_to(most_likely.row),
+        "plants": [name for name, _ in met.most_common()],
+    }

@@ -1,0 +1,175 @@
+"""Compare evaluations that played the same opening prompts, pair by pair."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nip_astra.errors import DataError
+from nip_astra.evaluation.measures import has_failed, judge
+from nip_astra.evaluation.rows import Episode, episodes_of, number, read_rows
+from nip_astra.evaluation.storage import FIGURES, ROWS, EvaluationFolder
+from nip_astra.utils.statistics import (
+    bootstrap_difference,
+    cluster_variance,
+    holm,
+    mcnemar_exact,
+    sign_flip_test,
+)
+
+DETECTABLE = 2.8
+"""Standard errors of a difference that a two-sided 5 % test finds 80 % of the time."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """An evaluation to compare.
+
+    Attributes
+    ----------
+    episodes : list[Episode]
+        Judged: each row has its outcome.
+    figures : Mapping
+        Content of its `evaluation.json`, empty where it has none.
+    """
+
+    label: str
+    episodes: list[Episode]
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+def read_contender(path: Path, *, threshold: float, label: str | None = None) -> Contender:
+    """Read an evaluation's folder, or a file of rows.
+
+    Parameters
+    ----------
+    threshold : float
+        A response fails where its score reaches this; an evaluation knows its own.
+    """
+    file, figures = path, {}
+    if (path / FIGURES).is_file():
+        figures, file = EvaluationFolder(path).figures(), path / ROWS
+    episodes = episodes_of(read_rows(file))
+    if not episodes:
+        raise DataError(
+            f"conversations were to be compared, but {file} holds none. Give an evaluation's "
+            "folder, or a run that has been evaluated."
+        )
+    judge(episodes, float(figures.get("failure_threshold", threshold)))
+    return Contender(label or path.name, episodes, figures)
+
+
+def compare(first: Contender, others: Sequence[Contender]) -> dict[str, Any]:
+    """Give the differences of each other contender to the first, metric by metric.
+
+    Episodes are paired by opening prompt and, where one was played several times, by its how-many-
+    eth episode. P-values are adjusted by Holm's method over all metrics and contenders.
+    """
+    found: dict[str, Any] = {"baseline": first.label, "comparisons": {}}
+    tests: list[dict[str, Any]] = []
+    for other in others:
+        pairs = pair_up(first.episodes, other.episodes)
+        if not pairs:
+            raise DataError(
+                f"{first.label} and {other.label} were to be compared pair by pair, but they share "
+                "no opening prompt. Evaluate both on the same split of the same scenario."
+            )
+        metrics = {name: _metric(name, measure, pairs) for name, measure in METRICS.items()}
+        known = {name: metric for name, metric in metrics.items() if metric is not None}
+        tests += known.values()
+        found["comparisons"][other.label] = {"num_pairs": len(pairs), **known}
+    for metric, adjusted in zip(tests, holm([m["p_value"] for m in tests]), strict=True):
+        metric["p_holm"] = adjusted
+    return found
+
+
+def pair_up(
+    first: Sequence[Episode], second: Sequence[Episode]
+) -> list[tuple[str, Episode, Episode]]:
+    """Give the pairs of episodes with the same prompt, in the order of the first."""
+    waiting: dict[tuple[str, int], Episode] = {}
+    for key, episode in _numbered(second):
+        waiting[key] = episode
+    return [(key[0], episode, waiting[key]) for key, episode in _numbered(first) if key in waiting]
+
+
+def _numbered(episodes: Sequence[Episode]) -> list[tuple[tuple[str, int], Episode]]:
+    seen: Counter[str] = Counter()
+    found = []
+    for episode in episodes:
+        prompt = str(episode[0]["prompt"])
+        found.append(((prompt, seen[prompt]), episode))
+        seen[prompt] += 1
+    return found
+
+
+def _mean_score(episodes: Sequence[Episode]) -> list[float]:
+    return [_mean([number(row, "response_score") for row in episode]) for episode in episodes]
+
+
+def _nats_per_token(episodes: Sequence[Episode]) -> list[float]:
+    found = []
+    for episode in episodes:
+        tokens = sum(number(row, "probe_num_tokens") for row in episode)
+        nats = -sum(number(row, "reference_logprob") for row in episode)
+        found.append(nats / tokens if tokens > 0 else math.nan)
+    return found
+
+
+METRICS: dict[str, Callable[[Sequence[Episode]], list[float]]] = {
+    "failure_rate": has_failed,
+    "mean_score": _mean_score,
+    "probe_nll": _nats_per_token,
+}
+"""One number an episode, NaN where it is not known."""
+
+
+def _metric(
+    name: str,
+    measure: Callable[[Sequence[Episode]], list[float]],
+    pairs: Sequence[tuple[str, Episode, Episode]],
+) -> dict[str, Any] | None:
+    """Give both means, the difference with its interval, and a p-value; None without a pair."""
+    values = zip(
+        [prompt for prompt, _, _ in pairs],
+        measure([episode for _, episode, _ in pairs]),
+        measure([episode for _, _, episode in pairs]),
+        strict=True,
+    )
+    known = [(p, a, b) for p, a, b in values if not math.isnan(a + b)]
+    if not known:
+        return None
+    identity = {prompt: i for i, prompt in enumerate(dict.fromkeys(p for p, _, _ in known))}
+    clusters = [identity[prompt] for prompt, _, _ in known]
+    differences = [b - a for _, a, b in known]
+    difference = bootstrap_difference(differences, clusters)
+    found = {
+        "first": _mean([a for _, a, _ in known]),
+        "second": _mean([b for _, _, b in known]),
+        "difference": difference.value,
+        "low": difference.low,
+        "high": difference.high,
+        "level": difference.level,
+        "num_pairs": len(known),
+        "num_prompts": len(identity),
+        "minimum_detectable": DETECTABLE * math.sqrt(cluster_variance(differences, clusters)),
+    }
+    if name == "failure_rate":
+        only_first = sum(d < 0 for d in differences)
+        only_second = sum(d > 0 for d in differences)
+        found |= {"only_first": only_first, "only_second": only_second}
+        # McNemar's test takes pairs for independent; episodes of one prompt are not.
+        if len(identity) == len(known):
+            p_value = mcnemar_exact(only_first, only_second)
+            return found | {"p_value": p_value, "test": "McNemar, exact"}
+    p_value = sign_flip_test(differences, clusters)
+    return found | {"p_value": p_value, "test": "sign flips of opening prompts"}
+
+
+def _mean(values: Sequence[float]) -> float:
+    known = [value for value in values if not math.isnan(value)]
+    return sum(known) / len(known) if known else math.nan

@@ -1,0 +1,83 @@
+"""Rate stored conversations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from nip_astra.evaluation.rows import Episode, Row
+from nip_astra.scorers.base import Exchange, Message, Scorer
+
+
+def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:
+    """Write response, combined and probe scores into rows, and give the number of texts rated.
+
+    As a rollout does it: a scorer that reads the history has seen the probe when it rates the
+    response, so that the combined score is the response's.
+    """
+    turns = list(_turns(episodes))
+    responses = [
+        Exchange(row["response"], (*before, Message("user", row["probe"]))) for row, before in turns
+    ]
+    rated = scorer.rate(responses)
+    combined = rated
+    if not scorer.reads_history:
+        combined = scorer.rate([Exchange(f"{row['probe']} {row['response']}") for row, _ in turns])
+    errors = (rated.is_error_N | combined.is_error_N).tolist()
+    scores = zip(rated.scores_N.tolist(), combined.scores_N.tolist(), errors, strict=True)
+    for (row, _), (response_score, combined_score, is_error) in zip(turns, scores, strict=True):
+        row["response_score"] = _known(response_score)
+        row["combined_score"] = _known(combined_score)
+        row["is_error"] = is_error
+    return len(turns) * (1 if scorer.reads_history else 2) + rate_probes(episodes, scorer)
+
+
+def rate_probes(episodes: Sequence[Episode], scorer: Scorer) -> int:
+    """Write the scores of the probes themselves into rows, and give the number of texts rated."""
+    turns = list(_turns(episodes))
+    rated = scorer.rate([Exchange(row["probe"], before, role="user") for row, before in turns])
+    for (row, _), score in zip(turns, rated.scores_N.tolist(), strict=True):
+        row["probe_score"] = _known(score)
+    return len(turns)
+
+
+def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -> int:
+    """Write the response's score by each further scorer into the column `scores`."""
+    turns = list(_turns(episodes))
+    for name, scorer in scorers.items():
+        exchanges = [
+            Exchange(row["response"], (*before, Message("user", row["probe"])))
+            for row, before in turns
+        ]
+        rated = scorer.rate(exchanges)
+        values = zip(rated.scores_N.tolist(), rated.is_error_N.tolist(), strict=True)
+        for (row, _), (score, is_error) in zip(turns, values, strict=True):
+            row.setdefault("scores", {})[name] = {"score": _known(score), "is_error": is_error}
+    return len(turns) * len(scorers)
+
+
+def scored_by(name: str) -> Callable[[Row], Row]:
+    """Give a view of a row as a further scorer sees it."""
+
+    def view(row: Row) -> Row:
+        own = row["scores"][name]
+        return row | {"response_score": own["score"], "is_error": own["is_error"]}
+
+    return view
+
+
+def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Message, ...]]]:
+    """Give each row with what was said before its probe."""
+    for episode in episodes:
+        before: tuple[Message, ...] = (Message("assistant", str(episode[0]["prompt"])),)
+        for row in episode:
+            yield row, before
+            before = (
+                *before,
+                Message("user", str(row["probe"])),
+                Message("assistant", str(row["response"])),
+            )
+
+
+def _known(score: float) -> float | None:
+    return None if math.isnan(score) else score

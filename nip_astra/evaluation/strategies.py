@@ -1,0 +1,107 @@
+"""Play conversations in which reference and attacker take turns by a strategy."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.evaluation.failure_probability import attacker_turns
+from nip_astra.language_models.base import (
+    GenerationSession,
+    LanguageModel,
+    SamplingOptions,
+    Turns,
+    pad_left,
+)
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.trees import TreeSampler
+from nip_astra.scenario_base.agents import ConversationAgent
+
+
+class _TurnsInOrder(GenerationSession):
+    """Each call is answered by the model whose turn it is."""
+
+    def __init__(self, sessions: Sequence[GenerationSession]) -> None:
+        self._sessions = iter(sessions)
+
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        return next(self._sessions).generate(
+            contexts, rows_per_context, uniforms_RT, options, branching=branching, spans=spans
+        )
+
+
+def speaker_of(
+    strategy: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
+) -> ConversationAgent:
+    """Give an agent whose turns are the attacker's or the reference's, as the strategy says.
+
+    It speaks in conversations that do not branch, of `num_turns` turns.
+    """
+    models = (reference.language_model, attacker.language_model)
+    is_attacker = attacker_turns(strategy, num_turns)
+
+    def open_session() -> GenerationSession:
+        sessions = [model.open_session() for model in models]
+        return _TurnsInOrder([sessions[turn] for turn in is_attacker])
+
+    # All but the sessions is the reference's, which differs from the attacker in weights alone.
+    model: Any = copy.copy(reference.language_model)
+    model.open_session = open_session
+    return replace(reference, language_model=model)
+
+
+def why_inexact(agents: Sequence[ConversationAgent]) -> str | None:
+    """Say why the probability of a sampled probe cannot be known exactly; None where it can."""
+    first, *others = (agent.sampling for agent in agents)
+    if any(other != first for other in others):
+        return "attacker and reference are sampled with different options"
+    faults = []
+    if first.temperature != 1.0:
+        faults.append(f"temperature {first.temperature:g}")
+    if first.top_k is not None:
+        faults.append(f"top_k {first.top_k}")
+    if first.top_p < 1.0:
+        faults.append(f"top_p {first.top_p:g}")
+    if faults:
+        return (
+            f"the attacker is sampled with {', '.join(faults)}, so that the probability of a probe "
+            "is not the model's own; weights are exact at temperature 1 without top_k and top_p"
+        )
+    return None
+
+
+def sampled_logprobs(model: LanguageModel, tree: RolloutTree, options: SamplingOptions) -> Tensor:
+    """Give the log-probability with which a model would have said each probe, `[N]`, nats.
+
+    Under the distribution that is sampled from: tokens that are never drawn are left out. NaN
+    where the backend cannot tell.
+    """
+    nodes = tree.nodes
+    contexts = [tree.context_of(node) for node in range(tree.num_nodes)]
+    rows = *pad_left(contexts, torch.device("cpu")), nodes["probe"], nodes["probe_mask"]
+    logprobs_NT = model.sampled_logprobs(*rows, options)
+    if logprobs_NT is None:
+        return torch.full((tree.num_nodes,), float("nan"))
+    return logprobs_NT.double().sum(dim=1)
+
+
+def sampler_of(strategy: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
+    """Give a sampler whose probes come by a strategy; it is not played in parts."""
+    agent = speaker_of(strategy, sampler.attacker, sampler.reference, num_turns)
+    found = sampler.with_attacker(agent)
+    found.max_cache_bytes = None
+    return found

@@ -1,0 +1,201 @@
+"""What a person sees of an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+NOTHING = "-"
+MAX_CLUSTERS = 8
+"""Clusters of failing probes in a table; `evaluation.json` has all."""
+
+
+def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
+    """Give the tables of one evaluation, its warnings last."""
+    heading = (
+        f"{figures['attacker']} against {figures['target']}, judged by {figures['scorer']}: "
+        f"{figures['num_episodes']} episodes of {figures['tree_depth']} turns from "
+        f"{figures['num_prompts']} opening prompts"
+    )
+    parts: list[RenderableType] = [Text(heading), _figures_table(figures)]
+    if figures["clusters"]:
+        parts += [Text(), _clusters_table(figures)]
+    parts += [Text(f"warning: {text}", style="bold yellow") for text in figures["warnings"]]
+    return parts
+
+
+def matrix_table(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
+    """Give the failure rate of every attacker against every target."""
+    table = Table(title="episodes with a failure", title_justify="left")
+    table.add_column("attacker")
+    targets = list(dict.fromkeys(target for _, target in cells))
+    for target in targets:
+        table.add_column(Text(target), justify="right")
+    for attacker in dict.fromkeys(attacker for attacker, _ in cells):
+        row = [rate(cells[attacker, target]["failure_rate"]) for target in targets]
+        table.add_row(Text(attacker), *row)
+    return table
+
+
+def comparison_table(comparison: Mapping[str, Any]) -> Table:
+    """Give a line for each metric of each contender."""
+    table = Table(title=f"difference to {comparison['baseline']}", title_justify="left")
+    for name in ("", "metric", "baseline", "this one"):
+        table.add_column(name, justify="left" if name in ("", "metric") else "right")
+    for name in ("difference", "p", "p (Holm)", "pairs", "detectable"):
+        table.add_column(name, justify="right")
+    for label, found in comparison["comparisons"].items():
+        for name, metric in found.items():
+            if not isinstance(metric, Mapping):
+                continue
+            write = percent if name == "failure_rate" else plain
+            low, high = write(metric["low"]), write(metric["high"])
+            table.add_row(
+                Text(label), name.replace("_", " "), write(metric["first"]),
+                write(metric["second"]), f"{write(metric['difference'])} [{low}, {high}]",
+                f"{metric['p_value']:.2g}", f"{metric['p_holm']:.2g}", str(metric["num_pairs"]),
+                write(metric["minimum_detectable"]),
+            )  # fmt: skip
+    return table
+
+
+def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:
+    """Give tables as plain text."""
+    stream = StringIO()
+    Console(file=stream, width=width).print(*parts, sep="\n")
+    return stream.getvalue()
+
+
+def rate(estimate: Mapping[str, Any]) -> str:
+    """Give a share with its interval."""
+    if _is_missing(estimate.get("value")):
+        return NOTHING
+    bounds = f" [{percent(estimate['low'])}, {percent(estimate['high'])}]"
+    return percent(estimate["value"]) + ("" if _is_missing(estimate.get("low")) else bounds)
+
+
+def percent(value: float | None) -> str:
+    """Give a share as a percentage."""
+    return NOTHING if _is_missing(value) else f"{value:.1%}"
+
+
+def plain(value: float | None) -> str:
+    """Give a number with three significant digits."""
+    return NOTHING if value is None or _is_missing(value) else f"{value:.3g}"
+
+
+def _is_missing(value: float | None) -> bool:
+    return value is None or math.isnan(value)
+
+
+def _figures_table(figures: Mapping[str, Any]) -> Table:
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for label, cell in _figures(figures):
+        if cell != NOTHING:
+            table.add_row(label, cell)
+    return table
+
+
+def _figures(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    counts, nll = figures["outcomes"], figures["nll"]
+    survival, hits = figures["turns_to_failure"], figures["hit_at"]
+    lines = [
+        ("episodes with a failure", rate(figures["failure_rate"])),
+        ("turns with a failure", rate(figures["turn_failure_rate"])),
+        ("turns: failure / none", f"{counts['failure']:,} / {counts['none']:,}"),
+        ("turns without verdict: undetermined / error", _unknown(counts)),
+        ("without failure through turn 1, 2, ...", _join(survival["survival"], percent)),
+        ("median turn of the first failure", _or_nothing(survival["median"])),
+    ]
+    if len(hits) > 1:
+        lines.append((f"hit@{', '.join(hits)} of a prompt", _join(hits.values(), percent)))
+    for name, score in figures["scores"].items():
+        q = score["quantiles"]
+        spread = f"{plain(score['mean'])} ({plain(q['0.05'])} to {plain(q['0.95'])})"
+        lines.append((f"score of {_NAMES[name]}, mean (5 % to 95 %)", spread))
+    for name in ("reference", "target"):
+        value = plain(nll.get(name))
+        perplexity = plain(nll.get(f"perplexity_{name}"))
+        cell = NOTHING if value == NOTHING else f"{value} ({perplexity})"
+        lines.append((f"probe NLL under the {name}, nats per token (perplexity)", cell))
+    return [*lines, *_variety(figures), *_probabilities(figures), *_others(figures)]
+
+
+_NAMES = {"probe": "probes", "response": "responses", "combined": "both together"}
+
+
+def _variety(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    variety, plants = figures["diversity"] or {}, figures["plants"]
+    lines = [
+        ("successful probes: distinct", percent(variety.get("distinct_share"))),
+        ("  1 - self-BLEU", plain(variety.get("self_bleu_complement"))),
+        ("  1 - mean cosine", plain(variety.get("cosine_distance"))),
+        ("  Vendi score", plain(variety.get("vendi"))),
+        ("clusters of failing probes", str(figures["num_clusters"])),
+    ]
+    if plants is not None:
+        cell = f"{plants['found']} of {plants['total']} in {plants['tokens']:,} tokens"
+        lines.append(("planted failures found", cell))
+    return lines
+
+
+def _probabilities(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found = figures["probability_of_failure"]
+    if found is None:
+        return []
+    plain_one, weighed = found["monte_carlo"], found["importance_sampling"]
+    name = "ordinary conversation fails"
+    lines = [(f"{name}: Monte Carlo, {plain_one['num_episodes']} episodes", rate(plain_one))]
+    if weighed is not None:
+        cell = "refused" if weighed["is_refused"] else rate(weighed)
+        ess = f"effective sample size {plain(weighed['effective_sample_size'])}"
+        label = f"  importance sampling, {weighed['num_episodes']} episodes, {ess}"
+        lines.append((label, cell))
+    return lines
+
+
+def _others(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lines = []
+    for name, scorer in figures["scorers"].items():
+        agreement = percent(scorer["agreement"])
+        lines.append((f"episodes with a failure by {name}", rate(scorer["failure_rate"])))
+        lines.append((f"  turns on which it agrees with {figures['scorer']}", agreement))
+    budget = figures["budget"]
+    cell = f"{budget['target_queries']:,} / {budget['tokens']:,}"
+    return [*lines, ("target queries / tokens", cell)]
+
+
+def _clusters_table(figures: Mapping[str, Any]) -> Table:
+    table = Table(title="failures, grouped by probe", title_justify="left")
+    table.add_column("turns", justify="right")
+    table.add_column("distinct", justify="right")
+    table.add_column("most likely probe")
+    table.add_column("response")
+    for cluster in figures["clusters"][:MAX_CLUSTERS]:
+        example = cluster["most_likely"]
+        table.add_row(
+            str(cluster["size"]), str(cluster["num_distinct"]),
+            Text(str(example["probe"])), Text(str(example["response"])),
+        )  # fmt: skip
+    return table
+
+
+def _unknown(counts: Mapping[str, int]) -> str:
+    total = counts["undetermined"] + counts["error"]
+    return f"{counts['undetermined']:,} / {counts['error']:,}" if total else NOTHING
+
+
+def _join(values: Any, write: Any) -> str:
+    return ", ".join(write(value) for value in values) or NOTHING
+
+
+def _or_nothing(value: int | None) -> str:
+    return NOTHING if value is None else str(value)

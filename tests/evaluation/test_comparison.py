@@ -1,0 +1,107 @@
+"""Paired comparisons, worked out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nip_astra.errors import DataError
+from nip_astra.evaluation.comparison import Contender, compare, pair_up, read_contender
+from nip_astra.evaluation.rows import encode_rows
+from nip_astra.utils.statistics import bootstrap_difference, mcnemar_exact
+from tests.evaluation.rows_by_hand import episode, judged
+
+
+def contender(
+    label: str, failed: Sequence[float | None], prompts: Sequence[str] | None = None
+) -> Contender:
+    prompts = prompts or [f"prompt {i}" for i in range(len(failed))]
+    episodes = [
+        episode(i, [f], prompt=p) for i, (f, p) in enumerate(zip(failed, prompts, strict=True))
+    ]
+    return Contender(label, judged(*episodes))
+
+
+def test_the_difference_is_over_pairs_and_its_test_is_mcnemars() -> None:
+    first = contender("a", [0.9] * 2 + [0.1] * 9 + [0.9] * 4)
+    second = contender("b", [0.1] * 2 + [0.9] * 9 + [0.9] * 4)
+    found = compare(first, [second])["comparisons"]["b"]["failure_rate"]
+    assert found["difference"] == pytest.approx(7 / 15)
+    assert (found["only_first"], found["only_second"], found["num_pairs"]) == (2, 9, 15)
+    assert found["p_value"] == pytest.approx(mcnemar_exact(2, 9))
+    assert found["test"] == "McNemar, exact"
+    assert found["low"] < found["difference"] < found["high"]
+
+
+def test_pairs_without_two_verdicts_are_left_out() -> None:
+    first = contender("a", [0.9, None, 0.1, 0.9])
+    second = contender("b", [0.9, 0.9, None, 0.1])
+    found = compare(first, [second])["comparisons"]["b"]
+    assert found["num_pairs"] == 4
+    assert found["failure_rate"]["num_pairs"] == 2
+    assert found["failure_rate"]["difference"] == -0.5
+
+
+def test_episodes_are_paired_by_prompt_in_whatever_order_they_were_played() -> None:
+    first = contender("a", [0.9, 0.1, 0.2], prompts=["x", "y", "x"])
+    second = contender("b", [0.3, 0.4, 0.5, 0.6], prompts=["y", "x", "z", "x"])
+    pairs = [
+        (p, a[0]["response_score"], b[0]["response_score"])
+        for p, a, b in pair_up(first.episodes, second.episodes)
+    ]
+    assert pairs == [("x", 0.9, 0.4), ("y", 0.1, 0.3), ("x", 0.2, 0.6)]
+
+
+def test_episodes_of_one_prompt_are_not_taken_for_independent() -> None:
+    prompts = [f"prompt {i // 4}" for i in range(24)]
+    found = compare(
+        contender("a", [0.1] * 24, prompts), [contender("b", [0.9] * 24, prompts)]
+    )["comparisons"]["b"]["failure_rate"]  # fmt: skip
+    assert found["test"] == "sign flips of opening prompts"
+    # Six prompts: 2 of 64 sign patterns are as extreme; McNemar would have said 1e-7.
+    assert found["p_value"] == pytest.approx(2 / 64, abs=0.006)
+
+
+def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:
+    first = contender("a", [0.1] * 12)
+    others = [contender("b", [0.9] * 12), contender("c", [0.1] * 12)]
+    found = compare(first, others)["comparisons"]
+    raw = [
+        found[name][m]["p_value"]
+        for name in "bc"
+        for m in ("failure_rate", "mean_score", "probe_nll")
+    ]
+    assert len(raw) == 6
+    lowest = found["b"]["failure_rate"]
+    assert lowest["p_holm"] >= 5 * min(raw)
+    assert found["c"]["failure_rate"]["p_holm"] == 1.0
+
+
+def test_without_a_shared_prompt_there_is_nothing_to_pair() -> None:
+    with pytest.raises(DataError, match="they share no opening prompt"):
+        compare(contender("a", [0.9], ["x"]), [contender("b", [0.9], ["y"])])
+
+
+def test_rows_are_read_with_the_threshold_of_their_run(tmp_path: Path) -> None:
+    path = tmp_path / "evaluation.jsonl"
+    path.write_bytes(encode_rows([*episode(0, [0.6]), *episode(1, [0.4])]))
+    outcomes = [
+        [e[0]["outcome"] for e in read_contender(path, threshold=threshold).episodes]
+        for threshold in (0.5, 0.7)
+    ]
+    assert outcomes == [["failure", "none"], ["none", "none"]]
+    with pytest.raises(DataError, match="holds none"):
+        read_contender(tmp_path / "nothing.jsonl", threshold=0.5)
+
+
+def test_the_interval_of_a_difference_covers_it() -> None:
+    rng = np.random.default_rng(0)
+    covered = []
+    for trial in range(300):
+        differences = (rng.random(80) < 0.45).astype(float) - (rng.random(80) < 0.3)
+        found = bootstrap_difference(differences, range(80), num_resamples=300, seed=trial)
+        covered.append(found.low <= 0.15 <= found.high)
+    assert np.mean(covered) >= 0.91

@@ -1,0 +1,160 @@
+"""Estimates against a world of three turns in which every probability is known."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nip_astra.evaluation.failure_probability import (
+    ATTACKER,
+    REFERENCE,
+    WeighedEpisodes,
+    attacker_at,
+    attacker_turns,
+    defensive_shares,
+    importance_sampling,
+    log_mixture,
+    monte_carlo,
+    refused,
+)
+
+REFERENCE_SAYS = np.array([0.70, 0.285, 0.01, 0.005])
+ATTACKER_SAYS = np.array([0.10, 0.199, 0.70, 0.001])
+FAILS = np.array([0.0, 0.0, 0.9, 0.8])
+"""Probability that the target fails on each of four probes; the attacker says the last seldom."""
+NUM_TURNS = 3
+TRUTH = 1.0 - (1.0 - REFERENCE_SAYS @ FAILS) ** NUM_TURNS
+
+
+def play(strategy: str, count: int, rng: np.random.Generator) -> dict[str, Any]:
+    said = np.zeros((count, NUM_TURNS), dtype=int)
+    for turn, is_attacker in enumerate(attacker_turns(strategy, NUM_TURNS)):
+        said[:, turn] = rng.choice(
+            4, size=count, p=ATTACKER_SAYS if is_attacker else REFERENCE_SAYS
+        )
+    failed = rng.random(said.shape) < FAILS[said]
+    return {
+        "ratio": np.log(ATTACKER_SAYS[said]) - np.log(REFERENCE_SAYS[said]),
+        "first": np.where(failed.any(axis=1), failed.argmax(axis=1), -1),
+    }
+
+
+def mixture(counts: dict[str, int], rng: np.random.Generator) -> WeighedEpisodes:
+    parts = {name: play(name, count, rng) for name, count in counts.items()}
+    total = sum(counts.values())
+    return WeighedEpisodes(
+        np.concatenate([part["ratio"] for part in parts.values()]),
+        np.concatenate([part["first"] for part in parts.values()]),
+        [name for name, count in counts.items() for _ in range(count)],
+        list(range(total)),
+    )
+
+
+def test_half_of_the_episodes_are_the_references_and_turns_share_the_rest() -> None:
+    assert defensive_shares(301, 3) == {
+        REFERENCE: 151, attacker_at(1): 50, attacker_at(2): 50, attacker_at(3): 50,
+    }  # fmt: skip
+    assert defensive_shares(11, 3) == {
+        REFERENCE: 6, attacker_at(1): 2, attacker_at(2): 2, attacker_at(3): 1,
+    }  # fmt: skip
+    assert defensive_shares(1, 3) == {REFERENCE: 1}
+
+
+def test_a_strategy_says_whose_turn_it_is() -> None:
+    assert attacker_turns(REFERENCE, 2) == [False, False]
+    assert attacker_turns(ATTACKER, 2) == [True, True]
+    assert attacker_turns(attacker_at(2), 3) == [False, True, False]
+
+
+def test_weights_are_those_worked_out_by_hand() -> None:
+    shares = {REFERENCE: 0.5, attacker_at(1): 0.3, ATTACKER: 0.2}
+    ratios = np.array([[2.0, 4.0]])
+    expected = [0.5 + 0.3 * 2 + 0.2 * 2, 0.5 + 0.3 * 2 + 0.2 * 2 * 4]
+    assert np.exp(log_mixture(np.log(ratios), shares))[0] == pytest.approx(expected)
+
+
+def test_the_estimate_is_unbiased_to_the_last_digit_over_all_that_can_be_said() -> None:
+    """The expectation over the mixture, by enumeration: probability times weight, summed."""
+    counts = defensive_shares(12, NUM_TURNS)
+    shares = {name: count / 12 for name, count in counts.items()}
+    total = 0.0
+    for said in itertools.product(range(4), repeat=NUM_TURNS):
+        ratios = (np.log(ATTACKER_SAYS) - np.log(REFERENCE_SAYS))[list(said)][None]
+        log_weights = -log_mixture(ratios, shares)[0]
+        mixed = 0.0
+        for name, share in shares.items():
+            turns = attacker_turns(name, NUM_TURNS)
+            chosen = [ATTACKER_SAYS if own else REFERENCE_SAYS for own in turns]
+            mixed += share * np.prod([p[probe] for p, probe in zip(chosen, said, strict=True)])
+        survived = 1.0
+        for turn, probe in enumerate(said):
+            total += mixed * survived * FAILS[probe] * np.exp(log_weights[turn])
+            survived *= 1.0 - FAILS[probe]
+    assert total == pytest.approx(TRUTH, rel=1e-12)
+
+
+def test_both_estimates_cover_the_truth_and_weights_earn_their_cost() -> None:
+    rng = np.random.default_rng(0)
+    counts = defensive_shares(300, NUM_TURNS)
+    plain, weighed = [], []
+    for _ in range(400):
+        failed = (play(REFERENCE, 300, rng)["first"] >= 0).astype(float).tolist()
+        plain.append(monte_carlo(failed, list(range(300)), num_turns=NUM_TURNS))
+        weighed.append(importance_sampling(mixture(counts, rng)).to_dict())
+    for estimates in (plain, weighed):
+        assert np.mean([e["value"] for e in estimates]) == pytest.approx(TRUTH, rel=0.06)
+        assert np.mean([e["low"] <= TRUTH <= e["high"] for e in estimates]) >= 0.92
+    errors = [np.mean([(e["value"] - TRUTH) ** 2 for e in told]) for told in (plain, weighed)]
+    assert errors[1] < 0.75 * errors[0]
+    assert plain[0]["target_queries"] == weighed[0]["target_queries"] == 900
+
+
+def test_no_weight_exceeds_what_the_references_share_allows() -> None:
+    found = importance_sampling(mixture(defensive_shares(400, 3), np.random.default_rng(1)))
+    assert found.largest_weight <= 2.0 + 1e-9
+    assert found.mean_weight == pytest.approx(1.0, abs=0.15)
+
+
+def test_an_estimate_that_rests_on_few_weights_is_refused() -> None:
+    quiet = WeighedEpisodes(np.zeros((50, 2)), np.full(50, -1), [REFERENCE] * 50, list(range(50)))
+    found = importance_sampling(quiet)
+    assert (found.is_refused, found.value, found.low) == (True, None, None)
+    assert found.reason == "the failing episodes weigh as much as 0.0, fewer than 5"
+
+
+def test_weights_of_other_distributions_than_those_sampled_from_are_refused() -> None:
+    right = mixture(defensive_shares(400, 3), np.random.default_rng(2))
+    # As if the attacker had said everything with a fifth of its probability.
+    found = importance_sampling(replace(right, log_ratio_EH=right.log_ratio_EH - 1.6))
+    assert found.is_refused
+    assert "and not 1, so the log-probabilities are not those" in str(found.reason)
+
+
+def test_without_the_reference_a_mixture_is_refused() -> None:
+    found = importance_sampling(mixture({ATTACKER: 50}, np.random.default_rng(3)))
+    assert found.is_refused
+    assert str(found.reason).startswith("no episode of the reference")
+
+
+def test_weights_that_collapse_are_refused() -> None:
+    ratios = np.zeros((60, 1))
+    ratios[1:] = 40.0
+    names = [REFERENCE] * 2 + [ATTACKER] * 58
+    found = importance_sampling(WeighedEpisodes(ratios, np.zeros(60), names, list(range(60))))
+    assert found.is_refused
+    assert "effective sample size is 1.0 of 60 episodes" in str(found.reason)
+
+
+def test_no_failure_leaves_a_bound_of_three_over_the_episodes() -> None:
+    found = monte_carlo([0.0] * 150, list(range(150)), num_turns=2)
+    assert (found["value"], found["high"], found["num_failures"]) == (0.0, 0.02, 0)
+    assert found["target_queries"] == 300
+
+
+def test_a_refusal_says_why_and_gives_no_number() -> None:
+    plain = refused("temperature 0.7").to_dict()
+    assert (plain["is_refused"], plain["reason"], plain["value"]) == (True, "temperature 0.7", None)

@@ -1,0 +1,66 @@
+"""Stored conversations are rated as a rollout rates them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from nip_astra.evaluation.rating import rate_by_others, rate_responses, scored_by
+from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
+from tests.evaluation.rows_by_hand import episode
+
+
+class Lengths(Scorer):
+    """The share of 100 characters."""
+
+    def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
+        return [None if "?" in text else len(text) / 100 for text in texts]
+
+
+class Remembers(Lengths):
+    """How much was said before."""
+
+    reads_history = True
+
+    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> Sequence[Verdict]:
+        self.seen = [*getattr(self, "seen", []), *exchanges]
+        return [len(exchange.history) / 10 for exchange in exchanges]
+
+
+def made(kind: type[Scorer]) -> Scorer:
+    return kind(kind.Parameters(), device=torch.device("cpu"))
+
+
+def test_a_scorer_of_texts_rates_response_pair_and_probe() -> None:
+    episodes = [episode(0, [None, None], probe=["ab", "a?"], response=["cde", "x"])]
+    assert rate_responses(episodes, made(Lengths)) == 6
+    first, second = episodes[0]
+    assert first["response_score"] == pytest.approx(0.03)
+    assert first["combined_score"] == pytest.approx(0.06)
+    assert first["probe_score"] == pytest.approx(0.02)
+    assert (second["combined_score"], second["probe_score"]) == (None, None)
+    assert (first["is_error"], second["is_error"]) == (False, False)
+
+
+def test_a_scorer_of_conversations_reads_what_was_said_before() -> None:
+    episodes = [episode(0, [None, None], prompt="hi", probe=["p", "q"], response=["r", "s"])]
+    scorer = made(Remembers)
+    rate_responses(episodes, scorer)
+    # Opening, probe; then opening, probe, response, probe. The pair's score is the response's.
+    assert [row["response_score"] for row in episodes[0]] == pytest.approx([0.2, 0.4])
+    assert [row["combined_score"] for row in episodes[0]] == pytest.approx([0.2, 0.4])
+    assert [row["probe_score"] for row in episodes[0]] == pytest.approx([0.1, 0.3])
+    second = (Message("assistant", "hi"), Message("user", "p"), Message("assistant", "r"))
+    assert Exchange("s", (*second, Message("user", "q"))) in scorer.seen
+    assert Exchange("q", second, role="user") in scorer.seen
+
+
+def test_further_scorers_leave_the_first_ones_verdict_alone() -> None:
+    episodes = [episode(0, [0.9, 0.1], response=["abc", "?"])]
+    assert rate_by_others(episodes, {"lengths": made(Lengths)}) == 2
+    assert [row["response_score"] for row in episodes[0]] == [0.9, 0.1]
+    views = [scored_by("lengths")(row) for row in episodes[0]]
+    assert views[0]["response_score"] == pytest.approx(0.03)
+    assert views[1]["response_score"] is None

@@ -1,0 +1,160 @@
+"""All figures together, what is warned of, and what is printed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.evaluation.playing import EvaluationOptions
+from nip_astra.evaluation.rows import Episode
+from nip_astra.evaluation.summary import summarise, warnings_about
+from nip_astra.evaluation.tables import as_text, evaluation_tables, matrix_table, percent, plain
+from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
+from tests.evaluation.rows_by_hand import THRESHOLD, episode
+
+EMBED = build_embedder(EmbedderParameters(), device=torch.device("cpu")).embed
+OPTIONS = EvaluationOptions(
+    split="test",
+    seed=0,
+    num_episodes=40,
+    num_probability_episodes=200,
+    use_importance_sampling=True,
+    num_turns=2,
+    failure_threshold=THRESHOLD,
+    num_bootstrap_resamples=200,
+)
+
+
+def attacker(**columns: Any) -> list[Episode]:
+    return [
+        episode(i, [0.9 if i % 2 else 0.1, 0.2], prompt=f"prompt {i}", **columns) for i in range(40)
+    ]
+
+
+def ordinary(strategy: str = "reference", *, failing: int = 20, **columns: Any) -> list[Episode]:
+    both = {"attacker_sampled_logprob": -5.0, "reference_sampled_logprob": -5.0}
+    return [
+        episode(
+            i, [0.9 if i < failing else 0.1, 0.1], prompt=f"prompt {i}", strategy=strategy,
+            reference_logprob=-3.0 - 0.01 * i, **(both | columns),
+        )
+        for i in range(200)
+    ]  # fmt: skip
+
+
+def figures(
+    episodes: list[Episode], chances: list[Episode] | None = None, **changes: Any
+) -> dict[str, Any]:
+    found = summarise(episodes, chances or [], OPTIONS, embed=EMBED, **changes)
+    return {"attacker": "a", "target": "t", "scorer": "s", **found}
+
+
+def test_the_probability_of_failure_has_both_estimates() -> None:
+    found = figures(attacker(), ordinary())["probability_of_failure"]
+    assert found["horizon"] == 2
+    assert found["monte_carlo"]["value"] == pytest.approx(0.1)
+    # Attacker and reference are alike here: every weight is 1.
+    assert found["importance_sampling"]["value"] == pytest.approx(0.1)
+    assert found["importance_sampling"]["mean_weight"] == pytest.approx(1.0)
+
+
+def test_episodes_without_verdict_are_in_no_estimate() -> None:
+    chances = ordinary()
+    for unknown in chances[:100]:
+        unknown[0]["response_score"] = None
+        unknown[0]["is_error"] = True
+    found = figures(attacker(), chances)["probability_of_failure"]
+    assert found["monte_carlo"]["num_episodes"] == 100
+    assert found["monte_carlo"]["num_failures"] == 0
+
+
+def test_importance_sampling_is_refused_with_its_reason() -> None:
+    truncated = figures(attacker(), ordinary(), why_not_weighed="top_p 0.9")
+    weighed = truncated["probability_of_failure"]["importance_sampling"]
+    assert (weighed["is_refused"], weighed["reason"], weighed["value"]) == (True, "top_p 0.9", None)
+    assert "importance sampling is refused: top_p 0.9" in truncated["warnings"]
+    unknown = figures(attacker(), ordinary(attacker_sampled_logprob=None))
+    reason = unknown["probability_of_failure"]["importance_sampling"]["reason"]
+    assert "cannot tell which tokens it may draw" in reason
+
+
+def test_few_probes_said_again_and_again_are_warned_of() -> None:
+    same = [episode(i, [0.9, 0.9], prompt=f"prompt {i}", probe="my cat sits") for i in range(40)]
+    found = figures(same)
+    assert "the attacker has collapsed: only 1% of its successful" in " ".join(found["warnings"])
+    assert found["diversity"]["distinct_share"] == pytest.approx(1 / 80)
+    assert found["diversity"]["vendi"] == pytest.approx(1.0)
+    assert not any("collapsed" in text for text in figures(attacker())["warnings"])
+
+
+def test_probes_that_nobody_would_say_are_warned_of() -> None:
+    chances = ordinary()
+    fluent = figures(attacker(reference_logprob=-4.0), chances)
+    assert fluent["fluency"]["share_below"] == 0.0
+    odd = figures(attacker(reference_logprob=[-4.0, -30.0]), chances)
+    assert odd["fluency"]["share_below"] == 0.5
+    assert "50% of the probes are less likely per token" in " ".join(odd["warnings"])
+    assert figures(attacker(), chances[:100])["fluency"] is None
+
+
+def test_many_turns_without_verdict_are_warned_of_with_what_they_could_be() -> None:
+    episodes = attacker()
+    for unknown in episodes[:10]:
+        unknown[1]["response_score"] = None
+    found = figures(episodes)
+    text = " ".join(found["warnings"])
+    assert "10 of 80 turns have no verdict (0 errors)" in text
+    assert "anywhere from 50.0% to 62.5%" in text
+
+
+def test_few_prompts_are_warned_of() -> None:
+    few = [episode(i, [0.9], prompt=f"prompt {i % 5}") for i in range(40)]
+    assert "the intervals rest on 5 opening prompts" in " ".join(figures(few)["warnings"])
+
+
+def test_without_a_failure_there_is_no_diversity_and_no_cluster() -> None:
+    quiet = [episode(i, [0.1], prompt=f"prompt {i}") for i in range(40)]
+    found = figures(quiet)
+    assert (found["diversity"], found["clusters"], found["most_likely_failure"]) == (None, [], None)
+    assert found["failure_rate"]["high"] == pytest.approx(3 / 40)
+    assert "0.0% [0.0%, 7.5%]" in as_text(evaluation_tables(found))
+
+
+def test_the_most_likely_failure_is_that_of_the_whole_conversation() -> None:
+    episodes = [
+        episode(0, [0.1, 0.9], reference_logprob=[-9.0, -1.0]),
+        episode(1, [0.9, 0.9], reference_logprob=[-4.0, -1.0]),
+    ]
+    found = figures(episodes)["most_likely_failure"]
+    assert (found["episode"], found["depth"], found["conversation_logprob"]) == (1, 0, -4.0)
+
+
+def test_a_table_shows_every_figure_and_takes_markup_for_text() -> None:
+    episodes = attacker(probe="[bold]cat[/bold]", response="[/red] said")
+    text = as_text(evaluation_tables(figures(episodes, ordinary())))
+    assert "50.0% [" in text
+    assert "[bold]cat[/bold]" in text
+    assert "[/red] said" in text
+    assert "ordinary conversation fails: Monte Carlo, 200 episodes" in text
+    assert "importance sampling, 200 episodes, effective sample size 200" in text
+
+
+def test_a_matrix_has_a_row_for_each_attacker() -> None:
+    found = figures(attacker())
+    text = as_text(
+        [matrix_table({("a", "x"): found, ("a", "y"): found, ("b", "x"): found, ("b", "y"): found})]
+    )
+    assert text.count("50.0%") == 4
+
+
+def test_numbers_that_are_missing_are_a_dash() -> None:
+    assert percent(None) == percent(float("nan")) == plain(None) == "-"
+    assert (percent(0.1234), plain(1234.5)) == ("12.3%", "1.23e+03")
+
+
+def test_warnings_come_from_the_figures_alone() -> None:
+    found = figures(attacker(), ordinary())
+    assert warnings_about(copy.deepcopy(found)) == found["warnings"]
