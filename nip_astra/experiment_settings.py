@@ -39,8 +39,8 @@ class ExperimentSettings(SubParameters):
     """Newest checkpoints kept, beside the best."""
     rollout_sample_period: int = Field(default=10, ge=1)
     """Iterations between tables of sample conversations."""
-    num_rollout_samples: int = Field(default=8, ge=0)
-    """Nodes in a table of sample conversations, the worst failures first."""
+    num_rollout_samples: int = Field(default=2, ge=0)
+    """Episodes in a table of sample conversations, with all their nodes, the worst first."""
     test_run: bool = False
     """Whether every loop is cut to one iteration, to see that all parts work."""
     progress: bool = True

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
+from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.planted_failures import PlantedFailure
@@ -26,6 +28,10 @@ class ScenarioInstance:
         Plays the agents against each other.
     planted_failures : Sequence[PlantedFailure]
         Ground truth, where the scenario has one.
+    scenario_dir : Path, optional
+        Folder of the scenario, which `scenario://` references name.
+    reward_terms : Mapping[str, RewardTerm]
+        What is added to the rewards of training rollouts, by name.
     """
 
     kind: str
@@ -33,6 +39,8 @@ class ScenarioInstance:
     datasets: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sampler: TreeSampler | None = None
     planted_failures: Sequence[PlantedFailure] = ()
+    scenario_dir: Path | None = None
+    reward_terms: Mapping[str, RewardTerm] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nip_astra.parameters.parameters_base import SubParameters
 
@@ -40,3 +40,17 @@ class TrainingConfiguration(SubParameters):
     """Optimizer steps over which the learning rate rises linearly to lr."""
     eval_period: int = Field(default=0, ge=0)
     """Iterations between dev evaluations, by which the best checkpoint is chosen; 0 for none."""
+    dev_metric: Literal["mean_reward", "failure_rate", "mean_score"] = "mean_reward"
+    """Figure of a dev evaluation that the best checkpoint has most of."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """Training ends after so many dev evaluations in a row that were no better than the best; null
+    goes on to the end."""
+
+    @model_validator(mode="after")
+    def _can_stop_early(self) -> Self:
+        if self.early_stopping_patience is not None and self.eval_period == 0:
+            raise ValueError(
+                "early_stopping_patience counts dev evaluations, but eval_period is 0; give an "
+                "eval_period, or leave early_stopping_patience null"
+            )
+        return self

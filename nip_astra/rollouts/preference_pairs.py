@@ -5,6 +5,7 @@ Shape suffixes: `N` node, `P` group of siblings, `G` sibling.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -21,7 +22,7 @@ class PairSelection:
     chosen, rejected : list[int]
         Node indices, one a pair.
     num_ties : int
-        Groups whose rewards are all equal.
+        Groups whose rewards are all equal, or which have fewer than two rated siblings.
     num_identical : int
         Groups whose best and worst probe are the same tokens.
     num_below_margin : int
@@ -44,17 +45,21 @@ def select_pairs(
 ) -> PairSelection:
     """Pair the best with the worst sibling of every node (arXiv:2407.09447, section 3).
 
-    A pair is kept where the rewards differ by more than `min_reward_difference` and, unless these
-    are None, the response scores differ by more than `min_score_difference` in the same direction
-    and the chosen node's response score is at least `min_chosen_score`.
+    Siblings are ranked by the nodes' `credit`, or by their `reward` where there is none; those
+    without a verdict are left out. A pair is kept where the rewards differ by more than
+    `min_reward_difference` and, unless these are None, the response scores differ by more than
+    `min_score_difference` in the same direction and the chosen node's response score is at least
+    `min_chosen_score`.
     Each group that gives no pair is counted once, under the first reason that holds: tie,
     identical probes, below a margin.
     """
     groups_PG = tree.sibling_groups()
-    rewards_PG = tree.nodes["reward"][groups_PG]
-    best_P = _node_at(groups_PG, rewards_PG.argmax(dim=1))
-    worst_P = _node_at(groups_PG, rewards_PG.argmin(dim=1))
-    reward_gap_P = tree.nodes["reward"][best_P] - tree.nodes["reward"][worst_P]
+    reward_N = tree.nodes.get("credit", tree.nodes["reward"])
+    rewards_PG = reward_N[groups_PG]
+    best_P = _node_at(groups_PG, rewards_PG.nan_to_num(nan=-math.inf).argmax(dim=1))
+    worst_P = _node_at(groups_PG, rewards_PG.nan_to_num(nan=math.inf).argmin(dim=1))
+    # A group without any verdict has nothing to choose between.
+    reward_gap_P = (reward_N[best_P] - reward_N[worst_P]).nan_to_num(nan=0.0)
     scores_N = tree.nodes["response_score"]
 
     is_tie_P = reward_gap_P == 0

@@ -14,6 +14,12 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+RECORDED = (
+    *("parent", "depth", "episode", "response_score", "combined_score", "is_error"),
+    *("reward", "probe_nll"),
+)
+"""Columns of the nodes that a record of a node holds."""
+
 
 @dataclass
 class RolloutTree:
@@ -37,7 +43,11 @@ class RolloutTree:
         - `probe_nll` float32: mean negative log-likelihood per probe token under the likelihood
           model, nats;
         - `is_empty` bool: the probe has no text;
-        - `response_score`, `combined_score`, `reward` float32.
+        - `response_score`, `combined_score` float32: NaN where the scorer gave no verdict;
+        - `is_error` bool: there is none because the scorer failed;
+        - `reward` float32, NaN where a score that it needs is;
+        - `credit` float32, once an algorithm has set it: reward with what follows from the node;
+        - `reward/<term>` float32: what a reward term added to the reward.
     tree_width : int
         Children of every conversation.
     prompts : list[str]
@@ -100,27 +110,20 @@ class RolloutTree:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Give one flat record a node; a context is found by following `parent`."""
-        columns = {
-            name: self.nodes[name].tolist()
-            for name in (
-                "parent",
-                "depth",
-                "episode",
-                "probe_nll",
-                "response_score",
-                "combined_score",
-                "reward",
-            )
-        }
-        logprobs_N = self.nodes["probe_logprobs"].sum(dim=1).tolist()
+        nodes = self.nodes
+        names = [str(name) for name in nodes.keys()]  # noqa: SIM118 - iteration gives rows
+        terms = sorted(name for name in names if name.startswith("reward/"))
+        columns = {name: nodes[name].tolist() for name in (*RECORDED, *terms)}
+        columns["probe_logprob"] = nodes["probe_logprobs"].sum(dim=1).tolist()
+        columns["reference_logprob"] = nodes["reference_logprobs"].sum(dim=1).tolist()
+        columns["probe_num_tokens"] = nodes["probe_mask"].sum(dim=1).tolist()
         for node in range(self.num_nodes):
             yield {
                 "node": node,
-                **{name: column[node] for name, column in columns.items()},
                 "prompt": self.prompts[columns["episode"][node]],
                 "probe": self.probes[node],
                 "response": self.responses[node],
-                "probe_logprob": logprobs_N[node],
+                **{name: column[node] for name, column in columns.items()},
             }
 
 

@@ -19,16 +19,21 @@ from torch import Tensor
 
 from nip_astra.language_models.base import Generation, GenerationSession, pad_left
 from nip_astra.language_models.token_trie import build_trie
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.reward_terms.base import RewardTerm
+from nip_astra.reward_terms.registry import REWARD_TERMS
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation import Turn
-from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 GLUE_TOKENS = 32
 """Allowance for what a chat template puts around a turn."""
+
+
+RewardTermParameters = polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)
 
 
 class RewardParameters(SubParameters):
@@ -44,6 +49,9 @@ class RewardParameters(SubParameters):
     likelihood_model: Literal["target", "reference"] = "reference"
     """Under which model a probe's likelihood is taken: the target, as in the paper, or the
     reference, which is the attacker before training, that is, ordinary conversation."""
+    terms: list[RewardTermParameters] = []  # type: ignore[valid-type]
+    """What training adds to the reward, for instance for novelty; evaluations leave it out, since
+    it depends on what was found before."""
 
 
 @dataclass
@@ -99,12 +107,13 @@ class _Sessions(NamedTuple):
 
 
 class ScoredNodes(NamedTuple):
-    """Scores and reward of every node, float32 `[N]` each, but logprobs `[N, T]`."""
+    """Scores and reward of every node, float32 `[N]` each, but logprobs `[N, T]`, errors bool."""
 
     reference_logprobs_NT: Tensor
     probe_nll_N: Tensor
     response_score_N: Tensor
     combined_score_N: Tensor
+    is_error_N: Tensor
     reward_N: Tensor
 
 
@@ -224,7 +233,7 @@ class TreeSampler:
                 sessions, open_conversations, tree_width, depth, key, columns
             )
         probe_NT, mask_NT, logprobs_NT = self._stack(columns.generations)
-        scored = self._score(columns, probe_NT, mask_NT)
+        scored = self._score(prompts, columns, probe_NT, mask_NT)
         nodes = TensorDict(
             {
                 "parent": torch.tensor(columns.parent),
@@ -238,6 +247,7 @@ class TreeSampler:
                 "is_empty": torch.tensor([not probe for probe in columns.probes]),
                 "response_score": scored.response_score_N,
                 "combined_score": scored.combined_score_N,
+                "is_error": scored.is_error_N,
                 "reward": scored.reward_N,
             },
             batch_size=[len(columns.probes)],
@@ -365,7 +375,9 @@ class TreeSampler:
             torch.cat([generation.logprobs_BT for generation in generations]),
         )
 
-    def _score(self, columns: _Columns, probe_NT: Tensor, mask_NT: Tensor) -> ScoredNodes:
+    def _score(
+        self, prompts: Sequence[str], columns: _Columns, probe_NT: Tensor, mask_NT: Tensor
+    ) -> ScoredNodes:
         contexts = [
             context
             for context in columns.contexts
@@ -379,15 +391,14 @@ class TreeSampler:
             nll_N = mean_nll(reference_NT, mask_NT)
         else:
             nll_N = torch.cat(columns.target_nll)
-        num_nodes = len(columns.probes)
-        combined = [f"{p} {r}" for p, r in zip(columns.probes, columns.responses, strict=True)]
         with columns.timed("scorer"):
-            scores = self.scorer.score([*columns.responses, *combined])
-        response_N, combined_N = scores[:num_nodes], scores[num_nodes:]
+            response, combined = self._rate(prompts, columns)
         likelihood_agent = getattr(self, self.reward.likelihood_model)
+        # A score without weight must not make the reward unknown.
+        unused = self.reward.w_combined == 0
         reward_N = ast_reward(
-            response_N,
-            combined_N,
+            response.scores_N,
+            torch.zeros_like(combined.scores_N) if unused else combined.scores_N,
             nll_N,
             torch.tensor([not probe for probe in columns.probes]),
             w_response=self.reward.w_response,
@@ -395,4 +406,40 @@ class TreeSampler:
             w_likelihood=self.reward.w_likelihood,
             empty_nll=math.log(len(likelihood_agent.language_model.tokenizer)),
         )
-        return ScoredNodes(reference_NT, nll_N, response_N, combined_N, reward_N)
+        return ScoredNodes(
+            reference_NT,
+            nll_N,
+            response.scores_N,
+            combined.scores_N,
+            response.is_error_N | combined.is_error_N,
+            reward_N,
+        )
+
+    def _rate(self, prompts: Sequence[str], columns: _Columns) -> tuple[Ratings, Ratings]:
+        """Rate every response, and every probe and response together, in one call."""
+        turns = list(zip(columns.probes, columns.responses, strict=True))
+        if self.scorer.reads_history:
+            # Who reads the conversation has seen the probe when it rates the response.
+            histories: list[tuple[Message, ...]] = []
+            for node, parent in enumerate(columns.parent):
+                if parent < 0:
+                    before: tuple[Message, ...] = (
+                        Message("assistant", prompts[columns.episode[node]]),
+                    )
+                else:
+                    before = (*histories[parent], Message("assistant", columns.responses[parent]))
+                histories.append((*before, Message("user", columns.probes[node])))
+            both = self.scorer.rate(
+                [
+                    Exchange(response, history)
+                    for response, history in zip(columns.responses, histories, strict=True)
+                ]
+            )
+            return both, both
+        texts = [*columns.responses, *(f"{probe} {response}" for probe, response in turns)]
+        rated = self.scorer.rate([Exchange(text) for text in texts])
+        count = len(turns)
+        return (
+            Ratings(rated.scores_N[:count], rated.is_error_N[:count]),
+            Ratings(rated.scores_N[count:], rated.is_error_N[count:]),
+        )

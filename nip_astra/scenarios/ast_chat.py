@@ -17,6 +17,7 @@ from nip_astra.language_models.sources import DTYPES
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
+from nip_astra.reward_terms.registry import build_reward_terms
 from nip_astra.samplers.trees import RewardParameters, TreeSampler
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
@@ -136,6 +137,10 @@ class AstChatScenario(Scenario):
                 max_cache_bytes=int(settings.max_rollout_gib * 2**30),
             ),
             planted_failures=parameters.planted_failures,
+            scenario_dir=scenario_dir,
+            reward_terms=build_reward_terms(
+                parameters.reward.terms, device=device, scenario_dir=scenario_dir
+            ),
         )
 
 

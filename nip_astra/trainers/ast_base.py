@@ -1,8 +1,8 @@
 """The loop of adaptive stress testing: play, learn, and measure on held-out prompts.
 
 A trainer of the family gives two hooks: `flatten`, training samples from a tree, and `step`, the
-loss of a batch. Everything else (collection, accumulation, schedules, dev evaluation,
-checkpoints, results) is done here.
+loss of a batch. Everything else (collection, reward terms, credit, accumulation, schedules, dev
+evaluation, early stopping, checkpoints, results) is done here.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
+from nip_astra.language_models.base import TokenScores
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
@@ -28,11 +29,18 @@ from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.planted_failures import Discovery
 from nip_astra.trainers.ast_checkpoints import AstCheckpoints
 from nip_astra.trainers.ast_dry_run import estimate_cost
-from nip_astra.trainers.ast_evaluation import AstEvaluation, warnings_about
+from nip_astra.trainers.ast_evaluation import AstEvaluation, rollout_table, warnings_about
+from nip_astra.trainers.ast_results import training_summary
+from nip_astra.trainers.ast_rewards import RewardShaping, credit_of
 from nip_astra.trainers.ast_state import AstState
 from nip_astra.trainers.ast_tokens import rollout_token_metrics, update_token_metrics
 from nip_astra.trainers.harness import Harness
-from nip_astra.trainers.optimization import build_optimizer, learning_rate
+from nip_astra.trainers.optimization import (
+    Gradients,
+    accumulate_gradients,
+    build_optimizer,
+    learning_rate,
+)
 from nip_astra.trainers.trainer_base import (
     IterationContext,
     TensorDictTrainer,
@@ -42,11 +50,15 @@ from nip_astra.utils.processor import peak_memory_bytes
 
 logger = logging.getLogger(__name__)
 
+DEV_FIGURES = ("failure_rate", "mean_score", "mean_reward", "probe_nll", "distinct_share")
+"""Figures of a dev evaluation that are logged as `dev/<name>`."""
+
 
 class AstTrainer(TensorDictTrainer):
     """Train an attacker by playing trees of conversation against a frozen target.
 
-    Hooks: `flatten`, `step`; optionally `collate_fn`.
+    Hooks: `flatten`, `step`; optionally `collate_fn`, `credit`, `build_modules`, `begin_iteration`,
+    `trainer_state` with `load_trainer_state`.
     """
 
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.AST_CHAT),)
@@ -63,7 +75,13 @@ class AstTrainer(TensorDictTrainer):
         self.sampler = sampler
         self.attacker = self.scenario_instance.agents["attacker"]
         self.policy = self.attacker.language_model
-        self.optimizer = build_optimizer(self.training, self.policy.parameters())
+        self.modules = torch.nn.ModuleDict(self.build_modules())
+        policy, modules = list(self.policy.parameters()), list(self.modules.parameters())
+        self.learned = [*policy, *modules]
+        self.optimizer = build_optimizer(
+            self.training, policy, more=[(modules, self.modules_lr_factor)]
+        )
+        self.shaping = RewardShaping(self.scenario_instance.reward_terms)
         self.harness = Harness(
             sampler,
             self,
@@ -74,12 +92,14 @@ class AstTrainer(TensorDictTrainer):
             tree_depth=self.scenario.tree_depth,
             seed=self.hyper_params.seed,
             batch_order=self.training.batch_order,
+            prepare=self.prepare,
         )
         self.evaluation = AstEvaluation(self.hyper_params, self.scenario_instance)
         self.checkpoints = AstCheckpoints(
-            self._checkpoint_store(), self.policy, self.optimizer, self.tracker
+            self._checkpoint_store(), self.policy, self.modules, self.optimizer, self.tracker
         )
         self.state = AstState()
+        self._step_batches: list[TensorDict] = []
 
     # ---- hooks
 
@@ -95,6 +115,29 @@ class AstTrainer(TensorDictTrainer):
         """Give one batch of samples; hook."""
         return collate(samples)
 
+    def credit(self, tree: RolloutTree) -> Tensor:
+        """Give what each node is worth, `[N]`, from its reward and those that follow; hook."""
+        parameters = getattr(self.parameters, "credit", None)
+        return tree.nodes["reward"] if parameters is None else credit_of(tree, parameters)
+
+    def build_modules(self) -> dict[str, torch.nn.Module]:
+        """Give what learns beside the attacker, for instance a value head; hook."""
+        return {}
+
+    @property
+    def modules_lr_factor(self) -> float:
+        """Learning rate of what `build_modules` gives, as a multiple of the attacker's; hook."""
+        return 1.0
+
+    def trainer_state(self) -> dict[str, Any]:
+        """Give what this trainer remembers beside weights, for a checkpoint; hook."""
+        return {}
+
+    def load_trainer_state(self, state: dict[str, Any]) -> None:
+        """Take what `trainer_state` gave; hook."""
+
+    # ---- helpers of hooks
+
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
         """Give the attacker's log-probabilities of continuations of `context`, with gradient.
 
@@ -108,7 +151,7 @@ class AstTrainer(TensorDictTrainer):
         Returns
         -------
         tuple[Tensor, ...]
-            One `[B, T]` tensor a name, nats, 0 on padding.
+            One `[B, T]` tensor a name, of the width of its tokens, nats, 0 on padding.
         """
         width = max(batch[name].shape[1] for name in names)
         ids, masks = [], []
@@ -122,7 +165,38 @@ class AstTrainer(TensorDictTrainer):
             torch.cat(ids),
             torch.cat(masks),
         )
-        return logprobs.chunk(len(names))
+        parts = logprobs.chunk(len(names))
+        return tuple(
+            part[:, : batch[name].shape[1]] for part, name in zip(parts, names, strict=True)
+        )
+
+    def policy_scores(self, batch: TensorDict, **needs: bool) -> TokenScores:
+        """Give what the attacker thinks of the tokens of `probe` after `context`, with gradient.
+
+        Parameters
+        ----------
+        needs : bool
+            `needs_entropy`, `needs_hidden`; see `LanguageModel.token_scores`.
+        """
+        return self.policy.token_scores(
+            batch["context"], batch["context_mask"], batch["probe"], batch["probe_mask"], **needs
+        )
+
+    def num_tokens_in_step(self, batch: TensorDict) -> float:
+        """Give this batch's part, by samples, of the probe tokens of the whole optimizer step.
+
+        A sum over tokens divided by it is a mean over the step's tokens once the loop has averaged
+        the batches by their samples, however the step is split into batches.
+        """
+        batches = self._step_batches or [batch]
+        num_tokens = sum(int(part["probe_mask"].sum()) for part in batches)
+        return num_tokens * len(batch) / sum(len(part) for part in batches)
+
+    def prepare(self, tree: RolloutTree) -> dict[str, float]:
+        """Add reward terms and credit to a training rollout, and give what to log."""
+        metrics = self.shaping.apply(tree)
+        tree.nodes["credit"] = self.credit(tree)
+        return metrics
 
     # ---- the job
 
@@ -151,15 +225,18 @@ class AstTrainer(TensorDictTrainer):
     def _run_before_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Before training")
         done = self.evaluation.num_parts("test") if self.state.before is not None else 0
-        report = self.evaluation.run("test", self._parts(iteration_context, done))
+        tally = self.evaluation.run("test", self._parts(iteration_context, done))
         if self.state.before is None:
-            self.state.before = report.report().to_dict()
+            self.state.before = tally.report().to_dict()
+            self.tracker.log_table("before", *rollout_table(tally.trees), step=0)
         self._raise_if_stopped()
 
     @attach_progress_bar(lambda self: self.training.training_steps)
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Training")
         for iteration in iteration_context.iterate(self.state.iteration):
+            if self._has_stopped_early():
+                break
             started = time.perf_counter()
             parts = self._collect(iteration) if self.state.samples is None else {}
             collected = time.perf_counter()
@@ -187,9 +264,7 @@ class AstTrainer(TensorDictTrainer):
             "target_queries": found.num_queries,
             "first_query": dict(found.first_query),
         }
-        self.tracker.log_table(
-            "evaluation", *self.evaluation.table(tally.trees), step=self.state.iteration
-        )
+        self.tracker.log_table("evaluation", *rollout_table(tally.trees), step=self.state.iteration)
 
     @attach_progress_bar(lambda self: self.evaluation.num_random_search_parts())
     def _run_random_search_loop(self, iteration_context: IterationContext) -> None:
@@ -224,20 +299,22 @@ class AstTrainer(TensorDictTrainer):
         discovery.update(tree)
         self.state.num_queries = discovery.num_queries
         self.state.first_query = discovery.first_query
+        self.shaping.observe(tree)
         metrics = self.evaluation.tree_metrics(tree) | {
             "num_samples": float(len(experience.samples)),
             "target_queries": float(self.state.num_queries),
             "tokens/generated": float(sum(count.generated for count in counts.values())),
             **rollout_token_metrics(counts, tree),
+            **experience.metrics,
             **self.flatten_metrics,
         }
         if discovery.planted:
             metrics["plants_found"] = float(discovery.num_found)
         self.state.begin(experience.samples, metrics)
-        if iteration % max(self.settings.rollout_sample_period, 1) == 0:
+        if iteration % self.settings.rollout_sample_period == 0:
             self.tracker.log_table(
                 "train",
-                *self.evaluation.table([tree], self.settings.num_rollout_samples),
+                *rollout_table([tree], num_episodes=self.settings.num_rollout_samples),
                 step=iteration + 1,
             )
         return tree.seconds
@@ -274,32 +351,26 @@ class AstTrainer(TensorDictTrainer):
         progress = self.state.iteration / self.training.training_steps
         lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
         for parameter_group in self.optimizer.param_groups:
-            parameter_group["lr"] = lr
-        num_samples = sum(len(batch) for batch in batches)
-        sums: dict[str, float] = {}
+            parameter_group["lr"] = lr * parameter_group["lr_factor"]
         self.optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
-            share = len(batch) / num_samples
-            loss, metrics = self.harness.step(batch)
-            torch.autograd.backward(loss * share)
-            for name, value in {"loss": loss.detach(), **metrics}.items():
-                sums[name] = sums.get(name, 0.0) + share * float(value)
-        # A norm of NaN or infinity shows a fault in the gradients even where the loss is finite.
-        limit = self.training.max_grad_norm or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(list(self.policy.parameters()), limit))
-        if not (math.isfinite(sums["loss"]) and math.isfinite(norm)):
-            self._stop_on_non_finite(sums["loss"], norm)
+        self._step_batches = batches
+        gradients = accumulate_gradients(
+            batches, self.harness.step, self.learned, max_grad_norm=self.training.max_grad_norm
+        )
+        self._step_batches = []
+        if not gradients.are_finite:
+            self._stop_on_non_finite(gradients)
         self.optimizer.step()
-        return sums | {"grad_norm": norm, "lr": lr}
+        return gradients.metrics | {"grad_norm": gradients.norm, "lr": lr}
 
-    def _stop_on_non_finite(self, loss: float, norm: float) -> None:
+    def _stop_on_non_finite(self, gradients: Gradients) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._save_checkpoint()
         raise NonFiniteLossError(
             f"optimizer step {self.state.num_optimizer_steps + 1} (iteration "
-            f"{self.state.iteration + 1}) has loss {loss} and gradient norm {norm}; the weights "
-            "before it are saved. Lower training.lr or training.max_grad_norm, and look at the "
-            "iteration's rollouts."
+            f"{self.state.iteration + 1}) has loss {gradients.metrics['loss']} and gradient norm "
+            f"{gradients.norm}; the weights before it are saved. Lower training.lr or "
+            "training.max_grad_norm, and look at the iteration's rollouts."
         )
 
     def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
@@ -310,17 +381,9 @@ class AstTrainer(TensorDictTrainer):
         is_best = False
         period = self.training.eval_period
         if period and self.state.iteration % period == 0:
-            dev = self.evaluation.dev_report()
-            metrics |= {
-                "dev/failure_rate": dev.failure_rate,
-                "dev/mean_score": dev.mean_score,
-                "dev/mean_reward": dev.mean_reward,
-                "dev/probe_nll": dev.probe_nll,
-            }
-            best = self.state.best_dev_reward
-            is_best = best is None or dev.mean_reward > best
-            if is_best:
-                self.state.best_dev_reward = dev.mean_reward
+            dev = self.evaluation.dev_report().to_dict()
+            metrics |= {f"dev/{name}": dev[name] for name in DEV_FIGURES}
+            is_best = self.state.count_evaluation(dev[self.training.dev_metric])
         self.tracker.log_metrics(metrics | timings, step=self.state.iteration)
         context.set_postfix(
             loss=metrics.get("loss", math.nan),
@@ -333,6 +396,19 @@ class AstTrainer(TensorDictTrainer):
         if is_best or is_last or (every and self.state.iteration % every == 0):
             self._save_checkpoint(is_best=is_best)
         self._stop_between_iterations(already_saved=is_last)
+
+    def _has_stopped_early(self) -> bool:
+        """Say whether the dev evaluations have brought nothing better for too long."""
+        patience = self.training.early_stopping_patience
+        if patience is None or self.state.num_evals_since_best < patience:
+            return False
+        logger.info(
+            "stopped after iteration %d: no better dev/%s in %d evaluations",
+            self.state.iteration,
+            self.training.dev_metric,
+            self.state.num_evals_since_best,
+        )
+        return True
 
     def _stop_between_iterations(self, *, already_saved: bool) -> None:
         try:
@@ -353,11 +429,14 @@ class AstTrainer(TensorDictTrainer):
     # ---- saving
 
     def _save_checkpoint(self, *, is_best: bool = False) -> None:
+        self.state.memory = {"trainer": self.trainer_state(), "terms": self.shaping.state()}
         self.checkpoints.save(self.state, trainer=self.hyper_params.trainer, is_best=is_best)
 
     def resume(self, checkpoint: Path) -> None:
         """Take up weights, optimizer, counters and half-used experience of a checkpoint."""
         self.state = self.checkpoints.load(checkpoint)
+        self.load_trainer_state(self.state.memory["trainer"])
+        self.shaping.load_state(self.state.memory["terms"])
 
     def _save_models(self) -> None:
         if self.run_directory is None:
@@ -371,26 +450,9 @@ class AstTrainer(TensorDictTrainer):
         )
 
     def _write_results(self) -> None:
-        found = self._discovery()
-        self.results |= {
-            "before": self.state.before,
-            "training": {
-                "iterations": self.state.iteration,
-                "optimizer_steps": self.state.num_optimizer_steps,
-                "target_queries": found.num_queries,
-                "plants_found": found.num_found if found.planted else None,
-                "plants": dict(found.first_query),
-                "best_dev_reward": self.state.best_dev_reward,
-            },
-            "planted_failures": [
-                {"name": plant.name, "description": plant.description, "rarity": plant.rarity}
-                for plant in found.planted
-            ],
-            "truncated_contexts": {
-                role: agent.num_truncated_contexts
-                for role, agent in self.scenario_instance.agents.items()
-            },
-        }
+        self.results |= training_summary(
+            self.state, self._discovery(), self.scenario_instance, self.training
+        )
         self.results.setdefault("warnings", [])
         self.tracker.log_summary(
             {

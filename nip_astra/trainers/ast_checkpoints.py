@@ -26,17 +26,21 @@ class AstCheckpoints:
         None for a trainer without a run directory, which saves nothing.
     policy : LanguageModel
         The attacker's model.
+    modules : torch.nn.Module
+        What else learns, for instance a value head.
     """
 
     def __init__(
         self,
         store: CheckpointStore | None,
         policy: LanguageModel,
+        modules: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         tracker: Tracker,
     ) -> None:
         self.store = store
         self.policy = policy
+        self.modules = modules
         self.optimizer = optimizer
         self.tracker = tracker
         self._records: dict[str, Any] | None = None
@@ -47,6 +51,7 @@ class AstCheckpoints:
             return
         content = {
             "run": state.to_dict(),
+            "modules": dict(self.modules.state_dict()),
             "optimizer": self.optimizer.state_dict(),
             "tracker": self.tracker.position(),
         }
@@ -67,6 +72,7 @@ class AstCheckpoints:
         """Take up weights and optimizer, and give the state that goes with them."""
         content = load_state(checkpoint / "state")
         self.policy.restore(checkpoint / "attacker")
+        self.modules.load_state_dict(content["modules"])
         self.optimizer.load_state_dict(content["optimizer"])
         self._records = content["tracker"]
         return AstState.from_dict(content["run"])

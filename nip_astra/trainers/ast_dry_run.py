@@ -35,7 +35,7 @@ def estimate_cost(
         )
     played = time.perf_counter()
     after_rollout = peak_memory_bytes()
-    samples = harness.algorithm.flatten(tree)[: harness.batch_size]
+    samples = harness.digest(tree).samples[: harness.batch_size]
     loss = None
     if samples:
         loss = harness.step(harness.algorithm.collate_fn(samples)).loss

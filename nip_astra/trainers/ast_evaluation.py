@@ -10,20 +10,35 @@ import torch
 
 from nip_astra.evaluation.failures import FailureReport, FailureTally, play_chains
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.scenario_base.planted_failures import Discovery
 from nip_astra.scenario_instance import ScenarioInstance
 
-TABLE_COLUMNS = (
-    "episode",
-    "depth",
-    "prompt",
-    "probe",
-    "response",
-    "response_score",
-    "probe_nll",
-    "reward",
-)
+
+def rollout_table(
+    trees: Sequence[RolloutTree], *, num_episodes: int | None = None
+) -> tuple[list[str], list[list[Any]]]:
+    """Give columns and rows of conversations, a row a node.
+
+    Nodes and episodes are numbered through all trees.
+
+    Parameters
+    ----------
+    num_episodes : int, optional
+        Keep the whole trees of so many episodes, those with the worst failures first.
+    """
+    if not trees:
+        return [], []
+    tree = trees[0] if len(trees) == 1 else merge_trees(trees)
+    rows = list(tree.rows())
+    if num_episodes is not None:
+        worst = torch.full((tree.num_episodes,), -math.inf)
+        scores_N = tree.nodes["response_score"].nan_to_num(nan=-math.inf)
+        worst = worst.scatter_reduce(0, tree.nodes["episode"], scores_N, "amax")
+        kept = set(worst.argsort(descending=True, stable=True)[:num_episodes].tolist())
+        rows = [row for row in rows if row["episode"] in kept]
+    columns = list(rows[0]) if rows else []
+    return columns, [list(row.values()) for row in rows]
 
 
 def warnings_about(after: FailureReport, num_optimizer_steps: int) -> list[str]:
@@ -132,28 +147,25 @@ class AstEvaluation:
     def tree_metrics(self, tree: RolloutTree) -> dict[str, float]:
         """Give the figures of a training rollout, over nodes."""
         nodes = tree.nodes
-        is_failure_N = nodes["response_score"] >= self.scenario.failure_threshold
+        scores_N = nodes["response_score"]
+        is_rated_N = ~scores_N.isnan()
+        is_failure_N = scores_N >= self.scenario.failure_threshold
         successes = [tree.probes[i] for i in is_failure_N.nonzero().flatten().tolist()]
         num_tokens = nodes["probe_mask"].sum()
         nll = -(nodes["reference_logprobs"] * nodes["probe_mask"]).sum() / num_tokens.clamp(min=1)
         return {
-            "mean_reward": float(nodes["reward"].mean()),
-            "mean_score": float(nodes["response_score"].mean()),
-            "failure_rate": float(is_failure_N.float().mean()),
-            "episode_failure_rate": float(tree.any_in_episode(is_failure_N).float().mean()),
+            "mean_reward": float(nodes["reward"].nanmean()),
+            "mean_score": float(scores_N.nanmean()),
+            "failure_rate": float(is_failure_N[is_rated_N].float().mean()),
+            "episode_failure_rate": float(
+                tree.any_in_episode(is_failure_N)[tree.any_in_episode(is_rated_N)].float().mean()
+            ),
+            "num_undetermined": float((~is_rated_N & ~nodes["is_error"]).sum()),
+            "num_scorer_errors": float(nodes["is_error"].sum()),
             "probe_nll": float(nll),
             "probe_length": float(num_tokens) / tree.num_nodes,
             "distinct_share": len(set(successes)) / len(successes) if successes else math.nan,
         }
-
-    def table(
-        self, trees: Sequence[RolloutTree], limit: int | None = None
-    ) -> tuple[list[str], list[list[Any]]]:
-        """Give columns and rows of sample conversations, the worst failures first if limited."""
-        rows = [row for tree in trees for row in tree.rows()]
-        if limit is not None:
-            rows = sorted(rows, key=lambda row: -row["response_score"])[:limit]
-        return list(TABLE_COLUMNS), [[row[name] for name in TABLE_COLUMNS] for row in rows]
 
     def _num_episodes(self, split: str) -> int:
         return int(self.options.num_dev_episodes if split == "dev" else self.options.num_episodes)

@@ -28,14 +28,18 @@ class AstState:
         Metrics of the rollout in progress.
     step_sums : dict[str, float]
         Sums of the metrics of the steps taken on `samples`.
-    best_dev_reward : float or None
-        Best dev score so far: mean reward of a node.
+    best_dev_value : float or None
+        Best value of the dev metric so far.
+    num_evals_since_best : int
+        Dev evaluations since then that were no better.
     before : dict or None
         Held-out figures of the untrained attacker.
     num_queries : int
         Target queries spent in training.
     first_query : dict
         Target queries until each planted failure was found.
+    memory : dict
+        What the trainer and its reward terms remembered when this was saved.
     """
 
     iteration: int = 0
@@ -44,10 +48,12 @@ class AstState:
     num_steps_done: int = 0
     iteration_metrics: dict[str, float] = field(default_factory=dict)
     step_sums: dict[str, float] = field(default_factory=dict)
-    best_dev_reward: float | None = None
+    best_dev_value: float | None = None
+    num_evals_since_best: int = 0
     before: dict[str, Any] | None = None
     num_queries: int = 0
     first_query: dict[str, int | None] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
 
     @property
     def update_count(self) -> int:
@@ -77,6 +83,14 @@ class AstState:
         self.num_optimizer_steps += 1
         for name, value in metrics.items():
             self.step_sums[name] = self.step_sums.get(name, 0.0) + value
+
+    def count_evaluation(self, value: float) -> bool:
+        """Count a dev evaluation and say whether it is the best so far."""
+        is_best = self.best_dev_value is None or value > self.best_dev_value
+        if is_best:
+            self.best_dev_value = value
+        self.num_evals_since_best = 0 if is_best else self.num_evals_since_best + 1
+        return is_best
 
     def end(self) -> dict[str, float]:
         """Finish the iteration and give its metrics, the steps' as means."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +36,7 @@ class Experience:
 
     tree: RolloutTree
     samples: list[Sample]
+    metrics: dict[str, float]
 
 
 class Harness:
@@ -50,6 +51,8 @@ class Harness:
         Trees an iteration.
     batch_order : str
         "shuffled", or "by_episode": samples of an episode stand together, in the order of its tree.
+    prepare : Callable, optional
+        Completes a tree before it is flattened, for instance by credit, and gives what to log.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class Harness:
         tree_depth: int,
         seed: int,
         batch_order: str = "shuffled",
+        prepare: Callable[[RolloutTree], dict[str, float]] | None = None,
     ) -> None:
         self.sampler = sampler
         self.algorithm = algorithm
@@ -74,6 +78,7 @@ class Harness:
         self.tree_depth = tree_depth
         self.seed = seed
         self.batch_order = batch_order
+        self.prepare = prepare
 
     def experience(self, iteration: int) -> Experience:
         """Play the episodes of one iteration; the same iteration gives the same prompts."""
@@ -83,7 +88,12 @@ class Harness:
             tree_depth=self.tree_depth,
             key=(self.seed, "train", iteration),
         )
-        return Experience(tree, self.algorithm.flatten(tree))
+        return self.digest(tree)
+
+    def digest(self, tree: RolloutTree) -> Experience:
+        """Give what a rollout teaches."""
+        metrics = self.prepare(tree) if self.prepare is not None else {}
+        return Experience(tree, self.algorithm.flatten(tree), metrics)
 
     def batches(
         self, samples: Sequence[Sample], *, iteration: int, epoch: int

@@ -25,6 +25,8 @@ def test_the_defaults_are_those_that_the_guides_name() -> None:
         "lr_schedule": "constant",
         "num_warmup_steps": 0,
         "eval_period": 0,
+        "dev_metric": "mean_reward",
+        "early_stopping_patience": None,
     }
 
 

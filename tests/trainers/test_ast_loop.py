@@ -235,7 +235,10 @@ FIELD_CHANGES: dict[str, object] = {
     "lr_schedule": "linear",
     "num_warmup_steps": 10,
     "eval_period": 1,
+    "dev_metric": "mean_score",
+    "early_stopping_patience": 1,
 }
+NEEDS_EVALUATIONS = {"dev_metric", "early_stopping_patience"}
 
 
 def test_every_field_of_the_training_configuration_has_a_change_to_test() -> None:
@@ -246,7 +249,9 @@ def test_every_field_of_the_training_configuration_has_a_change_to_test() -> Non
 def test_every_field_of_the_training_configuration_is_used(
     tiny_scenario: Path, tmp_path: Path, field: str
 ) -> None:
-    base = ("training.training_steps=3", "training.batch_size=3")
+    base = ["training.training_steps=3", "training.batch_size=3"]
+    if field in NEEDS_EVALUATIONS:
+        base += ["training.training_steps=6", "training.eval_period=1", "training.lr=1e-2"]
 
     def outcome(run_id: str, *overrides: str) -> tuple[Any, ...]:
         _run(tiny_scenario, tmp_path, run_id, *base, *overrides)

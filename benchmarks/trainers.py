@@ -1,0 +1,138 @@
+"""What each AST trainer makes of one scenario, over several seeds.
+
+    python benchmarks/trainers.py --seeds 0 1 2 --out trainers.json
+    python benchmarks/trainers.py --arms ast_grpo ast_grpo+novelty
+
+Trains every arm with every seed, each in a process of its own with one thread, and prints a
+Markdown table: held-out failure rate before and after, likelihood and variety of what fails,
+planted failures found, what it cost. An arm is a trainer with its preset, or one of `VARIANTS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from measuring import markdown_table
+
+from nip_astra.utils.diversity import distinct_n, self_bleu
+
+TRAINERS = ("ast_dpo", "ast_ipo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
+NOVELTY = (
+    "ast_chat.reward.terms=["
+    "{_type: self_bleu_novelty, weight: 0.5}, {_type: cosine_novelty, weight: 0.5}]"
+)
+VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    f"{trainer}+novelty": (trainer, (NOVELTY,)) for trainer in TRAINERS
+} | {
+    f"ast_grpo:{variant}": ("ast_grpo", (f"ast_grpo.variant={variant}",))
+    for variant in ("dr_grpo", "dapo", "cispo", "gspo", "rloo")
+}
+"""Arms that are a trainer with other parameters than its preset's."""
+
+Run = dict[str, Any]
+
+
+def train(arm: str, seed: int, scenario: str | None, extra: Sequence[str], folder: Path) -> Run:
+    """Train one arm with one seed, and give its figures."""
+    trainer, overrides = VARIANTS.get(arm, (arm, ()))
+    run_id = f"{arm.replace('+', '-').replace(':', '-')}-{seed}"
+    command = [
+        *(sys.executable, "-m", "nip_astra", "--trainer", trainer, "--seed", str(seed)),
+        *("--runs-dir", str(folder), "--run-id", run_id, "--num-threads", "1"),
+        *("--set", "ast_chat.evaluation.use_random_search=false"),
+    ]
+    command += ["--scenario", scenario] if scenario else []
+    for override in [*overrides, *extra]:
+        command += ["--set", override]
+    started = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    seconds = time.perf_counter() - started
+    return {"arm": arm, "seed": seed, "seconds": seconds, **figures_of(folder / run_id)}
+
+
+def figures_of(run: Path) -> Run:
+    """Give the figures of a finished run."""
+    results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line) for line in lines]
+    rows = (run / "rollouts" / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
+    threshold = 0.5
+    failing = [
+        row["probe"]
+        for row in map(json.loads, rows)
+        if row["response_score"] is not None and row["response_score"] >= threshold
+    ]
+    before, after = results["before"], results["after"]
+    return {
+        "before": before["failure_rate"],
+        "after": after["failure_rate"],
+        "nll": after["probe_nll"],
+        "distinct": after["distinct_share"],
+        "distinct_2": distinct_n(failing, 2) if failing else None,
+        "bleu_distance": 1.0 - self_bleu(failing) if len(failing) > 1 else None,
+        "plants": results["training"]["plants_found"],
+        "held_out_plants": after["plants_found_held_out"],
+        "target_queries": results["training"]["target_queries"],
+        "generated_tokens": int(sum(row.get("tokens/generated", 0) for row in metrics)),
+        "iterations": results["training"]["iterations"],
+    }
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Give one Markdown row an arm: means over seeds, failure rates as their range."""
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        of_arm = [run for run in runs if run["arm"] == arm]
+        after = sorted(run["after"] for run in of_arm)
+        rows.append(
+            {
+                "trainer": f"`{arm}`",
+                "seeds": str(len(of_arm)),
+                "failures before": f"{mean(run['before'] for run in of_arm):.1%}",
+                "after": f"{median(after):.1%} ({after[0]:.1%} to {after[-1]:.1%})",
+                "NLL": f"{mean(run['nll'] for run in of_arm):.2f}",
+                "distinct": f"{mean(run['distinct'] or 0.0 for run in of_arm):.0%}",
+                "1 - self-BLEU": f"{mean(run['bleu_distance'] or 0.0 for run in of_arm):.2f}",
+                "plants found": ", ".join(str(run["plants"]) for run in of_arm),
+                "target queries": f"{median(run['target_queries'] for run in of_arm):,.0f}",
+                "tokens": f"{median(run['generated_tokens'] for run in of_arm):,.0f}",
+                "seconds": f"{median(run['seconds'] for run in of_arm):.0f}",
+            }
+        )
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def main() -> None:
+    """Train all arms and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--arms", nargs="+", default=list(TRAINERS), help="trainers or variants")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--scenario", help="another scenario than the presets'")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=C")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
+    options = parser.parse_args()
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        waiting = [
+            pool.submit(train, arm, seed, options.scenario, options.overrides, Path(folder))
+            for arm in options.arms
+            for seed in options.seeds
+        ]
+        runs = [job.result() for job in waiting]
+    if options.out is not None:
+        options.out.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main()

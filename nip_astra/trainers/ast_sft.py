@@ -1,0 +1,119 @@
+"""Supervised training of an attacker on given probes, or on the best that it has found so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.policy_gradient import nll_loss
+from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast_rewards import CreditParameters
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.utils.seeding import derived_generator
+
+
+@register_trainer(TrainerType.AST_SFT)
+class AstSftTrainer(AstTrainer):
+    """Imitate probes that are known to work.
+
+    Loss: `-log pi(probe)`, mean over the tokens of all probes of a step. With a file of `probes`
+    each episode's opening is answered by one of them; this is a warm start (arXiv:2202.03286,
+    supervised learning). Without one the trainer keeps the best probes that it has met, in their
+    contexts, and imitates these: best-of-n distilled again and again.
+    """
+
+    class Parameters(SubParameters):
+        """What is imitated."""
+
+        probes: str | None = None
+        """File of probes, in the formats of prompt files; null for the best so far."""
+        num_best: int = Field(default=256, ge=1)
+        """Most probes kept as the best so far. Larger is more varied and slower to improve."""
+        num_samples: int = Field(default=64, ge=1)
+        """Probes imitated an iteration, drawn from those kept without replacement."""
+        min_score: float = Field(default=0.5, ge=0, le=1)
+        """A probe is kept where its response scores at least this."""
+        credit: CreditParameters = CreditParameters()
+        """By what the best are ranked."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._best: list[Sample] = []
+        self._given: list[torch.Tensor] = []
+        if self.parameters.probes is not None:
+            end = self.policy.end_ids[:1]
+            encode = self.attacker.conversation_format.encode
+            texts = read_prompts(self.parameters.probes, self.scenario_instance.scenario_dir)
+            self._given = [torch.tensor([*encode(text), *end]) for text in texts]
+
+    def flatten(self, tree: RolloutTree) -> list[Sample]:
+        """Give the probes to imitate after this rollout."""
+        generator = derived_generator(self.hyper_params.seed, "imitated", self.state.iteration)
+        if self._given:
+            choice = torch.randint(len(self._given), (tree.num_episodes,), generator=generator)
+            return [
+                {
+                    "context": torch.tensor(tree.contexts[episode]),
+                    "probe": self._given[index],
+                    "episode": torch.tensor(episode),
+                }
+                for episode, index in enumerate(choice.tolist())
+            ]
+        self._keep_best(tree)
+        order = torch.randperm(len(self._best), generator=generator).tolist()
+        self.flatten_metrics = {"best/kept": float(len(order))}
+        drawn = [self._best[index] for index in order[: self.parameters.num_samples]]
+        # A probe kept from an earlier iteration belongs to no episode of this one.
+        return [
+            {"context": kept["context"], "probe": kept["probe"], "episode": torch.tensor(number)}
+            for number, kept in enumerate(drawn)
+        ]
+
+    def _keep_best(self, tree: RolloutTree) -> None:
+        """Add what worked in this rollout, and keep the best, each probe once in its context."""
+        nodes = tree.nodes
+        works_N = (nodes["response_score"] >= self.parameters.min_score) & ~nodes["credit"].isnan()
+        found = [
+            {
+                "context": torch.tensor(tree.context_of(node)),
+                "probe": nodes["probe"][node][nodes["probe_mask"][node]],
+                "credit": nodes["credit"][node],
+            }
+            for node in works_N.nonzero().flatten().tolist()
+        ]
+        by_context: dict[tuple[int, ...], dict[tuple[int, ...], Sample]] = {}
+        for kept in [*self._best, *found]:
+            probes = by_context.setdefault(tuple(kept["context"].tolist()), {})
+            probes[tuple(kept["probe"].tolist())] = kept
+        # Of equal credit, the first of each context before the second of any: probes that work
+        # after one opening do not push out those that work after another.
+        ranked = [
+            (-float(kept["credit"]), place, kept)
+            for probes in by_context.values()
+            for place, kept in enumerate(sorted(probes.values(), key=lambda k: -float(k["credit"])))
+        ]
+        ranked.sort(key=lambda entry: entry[:2])
+        self._best = [kept for _, _, kept in ranked[: self.parameters.num_best]]
+
+    def trainer_state(self) -> dict[str, Any]:
+        """Give the best probes so far."""
+        return {"best": self._best}
+
+    def load_trainer_state(self, state: dict[str, Any]) -> None:
+        """Take the best probes so far."""
+        self._best = state["best"]
+
+    def step(self, batch: TensorDict) -> LossOutput:
+        """Give the mean negative log-likelihood of a batch of probes."""
+        logprobs_BT = self.policy_scores(batch).logprobs_BT
+        mask_BT = batch["probe_mask"].to(logprobs_BT.device)
+        return nll_loss(logprobs_BT, mask_BT, normaliser=self.num_tokens_in_step(batch))

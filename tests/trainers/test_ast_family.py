@@ -1,0 +1,354 @@
+"""Every AST trainer learns, repeats and resumes exactly, and each of its parameters acts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment, run_experiment
+from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.trainers.ast_base import AstTrainer
+from tests.tiny import write_scenario
+
+FAST = (
+    "ast_chat.evaluation.use_random_search=false",
+    "ast_chat.evaluation.num_episodes=2",
+    "training.training_steps=3",
+)
+TRAINERS = ("ast_dpo", "ast_ipo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
+# What keeps samples coming on models of random weights.
+COMMON = {"ast_sft": ("ast_sft.min_score=0.0",)}
+
+
+def _trainer(name: str, scenario: Path, *overrides: str) -> AstTrainer:
+    resolved = resolve_experiment(
+        trainer=name,
+        scenario=str(scenario),
+        overrides=[*FAST, *COMMON.get(name, ()), *overrides],
+    )
+    return prepare_experiment(resolved, progress=False).trainer
+
+
+@pytest.fixture
+def _cat_scorer() -> Iterator[None]:
+    snapshot = SCORERS.snapshot()
+
+    @register_scorer("says_cat")
+    class SaysCat(Scorer):
+        """1 for a text that begins with the word cat."""
+
+        def _score(self, texts: Sequence[str]) -> list[float]:
+            return [float(text.startswith("cat ")) for text in texts]
+
+    @register_scorer("unsure")
+    class Unsure(Scorer):
+        """No verdict on texts of an odd number of words, an error where there are four."""
+
+        def _score(self, texts: Sequence[str]) -> list[float | None]:
+            found: list[float | None] = []
+            for text in texts:
+                count = len(text.split())
+                if count == 4:
+                    raise ArithmeticError("four words")
+                found.append(None if count % 2 else min(count / 8, 1.0))
+            return found
+
+    yield
+    SCORERS.restore(snapshot)
+
+
+LEARNING = {
+    "ast_ipo": ("ast_ipo.beta=0.03",),
+    "ast_ppo": ("training.num_epochs=2", "ast_ppo.kl_weight=0.0"),
+    "ast_grpo": ("ast_grpo.kl_weight=0.0",),
+    "ast_reinforce": ("ast_reinforce.kl_mix=0.01",),
+    "ast_sft": ("ast_sft.min_score=0.0", "ast_sft.num_best=16"),
+}
+
+
+@pytest.mark.usefixtures("_cat_scorer")
+@pytest.mark.parametrize("name", LEARNING)
+def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -> None:
+    width = 1 if name == "ast_ppo" else 4
+    scenario = write_scenario(
+        tmp_path,
+        scorer={"_type": "says_cat"},
+        reward={"w_response": 0.0, "w_combined": 1.0, "w_likelihood": 0.0},
+        tree_width=width,
+        tree_depth=1,
+    )
+    trainer = _trainer(
+        name,
+        scenario,
+        "training.training_steps=25",
+        "training.lr=1e-2",
+        f"training.num_episodes_per_experience={64 // width}",
+        "training.batch_size=64",
+        *LEARNING[name],
+    )
+
+    def says_cat(iteration: int) -> float:
+        tree = trainer.harness.experience(iteration).tree
+        return float(tree.nodes["combined_score"].mean())
+
+    before = says_cat(1000)
+    trainer.train()
+    assert before < 0.5
+    assert says_cat(1000) > 0.9
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_two_and_two_iterations_equal_four(tiny_scenario: Path, tmp_path: Path, name: str) -> None:
+    options = ["training.training_steps=4", "training.num_epochs=2"]
+    if name == "ast_ppo":
+        options.append("ast_ppo.kl_target=0.01")
+    whole = _trainer(name, tiny_scenario, *options)
+    whole.train()
+    resolved = resolve_experiment(
+        trainer=name,
+        scenario=str(tiny_scenario),
+        overrides=[*FAST, *COMMON.get(name, ()), *options],
+    )
+    first = run_experiment(
+        resolved, runs_dir=str(tmp_path), run_id="run", checkpoint_period=2, progress=False
+    )
+    middle = sorted(first.run_directory.checkpoints_dir.glob("step_*"))[0]
+    second = _trainer(name, tiny_scenario, *options)
+    second.resume(middle)
+    assert second.state.iteration == 2
+    second.train()
+    for a, b in zip(whole.learned, second.learned, strict=True):
+        assert torch.equal(a, b)
+    assert json.dumps(whole.trainer_state(), default=str) == json.dumps(
+        second.trainer_state(), default=str
+    )
+    assert whole.results["after"] == second.results["after"]
+
+
+CHANGES: dict[str, dict[str, object]] = {
+    "ast_dpo": {
+        "loss": "hinge",
+        "label_smoothing": 0.3,
+        "length_normalised": "true",
+        "credit.kind": "best_child",
+    },
+    "ast_ipo": {"beta": 2.0, "length_normalised": "true", "credit.kind": "mean_child"},
+    "ast_ppo": {
+        "clip_range": 0.001,
+        "gamma": 0.0,
+        "lam": 0.1,
+        "whiten_advantages": "false",
+        "value_weight": 5.0,
+        "value_clip_range": 0.001,
+        "value_lr_factor": 100.0,
+        "value_trains_model": "true",
+        "kl_weight": 1.0,
+        "kl_kind": "k3",
+        "kl_place": "loss",
+        "kl_target": 0.01,
+        "entropy_weight": 0.5,
+    },
+    "ast_grpo": {
+        "variant": "dr_grpo",
+        "clip_low": 0.0001,
+        "clip_high": 0.0001,
+        "kl_weight": 1.0,
+        "kl_kind": "k2",
+        "entropy_weight": 0.5,
+        "credit.kind": "best_child",
+    },
+    "ast_reinforce": {
+        "kl_mix": 0.9,
+        "baseline": "siblings",
+        "divides_by_std": "false",
+        "entropy_weight": 0.5,
+        "credit.kind": "mean_child",
+    },
+    "ast_sft": {
+        "num_best": 2,
+        "num_samples": 3,
+        "min_score": 0.6,
+        "credit.kind": "best_child",
+    },
+}
+# Without these the parameter has nothing to act on.
+CONTEXT = {
+    "ast_dpo.label_smoothing": ("ast_dpo.loss=robust",),
+    "ast_sft.credit.kind": ("ast_sft.num_best=4",),
+}
+
+
+@cache
+def _outcome(name: str, scenario: Path, *overrides: str) -> list[float]:
+    # Several steps on one rollout, so that clipping has ratios to clip.
+    trainer = _trainer(name, scenario, "training.num_epochs=3", "training.lr=2e-2", *overrides)
+    trainer.train()
+    return [parameter.sum().item() for parameter in trainer.learned]
+
+
+@pytest.mark.parametrize(
+    ("name", "field"), [(name, field) for name, fields in CHANGES.items() for field in fields]
+)
+def test_every_parameter_of_a_trainer_acts(tiny_scenario: Path, name: str, field: str) -> None:
+    context = CONTEXT.get(f"{name}.{field}", ())
+    change = f"{name}.{field}={CHANGES[name][field]}"
+    assert _outcome(name, tiny_scenario, *context) != _outcome(
+        name, tiny_scenario, *context, change
+    )
+
+
+@pytest.mark.parametrize("variant", ["grpo", "dr_grpo", "dapo", "cispo", "gspo", "rloo"])
+def test_each_variant_of_grpo_takes_steps_and_says_what_it_is(
+    tiny_scenario: Path, variant: str
+) -> None:
+    trainer = _trainer("ast_grpo", tiny_scenario, f"ast_grpo.variant={variant}")
+    trainer.train()
+    assert trainer.state.num_optimizer_steps > 0
+    objective = trainer.results["objective"]
+    assert objective["variant"] == variant
+    assert {"std_epsilon", "reduction", "zero_variance", "source"} <= set(objective)
+
+
+@pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft"])
+def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, name: str) -> None:
+    common = ("training.training_steps=1", "training.optimizer=sgd", "training.lr=0.1")
+    if name == "ast_grpo":
+        common += ("ast_grpo.variant=dapo",)
+    large = _trainer(name, tiny_scenario, *common, "training.batch_size=64")
+    large.train()
+    small = _trainer(
+        name,
+        tiny_scenario,
+        *common,
+        "training.batch_size=5",
+        "training.gradient_accumulation_steps=32",
+    )
+    small.train()
+    assert large.state.num_optimizer_steps == small.state.num_optimizer_steps == 1
+    for a, b in zip(large.learned, small.learned, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_grpo_without_siblings_is_refused(tmp_path: Path) -> None:
+    scenario = write_scenario(tmp_path, tree_width=1)
+    with pytest.raises(ConfigurationError, match=r"tree_width is 1.*ast_ppo or ast_reinforce"):
+        _trainer("ast_grpo", scenario)
+
+
+def test_smoothing_of_a_loss_that_has_none_is_refused(tiny_scenario: Path) -> None:
+    with pytest.raises(ParameterError, match="no meaning for the hinge loss"):
+        _trainer("ast_dpo", tiny_scenario, "ast_dpo.loss=hinge", "ast_dpo.label_smoothing=0.1")
+
+
+def test_early_stopping_without_evaluations_is_refused(tiny_scenario: Path) -> None:
+    with pytest.raises(ParameterError, match="eval_period is 0"):
+        _trainer("ast_dpo", tiny_scenario, "training.early_stopping_patience=2")
+
+
+def test_training_ends_when_dev_evaluations_bring_nothing_better(tiny_scenario: Path) -> None:
+    trainer = _trainer(
+        "ast_dpo",
+        tiny_scenario,
+        "training.training_steps=40",
+        "training.eval_period=1",
+        "training.early_stopping_patience=2",
+        # So small that no text changes: every dev evaluation after the first is a tie.
+        "training.lr=1e-12",
+    )
+    trainer.train()
+    assert trainer.state.iteration == 3
+    assert trainer.results["training"]["stopped_early"] is True
+    assert trainer.results["training"]["best_dev"]["metric"] == "mean_reward"
+
+
+@pytest.mark.usefixtures("_cat_scorer")
+@pytest.mark.parametrize("name", TRAINERS)
+def test_nodes_without_a_verdict_are_counted_and_never_learnt_from(
+    tmp_path: Path, name: str
+) -> None:
+    scenario = write_scenario(tmp_path, scorer={"_type": "unsure", "on_failure": "skip"})
+    trainer = _trainer(name, scenario)
+    tree = trainer.harness.experience(0).tree
+    is_rated_N = ~tree.nodes["reward"].isnan()
+    assert 0 < is_rated_N.sum() < tree.num_nodes
+    trainer.train()
+    assert trainer.state.num_optimizer_steps > 0
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.learned)
+    metrics = trainer.evaluation.tree_metrics(tree)
+    response_N = tree.nodes["response_score"]
+    assert metrics["num_undetermined"] + metrics["num_scorer_errors"] >= response_N.isnan().sum()
+    assert metrics["num_scorer_errors"] == tree.nodes["is_error"].sum() > 0
+    assert metrics["mean_score"] == pytest.approx(float(response_N.nanmean()))
+
+
+def test_given_probes_win_in_their_share_of_the_episodes(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "given.txt").write_text("silly cat\nstupid mat\n")
+    options = (
+        f"ast_dpo.weak_supervision={{probes: {tmp_path / 'given.txt'}, share: 0.5}}",
+        "training.num_episodes_per_experience=40",
+    )
+    trainer = _trainer("ast_dpo", tiny_scenario, *options)
+    samples = trainer.harness.experience(0).samples
+    decode = trainer.policy.tokenizer.decode
+    texts = {
+        int(sample["episode"]): decode(sample["chosen"], skip_special_tokens=True)
+        for sample in samples
+    }
+    given = {e for e, text in texts.items() if text in ("silly cat", "stupid mat")}
+    assert 10 <= len(given) <= 30
+    # An episode has the given pair alone, or its own.
+    assert all(sum(int(s["episode"]) == e for s in samples) == 1 for e in given)
+    batch = trainer.collate_fn(samples)
+    policy_B, reference_B = trainer.logratios(batch)
+    assert torch.allclose(policy_B, reference_B, atol=1e-4)
+    ended = [s for s in samples if int(s["episode"]) in given]
+    assert all(int(s["chosen"][-1]) in trainer.policy.end_ids for s in ended)
+
+
+def test_supervised_training_imitates_a_given_file(tiny_scenario: Path, tmp_path: Path) -> None:
+    (tmp_path / "given.txt").write_text("silly cat sat\n")
+    trainer = _trainer(
+        "ast_sft",
+        tiny_scenario,
+        f"ast_sft.probes={tmp_path / 'given.txt'}",
+        "training.training_steps=30",
+        "training.lr=1e-2",
+        "ast_chat.tree_depth=1",
+    )
+    trainer.train()
+    probes = trainer.harness.experience(99).tree.probes
+    assert set(probes) == {"silly cat sat"}
+
+
+def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) -> None:
+    trainer = _trainer("ast_sft", tiny_scenario, "ast_sft.num_best=5")
+    trees = [trainer.harness.experience(i).tree for i in (0, 0, 1)]
+    rewards = torch.cat([tree.nodes["credit"] for tree in trees[1:]])
+    kept = [float(sample["credit"]) for sample in trainer.trainer_state()["best"]]
+    assert kept == sorted(kept, reverse=True)
+    assert len(kept) == 5
+    assert kept[0] == pytest.approx(float(rewards.max()))
+
+
+def _first_metrics(trainer: AstTrainer) -> dict[str, Any]:
+    return trainer.step(trainer.collate_fn(trainer.harness.experience(0).samples)).metrics
+
+
+def test_the_first_ratios_are_one_since_old_logprobs_are_those_of_sampling(
+    tiny_scenario: Path,
+) -> None:
+    for name in ("ast_ppo", "ast_grpo"):
+        metrics = _first_metrics(_trainer(name, tiny_scenario))
+        assert float(metrics["ratio_mean"]) == pytest.approx(1.0, abs=1e-4)
+        assert float(metrics["clip_fraction"]) == 0.0
