@@ -165,6 +165,10 @@ class ScorerError(NipAstraError, RuntimeError):
     """A scorer failed, or gave something that is no score."""
 
 
+class RewardTermError(NipAstraError, RuntimeError):
+    """A reward term gave something that is no reward."""
+
+
 class NonFiniteLossError(NipAstraError, ArithmeticError):
     """A loss or gradient is not finite; training stopped before using it."""
 

@@ -30,6 +30,7 @@ BUILTINS = {
     "RunDirectoryError": OSError,
     "CheckpointError": OSError,
     "ScorerError": RuntimeError,
+    "RewardTermError": RuntimeError,
     "NonFiniteLossError": ArithmeticError,
     "TrackingError": RuntimeError,
     "StopRequested": RuntimeError,

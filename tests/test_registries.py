@@ -18,6 +18,8 @@ from nip_astra.language_models.registry import LANGUAGE_MODELS, register_languag
 from nip_astra.parameters import types
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
 from nip_astra.registry import ALL_REGISTRIES, Registry
+from nip_astra.reward_terms.base import RewardTerm
+from nip_astra.reward_terms.registry import REWARD_TERMS, register_reward_term
 from nip_astra.scenarios.registry import SCENARIOS, Scenario, register_scenario
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
@@ -29,24 +31,28 @@ ENUMS: dict[str, type[StrEnum]] = {
     "scenario": types.ScenarioType,
     "scorer": types.ScorerType,
     "language_model": types.LanguageModelType,
+    "reward_term": types.RewardTermType,
 }
 BASES: dict[str, type] = {
     "trainer": Trainer,
     "scenario": Scenario,
     "scorer": Scorer,
     "language_model": LanguageModel,
+    "reward_term": RewardTerm,
 }
 DECORATORS: dict[str, Any] = {
     "trainer": register_trainer,
     "scenario": register_scenario,
     "scorer": register_scorer,
     "language_model": register_language_model,
+    "reward_term": register_reward_term,
 }
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
     "scenario": SCENARIOS,
     "scorer": SCORERS,
     "language_model": LANGUAGE_MODELS,
+    "reward_term": REWARD_TERMS,
 }
 KINDS = sorted(REGISTRIES)
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
@@ -174,7 +180,7 @@ def test_a_name_of_ones_own_needs_no_member(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("_restored")
-@pytest.mark.parametrize("kind", ["scorer", "language_model"])
+@pytest.mark.parametrize("kind", ["scorer", "language_model", "reward_term"])
 def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(kind: str) -> None:
     name = str(next(iter(ENUMS[kind])))
     parent = REGISTRIES[kind].get(name)

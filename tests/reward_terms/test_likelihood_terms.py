@@ -1,0 +1,71 @@
+"""Entropy bonus and gibberish penalty are means over the tokens of a probe."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.reward_terms.rollouts import rollout, term_of
+
+NAN = float("nan")
+MASK = torch.tensor([[True, True, True], [True, True, False], [False, False, False]])
+LOGPROBS = torch.tensor([[-1.0, -2.0, -6.0], [-0.5, -1.5, 99.0], [NAN, math.inf, 1.0]])
+
+
+def test_the_entropy_bonus_is_the_negative_log_probability_per_token() -> None:
+    nodes = rollout(["a b", "c", "d"], logprobs_NT=LOGPROBS, mask_NT=MASK)
+    assert term_of("entropy_bonus").values(nodes).tolist() == [3.0, 1.0, 0.0]
+    added = term_of("entropy_bonus").added(nodes)
+    assert added.tolist() == pytest.approx([0.03, 0.01, 0.0])
+
+
+def test_the_entropy_bonus_estimates_the_entropy_of_what_samples() -> None:
+    torch.manual_seed(0)
+    policy = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    tokens = torch.multinomial(policy, 8 * 4000, replacement=True).view(4000, 8)
+    nodes = rollout(["x"] * 4000, logprobs_NT=policy.log()[tokens])
+    entropy = float(-(policy * policy.log()).sum())
+    found = term_of("entropy_bonus").values(nodes).mean().item()
+    assert found == pytest.approx(entropy, abs=0.01)
+
+
+def test_a_probe_without_text_earns_no_entropy_however_unlikely_its_end_was() -> None:
+    nodes = rollout(["", "a"], logprobs_NT=torch.full((2, 1), -9.0))
+    assert term_of("entropy_bonus").values(nodes).tolist() == [0.0, 9.0]
+
+
+def test_the_penalty_is_what_the_reference_is_surprised_beyond_the_threshold() -> None:
+    nodes = rollout(["a b", "c", "d"], reference_NT=LOGPROBS, mask_NT=MASK)
+    values = term_of("gibberish_penalty", threshold=2.5).values(nodes)
+    assert values.tolist() == [-0.5, 0.0, 0.0]
+    assert term_of("gibberish_penalty", threshold=0.0).values(nodes).tolist() == [-3.0, -1.0, 0.0]
+    assert term_of("gibberish_penalty", threshold=3.0).values(nodes).tolist() == [0.0] * 3
+
+
+def test_each_term_reads_its_own_model() -> None:
+    nodes = rollout(["a"], logprobs_NT=torch.tensor([[-1.0]]), reference_NT=torch.tensor([[-7.0]]))
+    assert term_of("entropy_bonus").values(nodes).item() == 1.0
+    assert term_of("gibberish_penalty", threshold=1.0).values(nodes).item() == -6.0
+
+
+@pytest.mark.parametrize("name", ["entropy_bonus", "gibberish_penalty"])
+def test_padding_and_order_change_nothing(name: str) -> None:
+    options = {"threshold": 0.5} if name == "gibberish_penalty" else {}
+    term, logprobs = term_of(name, **options), -torch.rand(4, 5) * 3
+    mask = torch.arange(5) < torch.tensor([[1], [5], [2], [3]])
+    plain = term.values(rollout("abcd", logprobs_NT=logprobs, reference_NT=logprobs, mask_NT=mask))
+    wide = torch.cat([logprobs, torch.full((4, 3), NAN)], dim=1)
+    wide_mask = torch.cat([mask, torch.zeros(4, 3, dtype=torch.bool)], dim=1)
+    padded = term.values(rollout("abcd", logprobs_NT=wide, reference_NT=wide, mask_NT=wide_mask))
+    assert torch.allclose(plain, padded, atol=1e-6)
+    turned = term.values(
+        rollout(
+            "dcba",
+            logprobs_NT=logprobs.flip(0),
+            reference_NT=logprobs.flip(0),
+            mask_NT=mask.flip(0),
+        )
+    )
+    assert torch.equal(turned, plain.flip(0))

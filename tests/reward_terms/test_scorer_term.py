@@ -1,0 +1,78 @@
+"""A scorer's view of the probe: read as the user's, and a stated rule where there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from nip_astra.errors import ScorerError
+from nip_astra.scorers.base import Exchange, Scorer, Verdict
+from nip_astra.scorers.registry import SCORERS, register_scorer
+from tests.reward_terms.rollouts import rollout, term_of
+from tests.tiny import make_classifier
+
+
+class SillyScorer(Scorer):
+    """1 for silly, 0 for kind, no verdict for hm, a failure for boom."""
+
+    reads_history = True
+    seen: list[Exchange] = []
+
+    class Parameters(Scorer.Parameters):
+        """Nothing to say."""
+
+    def _score(self, texts: Sequence[str]) -> list[Verdict]:
+        raise AssertionError("a scorer that reads conversations is asked about these")
+
+    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
+        self.seen.extend(exchanges)
+        if any(exchange.text == "boom" for exchange in exchanges):
+            raise RuntimeError("boom")
+        known = {"silly": 1.0, "kind": 0.0, "so so": 0.5}
+        return [known.get(exchange.text) for exchange in exchanges]
+
+
+@pytest.fixture(autouse=True)
+def _silly() -> Iterator[None]:
+    snapshot = SCORERS.snapshot()
+    SillyScorer.seen = []
+    register_scorer("silly")(SillyScorer)
+    yield
+    SCORERS.restore(snapshot)
+
+
+def test_a_value_is_the_scorers_score_of_the_probe_as_the_users() -> None:
+    term = term_of("scorer_term", scorer={"_type": "silly"}, weight=-2.0)
+    nodes = rollout(["silly", "kind", "so so"])
+    assert term.values(nodes).tolist() == [1.0, 0.0, 0.5]
+    assert term.added(nodes).tolist() == [-2.0, 0.0, -1.0]
+    assert SillyScorer.seen[0] == Exchange("silly", (), "user")
+
+
+def test_a_probe_without_verdict_gets_the_mean_of_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    term = term_of("scorer_term", scorer={"_type": "silly"})
+    with caplog.at_level(logging.WARNING):
+        assert term.values(rollout(["silly", "hm", "so so", "hm"])).tolist() == [1, 0.75, 0.5, 0.75]
+    assert "no verdict for 2 of 4 probes, which get the mean of the others" in caplog.text
+    assert term.values(rollout(["hm", "hm"])).tolist() == [0.0, 0.0]
+
+
+def test_a_failing_scorer_stops_or_is_skipped_as_its_own_parameters_say() -> None:
+    nodes = rollout(["silly", "boom"])
+    with pytest.raises(ScorerError, match="boom"):
+        term_of("scorer_term", scorer={"_type": "silly"}).values(nodes)
+    skipping = term_of("scorer_term", scorer={"_type": "silly", "on_failure": "skip"})
+    assert skipping.values(nodes).tolist() == [1.0, 1.0]
+
+
+def test_any_registered_scorer_may_be_named_with_files_of_the_scenario(tmp_path: Path) -> None:
+    make_classifier(tmp_path / "model")
+    scorer = {"_type": "classifier", "model": "scenario://model", "label": "rude"}
+    term = term_of("scorer_term", scorer=scorer, scenario_dir=tmp_path)
+    values = term.values(rollout(["you are silly", ""]))
+    assert ((values > 0) & (values < 1)).all()
