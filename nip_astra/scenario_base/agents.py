@@ -19,7 +19,9 @@ from nip_astra.language_models.base import (
     SamplingOptions,
     Turns,
 )
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.registry import LANGUAGE_MODELS
+from nip_astra.language_models.sources import DTYPES
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.scenario_base.conversation import (
     ChatFormat,
@@ -174,6 +176,28 @@ def load_language_model(
     """Load a backend's model by the type of its parameters."""
     cls = LANGUAGE_MODELS.get(parameters.type_name)
     return cls.load(parameters, device=device, scenario_dir=scenario_dir, trainable=trainable)
+
+
+def load_target(
+    target: ConversationAgentParameters,
+    attacker: ConversationAgentParameters,
+    attacker_model: LanguageModel,
+    *,
+    device: torch.device,
+    scenario_dir: Path | None,
+) -> LanguageModel:
+    """Load the target, or share the attacker's base weights where both are the same model."""
+    mine: Any = target.language_model
+    theirs: Any = attacker.language_model
+    if (
+        isinstance(attacker_model, HuggingFaceLanguageModel)
+        and attacker_model.has_adapter
+        and getattr(mine, "model", None) == theirs.model
+        # A target computes in float32 unless it is told otherwise.
+        and attacker_model.dtype == DTYPES.get(mine.dtype, torch.float32)
+    ):
+        return attacker_model.frozen_reference()
+    return load_language_model(mine, device=device, scenario_dir=scenario_dir, trainable=False)
 
 
 def _build_format(parameters: ConversationAgentParameters, tokenizer: Any) -> ConversationFormat:

@@ -6,14 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import Field, field_validator
 
 from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import LanguageModel
-from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.sources import DTYPES
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
@@ -23,6 +19,7 @@ from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
     build_agent,
     load_language_model,
+    load_target,
 )
 from nip_astra.scenario_base.planted_failures import PlantedFailure
 from nip_astra.scenario_base.prompts import read_prompts
@@ -115,7 +112,13 @@ class AstChatScenario(Scenario):
             scenario_dir=scenario_dir,
             trainable=True,
         )
-        target_model = _load_target(parameters, attacker_model, device, scenario_dir)
+        target_model = load_target(
+            parameters.target,
+            parameters.attacker,
+            attacker_model,
+            device=device,
+            scenario_dir=scenario_dir,
+        )
         attacker = build_agent("attacker", parameters.attacker, attacker_model)
         target = build_agent("target", parameters.target, target_model)
         # The reference speaks as the attacker does, so it has the attacker's format and options.
@@ -142,22 +145,6 @@ class AstChatScenario(Scenario):
                 parameters.reward.terms, device=device, scenario_dir=scenario_dir
             ),
         )
-
-
-def _load_target(
-    parameters: Any, attacker_model: LanguageModel, device: torch.device, scenario_dir: Path | None
-) -> LanguageModel:
-    """Load the target, or share the attacker's base weights where both are the same model."""
-    mine, theirs = parameters.target.language_model, parameters.attacker.language_model
-    if (
-        isinstance(attacker_model, HuggingFaceLanguageModel)
-        and attacker_model.has_adapter
-        and getattr(mine, "model", None) == theirs.model
-        # A target computes in float32 unless it is told otherwise.
-        and attacker_model.dtype == DTYPES.get(mine.dtype, torch.float32)
-    ):
-        return attacker_model.frozen_reference()
-    return load_language_model(mine, device=device, scenario_dir=scenario_dir, trainable=False)
 
 
 def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict[str, list[str]]:

@@ -10,28 +10,24 @@ from __future__ import annotations
 import logging
 import math
 import time
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
-from nip_astra.language_models.base import TokenScores
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.planted_failures import Discovery
 from nip_astra.trainers.ast_checkpoints import AstCheckpoints
 from nip_astra.trainers.ast_dry_run import estimate_cost
 from nip_astra.trainers.ast_evaluation import AstEvaluation, rollout_table, warnings_about
+from nip_astra.trainers.ast_hooks import AstHooks
 from nip_astra.trainers.ast_results import training_summary
-from nip_astra.trainers.ast_rewards import RewardShaping, credit_of
+from nip_astra.trainers.ast_rewards import RewardShaping
 from nip_astra.trainers.ast_state import AstState
 from nip_astra.trainers.ast_tokens import rollout_token_metrics, update_token_metrics
 from nip_astra.trainers.harness import Harness
@@ -54,16 +50,13 @@ DEV_FIGURES = ("failure_rate", "mean_score", "mean_reward", "probe_nll", "distin
 """Figures of a dev evaluation that are logged as `dev/<name>`."""
 
 
-class AstTrainer(TensorDictTrainer):
+class AstTrainer(AstHooks, TensorDictTrainer):
     """Train an attacker by playing trees of conversation against a frozen target.
 
-    Hooks: `flatten`, `step`; optionally `collate_fn`, `credit`, `build_modules`, `begin_iteration`,
-    `trainer_state` with `load_trainer_state`.
+    The hooks stand in `AstHooks`; a trainer defines `flatten` and `step`.
     """
 
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.AST_CHAT),)
-    flatten_metrics: dict[str, float] = {}
-    """What `flatten` noticed about the last tree and wants logged; `flatten` may set it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,104 +92,6 @@ class AstTrainer(TensorDictTrainer):
             self._checkpoint_store(), self.policy, self.modules, self.optimizer, self.tracker
         )
         self.state = AstState()
-        self._step_batches: list[TensorDict] = []
-
-    # ---- hooks
-
-    @abstractmethod
-    def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """Give the training samples of a rollout; hook."""
-
-    @abstractmethod
-    def step(self, batch: TensorDict) -> LossOutput:
-        """Give the loss of a batch, a mean over its samples, and scalars to log; hook."""
-
-    def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
-        """Give one batch of samples; hook."""
-        return collate(samples)
-
-    def credit(self, tree: RolloutTree) -> Tensor:
-        """Give what each node is worth, `[N]`, from its reward and those that follow; hook."""
-        parameters = getattr(self.parameters, "credit", None)
-        return tree.nodes["reward"] if parameters is None else credit_of(tree, parameters)
-
-    def build_modules(self) -> dict[str, torch.nn.Module]:
-        """Give what learns beside the attacker, for instance a value head; hook."""
-        return {}
-
-    @property
-    def modules_lr_factor(self) -> float:
-        """Learning rate of what `build_modules` gives, as a multiple of the attacker's; hook."""
-        return 1.0
-
-    def trainer_state(self) -> dict[str, Any]:
-        """Give what this trainer remembers beside weights, for a checkpoint; hook."""
-        return {}
-
-    def load_trainer_state(self, state: dict[str, Any]) -> None:
-        """Take what `trainer_state` gave; hook."""
-
-    # ---- helpers of hooks
-
-    def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
-        """Give the attacker's log-probabilities of continuations of `context`, with gradient.
-
-        All continuations go through the model in one pass.
-
-        Parameters
-        ----------
-        batch : TensorDict
-            Holds `context` and, for each name, tokens and `<name>_mask`.
-
-        Returns
-        -------
-        tuple[Tensor, ...]
-            One `[B, T]` tensor a name, of the width of its tokens, nats, 0 on padding.
-        """
-        width = max(batch[name].shape[1] for name in names)
-        ids, masks = [], []
-        for name in names:
-            padding = (0, width - batch[name].shape[1])
-            ids.append(torch.nn.functional.pad(batch[name], padding))
-            masks.append(torch.nn.functional.pad(batch[f"{name}_mask"], padding))
-        logprobs = self.policy.logprobs(
-            batch["context"].repeat(len(names), 1),
-            batch["context_mask"].repeat(len(names), 1),
-            torch.cat(ids),
-            torch.cat(masks),
-        )
-        parts = logprobs.chunk(len(names))
-        return tuple(
-            part[:, : batch[name].shape[1]] for part, name in zip(parts, names, strict=True)
-        )
-
-    def policy_scores(self, batch: TensorDict, **needs: bool) -> TokenScores:
-        """Give what the attacker thinks of the tokens of `probe` after `context`, with gradient.
-
-        Parameters
-        ----------
-        needs : bool
-            `needs_entropy`, `needs_hidden`; see `LanguageModel.token_scores`.
-        """
-        return self.policy.token_scores(
-            batch["context"], batch["context_mask"], batch["probe"], batch["probe_mask"], **needs
-        )
-
-    def num_tokens_in_step(self, batch: TensorDict) -> float:
-        """Give this batch's part, by samples, of the probe tokens of the whole optimizer step.
-
-        A sum over tokens divided by it is a mean over the step's tokens once the loop has averaged
-        the batches by their samples, however the step is split into batches.
-        """
-        batches = self._step_batches or [batch]
-        num_tokens = sum(int(part["probe_mask"].sum()) for part in batches)
-        return num_tokens * len(batch) / sum(len(part) for part in batches)
-
-    def prepare(self, tree: RolloutTree) -> dict[str, float]:
-        """Add reward terms and credit to a training rollout, and give what to log."""
-        metrics = self.shaping.apply(tree)
-        tree.nodes["credit"] = self.credit(tree)
-        return metrics
 
     # ---- the job
 
@@ -283,6 +178,12 @@ class AstTrainer(TensorDictTrainer):
             yield part
 
     # ---- one iteration
+
+    def prepare(self, tree: RolloutTree) -> dict[str, float]:
+        """Add reward terms and credit to a training rollout, and give what to log."""
+        metrics = self.shaping.apply(tree)
+        tree.nodes["credit"] = self.credit(tree)
+        return metrics
 
     def _collect(self, iteration: int) -> dict[str, float]:
         """Play the iteration's episodes, keep what they teach, and give the seconds by part."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -85,8 +86,10 @@ class AstState:
             self.step_sums[name] = self.step_sums.get(name, 0.0) + value
 
     def count_evaluation(self, value: float) -> bool:
-        """Count a dev evaluation and say whether it is the best so far."""
-        is_best = self.best_dev_value is None or value > self.best_dev_value
+        """Count a dev evaluation and say whether it is the best so far; NaN never is."""
+        is_best = not math.isnan(value) and (
+            self.best_dev_value is None or value > self.best_dev_value
+        )
         if is_best:
             self.best_dev_value = value
         self.num_evals_since_best = 0 if is_best else self.num_evals_since_best + 1

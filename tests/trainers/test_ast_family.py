@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,7 @@ from nip_astra.run import prepare_experiment, run_experiment
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
 from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast_state import AstState
 from tests.tiny import write_scenario
 
 FAST = (
@@ -68,7 +70,7 @@ def _cat_scorer() -> Iterator[None]:
 
 LEARNING = {
     "ast_ipo": ("ast_ipo.beta=0.03",),
-    "ast_ppo": ("training.num_epochs=2", "ast_ppo.kl_weight=0.0"),
+    "ast_ppo": ("training.num_epochs=2", "ast_ppo.kl.weight=0.0"),
     "ast_grpo": ("ast_grpo.kl_weight=0.0",),
     "ast_reinforce": ("ast_reinforce.kl_mix=0.01",),
     "ast_sft": ("ast_sft.min_score=0.0", "ast_sft.num_best=16"),
@@ -110,7 +112,7 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -
 def test_two_and_two_iterations_equal_four(tiny_scenario: Path, tmp_path: Path, name: str) -> None:
     options = ["training.training_steps=4", "training.num_epochs=2"]
     if name == "ast_ppo":
-        options.append("ast_ppo.kl_target=0.01")
+        options.append("ast_ppo.kl.target=0.01")
     whole = _trainer(name, tiny_scenario, *options)
     whole.train()
     resolved = resolve_experiment(
@@ -151,10 +153,11 @@ CHANGES: dict[str, dict[str, object]] = {
         "value_clip_range": 0.001,
         "value_lr_factor": 100.0,
         "value_trains_model": "true",
-        "kl_weight": 1.0,
-        "kl_kind": "k3",
-        "kl_place": "loss",
-        "kl_target": 0.01,
+        "kl.weight": 1.0,
+        "kl.kind": "k3",
+        "kl.place": "loss",
+        "kl.target": 0.01,
+        "kl.horizon": 10.0,
         "entropy_weight": 0.5,
     },
     "ast_grpo": {
@@ -183,6 +186,7 @@ CHANGES: dict[str, dict[str, object]] = {
 # Without these the parameter has nothing to act on.
 CONTEXT = {
     "ast_dpo.label_smoothing": ("ast_dpo.loss=robust",),
+    "ast_ppo.kl.horizon": ("ast_ppo.kl.target=0.01",),
     "ast_sft.credit.kind": ("ast_sft.num_best=4",),
 }
 
@@ -268,6 +272,14 @@ def test_training_ends_when_dev_evaluations_bring_nothing_better(tiny_scenario: 
     assert trainer.state.iteration == 3
     assert trainer.results["training"]["stopped_early"] is True
     assert trainer.results["training"]["best_dev"]["metric"] == "mean_reward"
+
+
+def test_an_evaluation_without_a_verdict_is_never_the_best() -> None:
+    state = AstState()
+    assert not state.count_evaluation(math.nan)
+    assert state.count_evaluation(-1.0)
+    assert not state.count_evaluation(math.nan)
+    assert (state.best_dev_value, state.num_evals_since_best) == (-1.0, 1)
 
 
 @pytest.mark.usefixtures("_cat_scorer")
