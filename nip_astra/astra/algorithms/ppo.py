@@ -1,0 +1,255 @@
+"""Token-level PPO.
+
+Shape suffixes: `B` row, `N` node, `T` token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nip_astra.astra.core.algorithm import Algorithm
+from nip_astra.astra.core.common import ActionT, StateT
+from nip_astra.astra.core.graphs import GraphTree, tree_of
+from nip_astra.astra.core.sampler import Graph
+from nip_astra.astra.core.system import System
+from nip_astra.errors import ConfigurationError
+from nip_astra.rollouts.samples import Sample, collate
+from nip_astra.trainers.ast_ppo import AstPpoTrainer
+from nip_astra.trainers.kl_penalty import KlPenalty
+from nip_astra.trainers.ppo_loss import ppo_loss
+from nip_astra.trainers.ppo_samples import ppo_samples
+
+
+@dataclass
+class PPOStep(Generic[StateT, ActionT]):
+    """A probe and what it was worth.
+
+    Attributes
+    ----------
+    prefix : StateT
+        State before the probe.
+    suffix : ActionT
+        The probe.
+    reward : float
+        What it earned by itself.
+    tokens : Sample
+        `[T]` each: `old_logprobs`, `reference_logprobs`, `advantage`, `return`, `old_value`.
+    """
+
+    prefix: StateT
+    suffix: ActionT
+    reward: float
+    tokens: Sample
+
+
+@dataclass
+class PPOBatch(Generic[StateT, ActionT]):
+    """Probes, in lists of equal length.
+
+    Attributes
+    ----------
+    tokens : TensorDict
+        The columns of `PPOStep.tokens`, `[B, T]`, and `probe_mask`.
+    normaliser : float or None
+        What sums over tokens are divided by, set by the loop where several batches make a step;
+        None for their number.
+    """
+
+    prefix: Sequence[StateT]
+    suffix: Sequence[ActionT]
+    reward: Sequence[float]
+    tokens: TensorDict
+    normaliser: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that count."""
+        return int(self.tokens["probe_mask"].sum())
+
+
+class PPO(
+    Algorithm[StateT, ActionT, PPOStep[StateT, ActionT], PPOBatch[StateT, ActionT]],
+    Generic[StateT, ActionT],
+):
+    """Proximal policy optimisation with a value function, as the registered trainer `ast_ppo`.
+
+    The ratio is to the attacker that said the probe, advantages are estimated over all turns of a
+    conversation, and every node teaches, at any `tree_width`.
+
+    Parameters
+    ----------
+    system : ValueFunctionSystem
+        What is trained; it gives `value`.
+    clip_range : float
+        How far the ratio may go from 1, > 0.
+    vf_loss_coef : float
+        Weight of the value loss, >= 0.
+    **options
+        Other parameters of `ast_ppo`, for instance `gamma`, `lam`, `kl={"weight": 0.1}`.
+    """
+
+    def __init__(
+        self,
+        system: System[StateT, ActionT],
+        clip_range: float | None = None,
+        vf_loss_coef: float | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(system)
+        named = {"clip_range": clip_range, "value_weight": vf_loss_coef}
+        given = {name: value for name, value in named.items() if value is not None}
+        self.parameters = AstPpoTrainer.Parameters.from_dict({**given, **options})
+        if not callable(getattr(system, "value", None)):
+            raise ConfigurationError(
+                f"PPO was to train {type(system).__name__}, which has no value function. Define "
+                "value(context, continuation), derive it from ValueFunctionSystem, or use DPO."
+            )
+        prepare = getattr(system, "add_value_head", None)
+        if prepare is not None:
+            prepare(trains_model=self.parameters.value_trains_model)
+        self.modules_lr_factor = self.parameters.value_lr_factor
+        self.kl = KlPenalty(self.parameters.kl)
+        self.flatten_metrics: dict[str, float] = {}
+
+    @property
+    def clip_range(self) -> float:
+        """How far the ratio may go from 1."""
+        return self.parameters.clip_range
+
+    @property
+    def vf_loss_coef(self) -> float:
+        """Weight of the value loss."""
+        return self.parameters.value_weight
+
+    def state(self) -> dict[str, Any]:
+        return self.kl.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.kl.load_state(dict(state))
+
+    def flatten(self, graph: Graph[StateT, ActionT]) -> list[PPOStep[StateT, ActionT]]:
+        """Give one sample a node with a verdict."""
+        return self.flatten_all([graph])
+
+    @torch.no_grad()
+    def flatten_all(
+        self, graphs: Sequence[Graph[StateT, ActionT]]
+    ) -> list[PPOStep[StateT, ActionT]]:
+        if type(self).flatten is not PPO.flatten and len(graphs) != 1:
+            return super().flatten_all(graphs)
+        tree = tree_of(graphs)
+        if not tree.graph_nodes:
+            return []
+        values_NT, num_unmatched = self._complete(tree)
+        found = ppo_samples(tree, values_NT, self.parameters, kl_weight=self.kl.reward_weight)
+        self.flatten_metrics = found.metrics | {
+            "kl/weight": self.kl.weight,
+            "num_unmatched": float(num_unmatched),
+        }
+        self.kl.observe(found.divergence, num_samples=tree.num_nodes)
+        rated = (~tree.nodes["reward"].isnan()).nonzero().flatten().tolist()
+        return [
+            PPOStep(node.context, node.probe, node.reward, _tokens(sample))
+            for node, sample in zip(
+                (tree.graph_nodes[number] for number in rated), found.samples, strict=True
+            )
+        ]
+
+    def _complete(self, tree: GraphTree) -> tuple[Tensor, int]:
+        """Put log-probabilities and masks into the tree, and give the values of its tokens.
+
+        A node whose known log-probabilities are of another number of tokens than the attacker now
+        gives is left out, and counted.
+        """
+        nodes = tree.graph_nodes
+        contexts, probes = [node.context for node in nodes], [node.probe for node in nodes]
+        now = self.system.token_values(contexts, probes, needs_values=True)
+        assert now.values_BT is not None
+        mask_NT = now.mask_BT.cpu()
+        lengths = mask_NT.sum(dim=1).tolist()
+        logprobs_NT = now.logprobs_BT.float().cpu().clone()
+        reference = [node.reference_logprobs for node in nodes]
+        missing = [number for number, known in enumerate(reference) if known is None]
+        if missing:
+            scored_BT, is_token_BT = self.system.reference_values(
+                [contexts[number] for number in missing], [probes[number] for number in missing]
+            )
+            for number, scored, is_token in zip(missing, scored_BT, is_token_BT, strict=True):
+                reference[number] = scored[is_token].float().cpu()
+        reference_NT = torch.zeros_like(logprobs_NT)
+        reward_N = tree.nodes["reward"].clone()
+        num_unmatched = 0
+        for number, (node, known, length) in enumerate(zip(nodes, reference, lengths, strict=True)):
+            own = node.logprobs if node.logprobs is not None else logprobs_NT[number][:length]
+            assert known is not None
+            if len(own) != length or len(known) != length:
+                reward_N[number] = torch.nan
+                num_unmatched += 1
+                continue
+            logprobs_NT[number, :length] = own
+            reference_NT[number, :length] = known
+        tree.nodes.update(
+            {
+                "reward": reward_N,
+                "probe": torch.zeros_like(mask_NT, dtype=torch.long),
+                "probe_mask": mask_NT,
+                "probe_logprobs": logprobs_NT,
+                "reference_logprobs": reference_NT,
+            }
+        )
+        return now.values_BT.float().cpu(), num_unmatched
+
+    @staticmethod
+    def collate_fn(batch: Sequence[PPOStep[StateT, ActionT]]) -> PPOBatch[StateT, ActionT]:
+        tokens = collate([step.tokens for step in batch])
+        columns = {name: tokens[name] for name in batch[0].tokens}
+        mask_BT = tokens["advantage_mask"]
+        return PPOBatch(
+            [step.prefix for step in batch],
+            [step.suffix for step in batch],
+            [step.reward for step in batch],
+            TensorDict({**columns, "probe_mask": mask_BT}, batch_size=mask_BT.shape),
+        )
+
+    def step(self, batch: PPOBatch[StateT, ActionT]) -> tuple[Tensor, dict[str, Any]]:
+        """Give policy, value, divergence and entropy loss, and their numbers."""
+        now = self.system.token_values(
+            batch.prefix,
+            batch.suffix,
+            needs_values=True,
+            needs_entropy=self.parameters.entropy_weight > 0,
+        )
+        assert now.values_BT is not None
+        tokens = batch.tokens.to(now.logprobs_BT.device)
+        width = tokens["probe_mask"].shape[1]
+        # What does not match what was sampled token by token must not be learnt from.
+        is_same_B = now.mask_BT.sum(dim=1) == tokens["probe_mask"].sum(dim=1)
+        tokens["probe_mask"] = tokens["probe_mask"] & is_same_B[:, None]
+        found = ppo_loss(
+            _of_width(now.logprobs_BT, width),
+            _of_width(now.values_BT, width),
+            tokens,
+            self.parameters,
+            kl_loss_weight=self.kl.loss_weight,
+            normaliser=batch.normaliser,
+            entropy_BT=None if now.entropy_BT is None else _of_width(now.entropy_BT, width),
+        )
+        unmatched = (~is_same_B).double().mean()
+        return found.loss, {**found.metrics, "unmatched_share": unmatched}
+
+
+def _tokens(sample: Sample) -> Sample:
+    names = ("old_logprobs", "reference_logprobs", "advantage", "return", "old_value")
+    return {name: sample[name] for name in names}
+
+
+def _of_width(values_BT: Tensor, width: int) -> Tensor:
+    """Cut or pad rows, whose tokens stand at the front, to a width."""
+    return pad(values_BT, (0, width - values_BT.shape[1]))

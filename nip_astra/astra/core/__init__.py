@@ -1,0 +1,1 @@
+"""What an experiment is made of: problem, sampler, scorer, algorithm, evaluator."""

@@ -1,0 +1,59 @@
+"""What an algorithm gives: samples from an episode, a batch of samples, and its loss."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic
+
+from torch import Tensor
+
+from nip_astra.astra.core.common import ActionT, Batch, StateT, Step
+from nip_astra.astra.core.sampler import Graph
+from nip_astra.astra.core.system import System
+
+
+class Algorithm(ABC, Generic[StateT, ActionT, Step, Batch]):
+    """How rollouts become a loss. A subclass gives `flatten`, `collate_fn` and `step`.
+
+    Attributes
+    ----------
+    system : System
+        What is trained; also called `problem`.
+    modules_lr_factor : float
+        Learning rate of what learns beside the attacker, as a multiple of the attacker's.
+    """
+
+    modules_lr_factor: float = 1.0
+
+    def __init__(self, system: System[StateT, ActionT]) -> None:
+        self.system = system
+
+    @property
+    def problem(self) -> System[StateT, ActionT]:
+        """Another name of `system`."""
+        return self.system
+
+    @abstractmethod
+    def flatten(self, graph: Graph[StateT, ActionT]) -> Sequence[Step]:
+        """Give the training samples of an episode."""
+
+    @staticmethod
+    @abstractmethod
+    def collate_fn(batch: Sequence[Step]) -> Batch:
+        """Give one batch of samples."""
+
+    @abstractmethod
+    def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        """Give the loss of a batch, a mean over its samples, and numbers to log."""
+
+    def flatten_all(self, graphs: Sequence[Graph[StateT, ActionT]]) -> list[Step]:
+        """Give the training samples of an iteration's episodes; by default each by itself."""
+        return [step for graph in graphs for step in self.flatten(graph)]
+
+    def state(self) -> dict[str, Any]:
+        """Give what the algorithm remembers, for a checkpoint; by default nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take what `state` gave."""

@@ -1,0 +1,5 @@
+"""The older home of `core.sampler`."""
+
+from nip_astra.astra.core.sampler import Environment, Graph, Node, Sampler
+
+__all__ = ["Environment", "Graph", "Node", "Sampler"]

@@ -1,0 +1,103 @@
+"""Measure a sampler over many episodes."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from tqdm import tqdm
+
+from nip_astra.astra.core.common import ActionT, StateT
+from nip_astra.astra.core.sampler import Graph, Sampler
+from nip_astra.errors import ConfigurationError
+
+SeedT = TypeVar("SeedT")
+JSONLike = dict[str, Any]
+"""What JSON can hold."""
+
+
+@dataclass
+class GraphMetrics:
+    """Figures of one episode.
+
+    Attributes
+    ----------
+    overall : dict
+        Of the episode as a whole.
+    per_turn : list of dict
+        Of each turn, in order.
+    """
+
+    overall: dict[str, Any]
+    per_turn: list[dict[str, Any]]
+
+
+class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
+    """Plays evaluation episodes; a subclass gives `compute_metrics` and `aggregate_metrics`.
+
+    Attributes
+    ----------
+    env : Sampler
+        What plays; also called `sampler`.
+    seeds : list or None
+        What episodes start from, usually prompts; None for the numbers from 0.
+    """
+
+    def __init__(self, env: Sampler[StateT, ActionT], seeds: Sequence[SeedT] | None = None) -> None:
+        self.env = env
+        self.seeds = None if seeds is None else list(seeds)
+
+    @property
+    def sampler(self) -> Sampler[StateT, ActionT]:
+        """Another name of `env`."""
+        return self.env
+
+    def evaluate(self, n_rollouts: int | None = None, progress: bool = True) -> JSONLike:
+        """Play the episodes and give the aggregated figures.
+
+        Parameters
+        ----------
+        n_rollouts : int, optional
+            Use so many seeds, the first ones; all by default.
+        progress : bool
+            Whether a progress bar is shown.
+        """
+        graphs = self.play(self._chosen_seeds(n_rollouts))
+        bar = tqdm(graphs, disable=not progress, desc="Evaluating")
+        return self.aggregate_metrics([self.compute_metrics(graph) for graph in bar])
+
+    def play(self, seeds: Sequence[Any]) -> list[Graph[StateT, ActionT]]:
+        """Play one episode a seed, all together where the sampler can."""
+        together = getattr(self.env, "eval_rollouts", None)
+        if together is not None:
+            graphs: list[Graph[StateT, ActionT]] = together(seeds)
+            return graphs
+        return [self.env.eval_rollout(seed) for seed in seeds]
+
+    def _chosen_seeds(self, count: int | None) -> list[Any]:
+        if self.seeds is None and count is not None:
+            return list(range(count))
+        if self.seeds is None or (count is not None and count > len(self.seeds)):
+            have = "no seeds" if self.seeds is None else f"{len(self.seeds)} seeds"
+            raise ConfigurationError(
+                f"an evaluation of {count or 'all'} episodes was asked for, but the evaluator has "
+                f"{have}. Give n_rollouts, at most as many as there are seeds, or more seeds."
+            )
+        return list(self.seeds[:count])
+
+    @abstractmethod
+    def compute_metrics(self, g: Graph[StateT, ActionT]) -> GraphMetrics:
+        """Give the figures of one episode."""
+
+    @abstractmethod
+    def aggregate_metrics(self, all_metrics: list[GraphMetrics]) -> JSONLike:
+        """Give the figures of all episodes together."""
+
+    @staticmethod
+    def write_json(data: JSONLike, path: str | Path) -> None:
+        """Write figures to a file."""
+        Path(path).write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

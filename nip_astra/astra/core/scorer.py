@@ -1,0 +1,68 @@
+"""Scorers of one's own, and those of the registry under ASTRA's interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic
+
+import torch
+
+from nip_astra.astra.core.aliases import HasAliases
+from nip_astra.astra.core.common import ActionT, StateT
+from nip_astra.scorers.base import Scorer as RegisteredKind
+from nip_astra.scorers.base import Verdict
+from nip_astra.scorers.registry import SCORERS, build_scorer
+
+
+class Scorer(HasAliases, ABC, Generic[StateT, ActionT]):
+    """Rates texts for failure. A subclass gives `score`, or `moderate`, which is the same."""
+
+    _aliases = (("score", "moderate"),)
+
+    @abstractmethod
+    def score(self, x: Sequence[StateT | ActionT]) -> Sequence[float | None]:
+        """Give each text a number from 0 to 1, larger for a worse failure; None for no verdict."""
+
+
+Moderator = Scorer
+
+
+class RegisteredScorer(Scorer[str, str]):
+    """A scorer of the registry, for instance `RegisteredScorer("profanity")`.
+
+    Parameters
+    ----------
+    name : str
+        Its registered name; see `nip-astra list scorers`.
+    device : str
+        Where its model runs.
+    **parameters
+        The scorer's own parameters, as in a parameter file.
+    """
+
+    def __init__(self, name: str, *, device: str = "cpu", **parameters: Any) -> None:
+        values = SCORERS.get(name).Parameters.from_dict(parameters)
+        self.rater = build_scorer(values, device=torch.device(device), scenario_dir=None)
+
+    def score(self, x: Sequence[str]) -> list[float]:
+        """Rate texts; NaN where there is no verdict."""
+        return [float(score) for score in self.rater.score(list(x)).tolist()]
+
+
+class _OwnScorer(RegisteredKind):
+    """Gives a scorer of the user's own the cache and the checks of the registered ones."""
+
+    def __init__(self, scorer: Any) -> None:
+        super().__init__(self.Parameters(), device=torch.device("cpu"))
+        self.scorer = scorer
+
+    def _score(self, texts: Sequence[str]) -> list[Verdict]:
+        return [None if score is None else float(score) for score in self.scorer.score(list(texts))]
+
+
+def rater_of(scorer: Any) -> RegisteredKind | None:
+    """Give what rates texts for a scorer: a registered one itself, another's behind a cache."""
+    if scorer is None or isinstance(scorer, RegisteredKind):
+        return scorer
+    return scorer.rater if isinstance(scorer, RegisteredScorer) else _OwnScorer(scorer)

@@ -1,0 +1,1 @@
+"""Problems made of other libraries' models."""

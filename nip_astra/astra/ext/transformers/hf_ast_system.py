@@ -1,0 +1,18 @@
+"""Problem and trainer of Hugging Face models, by the newer name of the module."""
+
+from nip_astra.astra.ext.transformers.hf_problem import (
+    HFASTProblem,
+    HFASTSystem,
+    HFEvaluationProblem,
+    HFEvaluationSystem,
+)
+from nip_astra.astra.ext.transformers.hf_trainer import HFASTConfiguration, HFASTTrainer
+
+__all__ = [
+    "HFASTConfiguration",
+    "HFASTProblem",
+    "HFASTSystem",
+    "HFASTTrainer",
+    "HFEvaluationProblem",
+    "HFEvaluationSystem",
+]

@@ -1,0 +1,321 @@
+"""A problem made of Hugging Face models, played as trees of tokens.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.astra.core.system import TokenValues, ValueFunctionSystem
+from nip_astra.astra.core.texts import Spoken
+from nip_astra.astra.ext.transformers.loading import check_same_tokens, load_agents
+from nip_astra.astra.ext.transformers.reading import Reader
+from nip_astra.astra.methods.ast_system import WEIGHTS, ASTProblem
+from nip_astra.astra.methods.text_rollouts import TextRollouts, rater_of_system
+from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.base import pad_left, pad_right
+from nip_astra.samplers.trees import TreeSampler
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.trainers.value_head import ValueHead
+
+MAX_CACHE_BYTES = 4 * 2**30
+"""Memory for the keys and values of a rollout; a larger one is played in parts."""
+TEXT_METHODS = (
+    *("rollout_prompt_with_attacker", "rollout_prompt_with_target", "advance"),
+    *("get_attacker_logprobs", "get_target_logprobs", "get_baseline_logprobs"),
+)
+"""Where a subclass overrides one of these, trees are played through them."""
+
+
+class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
+    """Attacker, target and reference from Hugging Face.
+
+    Trees are sampled all together and each token is forwarded once; the target and the reference
+    never learn. A model with a chat template reads conversations through it, another reads the
+    turns line by line. Texts that the problem gives remember their tokens (`Spoken`,
+    `Conversation`), so their log-probabilities are those of the tokens that were sampled; a plain
+    text is taken for one turn.
+
+    Parameters
+    ----------
+    attacker_model_id, target_model_id : str
+        Hub id, folder, or GGUF file; also `tester_model_id`.
+    baseline_model_id : str, optional
+        The reference: the attacker as it is before training where it is left out, or names the
+        attacker's own model.
+    scorer : Scorer
+        Rates texts; also `moderator`.
+    device : str
+        Where models run: "cpu", "cuda", "auto".
+    attacker_options, target_options : Mapping
+        How each reads and speaks; the parameters of an agent of a scenario (`max_new_tokens`,
+        `temperature`, `top_p`, `top_k`, `format`, `system_prompt`, `preamble`, ...).
+        `language_model` may hold those of the backend (`lora`, `dtype`).
+    **weights
+        Of the reward; see `ASTProblem`.
+
+    Attributes
+    ----------
+    attacker, target, baseline
+        The models of transformers; `tester` is the attacker.
+    tokenizer
+        The attacker's; also `attacker_tokenizer`.
+    agents : dict[str, ConversationAgent]
+        By role: attacker, target, reference.
+    value_head : ValueHead or None
+        There once PPO asked for it.
+    """
+
+    def __init__(
+        self,
+        attacker_model_id: str | None = None,
+        target_model_id: str | None = None,
+        baseline_model_id: str | None = None,
+        scorer: Any = None,
+        device: str = "cpu",
+        *,
+        tester_model_id: str | None = None,
+        moderator: Any = None,
+        attacker_options: Mapping[str, Any] | None = None,
+        target_options: Mapping[str, Any] | None = None,
+        **weights: Any,
+    ) -> None:
+        weights = {"ppl_weight": WEIGHTS.w_likelihood, **weights}
+        super().__init__(scorer, moderator=moderator, **weights)
+        self.agents = load_agents(
+            attacker_model_id or tester_model_id,
+            target_model_id,
+            baseline_model_id,
+            device=device,
+            attacker_options=attacker_options or {},
+            target_options=target_options or {},
+        )
+        check_same_tokens(self.agents["attacker"], self.agents["reference"])
+        self.device = device
+        self.attacker = self._module("attacker")
+        self.target = self._module("target")
+        self.baseline = self._module("reference")
+        self.tokenizer = self._tokenizer("attacker")
+        self.target_tokenizer = self._tokenizer("target")
+        self.baseline_tokenizer = self._tokenizer("reference")
+        self.value_head: ValueHead | None = None
+        self._reader = Reader(self.agents)
+
+    @property
+    def tester(self) -> Any:
+        """Another name of `attacker`."""
+        return self.attacker
+
+    @property
+    def attacker_tokenizer(self) -> Any:
+        """Another name of `tokenizer`."""
+        return self.tokenizer
+
+    tester_tokenizer = attacker_tokenizer
+
+    def _module(self, role: str) -> Any:
+        return getattr(self.agents[role].language_model, "module", None)
+
+    def _tokenizer(self, role: str) -> Any:
+        return self.agents[role].language_model.tokenizer
+
+    # ---- playing
+
+    def tree_sampler(self) -> TreeSampler | TextRollouts:
+        if any(
+            getattr(type(self), name) is not getattr(HFASTProblem, name) for name in TEXT_METHODS
+        ):
+            return TextRollouts(self)
+        rater = rater_of_system(self)
+        if rater is None:
+            raise ConfigurationError(
+                f"trees of {type(self).__name__} were to be played, but it has no scorer, so "
+                "nothing can be rated. Give it a scorer."
+            )
+        return TreeSampler(
+            self.agents["attacker"],
+            self.agents["target"],
+            self.agents["reference"],
+            rater,
+            self.reward_parameters(),
+            max_cache_bytes=MAX_CACHE_BYTES,
+        )
+
+    def rollout_prompt_with_attacker(self, x: Sequence[str]) -> list[Spoken]:
+        return self._say("attacker", x)
+
+    def rollout_prompt_with_target(self, x: Sequence[str]) -> list[Spoken]:
+        return self._say("target", x)
+
+    @torch.no_grad()
+    def _say(self, role: str, texts: Sequence[str]) -> list[Spoken]:
+        agent: ConversationAgent = self.agents[role]
+        contexts = [self._reader.context_ids(role, text) for text in texts]
+        # Drawn from torch's global generator, which the caller may seed.
+        uniforms = torch.rand(len(contexts), agent.sampling.max_new_tokens)
+        said = agent.language_model.generate(contexts, 1, uniforms, agent.sampling)
+        spoken = agent.decode(agent.content_ids(said))
+        ids = [row[mask].tolist() for row, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
+        return [Spoken(text, tokens) for text, tokens in zip(spoken, ids, strict=True)]
+
+    # ---- log-probabilities
+
+    def get_attacker_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
+        return self._scores("attacker", context, continuation).logprobs_BT
+
+    @torch.no_grad()
+    def get_target_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
+        return self._scores("target", context, continuation).logprobs_BT
+
+    @torch.no_grad()
+    def get_baseline_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
+        return self._scores("reference", context, continuation).logprobs_BT
+
+    def value(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
+        values_BT = self._scores("attacker", context, continuation, needs_values=True).values_BT
+        assert values_BT is not None
+        return values_BT
+
+    def token_values(
+        self,
+        context: Sequence[str],
+        continuation: Sequence[str],
+        *,
+        needs_values: bool = False,
+        needs_entropy: bool = False,
+    ) -> TokenValues:
+        needs = {"needs_values": needs_values, "needs_entropy": needs_entropy}
+        cls = type(self)
+        is_own = cls.get_attacker_logprobs is not HFASTProblem.get_attacker_logprobs
+        if is_own or cls.value is not HFASTProblem.value:
+            return super().token_values(context, continuation, **needs)
+        return self._scores("attacker", context, continuation, **needs)
+
+    def reference_values(
+        self, context: Sequence[str], continuation: Sequence[str]
+    ) -> tuple[Tensor, Tensor]:
+        if type(self).get_baseline_logprobs is not HFASTProblem.get_baseline_logprobs:
+            return super().reference_values(context, continuation)
+        with torch.no_grad():
+            scores = self._scores("reference", context, continuation)
+        return scores.logprobs_BT, scores.mask_BT
+
+    def _scores(
+        self,
+        role: str,
+        context: Sequence[str],
+        continuation: Sequence[str],
+        *,
+        needs_values: bool = False,
+        needs_entropy: bool = False,
+    ) -> TokenValues:
+        """Score all continuations in one pass."""
+        model = self.agents[role].language_model
+        pairs = [
+            self._reader.split(role, before, said)
+            for before, said in zip(context, continuation, strict=True)
+        ]
+        cpu = torch.device("cpu")
+        ids_BT, mask_BT = pad_right([said for _, said in pairs], cpu)
+        found = model.token_scores(
+            *pad_left([before for before, _ in pairs], cpu),
+            ids_BT,
+            mask_BT,
+            needs_entropy=needs_entropy,
+            needs_hidden=needs_values,
+        )
+        values_BT = None
+        if needs_values:
+            values_BT = self._required_head()(found.hidden_BTX)
+        device = found.logprobs_BT.device
+        return TokenValues(found.logprobs_BT, mask_BT.to(device), values_BT, found.entropy_BT)
+
+    # ---- what learns
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        yield from self.agents["attacker"].language_model.parameters()
+        for module in self.modules().values():
+            yield from module.parameters()
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """Give what learns beside the attacker."""
+        return {} if self.value_head is None else {"value_head": self.value_head}
+
+    def add_value_head(self, *, trains_model: bool = False) -> ValueHead:
+        """Give the attacker a value head, a new one each time, and make `value` work.
+
+        Parameters
+        ----------
+        trains_model : bool
+            Whether the value loss also trains the attacker's weights below the head.
+        """
+        model = self.agents["attacker"].language_model
+        head = ValueHead(model.hidden_size, trains_model=trains_model)
+        self.value_head = head.to(next(model.parameters()).device)
+        return self.value_head
+
+    def _required_head(self) -> ValueHead:
+        if self.value_head is None:
+            raise ConfigurationError(
+                "values were asked for, but the problem has no value head. Call add_value_head() "
+                "before the trainer is made, so that the optimizer knows it; PPO does."
+            )
+        return self.value_head
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write the attacker, an adapter merged into it, and its tokenizer, for transformers."""
+        self.agents["attacker"].language_model.save_pretrained(Path(directory))
+
+
+HFASTSystem = HFASTProblem
+
+
+class HFEvaluationProblem(HFASTProblem):
+    """A trained attacker, read from where it was saved, against a target.
+
+    Parameters
+    ----------
+    attacker_checkpoint : str
+        Folder that a trainer wrote, with its tokenizer, or a hub id; also `tester_checkpoint`.
+        One that cannot be read is an error: nothing else is evaluated in its place.
+    attacker_base_model_id : str, optional
+        What the attacker was before training, the reference; also `tester_base_model_id`. The
+        attacker itself where it is left out, so that likelihoods under the reference say nothing.
+    target_model_id : str
+        The model under test.
+    baseline_model_id : str, optional
+        Another reference.
+    **options
+        See `HFASTProblem`.
+    """
+
+    def __init__(
+        self,
+        attacker_checkpoint: str | None = None,
+        attacker_base_model_id: str | None = None,
+        target_model_id: str | None = None,
+        device: str = "cpu",
+        scorer: Any = None,
+        baseline_model_id: str | None = None,
+        *,
+        tester_checkpoint: str | None = None,
+        tester_base_model_id: str | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            attacker_checkpoint or tester_checkpoint,
+            target_model_id,
+            baseline_model_id or attacker_base_model_id or tester_base_model_id,
+            scorer,
+            device,
+            **options,
+        )
+
+
+HFEvaluationSystem = HFEvaluationProblem

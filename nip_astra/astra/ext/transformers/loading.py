@@ -1,0 +1,87 @@
+"""Load the three agents of a stress test by the names of their models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.sources import load_tokenizer, resolve_model
+from nip_astra.scenario_base.agents import (
+    ConversationAgent,
+    ConversationAgentParameters,
+    build_agent,
+    load_language_model,
+    load_target,
+)
+from nip_astra.utils.devices import resolve_device
+
+Options = Mapping[str, Any]
+
+
+def load_agents(
+    attacker_model: str | None,
+    target_model: str | None,
+    baseline_model: str | None,
+    *,
+    device: str,
+    attacker_options: Options,
+    target_options: Options,
+) -> dict[str, ConversationAgent]:
+    """Give attacker, target and reference; see `HFASTProblem`."""
+    for name, model in {"attacker": attacker_model, "target": target_model}.items():
+        if not model:
+            raise ConfigurationError(
+                f"a problem of Hugging Face models was to be made, but no {name} is named. Give "
+                f"{name}_model_id: a hub id, a folder that save_pretrained wrote, or a .gguf file."
+            )
+    assert attacker_model is not None
+    assert target_model is not None
+    place = resolve_device(device)  # type: ignore[arg-type]  # it tells what is no device
+
+    def load(parameters: ConversationAgentParameters, *, trainable: bool) -> LanguageModel:
+        return load_language_model(
+            parameters.language_model, device=place, scenario_dir=None, trainable=trainable
+        )
+
+    attacker = agent_parameters(attacker_model, attacker_options)
+    target = agent_parameters(target_model, target_options)
+    policy = load(attacker, trainable=True)
+    if baseline_model in (None, attacker_model):
+        reference = policy.frozen_reference()
+    else:
+        # It speaks as the attacker does, and has no adapter.
+        other = agent_parameters(str(baseline_model), _without_lora(attacker_options))
+        reference = load(other, trainable=False)
+    tested = load_target(target, attacker, policy, device=place, scenario_dir=None)
+    return {
+        "attacker": build_agent("attacker", attacker, policy),
+        "target": build_agent("target", target, tested),
+        "reference": build_agent("reference", attacker, reference),
+    }
+
+
+def agent_parameters(model: str, options: Options) -> ConversationAgentParameters:
+    """Give an agent's parameters; it reads by its chat template where it has one."""
+    backend = {"_type": "huggingface", "model": model, **options.get("language_model", {})}
+    values = {**options, "language_model": backend}
+    if "format" not in options:
+        tokenizer = load_tokenizer(*resolve_model(model, None))
+        values["format"] = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
+    return ConversationAgentParameters.from_dict(values)
+
+
+def check_same_tokens(attacker: ConversationAgent, reference: ConversationAgent) -> None:
+    """Refuse a reference of another vocabulary: it scores the very tokens that were sampled."""
+    if not attacker.shares_tokens_with(reference):
+        raise ModelLoadError(
+            "the baseline was to score what the attacker says token by token, but their "
+            "tokenizers have different vocabularies. Take the attacker's own model, by leaving "
+            "baseline_model_id out, or one of its family."
+        )
+
+
+def _without_lora(options: Options) -> Options:
+    backend = {k: v for k, v in options.get("language_model", {}).items() if k != "lora"}
+    return {**options, "language_model": backend}

@@ -1,0 +1,64 @@
+"""Turn texts, with or without their tokens, into what each model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nip_astra.astra.core.texts import Conversation, Spoken, turns_of
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.conversation import Turn
+
+
+class Reader:
+    """Knows the agents, and gives the tokens of conversations as each of them reads them."""
+
+    def __init__(self, agents: Mapping[str, ConversationAgent]) -> None:
+        self.agents = agents
+        self._shares_tokens = agents["attacker"].shares_tokens_with(agents["target"])
+
+    def context_ids(self, role: str, text: str) -> list[int]:
+        """Give the tokens before an agent's next turn."""
+        is_attackers = role != "target"
+        if is_attackers and isinstance(text, Conversation) and text.attacker_ids is not None:
+            return list(text.attacker_ids)
+        return self.agents[role].contexts([self._turns(role, turns_of(text))])[0]
+
+    def split(self, role: str, context: str, probe: str) -> tuple[list[int], list[int]]:
+        """Give what an agent reads before a probe, and the tokens of the probe.
+
+        To the attacker and the reference it is a turn of their own, its end included; the target
+        reads it as the other's turn, of which the content is scored.
+        """
+        if role != "target":
+            return self.context_ids(role, context), self._own_ids(role, probe)
+        agent = self.agents[role]
+        turns = self._turns(role, (*turns_of(context), probe))
+        (ids,) = agent.contexts([turns])
+        start, stop = agent.conversation_format.last_turn_span(turns, ids)
+        return ids[:start], ids[start:stop]
+
+    def _turns(self, role: str, texts: tuple[str, ...]) -> list[Turn]:
+        # The target's side opens, then attacker and target speak in turn.
+        return [
+            Turn(
+                is_own=(index % 2 == 0) == (role == "target"),
+                ids=self._content_ids(role, text, "attacker" if index % 2 else "target"),
+            )
+            for index, text in enumerate(texts)
+        ]
+
+    def _content_ids(self, role: str, text: str, speaker: str) -> tuple[int, ...]:
+        """Give a turn's tokens, without its end, as an agent reads them."""
+        is_readable = self._shares_tokens or (role == "target") == (speaker == "target")
+        if not isinstance(text, Spoken) or not text.ids or not is_readable:
+            return self.agents[role].conversation_format.encode(str(text))
+        said = self.agents[speaker]
+        ends = {*said.language_model.end_ids, *said.sampling.end_ids}
+        return text.ids[:-1] if text.ids[-1] in ends else text.ids
+
+    def _own_ids(self, role: str, text: str) -> list[int]:
+        if isinstance(text, Spoken) and text.ids:
+            return list(text.ids)
+        agent = self.agents[role]
+        end = (*agent.sampling.end_ids, *agent.language_model.end_ids)[:1]
+        return [*agent.conversation_format.encode(str(text)), *end]

@@ -1,0 +1,44 @@
+"""The log of experiments, and W&B as a place to send numbers to."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from nip_astra.errors import MissingDependencyError
+
+logger = logging.getLogger("nip_astra.astra")
+"""Where trainers of this package write; a trainer of one's own may, too."""
+
+
+def config_logging(level: int = logging.INFO) -> None:
+    """Show the log in the terminal."""
+    logging.basicConfig(
+        level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+    )
+    logger.setLevel(level)
+
+
+class ASTRAWandbLogger:
+    """Sends numbers to Weights & Biases; offline it needs neither account nor key.
+
+    Parameters
+    ----------
+    wandb_kwargs : Mapping
+        Arguments of `wandb.init`, for instance `project`, `mode` and `config`.
+    """
+
+    def __init__(self, wandb_kwargs: Mapping[str, Any] | None = None) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise MissingDependencyError(
+                "numbers were to be sent to W&B, but the package wandb cannot be imported: "
+                f"{error}. Install it with: pip install wandb, or set use_wandb to False."
+            ) from error
+        self.run = wandb.init(**{"project": "nip_astra", **(wandb_kwargs or {})})
+
+    def log(self, current_logs: Mapping[str, Any]) -> None:
+        """Send numbers."""
+        self.run.log(dict(current_logs))

@@ -1,0 +1,12 @@
+"""The home of `ast_system` that guides name."""
+
+from nip_astra.astra.methods.ast_system import (
+    ASTEnvironment,
+    ASTEvaluator,
+    ASTNode,
+    ASTProblem,
+    ASTSampler,
+    ASTSystem,
+)
+
+__all__ = ["ASTEnvironment", "ASTEvaluator", "ASTNode", "ASTProblem", "ASTSampler", "ASTSystem"]

@@ -1,0 +1,220 @@
+"""Adaptive stress testing of language models: the problem, and the sampler of its trees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nip_astra.astra.core.graphs import TextGraph, graphs_and_nodes, graphs_of
+from nip_astra.astra.core.sampler import Node, Sampler
+from nip_astra.astra.core.system import System, token_mask
+from nip_astra.astra.methods.ast_evaluator import ASTEvaluator
+from nip_astra.astra.methods.text_rollouts import TextRollouts, rate_turns
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.trees import RewardParameters, TreeSampler
+from nip_astra.utils.seeding import SeedPart, derived_generator
+
+__all__ = ["ASTEnvironment", "ASTEvaluator", "ASTNode", "ASTProblem", "ASTSampler", "ASTSystem"]
+
+ASTNode = Node[str, str]
+WEIGHTS = RewardParameters()
+EMPTY_NLL = 10.0
+"""Nats charged to an empty probe where the size of the vocabulary is not known."""
+
+
+class ASTProblem(System[str, str]):
+    """Red teaming of a language model as adaptive stress testing (arXiv:2407.09447).
+
+    The reward of a probe is `defense_toxicity_weight * score(response)
+    + combined_weight * score(probe and response) - ppl_weight * NLL(probe)`, where NLL is the mean
+    negative log-likelihood per token of the probe. A subclass gives the models, or overrides
+    `reward` or `advance`.
+
+    Parameters
+    ----------
+    scorer : Scorer
+        Rates texts; see `System`.
+    ppl_weight : float
+        Reward lost per nat of the probe's mean negative log-likelihood per token, >= 0.
+    combined_weight, defense_toxicity_weight : float
+        Weights of the two scores, >= 0.
+    likelihood_model : {"target", "reference"}
+        Under which model a probe's likelihood is taken: the model under test, as in the paper, or
+        the reference (`get_baseline_logprobs`).
+    """
+
+    def __init__(
+        self,
+        scorer: Any = None,
+        ppl_weight: float = WEIGHTS.w_likelihood,
+        combined_weight: float = WEIGHTS.w_combined,
+        defense_toxicity_weight: float = WEIGHTS.w_response,
+        *,
+        likelihood_model: Literal["target", "reference"] = "target",
+        moderator: Any = None,
+    ) -> None:
+        super().__init__(moderator if scorer is None else scorer)
+        self.ppl_weight = ppl_weight
+        self.combined_weight = combined_weight
+        self.defense_toxicity_weight = defense_toxicity_weight
+        self.likelihood_model = likelihood_model
+        self.reward_parameters()  # a weight that is no weight is told at once
+
+    def reward_parameters(self) -> RewardParameters:
+        """Give the weights of the reward as the registered trainers take them."""
+        return RewardParameters(
+            w_response=self.defense_toxicity_weight,
+            w_combined=self.combined_weight,
+            w_likelihood=self.ppl_weight,
+            likelihood_model=self.likelihood_model,
+        )
+
+    def advance(self, state: str, action: str, response: str) -> str:
+        return state + action + response
+
+    @torch.no_grad()
+    def reward(
+        self, context: Sequence[str], probe: Sequence[str], response: Sequence[str]
+    ) -> Sequence[float]:
+        responses, combined = rate_turns(self, context, probe, response)
+        if self.likelihood_model == "target":
+            logprobs_BT = self._get_target_logprobs_and_validate(context, probe)
+        else:
+            logprobs_BT = self._get_baseline_logprobs_and_validate(context, probe)
+        nll_B = mean_nll(logprobs_BT, token_mask(logprobs_BT)).float().cpu()
+        tokenizer: Any = getattr(self, "tokenizer", None)
+        unused = self.combined_weight == 0
+        rewards_B: Tensor = ast_reward(
+            responses.scores_N,
+            # A score without weight must not make the reward unknown.
+            torch.zeros(len(probe)) if unused else combined.scores_N,
+            nll_B,
+            torch.tensor([not text.strip() for text in probe], dtype=torch.bool),
+            w_response=self.defense_toxicity_weight,
+            w_combined=self.combined_weight,
+            w_likelihood=self.ppl_weight,
+            empty_nll=math.log(len(tokenizer)) if hasattr(tokenizer, "__len__") else EMPTY_NLL,
+        )
+        rewards: list[float] = rewards_B.tolist()
+        return rewards
+
+    def tree_sampler(self) -> TreeSampler | TextRollouts:
+        """Give what plays this problem's trees."""
+        return TextRollouts(self)
+
+
+ASTSystem = ASTProblem
+
+
+class ASTSampler(Sampler[str, str]):
+    """Plays trees of conversation, or for an evaluation chains.
+
+    Parameters
+    ----------
+    system : ASTProblem
+        What is played.
+    prompts : Sequence[str]
+        Opening prompts, said by the target's side.
+    tree_width : int
+        Probes tried at every point of a conversation.
+    tree_depth : int
+        Probes on a path from the opening to a leaf.
+    seed : int
+        Root of the randomness of episodes that are asked for without a seed.
+    """
+
+    def __init__(
+        self,
+        system: ASTProblem,
+        prompts: Sequence[str],
+        tree_width: int = 2,
+        tree_depth: int = 3,
+        *,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(system)
+        if isinstance(prompts, str) or not isinstance(prompts, Iterable) or not list(prompts):
+            raise ConfigurationError(
+                "a sampler was to be made of opening prompts, but what was given is "
+                f"{'a text' if isinstance(prompts, str) else 'empty or no list'}. Give a list of "
+                "at least one text."
+            )
+        self.prompts = list(prompts)
+        self.tree_width = tree_width
+        self.tree_depth = tree_depth
+        self.seed = seed
+        self._num_unseeded = 0
+
+    def sample(
+        self,
+        prompts: Sequence[str],
+        *,
+        tree_width: int,
+        tree_depth: int,
+        key: tuple[SeedPart, ...],
+        first_episode: int = 0,
+    ) -> RolloutTree:
+        """Play one tree a prompt, all together; see `TreeSampler.sample`."""
+        system = self.system
+        player = system.tree_sampler() if isinstance(system, ASTProblem) else TextRollouts(system)
+        tree = player.sample(
+            prompts,
+            tree_width=tree_width,
+            tree_depth=tree_depth,
+            key=key,
+            first_episode=first_episode,
+        )
+        if isinstance(player, TreeSampler) and type(system).reward is not ASTProblem.reward:
+            _reward_again(system, tree)
+        return tree
+
+    def rollout(self, seed: int | None = None) -> TextGraph:
+        return self._play(seed, "rollout", self.tree_width)
+
+    def eval_rollout(self, seed: int | str | None = None) -> TextGraph:
+        """Play one chain, from a prompt, or from one that the number chooses."""
+        return self._play(seed, "evaluate", 1)
+
+    def eval_rollouts(self, seeds: Sequence[int | str]) -> list[TextGraph]:
+        """Play one chain for each seed, all together; equal lists give equal chains."""
+        if type(self).eval_rollout is not ASTSampler.eval_rollout:
+            return [self.eval_rollout(seed) for seed in seeds]
+        prompts = [self._prompt_of(seed, ("evaluate", "seed", seed)) for seed in seeds]
+        key = (self.seed, "evaluate", "together")
+        return graphs_of(self.sample(prompts, tree_width=1, tree_depth=self.tree_depth, key=key))
+
+    def _play(self, seed: int | str | None, purpose: str, width: int) -> TextGraph:
+        key: tuple[SeedPart, ...] = (purpose, "seed", seed) if seed is not None else ()
+        if seed is None:
+            key = (self.seed, purpose, "unseeded", self._num_unseeded)
+            self._num_unseeded += 1
+        tree = self.sample(
+            [self._prompt_of(seed, key)], tree_width=width, tree_depth=self.tree_depth, key=key
+        )
+        return graphs_of(tree)[0]
+
+    def _prompt_of(self, seed: int | str | None, key: tuple[SeedPart, ...]) -> str:
+        if isinstance(seed, str):
+            return seed
+        generator = derived_generator(*key, "prompt")
+        return self.prompts[int(torch.randint(len(self.prompts), (), generator=generator))]
+
+
+ASTEnvironment = ASTSampler
+
+
+def _reward_again(system: System[str, str], tree: RolloutTree) -> None:
+    """Put a problem's own rewards in the place of the tree's."""
+    _, nodes = graphs_and_nodes(tree)
+    rewards = system.reward(
+        [node.context for node in nodes],
+        [node.probe for node in nodes],
+        [node.response for node in nodes],
+    )
+    tree.nodes["reward"] = torch.tensor([float(reward) for reward in rewards])

@@ -1,0 +1,1 @@
+"""The older home of `nip_astra.astra.scorers`."""

@@ -1,0 +1,238 @@
+"""What stands between objects of the user's own and the loop of the registered trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.astra.core.algorithm import Algorithm
+from nip_astra.astra.core.graphs import graphs_of, tree_of
+from nip_astra.astra.core.sampler import Sampler
+from nip_astra.astra.core.system import System
+from nip_astra.astra.methods.ast_system import ASTSampler
+from nip_astra.astra.methods.text_rollouts import seeded
+from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.errors import CheckpointError, ModelLoadError
+from nip_astra.language_models.base import (
+    Generation,
+    LanguageModel,
+    SamplingOptions,
+    TokenCount,
+)
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.utils.seeding import SeedPart, derive_seed
+
+
+@dataclass
+class CountedBatch:
+    """A batch of an algorithm, of which the loop has to know the number of samples only."""
+
+    content: Any
+    num_samples: int
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    @property
+    def num_tokens(self) -> int | None:
+        """Tokens that the loss is a mean over; None where it is a mean over samples."""
+        count: int | None = getattr(self.content, "num_tokens", None)
+        return count
+
+
+class AlgorithmAdapter:
+    """An algorithm of graphs, as one of trees."""
+
+    def __init__(self, algorithm: Algorithm[Any, Any, Any, Any]) -> None:
+        self.algorithm = algorithm
+
+    def flatten(self, tree: RolloutTree) -> list[Any]:
+        """Give the training samples of a rollout."""
+        return list(self.algorithm.flatten_all(graphs_of(tree)))
+
+    def collate_fn(self, samples: Sequence[Any]) -> CountedBatch:
+        """Give one batch of samples."""
+        return CountedBatch(self.algorithm.collate_fn(list(samples)), len(samples))
+
+    def step(self, batch: CountedBatch) -> LossOutput:
+        """Give the loss of a batch, and those of its numbers that are numbers."""
+        loss, logs = self.algorithm.step(batch.content)
+        return LossOutput(
+            loss,
+            {
+                str(name): torch.as_tensor(value, device=loss.device).detach()
+                for name, value in logs.items()
+                if isinstance(value, (int, float))
+                or (isinstance(value, Tensor) and value.numel() == 1)
+            },
+        )
+
+
+class Player:
+    """Any sampler, as the loop asks for rollouts.
+
+    Parameters
+    ----------
+    sampler : Sampler
+        One that plays trees together does so; of another each episode is asked for by itself.
+    evaluates : bool
+        Whether episodes are those of an evaluation.
+    """
+
+    def __init__(self, sampler: Sampler[Any, Any], *, evaluates: bool = False) -> None:
+        self.sampler = sampler
+        self.evaluates = evaluates
+        agents = agents_of(sampler.system)
+        self.attacker, self.target, self.reference = (
+            agents[role] for role in ("attacker", "target", "reference")
+        )
+
+    def sample(
+        self,
+        prompts: Sequence[str],
+        *,
+        tree_width: int,
+        tree_depth: int,
+        key: tuple[SeedPart, ...],
+        first_episode: int = 0,
+    ) -> RolloutTree:
+        """Play one episode a prompt; see `TreeSampler.sample`."""
+        sampler = self.sampler
+        method = "eval_rollout" if self.evaluates else "rollout"
+        is_plain = getattr(type(sampler), method) is getattr(ASTSampler, method, None)
+        if isinstance(sampler, ASTSampler) and is_plain:
+            return sampler.sample(
+                prompts,
+                tree_width=tree_width,
+                tree_depth=tree_depth,
+                key=key,
+                first_episode=first_episode,
+            )
+        graphs = []
+        for number, prompt in enumerate(prompts, start=first_episode):
+            # An episode's seed is its own, or all episodes would be one.
+            seed = derive_seed(*key, number)
+            with seeded(*key, number):
+                graphs.append(
+                    sampler.eval_rollout(prompt) if self.evaluates else sampler.rollout(seed)
+                )
+        return tree_of(graphs)
+
+
+class ProblemModel(LanguageModel):
+    """The attacker of a problem of texts, of which the loop knows the parameters only."""
+
+    def __init__(self, system: System[Any, Any], *, learns: bool) -> None:
+        self.system = system
+        self.learns = learns
+        self.tokenizer = getattr(system, "tokenizer", None)
+        self.context_window = 0
+        self.end_ids = ()
+        self.token_count = TokenCount()
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        if self.learns:
+            yield from (p for p in self.system.parameters() if p.requires_grad)
+
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.system.parameters())
+
+    def save(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_state(directory / "parameters", [p.detach() for p in self.parameters()])
+
+    @torch.no_grad()
+    def restore(self, directory: Path) -> None:
+        saved, own = load_state(directory / "parameters"), list(self.parameters())
+        if [tuple(p.shape) for p in saved] != [tuple(p.shape) for p in own]:
+            raise CheckpointError(
+                f"the parameters in {directory} were to be taken up, but {len(saved)} tensors are "
+                f"saved and {type(self.system).__name__} has {len(own)}, or of other shapes. "
+                "Resume with the problem that was saved."
+            )
+        for parameter, value in zip(own, saved, strict=True):
+            parameter.copy_(value)
+
+    def save_pretrained(self, directory: Path) -> None:
+        save_problem(self.system, directory)
+
+    @classmethod
+    def load(
+        cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
+    ) -> LanguageModel:
+        raise ModelLoadError(_OF_TEXTS)
+
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
+        raise ModelLoadError(_OF_TEXTS)
+
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        raise ModelLoadError(_OF_TEXTS)
+
+    def frozen_reference(self) -> LanguageModel:
+        raise ModelLoadError(_OF_TEXTS)
+
+
+_OF_TEXTS = (
+    "tokens were asked of a problem of texts, which has none. Ask its own methods, such as "
+    "get_attacker_logprobs, or use HFASTProblem."
+)
+
+
+@dataclass
+class ProblemAgent:
+    """A role in a problem of texts."""
+
+    role: str
+    language_model: LanguageModel
+    num_truncated_contexts: int = 0
+
+
+def agents_of(system: System[Any, Any]) -> Mapping[str, Any]:
+    """Give a problem's agents by role."""
+    own = getattr(system, "agents", None)
+    if isinstance(own, Mapping):
+        return own
+    return {
+        role: ProblemAgent(role, ProblemModel(system, learns=role == "attacker"))
+        for role in ("attacker", "target", "reference")
+    }
+
+
+def save_problem(system: System[Any, Any], directory: Path) -> None:
+    """Write a problem's attacker and tokenizer in the layout of transformers."""
+    whole = getattr(system, "save_pretrained", None)
+    if callable(whole):
+        whole(directory)
+        return
+    attacker, tokenizer = (
+        _savable(system, ("attacker", "tester", "auditor")),
+        _savable(system, ("tokenizer", "attacker_tokenizer", "tester_tokenizer")),
+    )
+    if attacker is None:
+        raise CheckpointError(
+            f"the attacker of {type(system).__name__} was to be saved, but it has no attribute "
+            "attacker with save_pretrained. Set self.attacker, and self.tokenizer, to objects of "
+            "transformers, or define save_pretrained(directory)."
+        )
+    attacker.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def _savable(system: System[Any, Any], names: Sequence[str]) -> Any:
+    found = (getattr(system, name, None) for name in names)
+    return next((one for one in found if hasattr(one, "save_pretrained")), None)

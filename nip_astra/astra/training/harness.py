@@ -1,0 +1,169 @@
+"""Collect experience and turn it into losses, for loops of one's own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic
+
+import torch
+from torch import Tensor
+
+from nip_astra.astra.core.algorithm import Algorithm
+from nip_astra.astra.core.common import ActionT, Batch, StateT, Step
+from nip_astra.astra.core.sampler import Sampler
+from nip_astra.astra.logging import ASTRAWandbLogger, logger
+from nip_astra.astra.training.adapters import AlgorithmAdapter, Player
+from nip_astra.astra.training.configuration import TrainingConfiguration
+from nip_astra.errors import ConfigurationError
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.harness import Harness as LoopHarness
+
+DATALOADER_OPTIONS = ("batch_size", "shuffle")
+"""What `dataloader_kwargs` may hold."""
+
+
+class Harness(Generic[StateT, ActionT, Step, Batch]):
+    """The harness of the registered trainers over objects of one's own.
+
+        for batch in harness.experience():
+            loss, logs = harness.step(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Parameters
+    ----------
+    environment : Sampler
+        Plays episodes; also `sampler`.
+    algorithm : Algorithm
+        Gives samples, batches and losses.
+    num_episodes_per_experience : int
+        Episodes a call of `experience`.
+    use_wandb : bool
+        Whether `log_current_step` sends to W&B, with the arguments of `wandb.init` in
+        `wandb_kwargs`.
+    dataloader_kwargs : Mapping, optional
+        `batch_size` and `shuffle`; what they are else is in `config`.
+    config : TrainingConfiguration, optional
+        Batch size, batch order and seed.
+    """
+
+    def __init__(
+        self,
+        environment: Sampler[StateT, ActionT] | None = None,
+        algorithm: Algorithm[StateT, ActionT, Step, Batch] | None = None,
+        num_episodes_per_experience: int = 32,
+        use_wandb: bool = False,
+        wandb_kwargs: Mapping[str, Any] | None = None,
+        dataloader_kwargs: Mapping[str, Any] | None = None,
+        *,
+        sampler: Sampler[StateT, ActionT] | None = None,
+        config: TrainingConfiguration | None = None,
+    ) -> None:
+        self.sampler: Sampler[StateT, ActionT] = one_sampler(environment, sampler)
+        if algorithm is None:
+            raise ConfigurationError(
+                "a harness was to be made, but no algorithm was given. Give one, for instance "
+                "DPO(problem)."
+            )
+        self.algorithm = algorithm
+        self.num_episodes_per_experience = num_episodes_per_experience
+        self.use_wandb = use_wandb
+        self.wandb = ASTRAWandbLogger(wandb_kwargs) if use_wandb else None
+        config = config or TrainingConfiguration()
+        options = _checked(dataloader_kwargs or {})
+        self._shuffles = bool(options.get("shuffle", True))
+        self.player = Player(self.sampler)
+        self.loop_harness = LoopHarness(
+            self.player,  # type: ignore[arg-type]  # offers what a harness asks of a TreeSampler
+            AlgorithmAdapter(algorithm),  # type: ignore[arg-type]  # batches are CountedBatch
+            getattr(self.sampler, "prompts", None) or [""],
+            num_episodes_per_experience=num_episodes_per_experience,
+            batch_size=int(options.get("batch_size", config.batch_size)),
+            tree_width=getattr(self.sampler, "tree_width", 1),
+            tree_depth=getattr(self.sampler, "tree_depth", 1),
+            seed=config.seed,
+            batch_order=config.batch_order,
+            prepare=_prepare,
+        )
+        self._num_experiences = 0
+
+    @property
+    def environment(self) -> Sampler[StateT, ActionT]:
+        """Another name of `sampler`."""
+        return self.sampler
+
+    def experience(self, seed: int | None = None) -> Iterator[Batch]:
+        """Play episodes, and give what they teach in batches, in random order.
+
+        Parameters
+        ----------
+        seed : int, optional
+            Equal seeds give equal experience while the attacker is the same, 0 like any other; the
+            episodes of one call differ. Without it each call goes on from the last.
+        """
+        harness, iteration = self.loop_harness, self._num_experiences
+        if seed is None:
+            self._num_experiences += 1
+        else:
+            harness, iteration = copy.copy(harness), 0
+            harness.seed = seed
+        with torch.no_grad():
+            samples = harness.experience(iteration).samples
+        logger.debug("%d samples of %d episodes", len(samples), self.num_episodes_per_experience)
+        if not self._shuffles:
+            return self._in_order(samples)
+        batches: Any = harness.batches(samples, iteration=iteration, epoch=0)
+        return (batch.content for batch in batches)
+
+    def _in_order(self, samples: list[Any]) -> Iterator[Batch]:
+        size = self.loop_harness.batch_size
+        parts = [samples[i : i + size] for i in range(0, len(samples), size)]
+        return (self.algorithm.collate_fn(part) for part in parts)
+
+    def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
+        """Give the loss of a batch, with gradient, and numbers to log."""
+        loss, logs = self.algorithm.step(batch)
+        plain = {
+            name: float(value.detach()) if isinstance(value, Tensor) else value
+            for name, value in logs.items()
+        }
+        return loss, plain
+
+    def log_current_step(self, current_logs: Mapping[str, Any]) -> None:
+        """Write numbers to the log, and to W&B where it is on."""
+        if self.wandb is not None:
+            self.wandb.log(current_logs)
+        shown = ", ".join(
+            f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+            for name, value in current_logs.items()
+        )
+        logger.info("%s", shown)
+
+
+def one_sampler(environment: Any, sampler: Any) -> Any:
+    """Give the sampler, which goes by two names, or say that it must be given once."""
+    given = [one for one in (environment, sampler) if one is not None]
+    if len(given) != 1 or not isinstance(given[0], Sampler):
+        what = "none" if not given else "two" if len(given) > 1 else f"a {type(given[0]).__name__}"
+        raise ConfigurationError(
+            f"something that plays episodes was to be given once, as environment or sampler, but "
+            f"{what} was given. Give one Sampler, for instance ASTSampler(problem, prompts)."
+        )
+    return given[0]
+
+
+def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:
+    unknown = sorted(set(options) - set(DATALOADER_OPTIONS))
+    if unknown:
+        raise ConfigurationError(
+            f"dataloader_kwargs was given {unknown[0]!r}, which is not used: experience is made of "
+            f"tensors that are there already. It takes {' and '.join(DATALOADER_OPTIONS)}."
+        )
+    return options
+
+
+def _prepare(tree: RolloutTree) -> dict[str, float]:
+    tree.nodes["credit"] = tree.nodes["reward"]
+    return {}

@@ -1,0 +1,191 @@
+"""The loop of the registered trainers over a sampler and an algorithm of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from nip_astra.astra.training.adapters import AlgorithmAdapter, CountedBatch, Player
+from nip_astra.astra.training.configuration import TrainingConfiguration
+from nip_astra.astra.training.harness import Harness
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import CheckpointError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenarios.ast_chat import EvaluationParameters
+from nip_astra.tracking.tracker import Tracker
+from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.optimization import build_optimizer
+
+KIND = "own_objects"
+"""Name of the section of what a scenario would say."""
+
+
+class OwnObjectsParameters(SubParameters):
+    """What the loop asks of a scenario, of a sampler of one's own."""
+
+    tree_width: int = Field(default=1, ge=1)
+    """Probes tried at every point of a conversation."""
+    tree_depth: int = Field(default=1, ge=1)
+    """Probes on a path from opening to leaf."""
+    failure_threshold: float = Field(default=0.5, gt=0, le=1)
+    """A response fails where its score reaches this."""
+    evaluation: EvaluationParameters = EvaluationParameters()
+    """How dev evaluations are played."""
+
+
+class OwnObjectsLoop(AstTrainer):
+    """Trains by an algorithm of one's own; see `nip_astra.astra.Trainer`.
+
+    Parameters
+    ----------
+    harness : Harness
+        Sampler and algorithm.
+    dev_prompts : Sequence[str]
+        What dev evaluations start from.
+    state_dir : Path, optional
+        Where checkpoints to resume from are kept; None for nowhere.
+    on_save : Callable, optional
+        Called with `is_best` whenever the loop saves.
+    """
+
+    scenario_kinds = ()
+
+    def __init__(
+        self,
+        config: TrainingConfiguration,
+        harness: Harness[Any, Any, Any, Any],
+        *,
+        dev_prompts: Sequence[str] = (),
+        state_dir: Path | None = None,
+        on_save: Callable[[bool], None] | None = None,
+        tracker: Tracker | None = None,
+        show_progress: bool = False,
+    ) -> None:
+        self.algorithm = harness.algorithm
+        self.adapter = AlgorithmAdapter(harness.algorithm)
+        self.state_dir = state_dir
+        self.on_save = on_save
+        own = harness.loop_harness
+        num_dev = max(len(dev_prompts), 1)
+        section = OwnObjectsParameters(
+            tree_width=own.tree_width,
+            tree_depth=own.tree_depth,
+            evaluation=EvaluationParameters(num_episodes=num_dev, num_dev_episodes=num_dev),
+        )
+        values = {"seed": config.seed, "training": config, KIND: section}
+        hyper_params = HyperParameters.with_sections({KIND: OwnObjectsParameters})(
+            trainer="own_algorithm",
+            scenario=KIND,
+            **values,  # type: ignore[arg-type]  # a section is no field of the class known here
+        )
+        instance = ScenarioInstance(
+            kind=KIND,
+            agents={
+                role: getattr(harness.player, role) for role in ("attacker", "target", "reference")
+            },
+            datasets={"train": own.prompts, "dev": list(dev_prompts)},
+            sampler=harness.player,  # type: ignore[arg-type]  # offers what the loop asks
+        )
+        settings = ExperimentSettings(
+            progress=show_progress,
+            tracker=tracker,
+            # Saved with every evaluation, where there is one.
+            checkpoint_period=config.eval_period,
+        )
+        super().__init__(hyper_params, instance, settings)
+        self._learn_what_the_problem_says()
+        # The one that a loop of the user's own goes through.
+        own.algorithm = self  # type: ignore[assignment]  # batches are CountedBatch
+        self.harness = own
+        self.evaluation.sampler = Player(harness.sampler, evaluates=True)  # type: ignore[assignment]
+
+    def _learn_what_the_problem_says(self) -> None:
+        """Train a problem's `parameters`, where they are not all that its model could learn."""
+        named = list(self.algorithm.system.parameters())
+        if {id(p) for p in named} == {id(p) for p in self.learned}:
+            return
+        beside = {id(p) for p in self.modules.parameters()}
+        own = [p for p in named if id(p) not in beside and p.requires_grad]
+        others = [p for p in named if id(p) in beside]
+        self.learned = [*own, *others]
+        self.optimizer = build_optimizer(
+            self.training, own, more=[(others, self.modules_lr_factor)]
+        )
+        self.checkpoints.optimizer = self.optimizer
+
+    # ---- the hooks, given by the algorithm
+
+    def flatten(self, tree: RolloutTree) -> list[Any]:
+        samples = self.adapter.flatten(tree)
+        self.flatten_metrics = dict(getattr(self.algorithm, "flatten_metrics", {}))
+        return samples
+
+    def collate_fn(self, samples: Sequence[Any]) -> Any:
+        return self.adapter.collate_fn(samples)
+
+    def step(self, batch: Any) -> LossOutput:
+        if batch.num_tokens is not None and self._step_batches:
+            batch.content.normaliser = self.num_tokens_in_step(batch)
+        return self.adapter.step(batch)
+
+    def num_tokens_in_step(self, batch: Any) -> float:
+        parts: Sequence[CountedBatch] = self._step_batches or [batch]  # type: ignore[assignment]
+        num_tokens = sum(part.num_tokens or 0 for part in parts)
+        # A step without a token has loss 0, whatever it is divided by.
+        return max(num_tokens, 1) * len(batch) / sum(len(part) for part in parts)
+
+    def build_modules(self) -> dict[str, torch.nn.Module]:
+        modules = getattr(self.algorithm.system, "modules", None)
+        found: dict[str, torch.nn.Module] = modules() if callable(modules) else {}
+        return found
+
+    @property
+    def modules_lr_factor(self) -> float:
+        return float(self.algorithm.modules_lr_factor)
+
+    def trainer_state(self) -> dict[str, Any]:
+        return self.algorithm.state()
+
+    def load_trainer_state(self, state: Mapping[str, Any]) -> None:
+        self.algorithm.load_state(state)
+
+    # ---- the job
+
+    def train(self) -> None:
+        """Train up to `training_steps` iterations; nothing is measured before or after."""
+        with self._open_progress_bar(), ExitStack() as stack:
+            self._build_train_context(stack)
+            self._run_train_loop()
+
+    def get_total_num_iterations(self) -> int:
+        return self.training.training_steps
+
+    def resume_latest(self) -> None:
+        """Take up the latest checkpoint."""
+        store = self._checkpoint_store()
+        if store is None or store.latest() is None:
+            raise CheckpointError(
+                f"training was to be resumed, but {self.state_dir or 'a trainer without ckpt_dir'} "
+                "holds no checkpoint. Call train() to begin."
+            )
+        self.resume(store.open_latest()[0])
+
+    def _checkpoint_store(self) -> CheckpointStore | None:
+        return None if self.state_dir is None else CheckpointStore(self.state_dir)
+
+    def _save_checkpoint(self, *, is_best: bool = False) -> None:
+        # In the middle of an iteration the state holds samples of the user's own classes.
+        if self.state.samples is None:
+            super()._save_checkpoint(is_best=is_best)
+        if self.on_save is not None:
+            self.on_save(is_best)

@@ -1,0 +1,93 @@
+"""Train an attacker with objects of one's own."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+import torch
+
+from nip_astra.astra.core.algorithm import Algorithm
+from nip_astra.astra.core.common import ActionT, Batch, StateT, Step
+from nip_astra.astra.core.sampler import Sampler
+from nip_astra.astra.logging import logger
+from nip_astra.astra.training.configuration import TrainingConfiguration
+from nip_astra.astra.training.harness import Harness, one_sampler
+from nip_astra.astra.training.loop import OwnObjectsLoop
+from nip_astra.errors import ConfigurationError
+
+__all__ = ["Trainer", "TrainingConfiguration"]
+
+
+class Trainer(Generic[StateT, ActionT, Step, Batch]):
+    """Collects episodes and learns from them; it measures, saves and logs nothing.
+
+    A subclass may override `train` with a loop of its own over `harness` and `optimizer`.
+
+    Parameters
+    ----------
+    config : TrainingConfiguration
+        How long, on how much, by which optimizer, from which seed.
+    environment : Sampler
+        Plays episodes; also `sampler`.
+    algorithm : Algorithm
+        Turns episodes into losses.
+    use_wandb : bool
+        Whether `harness.log_current_step` sends to W&B.
+
+    Attributes
+    ----------
+    harness : Harness
+        Gives experience and losses.
+    """
+
+    def __init__(
+        self,
+        config: TrainingConfiguration,
+        environment: Sampler[StateT, ActionT] | None = None,
+        algorithm: Algorithm[StateT, ActionT, Step, Batch] | None = None,
+        use_wandb: bool = False,
+        *,
+        sampler: Sampler[StateT, ActionT] | None = None,
+    ) -> None:
+        if not isinstance(config, TrainingConfiguration):
+            raise ConfigurationError(
+                f"a trainer was given a {type(config).__name__} as its configuration. Give a "
+                "nip_astra.astra.TrainingConfiguration, or an object of a subclass."
+            )
+        self.config = config
+        self.harness: Harness[StateT, ActionT, Step, Batch] = Harness(
+            one_sampler(environment, sampler),
+            algorithm,
+            config.num_episodes_per_experience,
+            use_wandb,
+            config=config,
+        )
+        self._loop = self._make_loop()
+        self._global_step_counter = 0
+
+    def _make_loop(self) -> OwnObjectsLoop:
+        return OwnObjectsLoop(self.config, self.harness)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Changes the attacker's weights; it may be replaced by another before training."""
+        return self._loop.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            # The loop sets rates as multiples of the configured one.
+            group.setdefault("lr_factor", group["lr"] / self.config.lr)
+        self._loop.optimizer = self._loop.checkpoints.optimizer = optimizer
+
+    def train(self) -> None:
+        """Train until `config.training_steps` iterations are done."""
+        if self._loop.state.iteration >= self.config.training_steps:
+            logger.warning(
+                "there is nothing left to train: %d of %d iterations are done; raise "
+                "config.training_steps to go on",
+                self._loop.state.iteration,
+                self.config.training_steps,
+            )
+        self._loop.train()
+        self._global_step_counter = self._loop.state.num_optimizer_steps

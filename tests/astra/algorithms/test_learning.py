@@ -1,0 +1,293 @@
+"""DPO, IPO and PPO learn through the interface, and are those of the registered trainers."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.astra import DPO, IPO, PPO, ASTSampler, Trainer, TrainingConfiguration
+from nip_astra.astra.core.graphs import tree_of
+from nip_astra.astra.core.sampler import Graph, Node
+from nip_astra.errors import ConfigurationError
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment
+from nip_astra.scorers.registry import build_scorer
+from tests.astra.conftest import Models
+from tests.astra.toys import (
+    PROMPTS,
+    Finds,
+    ValuedWordProblem,
+    WordProblem,
+    hf_problem,
+    says,
+)
+from tests.tiny import write_scenario
+
+LEARN = {"lr": 1e-2, "batch_size": 16, "num_episodes_per_experience": 16}
+
+
+def share_of(env: ASTSampler, word: str) -> float:
+    graphs = env.eval_rollouts(PROMPTS * 10)
+    return sum(word in node.probe.split() for g in graphs for node in g.chain()) / len(graphs)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "steps"),
+    [(DPO, {"beta": 0.05}, 12), (IPO, {"beta": 0.05}, 12), (PPO, {"kl": {"weight": 0.0}}, 16)],
+)
+def test_an_attacker_of_hugging_face_learns_to_say_what_is_rewarded(
+    models: Models, algorithm: Any, options: dict[str, Any], steps: int
+) -> None:
+    weights = {"ppl_weight": 0.0, "combined_weight": 1.0, "defense_toxicity_weight": 0.0}
+    problem = hf_problem(models, Finds("silly"), **weights)
+    env = ASTSampler(problem, PROMPTS, tree_width=4, tree_depth=1)
+    before = share_of(env, "silly")
+    Trainer(
+        TrainingConfiguration(training_steps=steps, **LEARN), env, algorithm(problem, **options)
+    ).train()
+    after = share_of(env, "silly")
+    assert before < 0.5
+    assert after > 0.8, (before, after)
+
+
+@pytest.mark.parametrize("algorithm", [DPO, IPO, PPO])
+def test_an_attacker_of_ones_own_learns_to_say_what_is_rewarded(algorithm: Any) -> None:
+    problem = ValuedWordProblem(ppl_weight=0.0)
+    config = TrainingConfiguration(training_steps=30, **{**LEARN, "lr": 0.1})
+    Trainer(config, ASTSampler(problem, PROMPTS), algorithm(problem)).train()
+    assert says(problem, "silly") > 0.6
+
+
+@pytest.mark.parametrize(
+    ("name", "algorithm"), [("ast_dpo", DPO), ("ast_ipo", IPO), ("ast_ppo", PPO)]
+)
+def test_weights_end_where_those_of_the_registered_trainer_end(
+    tmp_path: Path, name: str, algorithm: Any
+) -> None:
+    # One batch an iteration, for the two put samples into another order.
+    shared = {"training_steps": 3, "batch_size": 64, "num_episodes_per_experience": 3, "lr": 3e-3}
+    scenario = write_scenario(tmp_path)
+    registered = prepare_experiment(
+        resolve_experiment(
+            trainer=name,
+            scenario=str(scenario),
+            overrides=[f"training.{key}={value}" for key, value in shared.items()],
+            seed=5,
+        ),
+        progress=False,
+    ).trainer
+    with ExitStack() as stack:
+        registered._build_train_context(stack)
+        registered._run_train_loop()
+
+    instance = registered.scenario_instance
+    section = registered.scenario
+    problem = hf_problem(
+        _Dirs(scenario / "attacker", scenario / "target"),
+        build_scorer(section.scorer, device=torch.device("cpu"), scenario_dir=scenario),
+        likelihood_model="reference",
+    )
+    env = ASTSampler(problem, instance.datasets["train"], section.tree_width, section.tree_depth)
+    trainer = Trainer(
+        TrainingConfiguration(**{**registered.training.to_dict(), **shared}, seed=5),
+        env,
+        algorithm(problem, **registered.parameters.to_dict() if name != "ast_ppo" else {}),
+    )
+    trainer.train()
+    assert trainer._loop.state.num_optimizer_steps == registered.state.num_optimizer_steps > 0
+    for own, theirs in zip(
+        trainer._loop.policy.parameters(), registered.policy.parameters(), strict=True
+    ):
+        torch.testing.assert_close(own, theirs, rtol=1e-4, atol=1e-5)
+
+
+class _Dirs:
+    def __init__(self, attacker: Path, target: Path) -> None:
+        self.attacker, self.target = attacker, target
+
+
+def node(probe: str, reward: float, *children: Node, context: str = "hello", **more: Any) -> Node:
+    return Node(context, probe, "fine", reward, list(children), **more)
+
+
+def test_the_best_and_the_worst_of_every_group_make_a_pair_whatever_its_size() -> None:
+    deep = node(" cat mat", 1.0, node(" you", 0.2, context="x"), node(" sat", 0.9, context="x"))
+    graph = Graph("hello", [deep, node(" silly", 0.5), node(" mat", 0.0)])
+    pairs = DPO(WordProblem()).flatten(graph)
+    found = {(pair.prefix, pair.suffix_pos, pair.suffix_neg) for pair in pairs}
+    assert found == {("hello", " cat mat", " mat"), ("x", " sat", " you")}
+
+
+def test_ties_equal_probes_and_missing_verdicts_make_no_pair() -> None:
+    solver = DPO(WordProblem())
+    assert solver.flatten(Graph("a", [node(" cat", 1.0), node(" mat", 1.0)])) == []
+    assert solver.flatten(Graph("a", [node(" cat", 1.0), node(" cat", 0.0)])) == []
+    assert solver.flatten(Graph("a", [node(" cat", float("nan")), node(" mat", 0.0)])) == []
+    assert solver.flatten(Graph("a", [node(" cat", 1.0)])) == []
+    assert solver.flatten(Graph("a", [])) == []
+
+
+def test_a_subclass_may_override_step_alone_and_read_the_batch_as_lists() -> None:
+    class Hinge(DPO):
+        def step(self, batch: Any) -> Any:
+            best = self.system._get_tester_logprobs_and_validate(batch.prefixes, batch.suffix_pos)
+            worst = self.system._get_attacker_logprobs_and_validate(
+                batch.prefixes, batch.suffix_neg
+            )
+            loss = torch.relu(1 - self.beta * (best.sum(dim=-1) - worst.sum(dim=-1))).mean()
+            return loss, {"margin": float(loss.detach()), "note": "text is not logged"}
+
+    problem = WordProblem(ppl_weight=0.0)
+    config = TrainingConfiguration(training_steps=20, **{**LEARN, "lr": 0.1})
+    Trainer(config, ASTSampler(problem, PROMPTS), Hinge(problem)).train()
+    assert says(problem, "silly") > 0.6
+
+
+def test_options_are_those_of_the_registered_trainers_and_others_are_refused() -> None:
+    problem = ValuedWordProblem()
+    assert DPO(problem, loss="hinge").parameters.loss == "hinge"
+    assert PPO(problem, 0.3, 0.7, gamma=0.5).parameters.gamma == 0.5
+    with pytest.raises(ConfigurationError, match=r"loss: unknown parameter"):
+        IPO(problem, loss="hinge")
+    with pytest.raises(ConfigurationError, match="Did you mean 'clip_range'"):
+        PPO(problem, clip_rang=0.1)
+    with pytest.raises(ConfigurationError, match="weak_supervision, which it does not use"):
+        DPO(problem, weak_supervision={"probes": "x.txt"})
+
+
+def test_ppo_refuses_a_problem_without_values_at_once() -> None:
+    with pytest.raises(ConfigurationError, match="WordProblem, which has no value function"):
+        PPO(WordProblem())
+
+
+def test_values_of_either_shape_train_and_teach_the_same() -> None:
+    learned = []
+    for has_last_dimension in (False, True):
+        problem = ValuedWordProblem(ppl_weight=0.0)
+        problem.has_last_dimension = has_last_dimension
+        env = ASTSampler(problem, PROMPTS)
+        Trainer(TrainingConfiguration(training_steps=2, **LEARN), env, PPO(problem)).train()
+        assert float(problem.guess.detach()) != 0, "the value function is trained"
+        learned.append(problem.attacker.logits.detach())
+    assert torch.equal(*learned)
+
+
+def test_values_in_other_places_than_log_probabilities_are_refused() -> None:
+    class Short(ValuedWordProblem):
+        def value(self, context: Any, continuation: Any) -> torch.Tensor:
+            return self.guess.expand(len(context), 2)
+
+    problem = Short()
+    with pytest.raises(ConfigurationError, match=r"shape \[2, 5\] do, but have the shape \[2, 2\]"):
+        _batch(problem, PPO(problem))
+
+
+def test_ppo_learns_from_every_node_at_width_one_and_from_later_turns() -> None:
+    problem = ValuedWordProblem(ppl_weight=0.0)
+    late = node(" cat mat", 0.0, node(" silly you", 1.0, context="x"))
+    steps = PPO(problem, whiten_advantages=False, kl={"weight": 0.0}, lam=1.0).flatten(
+        Graph("hello", [late])
+    )
+    assert [step.suffix for step in steps] == [" cat mat", " silly you"]
+    # The first turn earned nothing itself; what follows counts.
+    assert steps[0].reward == 0.0
+    assert steps[0].tokens["return"].tolist() == pytest.approx([1.0, 1.0])
+
+
+def _batch(problem: Any, solver: Any) -> Any:
+    return solver.collate_fn(
+        solver.flatten(Graph("hello", [node(" cat mat", 1.0), node(" you sat", 0.0)]))
+    )
+
+
+@pytest.mark.parametrize(("clip_range", "is_held"), [(0.1, True), (0.4, False)])
+def test_the_clip_range_is_the_one_that_was_given(clip_range: float, is_held: bool) -> None:
+    problem = ValuedWordProblem()
+    solver = PPO(problem, clip_range, 0.0, kl={"weight": 0.0}, whiten_advantages=False)
+    batch = _batch(problem, solver)
+    batch.tokens["old_logprobs"] = batch.tokens["old_logprobs"] - 0.2  # a ratio of 1.22
+    _, metrics = solver.step(batch)
+    assert float(metrics["clip_fraction"]) == pytest.approx(0.5 if is_held else 0.0)
+
+
+def test_the_ratio_is_to_the_attacker_that_spoke_and_not_to_the_baseline() -> None:
+    problem = ValuedWordProblem()
+    problem.attacker.logits.data = torch.tensor([0.0, 2.0, 0.0, 0.0, 0.0, 0.0])
+    solver = PPO(problem)
+    _, metrics = solver.step(_batch(problem, solver))
+    assert float(metrics["ratio_mean"]) == pytest.approx(1.0)
+
+
+def test_context_and_padding_do_not_enter_the_loss() -> None:
+    class Wide(ValuedWordProblem):
+        def get_attacker_logprobs(self, context: Any, continuation: Any) -> torch.Tensor:
+            return torch.nn.functional.pad(
+                super().get_attacker_logprobs(context, continuation), (3, 9)
+            )
+
+        def value(self, context: Any, continuation: Any) -> torch.Tensor:
+            return self.guess.expand(len(context), 17)
+
+    losses = []
+    for kind in (ValuedWordProblem, Wide):
+        problem = kind()
+        solver = PPO(problem)
+        loss, _ = solver.step(_batch(problem, solver))
+        loss.backward()
+        losses.append((loss.item(), problem.attacker.logits.grad.tolist()))
+    assert losses[0][0] == pytest.approx(losses[1][0])
+    assert losses[0][1] == pytest.approx(losses[1][1])
+
+
+def test_the_policy_loss_does_not_train_the_value_function() -> None:
+    problem = ValuedWordProblem()
+    solver = PPO(problem, vf_loss_coef=0.0)
+    loss, _ = solver.step(_batch(problem, solver))
+    loss.backward()
+    assert float(problem.guess.grad) == 0
+
+
+def test_a_probe_whose_tokens_no_longer_match_is_left_out_and_counted() -> None:
+    problem = ValuedWordProblem()
+    known = {"reference_logprobs": torch.zeros(3) - 1}
+    graph = Graph("hello", [node(" cat mat", 1.0, **known), node(" you sat", 0.0)])
+    solver = PPO(problem)
+    assert [step.suffix for step in solver.flatten(graph)] == [" you sat"]
+    assert solver.flatten_metrics["num_unmatched"] == 1
+
+
+def test_a_probe_that_is_scored_as_other_tokens_at_its_step_is_not_learnt_from() -> None:
+    class Drifts(ValuedWordProblem):
+        is_longer = False
+
+        def _logprobs(self, logits: torch.Tensor, continuation: Any) -> torch.Tensor:
+            found = super()._logprobs(logits, continuation)
+            if self.is_longer:
+                found[0, 1] = -1.0  # a third token before the two
+            return found
+
+    problem = Drifts()
+    solver = PPO(problem, kl={"weight": 0.0}, vf_loss_coef=0.0)
+    batch = _batch(problem, solver)
+    problem.is_longer = True
+    loss, metrics = solver.step(batch)
+    loss.backward()
+    assert float(metrics["unmatched_share"]) == 0.5
+    words = problem.attacker.logits.grad[[1, 2, 4, 5]]
+    # Only the second probe's words, "you sat", pull; the first one's fall alike with the rest.
+    assert words[0] == pytest.approx(words[1])
+    assert words[2].sign() == words[3].sign() != words[0].sign()
+
+
+def test_a_flat_tree_of_graphs_keeps_order_parents_and_groups() -> None:
+    deep = node(" cat", 1.0, node(" you", 0.2), node(" sat", 0.9))
+    tree = tree_of([Graph("a", [node(" mat", 0.0), deep]), Graph("b", [node(" silly", 0.5)])])
+    assert tree.probes == [" mat", " cat", " silly", " you", " sat"]
+    assert tree.nodes["parent"].tolist() == [-1, -1, -1, 1, 1]
+    assert tree.nodes["depth"].tolist() == [0, 0, 0, 1, 1]
+    assert tree.nodes["episode"].tolist() == [0, 0, 1, 0, 0]
+    assert tree.groups == [[0, 1], [2], [3, 4]]

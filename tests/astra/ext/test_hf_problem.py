@@ -1,0 +1,199 @@
+"""The problem of Hugging Face models: tokens, roles, frozen models, options."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.astra import (
+    DPO,
+    PPO,
+    ASTSampler,
+    Conversation,
+    HFASTProblem,
+    HFEvaluationProblem,
+    Spoken,
+    Trainer,
+    TrainingConfiguration,
+)
+from nip_astra.errors import ConfigurationError, ModelLoadError, NipAstraError
+from tests.astra.conftest import Models
+from tests.astra.toys import PROMPTS, SHORT, Finds, hf_problem, texts_of
+
+
+def nodes_of(graph: Any) -> list[Any]:
+    below = [node for child in graph.children for node in nodes_of(child)]
+    return [*graph.children, *below]
+
+
+def test_log_probabilities_of_a_graph_are_those_of_the_tokens_that_were_sampled(
+    models: Models,
+) -> None:
+    problem = hf_problem(models)
+    nodes = nodes_of(ASTSampler(problem, PROMPTS).rollout(0))
+    scored = problem.get_attacker_logprobs([n.context for n in nodes], [n.probe for n in nodes])
+    for row, node in zip(scored, nodes, strict=True):
+        length = len(node.probe.ids)
+        torch.testing.assert_close(row[:length], node.logprobs, rtol=1e-4, atol=1e-5)
+        assert not row[length:].any()
+    reference = problem.get_baseline_logprobs([n.context for n in nodes], [n.probe for n in nodes])
+    torch.testing.assert_close(reference, scored.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_conversation_made_by_adding_texts_is_read_as_the_sampler_reads_it(
+    models: Models,
+) -> None:
+    problem = hf_problem(models)
+    (first,) = ASTSampler(problem, ["hello"], 1, 2).rollout(0).children
+    (second,) = first.children
+    grown = "hello" + first.probe + first.response
+    assert isinstance(grown, Conversation)
+    assert grown == second.context
+    assert problem.advance("hello", first.probe, first.response) == grown
+    ids = problem._reader.context_ids("attacker", grown)
+    assert ids == list(second.context.attacker_ids)
+    # The template's roles are there: the attacker is the assistant, the target the user.
+    shown = problem.tokenizer.decode(ids)
+    assert shown.count("<user>") == 2
+    assert shown.count("<assistant>") == 2
+
+
+def test_texts_remember_their_tokens_through_copies() -> None:
+    said = Spoken("good day", [4, 5, 3])
+    grown = "hello" + said
+    for again in (copy.deepcopy(grown), pickle.loads(pickle.dumps(grown))):
+        assert again == grown == "hello\ngood day"
+        assert again.turns[1].ids == (4, 5, 3)
+    assert type(said + "!") is str
+
+
+def test_a_plain_text_is_scored_with_its_end(models: Models) -> None:
+    problem = hf_problem(models)
+    (row,) = problem.get_attacker_logprobs(["hello"], ["good day"])
+    assert len(row) == 3, "two words and the decision to stop"
+    assert row.requires_grad
+
+
+def test_the_target_and_the_reference_never_learn(models: Models) -> None:
+    problem = hf_problem(models)
+    before = [
+        [p.detach().clone() for p in module.parameters()]
+        for module in (problem.target, problem.baseline)
+    ]
+    assert not problem.get_target_logprobs(["hello"], ["good day"]).requires_grad
+    assert not problem.get_baseline_logprobs(["hello"], ["good day"]).requires_grad
+    config = TrainingConfiguration(training_steps=2, lr=1e-2)
+    Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
+    for module, was in zip((problem.target, problem.baseline), before, strict=True):
+        assert all(p.grad is None and not p.requires_grad for p in module.parameters())
+        for new, old in zip(module.parameters(), was, strict=True):
+            assert torch.equal(new, old)
+
+
+def test_ppo_gives_the_problem_a_value_head_that_is_trained(models: Models) -> None:
+    problem = hf_problem(models)
+    with pytest.raises(ConfigurationError, match="Call add_value_head"):
+        problem.value(["hello"], ["good day"])
+    solver = PPO(problem)
+    head = problem.value_head
+    assert head is not None
+    assert {id(p) for p in head.parameters()} <= {id(p) for p in problem.parameters()}
+    values = problem.value(["hello", "good day"], ["good day", "you"])
+    assert values.shape == problem.get_attacker_logprobs(["a", "b"], ["good day", "you"]).shape
+    config = TrainingConfiguration(training_steps=2, lr=1e-2, num_episodes_per_experience=2)
+    trainer = Trainer(config, ASTSampler(problem, PROMPTS, tree_width=1), solver)
+    trainer.train()
+    assert head.linear.weight.abs().sum() > 0
+    assert trainer._loop.state.num_optimizer_steps > 0, "it learns at tree_width 1"
+
+
+def test_a_subclass_may_reward_otherwise_and_trees_are_still_played_together(
+    models: Models,
+) -> None:
+    class Short(HFASTProblem):
+        def reward(
+            self, context: Sequence[str], probe: Sequence[str], response: Sequence[str]
+        ) -> list[float]:
+            return [-float(len(p.ids)) for p in probe]
+
+    options = {"attacker_options": SHORT, "target_options": SHORT}
+    problem = Short(str(models.attacker), str(models.target), scorer=Finds(), **options)
+    for node in nodes_of(ASTSampler(problem, PROMPTS).rollout(0)):
+        assert node.reward == -len(node.probe.ids)
+
+
+def test_a_subclass_may_say_otherwise_and_is_then_played_through_its_methods(
+    models: Models,
+) -> None:
+    class Loud(HFASTProblem):
+        def rollout_prompt_with_tester(self, x: Sequence[str]) -> list[str]:
+            return [
+                Spoken(said.upper(), said.ids) for said in super().rollout_prompt_with_tester(x)
+            ]
+
+    options = {"attacker_options": SHORT, "target_options": SHORT}
+    problem = Loud(tester_model_id=str(models.attacker), target_model_id=str(models.target),
+                   moderator=Finds("CAT"), **options)  # fmt: skip
+    env = ASTSampler(problem, PROMPTS)
+    graph = env.rollout(0)
+    assert all(node.probe.isupper() for node in nodes_of(graph) if node.probe.strip(" ."))
+    assert texts_of(graph) == texts_of(env.rollout(0))
+    Trainer(TrainingConfiguration(training_steps=1), env, DPO(problem)).train()
+
+
+def test_a_base_model_without_a_template_reads_lines(models: Models, tmp_path: Any) -> None:
+    from transformers import AutoTokenizer
+
+    from tests.tiny import make_language_model
+
+    folder = make_language_model(tmp_path / "base", seed=3)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    problem = hf_problem(type(models)(folder, models.target))
+    shown = problem.tokenizer.decode(
+        problem._reader.context_ids("attacker", "hello" + Spoken("you", []))
+    )
+    assert "<user>" not in shown
+    ASTSampler(problem, PROMPTS).rollout(0)
+
+
+def test_the_baseline_is_the_attacker_before_training_unless_another_is_named(
+    models: Models,
+) -> None:
+    problem = hf_problem(models)
+    other = hf_problem(models, baseline_model_id=str(models.target))
+    assert problem.baseline is not problem.attacker
+    (own,) = problem.get_baseline_logprobs(["hello"], ["you"])
+    (named,) = other.get_baseline_logprobs(["hello"], ["you"])
+    assert not torch.equal(own, named)
+
+
+def test_wrong_input_is_told_with_what_would_be_right(models: Models) -> None:
+    with pytest.raises(ConfigurationError, match="Give attacker_model_id: a hub id"):
+        HFASTProblem(target_model_id=str(models.target), scorer=Finds())
+    with pytest.raises(ConfigurationError, match="max_new_token: unknown parameter"):
+        hf_problem(models, attacker_options={"max_new_token": 3})
+    problem = HFASTProblem(str(models.attacker), str(models.target))
+    with pytest.raises(ConfigurationError, match="it has no scorer"):
+        ASTSampler(problem, PROMPTS).rollout(0)
+
+
+def test_an_evaluation_of_a_checkpoint_that_cannot_be_read_does_not_go_on(
+    models: Models, tmp_path: Any
+) -> None:
+    with pytest.raises(ModelLoadError, match=r"nothing does not exist"):
+        HFEvaluationProblem(
+            str(tmp_path / "nothing"), str(models.attacker), str(models.target), scorer=Finds()
+        )
+    problem = HFEvaluationProblem(
+        str(models.attacker), None, str(models.target), "cpu", Finds(), attacker_options=SHORT
+    )
+    assert problem.tester is problem.attacker
+    assert issubclass(ModelLoadError, NipAstraError)

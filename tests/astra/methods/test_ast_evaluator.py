@@ -1,0 +1,81 @@
+"""The evaluator's figures, by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.astra import ASTEvaluator, ASTSampler, Evaluator, Graph, GraphMetrics, Node
+from nip_astra.errors import ConfigurationError
+from tests.astra.conftest import Models
+from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem
+
+
+class Rates(Finds):
+    """Rates a text by the number it ends with."""
+
+    def score(self, x: Sequence[str]) -> list[float | None]:
+        return [None if text.endswith("?") else float(text.split()[-1]) for text in x]
+
+
+def chain(*turns: tuple[str, float]) -> Graph[str, str]:
+    children: list[Any] = []
+    for probe, score in reversed(turns):
+        children = [Node("c", probe, "r", score, children, response_score=score)]
+    return Graph("c", children)
+
+
+def test_means_are_over_turns_and_the_first_failures_are_found() -> None:
+    evaluator = ASTEvaluator(ASTSampler(WordProblem(Rates()), PROMPTS))
+    one = evaluator.compute_metrics(chain(("p 0.1", 0.2), ("p 0.6", 0.4), ("p 0.8", 0.9)))
+    assert one.overall["num_turns"] == 3
+    assert one.overall["avg_adversarial_toxicity"] == pytest.approx(0.5)
+    assert one.overall["avg_target_toxicity"] == pytest.approx(0.5)
+    assert one.overall["first_adversarial_toxicity_turn"] == 2
+    assert one.overall["first_target_toxicity_turn"] == 3
+    none = evaluator.compute_metrics(chain(("p 0.0", 0.0)))
+    unknown = evaluator.compute_metrics(chain(("p ?", float("nan"))))
+    assert unknown.per_turn[0]["target_toxicity"] is None
+    found = evaluator.aggregate_metrics([one, none, unknown])["summary"]
+    assert found["pct_rollouts_with_target_toxicity/attack_success_rate"] == 0.5
+    assert (found["n_rollouts"], found["n_rollouts_without_verdict"]) == (3, 1)
+    assert found["avg_target_toxicity"] == pytest.approx(0.25)
+
+
+def test_an_evaluation_writes_a_file_and_plays_all_episodes_together(
+    models: Models, tmp_path: Path
+) -> None:
+    problem = hf_problem(models)
+    evaluator = ASTEvaluator(ASTSampler(problem, PROMPTS, 1, 2), seeds=PROMPTS)
+    with problem.agents["target"].language_model.counting() as spent:
+        metrics = evaluator.evaluate(n_rollouts=3, progress=False)
+    assert spent.generated > 0
+    assert metrics == evaluator.evaluate(n_rollouts=3, progress=False)
+    assert metrics["summary"]["n_rollouts"] == len(metrics["details"]) == 3
+    Evaluator.write_json(metrics, str(tmp_path / "metrics.json"))
+    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
+
+
+def test_numbers_serve_as_seeds_and_too_many_episodes_are_refused() -> None:
+    env = ASTSampler(WordProblem(), PROMPTS)
+    assert ASTEvaluator(env).evaluate(5, progress=False)["summary"]["n_rollouts"] == 5
+    with pytest.raises(ConfigurationError, match="the evaluator has no seeds"):
+        ASTEvaluator(env).evaluate()
+    with pytest.raises(ConfigurationError, match="evaluation of 9 episodes"):
+        ASTEvaluator(env, seeds=PROMPTS).evaluate(9)
+
+
+def test_an_evaluator_of_ones_own_gives_two_methods() -> None:
+    class Counts(Evaluator[str, str, str]):
+        def compute_metrics(self, g: Graph[str, str]) -> GraphMetrics:
+            return GraphMetrics({"turns": len(list(g.chain()))}, [])
+
+        def aggregate_metrics(self, all_metrics: list[GraphMetrics]) -> dict[str, Any]:
+            return {"turns": sum(metrics.overall["turns"] for metrics in all_metrics)}
+
+    env = ASTSampler(WordProblem(), PROMPTS, 2, 3)
+    assert Counts(env, PROMPTS).evaluate(progress=False) == {"turns": 12}

@@ -1,0 +1,266 @@
+"""Problems and samplers: seeds, rewards, names, and whole batches."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.astra import (
+    DPO,
+    ASTProblem,
+    ASTSampler,
+    Graph,
+    Moderator,
+    Node,
+    Sampler,
+    Trainer,
+    TrainingConfiguration,
+)
+from nip_astra.errors import ConfigurationError, NipAstraError
+from nip_astra.scorers.base import Exchange, Verdict
+from nip_astra.scorers.base import Scorer as RegisteredKind
+from tests.astra.conftest import Models
+from tests.astra.toys import PROMPTS, Finds, WordProblem, hf_problem, says, texts_of
+
+
+def env_of(kind: str, models: Models, **options: Any) -> ASTSampler:
+    problem = hf_problem(models) if kind == "hugging face" else WordProblem()
+    return ASTSampler(problem, PROMPTS, **options)
+
+
+@pytest.mark.parametrize("kind", ["hugging face", "own"])
+def test_equal_seeds_give_equal_graphs_and_zero_is_a_seed(kind: str, models: Models) -> None:
+    env = env_of(kind, models)
+    first = {}
+    for seed in (0, 1):
+        torch.manual_seed(seed + 7)  # the global state must not matter
+        first[seed] = texts_of(env.rollout(seed))
+    random.seed(99)
+    for seed in (0, 1):
+        assert texts_of(env.rollout(seed)) == first[seed]
+        assert texts_of(env.eval_rollout(seed)) == texts_of(env.eval_rollout(seed))
+    assert first[0] != first[1]
+
+
+@pytest.mark.parametrize("kind", ["hugging face", "own"])
+def test_without_a_seed_episodes_differ_and_a_program_repeats_them(
+    kind: str, models: Models
+) -> None:
+    env, again = env_of(kind, models), env_of(kind, models)
+    episodes = [texts_of(env.rollout()) for _ in range(3)]
+    assert episodes[0] != episodes[1] != episodes[2]
+    assert [texts_of(again.rollout()) for _ in range(3)] == episodes
+
+
+def test_the_global_generators_are_as_before_after_a_rollout() -> None:
+    torch.manual_seed(1)
+    random.seed(1)
+    before = torch.get_rng_state(), random.getstate()
+    ASTSampler(WordProblem(), PROMPTS).rollout(0)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+def test_all_branches_of_a_level_are_asked_for_in_one_call() -> None:
+    problem = WordProblem()
+    ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2).rollout(0)
+    assert problem.asked == [("attacker", 3), ("target", 3), ("attacker", 9), ("target", 9)]
+    problem.asked.clear()
+    config = TrainingConfiguration(training_steps=1, num_episodes_per_experience=4)
+    Trainer(config, ASTSampler(problem, PROMPTS, 2, 2), DPO(problem)).train()
+    assert problem.asked == [("attacker", 8), ("target", 8), ("attacker", 16), ("target", 16)]
+
+
+def test_an_evaluation_from_a_number_plays_a_chain_and_rates_each_text_once() -> None:
+    scorer = Finds()
+    problem = WordProblem(scorer)
+    graph = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=3).eval_rollout(0)
+    assert len(list(graph.chain())) == 3
+    assert all(len(node.children) <= 1 for node in graph.chain())
+    assert [count for _, count in problem.asked] == [1] * 6
+    assert sum(scorer.calls) <= 6
+
+
+def test_the_state_grows_by_advance_and_the_target_reads_context_and_probe() -> None:
+    graph = ASTSampler(WordProblem(), ["hello"], 1, 2).rollout(0)
+    first, second = graph.chain()
+    assert first.context == "hello"
+    assert second.context == first.context + first.probe + first.response
+
+
+def test_the_reward_is_that_of_the_paper_and_likelihood_counts_per_token() -> None:
+    problem = WordProblem(Finds("silly"), ppl_weight=0.1)
+    (silly, other) = problem.reward(
+        ["hello"] * 2, [" cat mat", " cat sat"], [" you silly", " you sat"]
+    )
+    nll = math.log(6)  # the target knows six words, each as likely as the others
+    assert silly == pytest.approx(1.0 + 0.5 - 0.1 * nll)
+    assert other == pytest.approx(-0.1 * nll)
+
+
+def test_an_empty_probe_earns_no_more_than_a_likely_one() -> None:
+    class Silent(WordProblem):
+        def _logprobs(self, logits: Any, continuation: Sequence[str]) -> torch.Tensor:
+            length = max(len(text.split()) for text in continuation)
+            return torch.tensor(
+                [[-1.0] * len(t.split()) + [0.0] * (length - len(t.split())) for t in continuation]
+            )
+
+    empty, said = Silent().reward(["a"] * 2, ["", " cat mat"], [" fine"] * 2)
+    assert empty < said
+
+
+def test_a_weight_that_is_no_weight_is_told_when_the_problem_is_made() -> None:
+    with pytest.raises(ConfigurationError, match="w_likelihood"):
+        WordProblem(ppl_weight=-1.0)
+
+
+@pytest.mark.parametrize("who", ["attacker", "tester"])
+def test_a_problem_may_name_its_methods_as_either_version_does(who: str) -> None:
+    def said(self: Any, x: Sequence[str]) -> list[str]:
+        return WordProblem.rollout_prompt_with_attacker(self, x)
+
+    def scored(self: Any, context: Sequence[str], continuation: Sequence[str]) -> torch.Tensor:
+        return self._logprobs(self.attacker.logits, continuation)
+
+    body = {f"rollout_prompt_with_{who}": said, f"get_{who}_logprobs": scored}
+    problem = type("Named", (WordProblem,), body)(ppl_weight=0.0)
+    for name in ("attacker", "tester"):
+        assert getattr(type(problem), f"get_{name}_logprobs") is scored
+    config = TrainingConfiguration(training_steps=20, lr=0.1, batch_size=16)
+    Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
+    assert says(problem, "silly") > 0.5
+
+
+def test_a_problem_that_leaves_a_method_out_cannot_be_made() -> None:
+    class Unfinished(ASTProblem):
+        def parameters(self) -> Iterator[torch.nn.Parameter]:
+            yield torch.nn.Parameter(torch.zeros(1))
+
+    with pytest.raises(TypeError, match="get_attacker_logprobs"):
+        Unfinished(Finds())
+
+
+def test_a_moderator_is_a_scorer_and_the_problem_knows_it_by_both_names() -> None:
+    class Polite(Moderator):
+        def moderate(self, x: Sequence[str]) -> list[float]:
+            return [0.25 for _ in x]
+
+    problem = WordProblem(moderator=None, scorer=Polite())
+    assert problem.moderator is problem.scorer
+    assert problem.scorer.score(["a"]) == [0.25]
+    graph = ASTSampler(problem, PROMPTS).rollout(0)
+    assert graph.children[0].response_score == 0.25
+
+
+def test_a_text_without_verdict_has_no_reward_and_makes_no_pair() -> None:
+    class Unsure(Finds):
+        def score(self, x: Sequence[str]) -> list[float | None]:
+            return [None if "mat" in text else 0.0 for text in x]
+
+    problem = WordProblem(Unsure())
+    graph = ASTSampler(problem, PROMPTS, tree_width=16, tree_depth=1).rollout(0)
+    unsure = [node for node in graph.children if "mat" in node.probe]
+    assert unsure
+    assert all(math.isnan(node.reward) for node in unsure)
+    assert all("mat" not in p.suffix_pos + p.suffix_neg for p in DPO(problem).flatten(graph))
+
+
+def test_a_scorer_that_reads_conversations_gets_them() -> None:
+    seen: list[Exchange] = []
+
+    class Reads(RegisteredKind):
+        reads_history = True
+
+        def _score(self, texts: Sequence[str]) -> list[Verdict]:
+            raise AssertionError
+
+        def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
+            seen.extend(exchanges)
+            return [0.5] * len(exchanges)
+
+    scorer = Reads(Reads.Parameters(), device=torch.device("cpu"))
+    graph = ASTSampler(WordProblem(scorer), ["hello"], 1, 1).rollout(0)
+    (node,) = graph.children
+    assert [(message.role, message.text) for message in seen[0].conversation] == [
+        ("assistant", "hello"),
+        ("user", node.probe),
+        ("assistant", node.response),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (torch.rand(2, 3), "which is above 0"),
+        (torch.zeros(3, 2), r"has the shape \[3, 2\]"),
+        ([0.0, 0.0], "is a list"),
+    ],
+)
+def test_what_is_no_log_probability_is_told_at_every_call(given: Any, text: str) -> None:
+    class Wrong(WordProblem):
+        def get_baseline_logprobs(self, context: Any, continuation: Any) -> Any:
+            return given
+
+    problem = Wrong()
+    for _ in range(2):
+        with pytest.raises(ConfigurationError, match=text):
+            problem._get_baseline_logprobs_and_validate(["a", "b"], ["c", "d"])
+
+
+def test_an_attacker_without_gradient_and_one_text_too_few_are_told() -> None:
+    class Frozen(WordProblem):
+        def get_attacker_logprobs(self, context: Any, continuation: Any) -> torch.Tensor:
+            return super().get_attacker_logprobs(context, continuation).detach()
+
+        def rollout_prompt_with_target(self, x: Sequence[str]) -> list[str]:
+            return super().rollout_prompt_with_target(x)[1:]
+
+    with pytest.raises(ConfigurationError, match="they carry no gradient"):
+        Frozen()._get_attacker_logprobs_and_validate(["a"], [" cat mat"])
+    with pytest.raises(ConfigurationError, match="let the target speak to 2 texts, but gave 1"):
+        ASTSampler(Frozen(), PROMPTS).rollout(0)
+
+
+@pytest.mark.parametrize("prompts", [[], "hello", None])
+def test_a_sampler_wants_a_list_of_prompts(prompts: Any) -> None:
+    with pytest.raises(ConfigurationError, match="Give a list of at least one text"):
+        ASTSampler(WordProblem(), prompts)
+
+
+class Lines(Sampler[str, str]):
+    """A sampler of one's own, with groups of unequal size and nothing but rollout."""
+
+    seeds: list[int]
+
+    def rollout(self, seed: int | None = None) -> Graph[str, str]:
+        self.seeds = [*getattr(self, "seeds", []), seed or 0]
+        count = 2 + len(self.seeds) % 2
+        probes = self.system.rollout_prompt_with_attacker(["go"] * count)
+        rewards = [float("silly" in probe.split()) for probe in probes]
+        return Graph(
+            "go", [Node("go", p, "ok", r, []) for p, r in zip(probes, rewards, strict=True)]
+        )
+
+
+def test_a_sampler_of_ones_own_trains_with_a_seed_for_each_episode() -> None:
+    problem = WordProblem()
+    env = Lines(problem)
+    config = TrainingConfiguration(
+        training_steps=30, lr=0.1, num_episodes_per_experience=8, batch_size=16
+    )
+    Trainer(config, env, DPO(problem)).train()
+    assert len(set(env.seeds)) == len(env.seeds) == 240
+    assert says(problem, "silly") > 0.5
+    with pytest.raises(NipAstraError, match="plays from numbers only"):
+        env.eval_rollout("hello")
+
+
+def test_a_node_goes_by_the_names_of_all_versions() -> None:
+    node = Node("state", "said", "answer", 1.0, [])
+    assert node.probe == node.attack == node.audit == node.challenge == "said"

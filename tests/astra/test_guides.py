@@ -1,0 +1,182 @@
+"""What ASTRA-RL's guides of its trainer show runs, with the import root changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nip_astra.astra import DPO, ASTSampler, Trainer, TrainingConfiguration
+from nip_astra.astra.ext.transformers.hf_ast_problem import HFASTConfiguration, HFASTTrainer
+from nip_astra.astra.logging import logger
+from tests.astra.conftest import Models
+from tests.astra.toys import PROMPTS, WordProblem, hf_problem, says
+
+
+def small(**changes: Any) -> TrainingConfiguration:
+    values = {"training_steps": 2, "num_episodes_per_experience": 2, "batch_size": 4, "lr": 1e-2}
+    return TrainingConfiguration(**{**values, **changes})
+
+
+def parts(models: Models) -> tuple[Any, Any, Any]:
+    problem = hf_problem(models)
+    return problem, ASTSampler(problem, PROMPTS), DPO(problem)
+
+
+def test_the_configuration_of_the_guides_is_accepted_as_it_stands() -> None:
+    config = TrainingConfiguration(
+        lr=1e-5,
+        batch_size=4,
+        optimizer="adamw",
+        gradient_accumulation_steps=1,
+        training_steps=1000,
+        num_episodes_per_experience=2,
+    )
+    assert (config.lr, config.batch_size, config.optimizer) == (1e-5, 4, "adamw")
+    assert (config.training_steps, config.num_episodes_per_experience) == (1000, 2)
+
+
+def test_the_base_trainer_trains_and_the_problem_saves_what_transformers_loads(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    problem, env, solver = parts(models)
+    before = [p.detach().clone() for p in problem.parameters()]
+    trainer = Trainer(config=small(), environment=env, algorithm=solver)
+    trainer.train()
+    assert any(
+        not torch.equal(old, new) for old, new in zip(before, problem.parameters(), strict=True)
+    )
+    assert os.listdir(tmp_path) == [], "the base trainer writes nothing"
+    problem.attacker.save_pretrained("final_ckpt")
+    problem.tokenizer.save_pretrained("final_ckpt")
+    loaded = AutoModelForCausalLM.from_pretrained("final_ckpt").state_dict()
+    for name, value in problem.attacker.state_dict().items():
+        assert torch.equal(loaded[name], value), name
+    assert len(AutoTokenizer.from_pretrained("final_ckpt")) == len(problem.tokenizer)
+
+
+@pytest.mark.parametrize("name", ["environment", "sampler"])
+def test_the_sampler_goes_by_two_names_and_by_its_place(name: str) -> None:
+    problem = WordProblem()
+    env, solver = ASTSampler(problem, PROMPTS), DPO(problem)
+    assert Trainer(small(), algorithm=solver, **{name: env}).harness.sampler is env
+    trainer = Trainer(small(), env, solver)
+    assert trainer.harness.environment is env
+    trainer.train()
+
+
+def test_the_trainer_of_hugging_face_evaluates_and_saves(models: Models, tmp_path: Path) -> None:
+    _, env, solver = parts(models)
+    trainer = HFASTTrainer(
+        config=HFASTConfiguration(training_steps=4),
+        environment=env,
+        algorithm=solver,
+        dev_prompts=["hello you", "a cat"],
+        eval_every=2,
+        ckpt_dir=str(tmp_path / "checkpoints"),
+    )
+    trainer.train()
+    lines = (tmp_path / "checkpoints" / "evaluations.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4]
+    for tag in ("best", "last"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / tag)
+        AutoTokenizer.from_pretrained(tmp_path / "checkpoints" / tag)
+
+
+class MyConfig(TrainingConfiguration):
+    """As in the guides: attributes of one's own after `super().__init__`."""
+
+    def __init__(self, ckpt_dir: str) -> None:
+        super().__init__(
+            lr=0.3,
+            batch_size=4,
+            optimizer="adamw",
+            gradient_accumulation_steps=1,
+            training_steps=12,
+            num_episodes_per_experience=2,
+        )
+        self.eval_every = 2
+        self.ckpt_dir = ckpt_dir
+
+
+class MyTrainer(Trainer):
+    """A loop of one's own: evaluation, saving, accumulation, a schedule, and early stopping."""
+
+    def __init__(
+        self, config: MyConfig, environment: Any, algorithm: Any, dev_prompts: Any = None
+    ) -> None:
+        super().__init__(config, environment, algorithm)
+        self.dev_prompts = dev_prompts or []
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.5, 8)
+        self.saved: list[int] = []
+        self.rates: list[float] = []
+        os.makedirs(self.config.ckpt_dir, exist_ok=True)
+
+    def _save_hf(self, step: int) -> None:
+        self.harness.sampler.system.attacker.save_pretrained(self.config.ckpt_dir)
+        self.saved.append(step)
+
+    @torch.no_grad()
+    def _eval_dev(self, step: int, tag: str = "dev") -> float:
+        sampler = self.harness.sampler
+        rewards = [sampler.final_reward(sampler.eval_rollout(p)) for p in self.dev_prompts]
+        return sum(rewards) / len(rewards)
+
+    def train(self) -> None:
+        best, num_since, patience = float("-inf"), 0, 2
+        for step in range(self.config.training_steps):
+            for batch in self.harness.experience():
+                self._global_step_counter += 1
+                loss, logs = self.harness.step(batch)
+                (loss / self.config.gradient_accumulation_steps).backward()
+                if self._global_step_counter % self.config.gradient_accumulation_steps == 0:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                logs["loss"] = float(loss.detach().item())
+                self.harness.log_current_step(logs)
+            self.scheduler.step()
+            self.rates.append(self.optimizer.param_groups[0]["lr"])
+            if (step + 1) % self.config.eval_every == 0:
+                score = self._eval_dev(step + 1)
+                logger.info("dev %s", score)
+                num_since = 0 if score > best else num_since + 1
+                if score > best:
+                    best = score
+                    self._save_hf(step + 1)
+                if num_since >= patience:
+                    return
+
+
+def test_a_loop_of_ones_own_with_schedule_saving_and_early_stopping_learns(tmp_path: Path) -> None:
+    problem = WordProblem(ppl_weight=0.0)
+    trainer = MyTrainer(
+        MyConfig(str(tmp_path / "ckpt")),
+        ASTSampler(problem, PROMPTS, tree_width=4),
+        DPO(problem),
+        dev_prompts=PROMPTS,
+    )
+    trainer.train()
+    assert says(problem, "silly") > 0.5 > 1 / 6
+    assert trainer.saved, "nothing was best"
+    assert (tmp_path / "ckpt" / "speaker.pt").exists()
+    assert len(trainer.rates) < 12, "it did not stop early"
+    assert trainer.rates[0] == pytest.approx(0.3 * (1 - 0.5 / 8))
+
+
+def test_a_subclass_that_leaves_train_alone_inherits_the_loop() -> None:
+    class Quiet(Trainer):
+        def __init__(self, config: Any, environment: Any, algorithm: Any) -> None:
+            super().__init__(config, environment, algorithm)
+            self.dev_prompts: list[str] = []
+
+    problem = WordProblem(ppl_weight=0.0)
+    trainer = Quiet(small(lr=0.3, training_steps=8), ASTSampler(problem, PROMPTS), DPO(problem))
+    trainer.train()
+    assert says(problem, "silly") > 1 / 6
+    assert trainer._global_step_counter > 0

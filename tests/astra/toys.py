@@ -1,0 +1,118 @@
+"""Problems small enough to see through: words in place of language models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.astra import ASTProblem, HFASTProblem, Scorer, ValueFunctionSystem
+
+WORDS = ("hello", "cat", "mat", "silly", "you", "sat")
+PROMPTS = ["hello", "good day", "how are you", "the cat sat"]
+SHORT = {"max_new_tokens": 6}
+
+
+class Finds(Scorer[str, str]):
+    """1 for a text that holds a word."""
+
+    def __init__(self, word: str = "silly") -> None:
+        self.word = word
+        self.calls: list[int] = []
+
+    def score(self, x: Sequence[str]) -> list[float]:
+        self.calls.append(len(x))
+        return [float(self.word in text.split()) for text in x]
+
+
+class Speaker(torch.nn.Module):
+    """Draws words from one distribution, which it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(len(WORDS)))
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        torch.save(self.state_dict(), Path(directory) / "speaker.pt")
+
+
+class WordProblem(ASTProblem):
+    """An attacker that says two words, and a target that repeats them.
+
+    Log-probabilities stand behind two positions of context and before padding, as those of a
+    language model do.
+    """
+
+    def __init__(self, scorer: Any = None, **weights: Any) -> None:
+        super().__init__(scorer if scorer is not None else Finds(), **weights)
+        self.attacker = Speaker()
+        self.tokenizer = None
+        self.asked: list[tuple[str, int]] = []
+
+    def rollout_prompt_with_attacker(self, x: Sequence[str]) -> list[str]:
+        self.asked.append(("attacker", len(x)))
+        words = torch.multinomial(self.attacker.logits.softmax(0).repeat(len(x), 1), 2, True)
+        return [f" {WORDS[first]} {WORDS[second]}" for first, second in words.tolist()]
+
+    def rollout_prompt_with_target(self, x: Sequence[str]) -> list[str]:
+        self.asked.append(("target", len(x)))
+        return [f" you said {' '.join(text.split()[-2:])}" for text in x]
+
+    def _logprobs(self, logits: Tensor, continuation: Sequence[str]) -> Tensor:
+        ids = torch.tensor([[WORDS.index(word) for word in text.split()] for text in continuation])
+        found = logits.log_softmax(0)[ids]
+        return torch.nn.functional.pad(found, (2, 1))
+
+    def get_attacker_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
+        return self._logprobs(self.attacker.logits, continuation)
+
+    def get_target_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
+        return self._logprobs(torch.zeros(len(WORDS)), continuation)
+
+    def get_baseline_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
+        return self._logprobs(torch.zeros(len(WORDS)), continuation)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        return self.attacker.parameters()
+
+
+class ValuedWordProblem(WordProblem, ValueFunctionSystem):
+    """The same with a value function, one number wherever a log-probability stands."""
+
+    has_last_dimension = False
+
+    def __init__(self, scorer: Any = None, **weights: Any) -> None:
+        super().__init__(scorer, **weights)
+        self.guess = torch.nn.Parameter(torch.zeros(()))
+
+    def value(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
+        values = self.guess.expand(len(context), 5)
+        return values.unsqueeze(2) if self.has_last_dimension else values
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        yield from self.attacker.parameters()
+        yield self.guess
+
+
+def hf_problem(models: Any, scorer: Any = None, **options: Any) -> HFASTProblem:
+    """A problem of the tiny models."""
+    values = {"attacker_options": SHORT, "target_options": SHORT, **options}
+    return HFASTProblem(
+        str(models.attacker),
+        str(models.target),
+        scorer=Finds("cat") if scorer is None else scorer,
+        **values,
+    )
+
+
+def says(problem: ASTProblem, word: str) -> float:
+    """Give how likely the attacker of a word problem is to say a word."""
+    return float(problem.attacker.logits.detach().softmax(0)[WORDS.index(word)])
+
+
+def texts_of(graph: Any) -> list[Any]:
+    """Give all that was said in a graph, in the shape of its tree."""
+    return [[n.context, n.probe, n.response, n.reward, texts_of(n)] for n in graph.children]

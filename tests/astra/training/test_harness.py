@@ -1,0 +1,206 @@
+"""Experience: batch sizes, prompts, order, and logging."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.astra import DPO, ASTSampler, Harness, Trainer, TrainingConfiguration
+from nip_astra.errors import ConfigurationError, ParameterError
+from tests.astra.toys import PROMPTS, WordProblem, says
+
+
+def harness_of(**options: Any) -> Harness:
+    problem = WordProblem()
+    config = TrainingConfiguration(batch_size=4)
+    return Harness(ASTSampler(problem, PROMPTS), DPO(problem), 6, config=config, **options)
+
+
+def sizes(harness: Harness, **options: Any) -> list[int]:
+    return [len(batch.prefixes) for batch in harness.experience(**options)]
+
+
+def test_batches_have_the_size_that_was_asked_for() -> None:
+    found = sizes(harness_of(), seed=0)
+    assert found[:-1] == [4] * (len(found) - 1)
+    assert len(found) > 2
+    assert sizes(harness_of(dataloader_kwargs={"batch_size": 7}), seed=0)[0] == 7
+
+
+def test_the_trainer_takes_one_step_a_batch_of_the_configured_size() -> None:
+    problem = WordProblem()
+    trainer = Trainer(
+        TrainingConfiguration(batch_size=1000, training_steps=3),
+        ASTSampler(problem, PROMPTS),
+        DPO(problem),
+    )
+    trainer.train()
+    assert trainer._loop.state.num_optimizer_steps == 3
+
+
+def test_one_experience_has_several_prompts_also_with_a_seed() -> None:
+    for options in ({"seed": 0}, {"seed": 3}, {}):
+        batches = list(harness_of().experience(**options))
+        openings = {
+            prefix.split(" cat")[0].split(" you")[0] for b in batches for prefix in b.prefixes
+        }
+        prompts = {
+            p for p in PROMPTS for b in batches for prefix in b.prefixes if prefix.startswith(p)
+        }
+        assert len(prompts) > 2, (options, openings)
+
+
+def test_equal_seeds_give_equal_experience_in_equal_order_and_calls_go_on() -> None:
+    harness, again = harness_of(), harness_of()
+    first = [
+        list(harness.experience(seed=0)),
+        list(harness.experience()),
+        list(harness.experience()),
+    ]
+    torch.manual_seed(5)
+    second = [list(again.experience(seed=0)), list(again.experience()), list(again.experience())]
+    assert first == second
+    assert first[1] != first[2]
+    assert list(harness.experience(seed=0)) == first[0]
+
+
+def test_samples_are_shuffled_unless_asked_not_to() -> None:
+    plain = harness_of(dataloader_kwargs={"shuffle": False})
+    ordered = [
+        pair
+        for batch in plain.experience(seed=0)
+        for pair in zip(batch.prefixes, batch.suffix_pos, strict=True)
+    ]
+    mixed = [
+        pair
+        for batch in harness_of().experience(seed=0)
+        for pair in zip(batch.prefixes, batch.suffix_pos, strict=True)
+    ]
+    assert ordered != mixed
+    assert sorted(ordered) == sorted(mixed)
+
+
+def test_options_that_would_not_be_used_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="'num_workers', which is not used"):
+        harness_of(dataloader_kwargs={"num_workers": 2})
+    problem = WordProblem()
+    env = ASTSampler(problem, PROMPTS)
+    with pytest.raises(ConfigurationError, match="but two was given"):
+        Trainer(TrainingConfiguration(), env, DPO(problem), sampler=env)
+    with pytest.raises(ConfigurationError, match="but none was given"):
+        Trainer(TrainingConfiguration(), algorithm=DPO(problem))
+    with pytest.raises(ConfigurationError, match="no algorithm was given"):
+        Trainer(TrainingConfiguration(), env)
+
+
+def test_losses_carry_gradients_and_logs_are_plain_numbers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    harness = harness_of()
+    loss, logs = harness.step(next(harness.experience()))
+    loss.backward()
+    assert harness.sampler.system.attacker.logits.grad.abs().sum() > 0
+    assert all(isinstance(value, float) for value in logs.values())
+    with caplog.at_level(logging.INFO, logger="nip_astra.astra"):
+        harness.log_current_step({"loss": float(loss.detach()), "step": 3, "note": "text"})
+    assert "step=3, note=text" in caplog.text
+
+
+def test_w_and_b_takes_its_arguments_without_a_key_and_leaves_them_as_they_are(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[dict[str, Any]] = []
+
+    class Run:
+        def log(self, values: dict[str, Any]) -> None:
+            started.append(values)
+
+    import wandb
+
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr(wandb, "init", lambda **options: started.append(options) or Run())
+    options = {"project": "mine", "mode": "offline", "config": {"lr": 1}}
+    harness = harness_of(use_wandb=True, wandb_kwargs=options)
+    harness.log_current_step({"loss": 1.0})
+    assert started == [{"project": "mine", "mode": "offline", "config": {"lr": 1}}, {"loss": 1.0}]
+    assert options["project"] == "mine"
+
+
+# ---- the configuration and the trainer around it
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop", "adagrad"])
+def test_every_optimizer_is_real_and_learns(name: str) -> None:
+    problem = WordProblem(ppl_weight=0.0)
+    config = TrainingConfiguration(optimizer=name, lr=0.3, training_steps=15, batch_size=16)
+    trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem, beta=1.0))
+    assert type(trainer.optimizer).__name__.lower() == name
+    trainer.train()
+    assert says(problem, "silly") > 0.25
+
+
+def test_an_unknown_optimizer_is_a_typed_error_and_a_value_error() -> None:
+    with pytest.raises(
+        ParameterError, match="optimizer: must be one of adam, adamw, sgd"
+    ) as caught:
+        TrainingConfiguration(optimizer="adamm")
+    assert isinstance(caught.value, ValueError)
+    with pytest.raises(ValueError, match="Did you mean 'batch_size'"):
+        TrainingConfiguration(batchsize=4)
+
+
+def test_fields_stay_checked_when_they_are_changed_and_others_may_be_set() -> None:
+    config = TrainingConfiguration(seed=0)
+    config.training_steps = 7
+    config.eval_every = 3
+    assert (config.training_steps, config.eval_every) == (7, 3)
+    with pytest.raises(ParameterError, match="lr"):
+        config.lr = -1.0
+    assert config.eval_every == 3
+    assert TrainingConfiguration().lr == 1e-5
+
+
+def test_seed_zero_is_a_seed_of_training_and_another_gives_other_weights() -> None:
+    def weights(seed: int) -> list[float]:
+        torch.manual_seed(torch.seed())
+        problem = WordProblem()
+        config = TrainingConfiguration(training_steps=2, lr=0.1, seed=seed)
+        Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
+        found: list[float] = problem.attacker.logits.tolist()
+        return found
+
+    assert weights(0) == weights(0) != weights(1)
+
+
+def test_an_optimizer_of_ones_own_is_used_at_its_own_rate() -> None:
+    problem = WordProblem()
+    trainer = Trainer(
+        TrainingConfiguration(training_steps=1, lr=1e-5), ASTSampler(problem, PROMPTS), DPO(problem)
+    )
+    trainer.optimizer = torch.optim.SGD(problem.parameters(), lr=0.5)
+    trainer.train()
+    assert trainer.optimizer.param_groups[0]["lr"] == pytest.approx(0.5)
+    assert problem.attacker.logits.abs().max() > 1e-3
+
+
+def test_training_goes_on_where_it_was_when_there_are_more_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    problem = WordProblem()
+    config = TrainingConfiguration(training_steps=1)
+    trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem))
+    trainer.train()
+    config.training_steps = 3
+    trainer.train()
+    assert trainer._loop.state.iteration == 3
+    trainer.train()
+    assert "nothing left to train: 3 of 3" in caplog.text
+
+
+def test_a_configuration_of_another_kind_is_refused() -> None:
+    problem = WordProblem()
+    with pytest.raises(ConfigurationError, match="was given a dict as its configuration"):
+        Trainer({"lr": 1.0}, ASTSampler(problem, PROMPTS), DPO(problem))
