@@ -1,0 +1,61 @@
+"""The benchmark of the trainers trains its arms, and tells what their runs hold."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nip_astra.trainers.registry import TRAINERS
+from tests.documents import ROOT
+
+SMALL = ("training.training_steps=1", "ast_chat.evaluation.num_episodes=2")
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[ModuleType]:
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module("trainers")
+    sys.modules.pop("trainers")
+    patch.undo()
+
+
+def test_every_ast_trainer_is_an_arm(benchmark: ModuleType) -> None:
+    ast_trainers = {name for name in TRAINERS.names() if name.startswith("ast_")}
+    assert set(benchmark.TRAINERS) == ast_trainers
+
+
+def test_arms_are_trained_and_their_figures_are_those_of_the_runs(
+    benchmark: ModuleType,
+    tiny_scenario: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "figures.json"
+    arguments = [
+        *("--arms", "ast_grpo", "ast_grpo+novelty", "--seeds", "3", "--out", str(out)),
+        *("--scenario", str(tiny_scenario)),
+        *(part for override in SMALL for part in ("--set", override)),
+    ]
+    monkeypatch.setattr(sys, "argv", ["trainers.py", *arguments])
+    benchmark.main()
+    printed = capsys.readouterr().out
+    runs = json.loads(out.read_text())
+    assert [(run["arm"], run["seed"]) for run in runs] == [
+        ("ast_grpo", 3),
+        ("ast_grpo+novelty", 3),
+    ]
+    for run in runs:
+        # Three episodes of a tree of width 2 and depth 2.
+        assert run["target_queries"] == 18
+        assert run["iterations"] == 1
+        assert run["generated_tokens"] > 0
+        assert run["seconds"] > 0
+        assert f"`{run['arm']}`" in printed
