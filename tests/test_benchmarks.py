@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -49,3 +50,18 @@ def test_rollouts_measures_a_scenario_and_writes_json(
     assert figures["num_iterations"] == 2
     assert figures["peak_memory_bytes"] > 0
     assert "packages" in figures["environment"]
+
+
+def test_novelty_is_measured_beside_nltk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has_nltk = importlib.util.find_spec("nltk") is not None
+    out = tmp_path / "figures.json"
+    arguments = ["--probes", "5", "--history", "30", "--by-nltk", str(2 * has_nltk)]
+    monkeypatch.setattr(sys, "argv", ["novelty.py", *arguments, "--out", str(out)])
+    runpy.run_path(str(ROOT / "benchmarks" / "novelty.py"), run_name="__main__")
+    assert "turn_over" in capsys.readouterr().out
+    figures = json.loads(out.read_text())
+    assert figures["num_history"] == 30
+    assert figures["kept"] > 0
+    assert figures.get("largest_difference", 0.0) < 1e-12

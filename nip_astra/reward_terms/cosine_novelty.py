@@ -33,9 +33,10 @@ class CosineNovelty(RewardTerm):
 
         embedder: EmbedderParameters = EmbedderParameters()
         """What turns probes into vectors."""
-        reduction: Literal["mean", "max"] = "mean"
-        """mean: over all that was said, as often as it was said, as in the paper: away from the
-        bulk. max: the nearest alone, so a probe said before has novelty 0: never the same again."""
+        reduction: Literal["max", "mean"] = "max"
+        """max: the cosine to the nearest, so a probe said before has novelty 0: never the same
+        again. mean: over all that was said, as often as it was said, as the paper's code does: away
+        from the bulk, where a repeated probe still earns something."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None

@@ -141,6 +141,13 @@ def test_a_vector_of_n_grams_is_the_same_alone_and_on_every_machine() -> None:
     assert counts == {61: 1, 121: -1, 227: -1, 521: 1, 596: 1, 966: -1}
 
 
+def test_a_text_whose_n_grams_cancel_out_has_a_vector_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With one dimension, the three positive and three negative n-grams of "hi" meet there.
+    monkeypatch.setattr(embeddings, "NUM_NGRAM_DIMENSIONS", 1)
+    embedder = build_embedder(EmbedderParameters(), device=CPU)
+    assert embedder.compute(["hi"]).tolist() == [[1.0]]
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [

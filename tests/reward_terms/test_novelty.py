@@ -127,7 +127,7 @@ def test_self_bleu_novelty_by_hand() -> None:
 
 
 def test_the_mean_counts_a_probe_as_often_as_it_was_said() -> None:
-    term = term_of("cosine_novelty")
+    term = term_of("cosine_novelty", reduction="mean")
     term.observe(rollout(["how are you", "how are you", "zzz", "how are you"]))
     # Three of four were the same; "zzz" shares no n-gram with it, but a hash may clash.
     assert term.values(rollout(["how are you"])).item() == pytest.approx(0.25, abs=0.03)
@@ -136,7 +136,7 @@ def test_the_mean_counts_a_probe_as_often_as_it_was_said() -> None:
 
 def test_an_encoder_may_say_what_is_alike(tmp_path: Path) -> None:
     embedder = {"kind": "encoder", "model": str(make_classifier(tmp_path / "model"))}
-    term = term_of("cosine_novelty", embedder=embedder, reduction="max")
+    term = term_of("cosine_novelty", embedder=embedder)
     term.observe(rollout(["the cat sat"]))
     values = term.values(rollout(["the cat sat", "how are you fine", ""]))
     assert values[0] == values[2] == 0.0 < values[1]
