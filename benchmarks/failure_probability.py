@@ -132,6 +132,7 @@ def figures(estimates: Sequence[dict[str, Any]], truth: float) -> dict[str, floa
         "mean": float(values.mean()),
         "rmse": float(error),
         "relative_rmse": float(error / truth),
+        "standard_error": float(np.sqrt(np.mean([e["standard_error"] ** 2 for e in told]))),
         "mean_width": float((high - low).mean()),
         "coverage": float(((low <= truth) & (truth <= high)).mean()),
         "refused": len(estimates) - len(told),
@@ -160,6 +161,7 @@ def show(name: str, found: dict[str, float]) -> None:
     """Print one line of the table."""
     print(
         f"{name:32}{found['mean']:8.3%}{found['rmse']:9.3%}{found['relative_rmse']:8.2f}"
+        f"{found['standard_error']:9.3%}"
         f"{found['mean_width']:8.2%}{found['coverage']:7.0%}{found['refused']:8.0f}"
         f"{found['effective_sample_size']:6.0f}",
         flush=True,
@@ -198,8 +200,8 @@ def main() -> None:
         f"brute force: {has_failed.sum():,} of {total:,} episodes fail, {truth:.3%} +- {error:.3%}"
     )
     heads = zip(
-        ("mean", "RMSE", "RMSE/p", "width", "cover", "refused", "ESS"),
-        (8, 9, 8, 8, 7, 8, 6),
+        ("mean", "RMSE", "RMSE/p", "SE told", "width", "cover", "refused", "ESS"),
+        (8, 9, 8, 9, 8, 7, 8, 6),
         strict=True,
     )
     print(" " * 32 + "".join(f"{head:>{width}}" for head, width in heads))

@@ -119,10 +119,8 @@ def load_attacker(
 
     Raises
     ------
-    RunDirectoryError
-        When it is no run.
     ConfigurationError
-        When its scenario has no attacker, or the run has no weights yet.
+        When it is no run, its scenario has no attacker, or it has no weights yet.
     """
     run, checkpoint = run_of(path)
     resolved = resolve_run(run, overrides, plugins)

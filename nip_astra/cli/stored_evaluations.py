@@ -29,7 +29,7 @@ from nip_astra.evaluation.storage import (
 from nip_astra.evaluation.tables import comparison_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.scenario_base.planted_failures import PlantedFailure
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 
 
 def score(
@@ -51,58 +51,64 @@ def score(
     resolved = resolve_run(run, (), plugins)
     section = getattr(resolved.hyper_params, resolved.kind)
     loaded = load_scorers(scorers, section.scorer, settings, resolved.scenario_dir)
-    before, configuration = {}, {}
-    if source.name == ROWS:
-        before = EvaluationFolder(source.parent).figures()
-        configuration = EvaluationFolder(source.parent).configuration()
+    before = EvaluationFolder(source.parent).figures() if source.name == ROWS else {}
+    episodes = _final(source, run)
+    ordinary = episodes_of(read_rows(source.parent / PROBABILITY_ROWS))
     limit = threshold or float(before.get("failure_threshold", section.failure_threshold))
-    origin = before.get("name", source.stem)
-    folder = EvaluationFolder.of_run(run, name or f"{origin}-{'-'.join(loaded.scorers)}")
-    folder.open(
-        {
-            **{k: v for k, v in configuration.items() if k != "sha256"},
-            "scored_from": origin,
-            "rows": text_hash([source.read_text(encoding="utf-8")]),
-            "scorers": loaded.parameters,
-            "failure_threshold": limit,
-        },
-        is_overwritten=is_overwritten,
-    )
-    rows, chances = read_rows(source), read_rows(source.parent / PROBABILITY_ROWS)
-    episodes, ordinary = _final(rows), episodes_of(chances)
-    if not episodes:
-        raise DataError(
-            f"stored conversations were to be rated, but {source} holds none. Evaluate the run "
-            f"first: nip-astra evaluate {run}"
-        )
+    folder = _folder_for(source, run, before, loaded, limit, name, is_overwritten)
     num_calls = _rate_all(episodes, ordinary, loaded)
-    (folder.path / ROWS).unlink(missing_ok=True)
-    folder.rows(1).append([row for episode in episodes for row in episode])
-    if ordinary:
-        (folder.path / PROBABILITY_ROWS).unlink(missing_ok=True)
-        folder.probability_rows(1).append([row for episode in ordinary for row in episode])
+    folder.replace_rows(episodes, ordinary)
     weighed = (before.get("probability_of_failure") or {}).get("importance_sampling") or {}
+    options = EvaluationOptions(
+        split=str(before.get("split", "test")),
+        seed=resolved.hyper_params.seed,
+        num_episodes=len(episodes),
+        num_probability_episodes=len(ordinary),
+        use_importance_sampling=bool(weighed),
+        num_turns=max(len(episode) for episode in episodes),
+        failure_threshold=limit,
+        num_bootstrap_resamples=section.evaluation.num_bootstrap_resamples,
+    )
     figures = finish(
         folder,
         episodes,
         ordinary,
-        EvaluationOptions(
-            split=str(before.get("split", "test")),
-            seed=resolved.hyper_params.seed,
-            num_episodes=len(episodes),
-            num_probability_episodes=len(ordinary),
-            use_importance_sampling=bool(weighed),
-            num_turns=max(len(episode) for episode in episodes),
-            failure_threshold=limit,
-            num_bootstrap_resamples=section.evaluation.num_bootstrap_resamples,
-        ),
+        options,
         loaded,
         planted=_plants_of(before, section),
         labels=(before.get("attacker", RunDirectory(run).run_id), before.get("target", "target")),
         parts=[{"scorer_calls": num_calls}],
+        # Without episodes of its own it was refused before anything was weighed.
+        why_not_weighed=weighed.get("reason") if weighed.get("num_episodes") == 0 else None,
     )
     show(figures, folder, as_json=as_json)
     gate(fail_if, figures)
+
+
+def _folder_for(
+    source: Path,
+    run: Path,
+    before: Mapping[str, Any],
+    loaded: LoadedScorers,
+    threshold: float,
+    name: str | None,
+    is_overwritten: bool,
+) -> EvaluationFolder:
+    """Open the folder for conversations that are rated anew."""
+    origin = before.get("name", source.stem)
+    configuration = EvaluationFolder(source.parent).configuration() if before else {}
+    folder = EvaluationFolder.of_run(run, name or f"{origin}-{'-'.join(loaded.scorers)}")
+    folder.open(
+        {
+            **{key: value for key, value in configuration.items() if key != "sha256"},
+            "scored_from": origin,
+            "rows": text_hash([source.read_text(encoding="utf-8")]),
+            "scorers": loaded.parameters,
+            "failure_threshold": threshold,
+        },
+        is_overwritten=is_overwritten,
+    )
+    return folder
 
 
 def compare_runs(
@@ -159,9 +165,15 @@ def _stored_rows(path: Path) -> tuple[Path, Path]:
     return run / "rollouts" / "evaluation.jsonl", run
 
 
-def _final(rows: Sequence[dict[str, Any]]) -> list[Episode]:
+def _final(source: Path, run: Path) -> list[Episode]:
     """Give the episodes of the last step at which a table was written."""
-    last = max((row.get("step", 0) for row in rows), default=0)
+    rows = read_rows(source)
+    if not rows:
+        raise DataError(
+            f"stored conversations were to be rated, but {source} holds none. Evaluate the run "
+            f"first: nip-astra evaluate {run}"
+        )
+    last = max(row.get("step", 0) for row in rows)
     return episodes_of(row for row in rows if row.get("step", 0) == last)
 
 
@@ -171,10 +183,23 @@ def _contender(path: Path) -> Contender:
         resolved = resolve_run(path, (), ())
         threshold = getattr(resolved.hyper_params, resolved.kind).failure_threshold
         file = path / "rollouts" / "evaluation.jsonl"
-        return read_contender(file, threshold=threshold, label=path.name)
+        found = read_contender(file, threshold=threshold, label=path.name)
+        return replace(found, figures=_figures_after(path))
     folder = find_evaluation(path)
     label = path.name if is_run else f"{folder.path.parent.parent.name}/{folder.path.name}"
     return read_contender(folder.path, threshold=0.5, label=label)
+
+
+def _figures_after(run: Path) -> dict[str, Any]:
+    """Give what a run's own table after training says, in the names of an evaluation."""
+    after = RunDirectory(run).read_json(RESULTS)["after"]
+    low, high = after["failure_rate_interval"]
+    return {
+        "failure_rate": {"value": after["failure_rate"], "low": low, "high": high},
+        "nll": {"reference": after["probe_nll"]},
+        "diversity": {"distinct_share": after["distinct_share"]},
+        "outcomes": after["outcomes"],
+    }
 
 
 def _plants_of(before: Mapping[str, Any], section: Any) -> Sequence[PlantedFailure]:

@@ -29,6 +29,7 @@ import numpy as np
 from nip_astra.utils.statistics import (
     Array,
     Interval,
+    cluster_variance,
     clustered_wilson,
     effective_sample_size,
     weighted_rate_interval,
@@ -99,6 +100,8 @@ class ImportanceEstimate:
     ----------
     value, low, high : float or None
         None where the estimate is refused.
+    standard_error : float
+        Of the estimate, over opening prompts.
     effective_sample_size : float
         Of the weights of all episodes, each over its whole length.
     effective_num_failures : float
@@ -110,6 +113,7 @@ class ImportanceEstimate:
     value: float | None
     low: float | None
     high: float | None
+    standard_error: float
     level: float
     method: str
     estimator: str
@@ -136,6 +140,7 @@ def monte_carlo(
     return estimate.to_dict() | {
         "num_episodes": len(has_failed),
         "num_failures": int(sum(has_failed)),
+        "standard_error": _standard_error(has_failed, prompts),
         "target_queries": len(has_failed) * num_turns,
     }
 
@@ -174,6 +179,7 @@ def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> Im
         value=None if reason else value,
         low=None if reason else interval.low,
         high=None if reason else interval.high,
+        standard_error=_standard_error(contributions_E, episodes.prompts_E),
         level=level,
         method="gamma interval of weighted events (Fay and Feuer) over opening prompts",
         estimator="plain mean of balance-heuristic weights, not self-normalised",
@@ -192,8 +198,27 @@ def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> Im
 def refused(reason: str, *, level: float = 0.95) -> ImportanceEstimate:
     """Give the estimate that says why there is none."""
     return ImportanceEstimate(
-        None, None, None, level, "", "", 0, 0, {}, 0.0, 0.0, math.nan, math.nan, True, reason
-    )  # fmt: skip
+        value=None,
+        low=None,
+        high=None,
+        standard_error=math.nan,
+        level=level,
+        method="",
+        estimator="",
+        num_episodes=0,
+        target_queries=0,
+        shares={},
+        effective_sample_size=0.0,
+        effective_num_failures=0.0,
+        mean_weight=math.nan,
+        largest_weight=math.nan,
+        is_refused=True,
+        reason=reason,
+    )
+
+
+def _standard_error(values: Sequence[float] | Array, prompts: Sequence[int]) -> float:
+    return math.sqrt(cluster_variance(values, prompts)) if len(values) else math.nan
 
 
 def _why_refused(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
-from nip_astra.evaluation.rows import RowFile, encode_rows, read_rows
+from nip_astra.evaluation.rows import Episode, RowFile, encode_rows, read_rows
 from nip_astra.tracking.run_directory import RunDirectory
 
 EVALUATIONS = "evaluations"
@@ -91,6 +91,13 @@ class EvaluationFolder:
     def probability_rows(self, episode_length: int) -> RowFile:
         """Give the rows of the reference and of the importance sampler."""
         return RowFile(self.path / PROBABILITY_ROWS, episode_length)
+
+    def replace_rows(self, episodes: Sequence[Episode], probability: Sequence[Episode]) -> None:
+        """Write all rows anew, for conversations that were rated again."""
+        for name, chains in ((ROWS, episodes), (PROBABILITY_ROWS, probability)):
+            (self.path / name).unlink(missing_ok=True)
+            if chains:
+                RowFile(self.path / name, 1).append([row for chain in chains for row in chain])
 
     def note_part(self, part: Mapping[str, Any]) -> None:
         """Keep what a part of the work took."""

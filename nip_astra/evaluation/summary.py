@@ -82,11 +82,8 @@ def summarise(
     rates = failure_rates(
         episodes, num_resamples=options.num_bootstrap_resamples, level=options.level
     )
-    survival = turns_to_failure(episodes)
     groups = cluster_failures(episodes, embed, distance=CLUSTER_DISTANCE, planted=planted)
     probes = [str(row["probe"]) for row in failing_turns(episodes)]
-    fluency = _fluency(episodes, probability_episodes)
-    probability = _probability(probability_episodes, options, why_not_weighed)
     figures = {
         "num_episodes": len(episodes),
         "num_prompts": len(set(prompt_numbers(episodes))),
@@ -96,15 +93,15 @@ def summarise(
         **rates,
         "scores": score_figures(episodes),
         "nll": likelihood_figures(episodes),
-        "turns_to_failure": survival._asdict(),
+        "turns_to_failure": turns_to_failure(episodes)._asdict(),
         **hit_rates(episodes),
         "diversity": diversity_figures(probes, embed),
         "num_clusters": groups["num_clusters"],
         "clusters": groups["clusters"],
         "most_likely_failure": _most_likely(episodes),
         "plants": find_plants(episodes, planted),
-        "fluency": fluency,
-        "probability_of_failure": probability,
+        "fluency": _fluency(episodes, probability_episodes),
+        "probability_of_failure": _probability(probability_episodes, options, why_not_weighed),
         "scorers": _by_scorer(episodes, scorers, options),
         "budget": _budget(episodes, probability_episodes, parts),
     }

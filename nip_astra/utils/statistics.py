@@ -142,7 +142,7 @@ def bootstrap_difference(
     return Estimate(float(array.mean()), float(low), float(high), level, num_clusters, method)
 
 
-def cluster_variance(values: Sequence[float], clusters: Sequence[int]) -> float:
+def cluster_variance(values: Sequence[float] | Array, clusters: Sequence[int]) -> float:
     """Give the variance of the mean of `values`, where whole clusters were drawn.
 
     The linearised (sandwich) estimator of a ratio, with the factor C / (C - 1) for C clusters.

@@ -247,6 +247,18 @@ def test_a_run_that_was_not_evaluated_is_rated_from_its_own_table(
     assert found["failure_threshold"] == 0.4
 
 
+def test_truncated_sampling_is_measured_by_monte_carlo_alone(cli: CommandLine, run: Path) -> None:
+    cold = ("--set", "ast_chat.attacker.temperature=0.7")
+    said = cli("evaluate", "runs/one", *cold)
+    assert said.code == 0, said.err
+    found = figures_of(run)["probability_of_failure"]
+    assert found["monte_carlo"]["num_episodes"] == 6
+    assert "sampled with temperature 0.7" in found["importance_sampling"]["reason"]
+    assert cli("score", "runs/one", "--name", "again").code == 0
+    again = figures_of(run, "again")["probability_of_failure"]
+    assert again["importance_sampling"]["reason"] == found["importance_sampling"]["reason"]
+
+
 def test_several_scorers_are_told_beside_each_other(cli: CommandLine, run: Path) -> None:
     cli.write("picky.py", SCORER)
     cli.write("skip.yaml", "{_type: picky, on_failure: skip}\n")
@@ -296,6 +308,9 @@ def test_a_run_is_compared_by_its_own_table_where_it_was_not_evaluated(
     shutil.copytree(run, cli.folder / "runs" / "two")
     said = cli("compare", "runs/one", "runs/two")
     assert said.code == 0, said.err
+    gate = "failure_rate.high < 0 or outcomes.error > 0 or nll.reference < 0"
+    assert cli("compare", "runs/one", "runs/two", "--fail-if", gate).code == 0
+    assert cli("compare", "runs/one", "runs/two", "--fail-if", "failure_rate.high > 0").code == 1
     assert "failure rate" in said.out
 
 

@@ -101,6 +101,20 @@ def test_the_probabilities_of_all_that_can_be_drawn_add_up_to_one(
     assert plain.double().sum(dim=1).exp().sum().item() < 0.99
 
 
+def test_a_model_of_another_architecture_gives_the_same_probabilities(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
+    cpu = torch.device("cpu")
+    rows = *pad_left([[2, 7], [2, 9, 8]], cpu), *pad_right([[10, 3], [11, 12]], cpu)
+    options = SamplingOptions(max_new_tokens=2, min_new_tokens=1)
+    fast = tiny_model.sampled_logprobs(*rows, options)
+    tiny_model._decoder = None
+    plain = tiny_model.sampled_logprobs(*rows, options)
+    assert fast is not None
+    assert plain is not None
+    torch.testing.assert_close(fast, plain, atol=1e-4, rtol=0)
+
+
 def test_a_drawn_probe_is_as_likely_as_it_is_often_drawn(
     tiny_model: HuggingFaceLanguageModel,
 ) -> None:

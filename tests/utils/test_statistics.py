@@ -20,6 +20,7 @@ from nip_astra.utils.statistics import (
     kaplan_meier,
     mcnemar_exact,
     sign_flip_test,
+    weighted_rate_interval,
     wilson_interval,
 )
 
@@ -190,3 +191,32 @@ def test_equal_weights_are_worth_their_number() -> None:
     assert effective_sample_size([2.0] * 7) == pytest.approx(7.0)
     assert effective_sample_size([1.0, 0.0, 0.0]) == pytest.approx(1.0)
     assert effective_sample_size([0.0, 0.0]) == 0.0
+
+
+def test_weighted_events_are_covered_also_where_the_heavy_ones_were_not_seen() -> None:
+    """Light events in 20 % of observations, heavy ones in 1 %, three observations a prompt."""
+    rng = np.random.default_rng(4)
+    truth = 0.2 * 0.05 + 0.01 * 2.0
+    prompts = [i for i in range(40) for _ in range(3)]
+    gamma, normal = [], []
+    for _ in range(400):
+        # A prompt makes its three observations likely or unlikely to have an event, together.
+        factor = np.repeat(rng.choice([0.2, 1.8], size=40), 3)
+        draw = rng.random(120)
+        weights = np.where(draw < 0.01 * factor, 2.0, np.where(draw < 0.21 * factor, 0.05, 0.0))
+        low, high = weighted_rate_interval(weights, prompts, largest=2.0)
+        gamma.append(low <= truth <= high)
+        half = 1.96 * math.sqrt(cluster_variance(weights.tolist(), prompts))
+        normal.append(abs(weights.mean() - truth) <= half)
+    assert np.mean(gamma) >= 0.95
+    assert np.mean(normal) < 0.75
+
+
+def test_equal_weights_give_the_interval_of_a_count() -> None:
+    # Ten events among 1,000: the exact Poisson interval of 10 is 4.795 to 18.39.
+    found = weighted_rate_interval([1.0] * 10 + [0.0] * 990, range(1000), largest=1.0)
+    assert found == pytest.approx((0.004795, 0.01839), abs=5e-6)
+    # Without any, the exact upper bound is 3.689 (97.5 %).
+    assert weighted_rate_interval([0.0] * 100, range(100), largest=1.0) == pytest.approx(
+        (0.0, 0.03689), abs=1e-5
+    )

@@ -1,0 +1,71 @@
+"""The benchmark of the probability of failure runs, and says what it counted."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from tests.documents import ROOT
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    """The module benchmarks/failure_probability.py, which is in no package."""
+    path = ROOT / "benchmarks" / "failure_probability.py"
+    spec = importlib.util.spec_from_file_location("benchmark_failure_probability", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_measures_a_run_and_keeps_the_brute_force(
+    benchmark: ModuleType,
+    tiny_scenario: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ("training.training_steps=1", "ast_chat.evaluation.use_random_search=false")
+    resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), overrides=small)
+    run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False)
+    truth, out = tmp_path / "truth.npy", tmp_path / "out.json"
+    arguments = [str(tmp_path / "one"), "--truth", str(truth), "--json", str(out)]
+    sizes = ["--episodes", "30", "--repetitions", "2", "--brute-force", "60"]
+    monkeypatch.setattr(sys, "argv", ["failure_probability.py", *arguments, *sizes])
+    benchmark.main()
+    has_failed, printed = np.load(truth), capsys.readouterr().out
+    assert f"{has_failed.sum()} of 60 episodes fail" in printed
+    found = json.loads(out.read_text())
+    assert found["truth"] == has_failed.mean()
+    for name in ("Monte Carlo", "importance sampling, one turn", "importance sampling, all turns"):
+        assert name in printed
+        assert len(found[name]["estimates"]) == 2
+    # The plain estimates are of parts of the brute force.
+    means = [value for value, _, _ in found["Monte Carlo"]["estimates"]]
+    assert np.mean(means) == pytest.approx(has_failed.mean())
+
+
+def test_error_width_and_coverage_are_those_worked_out_by_hand(benchmark: ModuleType) -> None:
+    told = [
+        {"value": 0.1, "low": 0.0, "high": 0.15, "standard_error": 0.03},
+        {"value": 0.3, "low": 0.25, "high": 0.4, "standard_error": 0.04},
+        {"value": None, "low": None, "high": None},
+    ]
+    found = benchmark.figures(told, 0.2)
+    assert found["mean"] == pytest.approx(0.2)
+    assert found["rmse"] == pytest.approx(0.1)
+    assert found["relative_rmse"] == pytest.approx(0.5)
+    assert (found["coverage"], found["refused"]) == (0.0, 1)
+    assert found["mean_width"] == pytest.approx(0.15)
+    assert found["standard_error"] == pytest.approx((0.0025 / 2) ** 0.5)
