@@ -24,15 +24,16 @@ from typing import Any
 
 from measuring import markdown_table
 
-from nip_astra.utils.diversity import distinct_n, self_bleu
-
 TRAINERS = ("ast_dpo", "ast_ipo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
 NOVELTY = (
     "ast_chat.reward.terms=["
     "{_type: self_bleu_novelty, weight: 0.5}, {_type: cosine_novelty, weight: 0.5}]"
 )
+OF_FAILURES = NOVELTY.replace("weight: 0.5", "weight: 1.0, scaled_by_score: true, min_score: 0.5")
 VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    f"{trainer}+novelty": (trainer, (NOVELTY,)) for trainer in TRAINERS
+    f"{trainer}+{name}": (trainer, (terms,))
+    for trainer in TRAINERS
+    for name, terms in {"novelty": NOVELTY, "novelty-of-failures": OF_FAILURES}.items()
 } | {
     f"ast_grpo:{variant}": ("ast_grpo", (f"ast_grpo.variant={variant}",))
     for variant in ("dr_grpo", "dapo", "cispo", "gspo", "rloo")
@@ -65,21 +66,12 @@ def figures_of(run: Path) -> Run:
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
-    rows = (run / "rollouts" / "evaluation.jsonl").read_text(encoding="utf-8").splitlines()
-    threshold = 0.5
-    failing = [
-        row["probe"]
-        for row in map(json.loads, rows)
-        if row["response_score"] is not None and row["response_score"] >= threshold
-    ]
     before, after = results["before"], results["after"]
     return {
         "before": before["failure_rate"],
         "after": after["failure_rate"],
         "nll": after["probe_nll"],
         "distinct": after["distinct_share"],
-        "distinct_2": distinct_n(failing, 2) if failing else None,
-        "bleu_distance": 1.0 - self_bleu(failing) if len(failing) > 1 else None,
         "plants": results["training"]["plants_found"],
         "held_out_plants": after["plants_found_held_out"],
         "target_queries": results["training"]["target_queries"],
@@ -102,7 +94,6 @@ def table(runs: Sequence[Run]) -> str:
                 "after": f"{median(after):.1%} ({after[0]:.1%} to {after[-1]:.1%})",
                 "NLL": f"{mean(run['nll'] for run in of_arm):.2f}",
                 "distinct": f"{mean(run['distinct'] or 0.0 for run in of_arm):.0%}",
-                "1 - self-BLEU": f"{mean(run['bleu_distance'] or 0.0 for run in of_arm):.2f}",
                 "plants found": ", ".join(str(run["plants"]) for run in of_arm),
                 "target queries": f"{median(run['target_queries'] for run in of_arm):,.0f}",
                 "tokens": f"{median(run['generated_tokens'] for run in of_arm):,.0f}",

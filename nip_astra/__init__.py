@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from nip_astra.lazy import lazy_exports
 from nip_astra.version import __version__
 
 if TYPE_CHECKING:
@@ -31,12 +31,5 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    # Imported on first use: torch takes seconds, and `--help` needs none of it.
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Imported on first use: torch takes seconds, and `--help` needs none of it.
+__getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from nip_astra.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from nip_astra.astra.algorithms.dpo import DPO as DPO
@@ -105,12 +106,7 @@ _HOMES = {
 __all__ = [*_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    # Imported on first use: torch and transformers take seconds.
-    if name in _HOMES:
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Imported on first use: torch and transformers take seconds.
+__getattr__, __dir__ = lazy_exports(
+    __name__, {name: f"{__name__}.{home}" for name, home in _HOMES.items()}
+)

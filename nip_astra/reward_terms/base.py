@@ -92,6 +92,10 @@ class RewardTerm(ABC):
         weight: float = Field(default=1.0)
         """What a value is multiplied with before it is added to the reward. Larger makes the term
         matter more beside the scorer's 0 to 1; negative turns it round."""
+        scaled_by_score: bool = False
+        """Whether the value is multiplied by the response's score, 0 where there is no verdict, so
+        that the term matters as far as the target failed: what is new and works, not what is
+        new."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -144,7 +148,10 @@ class RewardTerm(ABC):
     def added(self, nodes: RatedProbes) -> Tensor:
         """Give what the term adds to each node's reward, weight times value, float32 `[N]`."""
         weight: float = self.parameters.weight
-        return weight * self.values(nodes)
+        added_N = weight * self.values(nodes)
+        if self.parameters.scaled_by_score:
+            added_N = added_N * nodes.response_score_N.nan_to_num(nan=0.0)
+        return added_N
 
     @property
     def _name(self) -> str:

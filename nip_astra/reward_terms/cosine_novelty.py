@@ -65,13 +65,15 @@ class CosineNovelty(RewardTerm):
         return (1.0 - cosine_N).clamp(0.0, 1.0).masked_fill(nodes.is_empty, 0.0)
 
     def observe(self, nodes: RatedProbes) -> None:
-        vectors_NX = self._embedded(nodes.probes)
+        kept = self.parameters.remembered(nodes)
+        probes = [nodes.probes[node] for node in kept]
+        vectors_KX = self._embedded(nodes.probes)[kept]
         place = {probe: row for row, probe in enumerate(self._history.probes)}
         first_new = len(place)
-        for node, probe in enumerate(nodes.probes):
-            place.setdefault(probe, first_new + node)
-        self._history.remember(nodes.probes)
-        known = torch.cat([self._vectors_HX, vectors_NX])
+        for row, probe in enumerate(probes):
+            place.setdefault(probe, first_new + row)
+        self._history.remember(probes)
+        known = torch.cat([self._vectors_HX, vectors_KX])
         # Rows in the history's order, which a checkpoint restores: sums keep their bits.
         self._vectors_HX = known[[place[probe] for probe in self._history.probes]]
         self._latest = None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from nip_astra.reward_terms.base import RewardTerm
+from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 
 
 class NoveltyParameters(RewardTerm.Parameters):
@@ -16,6 +16,16 @@ class NoveltyParameters(RewardTerm.Parameters):
     max_history: int = Field(default=10_000, ge=1)
     """Distinct probes of training rollouts that are remembered; beyond it, those not said for the
     longest time are forgotten. Larger keeps the attacker from coming back to what it left."""
+    min_score: float | None = Field(default=None, ge=0, le=1)
+    """A probe is remembered where its response scores at least this; null remembers all. With it
+    a failure counts as new until another of its kind was found, however ordinary its words."""
+
+    def remembered(self, nodes: RatedProbes) -> list[int]:
+        """Give the nodes whose probes are remembered."""
+        if self.min_score is None:
+            return list(range(nodes.num_nodes))
+        found: list[int] = (nodes.response_score_N >= self.min_score).nonzero().flatten().tolist()
+        return found
 
 
 class HistoryChange(NamedTuple):

@@ -46,7 +46,8 @@ class SelfBleuNovelty(RewardTerm):
         return novelty_N.masked_fill(nodes.is_empty, 0.0)
 
     def observe(self, nodes: RatedProbes) -> None:
-        change = self._history.remember(nodes.probes)
+        kept = self.parameters.remembered(nodes)
+        change = self._history.remember([nodes.probes[node] for node in kept])
         self._references.add(change.added)
         self._references.remove(change.forgotten)
 

@@ -84,7 +84,7 @@ class AstHooks(ABC):
         Returns
         -------
         tuple[Tensor, ...]
-            One `[B, T]` tensor a name, of the width of its tokens, nats, 0 on padding.
+            One `[B, T]` tensor a name, all of the width of the longest, nats, 0 on padding.
         """
         width = max(batch[name].shape[1] for name in names)
         ids, masks = [], []
@@ -98,10 +98,7 @@ class AstHooks(ABC):
             torch.cat(ids),
             torch.cat(masks),
         )
-        parts = logprobs.chunk(len(names))
-        return tuple(
-            part[:, : batch[name].shape[1]] for part, name in zip(parts, names, strict=True)
-        )
+        return logprobs.chunk(len(names))
 
     def policy_scores(self, batch: TensorDict, **needs: bool) -> TokenScores:
         """Give what the attacker thinks of the tokens of `probe` after `context`, with gradient.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -51,13 +52,17 @@ class AstPreferenceTrainer(AstTrainer):
 
         Sums over tokens, or means where the parameters ask for length normalisation.
         """
-        scored = self.policy_logprobs(batch, "chosen", "rejected")
+        names = ("chosen", "rejected")
         chosen_B, rejected_B = (
             sequence_logprobs(
                 logprobs_BT,
-                batch[f"{name}_mask"].to(logprobs_BT.device),
+                _of_width(batch[f"{name}_mask"], logprobs_BT.shape[1]).to(logprobs_BT.device),
                 length_normalised=self.parameters.length_normalised,
             )
-            for name, logprobs_BT in zip(("chosen", "rejected"), scored, strict=True)
+            for name, logprobs_BT in zip(names, self.policy_logprobs(batch, *names), strict=True)
         )
         return chosen_B - rejected_B, batch["reference_logratio"].to(chosen_B.device)
+
+
+def _of_width(mask_BT: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(mask_BT, (0, width - mask_BT.shape[1]))

@@ -19,6 +19,7 @@ def rollout(
     logprobs_NT: Tensor | None = None,
     reference_NT: Tensor | None = None,
     mask_NT: Tensor | None = None,
+    response_score_N: Tensor | None = None,
 ) -> RatedProbes:
     """Give a rollout of these probes; tokens are made up where none are given."""
     count = len(probes)
@@ -33,7 +34,9 @@ def rollout(
         probe_mask_NT=mask_NT,
         probe_logprobs_NT=made_up_NT if logprobs_NT is None else logprobs_NT,
         reference_logprobs_NT=made_up_NT if reference_NT is None else reference_NT,
-        response_score_N=torch.full((count,), torch.nan),
+        response_score_N=torch.full((count,), torch.nan)
+        if response_score_N is None
+        else response_score_N,
         tree_width=1,
     )
 

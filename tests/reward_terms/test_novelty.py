@@ -218,3 +218,21 @@ def test_a_cosine_below_0_counts_as_0(reduction: str) -> None:
     term = term_of("cosine_novelty", reduction=reduction)
     term.observe(rollout([said]))
     assert term.values(rollout([asked])).tolist() == [1.0]
+
+
+def test_only_what_scored_enough_is_remembered(kind: dict[str, Any]) -> None:
+    term = term_of(**kind, min_score=0.5)
+    probes = ["how are you", "do you like my cat", "a silly dog"]
+    scores = torch.tensor([0.9, 0.1, torch.nan])
+    term.observe(rollout(probes, response_score_N=scores))
+    assert term.state()["probes"] == ["how are you"]
+    alone = term_of(**kind)
+    alone.observe(rollout(["how are you"]))
+    assert torch.equal(term.values(rollout(probes)), alone.values(rollout(probes)))
+
+
+def test_a_term_may_count_as_far_as_the_target_failed() -> None:
+    scores = torch.tensor([0.9, 0.1, torch.nan])
+    nodes = rollout(["how are you", "a cat", "a dog"], response_score_N=scores)
+    term = term_of("self_bleu_novelty", weight=2.0, scaled_by_score=True)
+    assert term.added(nodes).tolist() == pytest.approx([1.8, 0.2, 0.0])
