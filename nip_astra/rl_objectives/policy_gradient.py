@@ -126,12 +126,7 @@ def group_policy_loss(
     ConfigurationError
         For a penalty without a reference, or advantages of tokens where the ratio is of rows.
     """
-    if variant.ratio != "token" and advantages.ndim != 1:
-        raise ConfigurationError(
-            f"a policy loss with the ratio {variant.ratio!r} was given advantages of shape "
-            f"{list(advantages.shape)}; where a row has one ratio it has one advantage. Give "
-            f"advantages [B], or use a variant with the ratio 'token'."
-        )
+    _check_group_loss(variant, advantages, reference_logprobs_BT, kl_weight)
     log_ratio_BT = _log_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
     ratio_BT = _ratio(log_ratio_BT, mask_BT, variant.ratio)
     advantages_BT = _per_token(advantages)
@@ -149,12 +144,6 @@ def group_policy_loss(
         kl_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, kl_kind, mask_BT=mask_BT)
         metrics["kl"] = reduce_loss(kl_BT.detach(), mask_BT, "sequence")
         loss_BT = loss_BT + kl_weight * kl_BT
-    elif kl_weight != 0:
-        raise ConfigurationError(
-            f"a KL penalty of weight {kl_weight} was asked for without log-probabilities of the "
-            f"reference; it needs those of the same tokens. Give reference_logprobs_BT, or set "
-            f"the weight to 0."
-        )
     loss = reduce_loss(
         loss_BT, mask_BT, variant.reduction, normaliser=normaliser, max_length=max_length
     )
@@ -163,6 +152,26 @@ def group_policy_loss(
         surrogate_B = masked_fill_zero(surrogate_BT.squeeze(1), mask_BT.any(dim=1))
         loss = loss - mean_over_rows(surrogate_B)
     return LossOutput(loss, metrics)
+
+
+def _check_group_loss(
+    variant: GroupVariant,
+    advantages: Tensor,
+    reference_logprobs_BT: Tensor | None,
+    kl_weight: float,
+) -> None:
+    if variant.ratio != "token" and advantages.ndim != 1:
+        raise ConfigurationError(
+            f"a policy loss with the ratio {variant.ratio!r} was given advantages of shape "
+            f"{list(advantages.shape)}; where a row has one ratio it has one advantage. Give "
+            f"advantages [B], or use a variant with the ratio 'token'."
+        )
+    if reference_logprobs_BT is None and kl_weight != 0:
+        raise ConfigurationError(
+            f"a KL penalty of weight {kl_weight} was asked for without log-probabilities of the "
+            f"reference; it needs those of the same tokens. Give reference_logprobs_BT, or set "
+            f"the weight to 0."
+        )
 
 
 def reinforce_loss(
