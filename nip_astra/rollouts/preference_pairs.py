@@ -22,11 +22,11 @@ class PairSelection:
     chosen, rejected : list[int]
         Node indices, one a pair.
     num_ties : int
-        Groups whose rewards are all equal, or which have fewer than two rated siblings.
+        Groups whose credits are all equal, or which have fewer than two rated siblings.
     num_identical : int
         Groups whose best and worst probe are the same tokens.
     num_below_margin : int
-        Groups whose rewards or scores differ by too little, or whose best score is too low.
+        Groups whose credits or scores differ by too little, or whose best score is too low.
     """
 
     chosen: list[int]
@@ -46,7 +46,7 @@ def select_pairs(
     """Pair the best with the worst sibling of every node (arXiv:2407.09447, section 3).
 
     Siblings are ranked by the nodes' `credit`, or by their `reward` where there is none; those
-    without a verdict are left out. A pair is kept where the rewards differ by more than
+    without a verdict are left out. A pair is kept where these differ by more than
     `min_reward_difference` and, unless these are None, the response scores differ by more than
     `min_score_difference` in the same direction and the chosen node's response score is at least
     `min_chosen_score`.
