@@ -11,7 +11,14 @@ from pydantic_core import PydanticCustomError
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conversion import convert, is_newer, release_of
+from nip_astra.parameters.message_regression import MessageRegressionParameters
 from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.protocols import (
+    BaseRunParameters,
+    CommonProtocolParameters,
+    ZkProtocolParameters,
+)
+from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.version import __version__
 
@@ -35,7 +42,21 @@ class HyperParameters(SubParameters):
     seed: int = Field(default=0, ge=0)
     """Root of all randomness; 0 is a seed like any other."""
     training: TrainingConfiguration = TrainingConfiguration()
-    """Optimisation."""
+    """Optimisation of language models."""
+    interaction_protocol: str | None = None
+    """Registered name of the protocol, for scenarios whose agents play one."""
+    protocol_common: CommonProtocolParameters = CommonProtocolParameters()
+    """What interaction protocols share."""
+    zk_protocol: ZkProtocolParameters = ZkProtocolParameters()
+    """The zero-knowledge wrapper of protocols."""
+    rl: RlTrainerParameters = RlTrainerParameters()
+    """Reinforcement learning of agents that play a protocol."""
+    ppo: CommonPpoParameters = CommonPpoParameters()
+    """Proximal policy optimisation of agents that play a protocol."""
+    message_regression: MessageRegressionParameters = MessageRegressionParameters()
+    """A probe for provers that give the label away."""
+    base_run: BaseRunParameters = BaseRunParameters()
+    """A finished run to build on."""
     plugins: list[str] = []
     """Python files or modules that are imported first and may register names."""
     custom_trainer_module_path: str | None = None

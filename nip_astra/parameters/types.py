@@ -20,6 +20,16 @@ class TrainerType(StrEnum):
     """REINFORCE of an attacker, mixed with a divergence from the reference."""
     AST_SFT = "ast_sft"
     """Supervised training of an attacker on given or best-so-far probes."""
+    VANILLA_PPO = "vanilla_ppo"
+    """Independent PPO of provers and verifiers."""
+    MAPPO = "mappo"
+    """PPO of provers and verifiers with a critic that sees what all of them see."""
+    REINFORCE = "reinforce"
+    """REINFORCE of provers and verifiers, with reward to go or with advantages."""
+    SPG = "spg"
+    """Stackelberg policy gradient of provers and verifiers, and its relatives."""
+    SOLO_AGENT = "solo_agent"
+    """Supervised training of each agent alone, to tell the label without a conversation."""
 
 
 class ScenarioType(StrEnum):
@@ -27,6 +37,38 @@ class ScenarioType(StrEnum):
 
     AST_CHAT = "ast_chat"
     """An attacker and a frozen target converse; a scorer rates the target's responses."""
+    GRAPH_ISOMORPHISM = "graph_isomorphism"
+    """Provers and verifiers send nodes of two graphs, and the verifier says if they are alike."""
+    IMAGE_CLASSIFICATION = "image_classification"
+    """Provers and verifiers point at parts of an image, and the verifier says which class it is."""
+
+
+class InteractionProtocolType(StrEnum):
+    """Interaction protocols."""
+
+    NIP = "nip"
+    """A verifier asks and a prover answers, in turn."""
+    ADP = "adp"
+    """A prover speaks once and the verifier decides."""
+    DEBATE = "debate"
+    """Two provers argue for opposite answers, each before the other's eyes."""
+    MERLIN_ARTHUR = "merlin_arthur"
+    """One of two provers, drawn at random, speaks once and the verifier decides."""
+    MNIP = "mnip"
+    """Two provers who do not see each other's channel answer a verifier."""
+    SOLO_VERIFIER = "solo_verifier"
+    """The verifier decides alone."""
+    MULTI_CHANNEL_TEST = "multi_channel_test"
+    """Three provers and a verifier on three channels, to test what protocols may be like."""
+
+
+class MessageRegressorType(StrEnum):
+    """What reads labels off messages."""
+
+    MLP = "mlp"
+    """A small network."""
+    LINEAR = "linear"
+    """Logistic regression."""
 
 
 class LanguageModelType(StrEnum):
@@ -70,3 +112,12 @@ class RewardTermType(StrEnum):
     """What a scorer says of the probe itself."""
     SELF_BLEU_NOVELTY = "self_bleu_novelty"
     """How unlike everything found so far a probe is, by n-grams."""
+
+
+class PretrainedModelType(StrEnum):
+    """Trained models whose view of an image agents read beside its pixels."""
+
+    HUGGINGFACE = "huggingface"
+    """An image model of transformers."""
+    PCA = "pca"
+    """Principal components of parts of the images to train on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -17,6 +17,12 @@ from nip_astra.scenario_instance import ScenarioInstance
 
 class Scenario(ABC):
     """A kind of scenario. Its `Parameters` are the section of the parameter file of its name."""
+
+    uses_protocol: ClassVar[bool] = False
+    """Whether its agents play the interaction protocol that the parameters name."""
+    parameter_groups: ClassVar[tuple[str, ...]] = ()
+    """Groups of the hyper-parameters, or single ones such as `rl.frames_per_batch`, that the kind
+    reads beside its own section."""
 
     class Parameters(SubParameters):
         """Parameters of the kind; a subclass adds its own."""

@@ -15,6 +15,9 @@ from nip_astra.parameters.conversion import (
     register_conversion,
     release_of,
 )
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.version import __version__
 
 VERSIONS = ("0.0", "0.1")
@@ -99,3 +102,50 @@ def test_a_patch_makes_no_newer_release() -> None:
     assert not is_newer(__version__)
     assert not is_newer("0.0.9")
     assert is_newer("99.0")
+
+
+NEW_VALUES = {
+    "rl": {"lr": 0.5},
+    "ppo": {"loss_type": "kl_penalty"},
+    "protocol_common": {"force_guess": "y"},
+    "zk_protocol": {"simulator_reward_coefficient": 2.0},
+    "message_regression": {"regressor": {"_type": "linear", "ridge": 0.5}},
+    "base_run": {"base_run_type": "parameters", "run": "runs/one"},
+    "training": {"lr": 0.5},
+}
+
+
+def test_every_group_of_the_hyper_parameters_has_a_value_here() -> None:
+    groups = {
+        name
+        for name, field in HyperParameters.model_fields.items()
+        if isinstance(field.default, SubParameters)
+    }
+    assert set(NEW_VALUES) == groups
+
+
+@pytest.mark.parametrize("group", NEW_VALUES)
+def test_every_group_is_read_from_an_older_file_with_other_names(group: str) -> None:
+    def rename(values: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix("old_"): value for name, value in values.items()}
+
+    register_conversion("0.0", rename)
+    names = {"trainer": "none", "scenario": "none"}
+    old = names | {"package_version": "0.0.9", f"old_{group}": NEW_VALUES[group]}
+    found = HyperParameters.from_dict(old)
+    assert found == HyperParameters.from_dict(names | {group: NEW_VALUES[group]})
+    assert found != HyperParameters.from_dict(names)
+    assert HyperParameters.from_dict(found.to_dict()) == found
+
+
+def test_sections_of_trainers_and_protocols_are_converted_with_the_rest() -> None:
+    def lengthen(values: dict[str, Any]) -> dict[str, Any]:
+        section = dict(values["nip"])
+        return values | {"nip": {"max_message_rounds": section.pop("max_rounds"), **section}}
+
+    register_conversion("0.0", lengthen)
+    section = PROTOCOL_HANDLERS.get("nip").Parameters
+    model = HyperParameters.with_sections({"nip": section})
+    names = {"trainer": "none", "scenario": "none", "package_version": "0.0.9"}
+    found = model.from_dict(names | {"nip": {"max_rounds": 5, "min_message_rounds": 2}})
+    assert found.get("nip") == section(max_message_rounds=5, min_message_rounds=2)

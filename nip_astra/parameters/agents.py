@@ -1,0 +1,43 @@
+"""Parameters that all agents with networks of their own share."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.update_schedule import (
+    ConstantUpdateSchedule,
+    UpdateScheduleField,
+)
+
+DEFAULT_AGENT = "default"
+"""Key, beside the agents' names, of what holds for every agent that does not say otherwise."""
+
+
+class LrFactors(SubParameters):
+    """Multiples of a learning rate."""
+
+    actor: float = Field(default=1.0, ge=0)
+    """Of the policy. Larger learns faster; 0 freezes it."""
+    critic: float = Field(default=1.0, ge=0)
+    """Of the value function. Larger learns faster; 0 freezes it."""
+
+
+class AgentParameters(SubParameters):
+    """An agent of a scenario with tensors; a scenario adds the shape of its networks."""
+
+    is_random: bool = False
+    """Whether the agent plays uniformly at random, with no network, and learns nothing."""
+    agent_lr_factor: LrFactors = LrFactors()
+    """Learning rate of the whole agent, as a multiple of rl.lr."""
+    body_lr_factor: LrFactors = LrFactors()
+    """Learning rate of the agent's body, as a multiple of the agent's."""
+    update_schedule: UpdateScheduleField = ConstantUpdateSchedule()  # type: ignore[valid-type]
+    """Iterations in which the agent learns."""
+    use_orthogonal_initialisation: bool = True
+    """Whether weight matrices start orthogonal and biases at 0, instead of torch's defaults."""
+    orthogonal_initialisation_gain: float = Field(default=1.0, gt=0)
+    """Scale of orthogonal weights. Larger starts with larger outputs."""
+    load_from_run: str | None = None
+    """Run directory whose trained agent of the same name this one starts from; null starts from
+    random weights. The networks must have the same shapes."""

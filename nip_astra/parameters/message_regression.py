@@ -1,0 +1,40 @@
+"""Parameters of the probe for messages that give the label away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from nip_astra.parameters.parameters_base import (
+    PolymorphicParameters,
+    SubParameters,
+    polymorphic,
+)
+from nip_astra.parameters.types import MessageRegressorType
+from nip_astra.registry import Registry
+
+MESSAGE_REGRESSORS: Registry[Any] = Registry(
+    "message_regressor", package="nip_astra.message_regressors", members=MessageRegressorType
+)
+"""Kinds of regressor; `nip_astra.message_regressors.registry` holds their decorator."""
+
+
+class MessageRegressorParameters(PolymorphicParameters):
+    """What parameters of every kind of regressor inherit."""
+
+
+RegressorField = polymorphic(MESSAGE_REGRESSORS.get, MessageRegressorParameters)
+
+
+class MessageRegressionParameters(SubParameters):
+    """A probe for provers that give the label away: whether it can be read off what they send."""
+
+    regressor: RegressorField | None = None  # type: ignore[valid-type]
+    """What is fitted from message to label, by its `_type`, for instance `{_type: mlp}`; null fits
+    nothing."""
+    period: int = Field(default=1, ge=1)
+    """Iterations between fits. Larger is faster."""
+    test_share: float = Field(default=0.2, gt=0, lt=1)
+    """Share of the datapoints whose messages the accuracy is measured on; the others are learnt
+    from. Larger measures more exactly what was learnt from less."""

@@ -1,0 +1,82 @@
+"""Parameters that several trainers of interaction protocols share.
+
+What one trainer alone reads stands in its nested class `Parameters`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from nip_astra.parameters.parameters_base import SubParameters
+
+LossCriticType = Literal["l1", "l2", "smooth_l1"]
+"""Distances between values and their targets."""
+
+
+class RlTrainerParameters(SubParameters):
+    """Reinforcement learning of agents that play an interaction protocol."""
+
+    num_iterations: int = Field(default=100, ge=1)
+    """Iterations: collect frames_per_batch frames, then learn from them."""
+    num_test_iterations: int = Field(default=10, ge=1)
+    """Batches of the test loop. Larger measures more exactly."""
+    frames_per_batch: int = Field(default=2048, ge=1)
+    """Frames of an iteration: environments times steps_per_env_per_iteration."""
+    steps_per_env_per_iteration: int | None = Field(default=None, ge=1)
+    """Rounds that each environment plays an iteration; null takes the protocol's longest
+    conversation. Smaller plays more environments, with more conversations cut by the batch."""
+    num_epochs: int = Field(default=4, ge=1)
+    """Passes over an iteration's frames. Larger reuses them more, further off policy."""
+    minibatch_size: int = Field(default=256, ge=1)
+    """Frames of one optimizer step. A last, smaller minibatch of an epoch is stepped too."""
+    lr: float = Field(default=3e-4, gt=0)
+    """Learning rate (Adam). Larger learns faster and may diverge."""
+    anneal_lr: bool = False
+    """Whether the learning rate falls linearly to 0 over the iterations."""
+    max_grad_norm: float | None = Field(default=0.5, gt=0)
+    """Gradients are scaled down to this norm; null leaves them as they are."""
+    grad_clipping: Literal["per_agent", "joint"] = "per_agent"
+    """Whether the norm is that of each agent's gradient, or of those of all agents that learn."""
+    gamma: float = Field(default=0.95, ge=0, le=1)
+    """Discount per round. Smaller cares less for later rewards."""
+    lmbda: float = Field(default=0.95, ge=0, le=1)
+    """Decay of generalised advantage estimation. Larger has less bias and more variance."""
+    loss_critic_type: LossCriticType = "smooth_l1"
+    """Distance between value and value target."""
+    clip_value: float | None = Field(default=None, gt=0)
+    """Furthest that a value moves from the one at collection without a charge; null for no bound."""
+    use_shared_body: bool = False
+    """Whether policy and value function of an agent share one body, which then runs once."""
+    normalize_observations: bool = False
+    """Whether message histories are shifted and scaled to mean 0 and deviation 1, measured on
+    random play before training."""
+    num_normalization_steps: int = Field(default=1000, ge=2)
+    """Environment frames of that random play."""
+    pretrain_agents: bool = False
+    """Whether bodies are first trained to tell the label alone, by the solo_agent section."""
+
+
+class CommonPpoParameters(SubParameters):
+    """Proximal policy optimisation of agents that play an interaction protocol."""
+
+    loss_type: Literal["clip", "kl_penalty"] = "clip"
+    """Clipped ratios (arXiv:1707.06347, eq. 7), or a charge for the divergence (eq. 8)."""
+    clip_epsilon: float = Field(default=0.2, gt=0)
+    """Furthest that a ratio moves from 1 with a gain. Larger takes larger steps."""
+    kl_target: float = Field(default=0.01, gt=0)
+    """Divergence, in nats, that the charge aims at (kl_penalty only)."""
+    kl_beta: float = Field(default=1.0, ge=0)
+    """First weight of the charge (kl_penalty only)."""
+    kl_decrement: float = Field(default=0.5, gt=0, lt=1)
+    """Factor of the weight when the divergence is below the target by 1.5 times or more."""
+    kl_increment: float = Field(default=2.0, gt=1)
+    """Factor of the weight when the divergence is above the target by 1.5 times or more."""
+    critic_coef: float = Field(default=1.0, ge=0)
+    """Weight of the value loss. It matters where policy and value function share a body."""
+    entropy_coef: float = Field(default=0.001, ge=0)
+    """Weight of the entropy bonus. Larger explores more."""
+    normalize_advantage: bool = True
+    """Whether each agent's advantages are shifted and scaled to mean 0 and deviation 1 in each
+    minibatch, over the frames in which it acts."""

@@ -1,0 +1,207 @@
+"""Checking what a protocol declares, putting it into tables, and showing it.
+
+Shape suffixes: `A` agent, `C` channel, `R` round, `O` order of play.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from nip_astra.protocols.protocol_base import ProtocolHandler
+
+
+class ProtocolTables(NamedTuple):
+    """What a protocol looks up; one row more than there are rounds, in which nobody acts.
+
+    Attributes
+    ----------
+    active_ORAC : Tensor
+        bool; who may send where.
+    can_decide_ORA : Tensor
+        bool; whose decision counts.
+    has_turn_ORA : Tensor
+        bool; who may send anywhere.
+    is_prover_A, is_verifier_A : Tensor
+        bool.
+    """
+
+    active_ORAC: Tensor
+    can_decide_ORA: Tensor
+    has_turn_ORA: Tensor
+    is_prover_A: Tensor
+    is_verifier_A: Tensor
+
+    def to(self, device: torch.device) -> ProtocolTables:
+        """Give the tables on a device."""
+        return ProtocolTables(*(table.to(device) for table in self))
+
+
+def check_names(handler: ProtocolHandler) -> None:
+    """Refuse a protocol whose names or round limits contradict each other.
+
+    Raises
+    ------
+    ConfigurationError
+        With every fault found.
+    """
+    _refuse(handler, [*_faults_of_names(handler), *_faults_of_limits(handler)])
+
+
+def check_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> None:
+    """Refuse a protocol in which an agent sends where it must not, or a verifier never decides.
+
+    Raises
+    ------
+    ConfigurationError
+        With every fault found.
+    """
+    _refuse(handler, list(_faults_of_shape(handler, active_ORAC)))
+    _refuse(handler, list(_faults_of_turns(handler, active_ORAC)))
+
+
+def _refuse(handler: ProtocolHandler, faults: list[str]) -> None:
+    if faults:
+        lines = "\n".join(f"  {fault}" for fault in faults)
+        name = type(handler).__name__
+        raise ConfigurationError(f"the protocol {name} was to be built, but:\n{lines}")
+
+
+def _faults_of_names(handler: ProtocolHandler) -> Iterator[str]:
+    agents, channels = handler.agent_names, handler.message_channel_names
+    for what, names in (("agent_names", agents), ("message_channel_names", channels)):
+        if isinstance(names, str) or not names:
+            yield f"{what} is {names!r}. Give a tuple with at least one name."
+        elif len(set(names)) < len(names):
+            yield f"{what} {tuple(names)} has a name twice. Give each another name."
+    for pair in handler.agent_channel_visibility:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            yield f"agent_channel_visibility holds {pair!r}. Give pairs (agent, channel)."
+            continue
+        agent, channel = pair
+        if agent not in agents:
+            yield _unknown("agent_channel_visibility", "agent", agent, agents)
+        if channel not in channels:
+            yield _unknown("agent_channel_visibility", "channel", channel, channels)
+    for agent, decision in handler.favoured_decisions.items():
+        if agent not in handler.prover_names:
+            yield _unknown("favoured_decisions", "prover", agent, handler.prover_names)
+        if decision not in (0, 1):
+            yield f"favoured_decisions[{agent!r}] is {decision!r}. Give REJECT (0) or ACCEPT (1)."
+    if not handler.verifier_names:
+        yield (
+            f"no agent of {tuple(agents)} decides. Name one so that it begins with 'verifier', or "
+            "give verifier_names."
+        )
+    elif handler.num_verifiers not in (None, len(handler.verifier_names)):
+        yield (
+            f"its step is for {handler.num_verifiers} verifier, and verifier_names is "
+            f"{tuple(handler.verifier_names)}. Let one agent decide, or subclass ProtocolHandler "
+            "and give a step for several."
+        )
+    for agent in handler.verifier_names:
+        if agent not in agents:
+            yield _unknown("verifier_names", "agent", agent, agents)
+
+
+def _unknown(where: str, what: str, name: str, known: Sequence[str]) -> str:
+    return f"{where} names the {what} {name!r}. Known: {', '.join(known) or 'none'}."
+
+
+def _faults_of_limits(handler: ProtocolHandler) -> Iterator[str]:
+    longest, shortest = handler.max_message_rounds, handler.min_message_rounds
+    if not 1 <= shortest <= longest:
+        yield (
+            f"min_message_rounds is {shortest} and max_message_rounds is {longest}. Give numbers "
+            "from 1, the first no larger than the second."
+        )
+
+
+def _faults_of_shape(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[str]:
+    shape = (handler.max_message_rounds, handler.num_agents, handler.num_channels)
+    if active_ORAC.dim() != 4 or not len(active_ORAC) or tuple(active_ORAC.shape[1:]) != shape:
+        yield (
+            f"active_table gives the shape {list(active_ORAC.shape)}. Give [orders, rounds, "
+            f"agents, channels], here [at least 1, {', '.join(map(str, shape))}]."
+        )
+
+
+def _faults_of_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[str]:
+    sends_AC = active_ORAC.any(0).any(0)
+    blind_AC = sends_AC & ~handler.visibility_AC
+    for a, c in blind_AC.nonzero().tolist():
+        agent, channel = handler.agent_names[a], handler.message_channel_names[c]
+        yield (
+            f"{agent!r} sends in the channel {channel!r}, which it does not see. Add "
+            f"({agent!r}, {channel!r}) to agent_channel_visibility, or let it not be active there."
+        )
+    for name in handler.verifier_names:
+        has_turn_OR = active_ORAC[:, :, handler.agent_names.index(name)].any(-1)
+        if not has_turn_OR[:, handler.min_message_rounds - 1 :].any(-1).all():
+            yield (
+                f"{name!r} has no turn in which its decision counts: in none of the rounds "
+                f"{handler.min_message_rounds} to {handler.max_message_rounds} is it active. "
+                "Raise max_message_rounds or lower min_message_rounds."
+            )
+
+
+def build_tables(handler: ProtocolHandler, active_ORAC: Tensor) -> ProtocolTables:
+    """Give what a protocol looks up.
+
+    Parameters
+    ----------
+    active_ORAC : Tensor
+        bool; who may send where, in the rounds that are played.
+    """
+    active_ORAC = torch.cat([active_ORAC, torch.zeros_like(active_ORAC[:, :1])], dim=1)
+    is_prover_A = torch.tensor([name in handler.prover_names for name in handler.agent_names])
+    is_verifier_A = torch.tensor([name in handler.verifier_names for name in handler.agent_names])
+    counts_R = torch.arange(active_ORAC.shape[1]) >= handler.min_message_rounds - 1
+    has_turn_ORA = active_ORAC.any(-1)
+    return ProtocolTables(
+        active_ORAC,
+        has_turn_ORA & is_verifier_A & counts_R[:, None],
+        has_turn_ORA,
+        is_prover_A,
+        is_verifier_A,
+    )
+
+
+def describe_table(handler: ProtocolHandler, active_ORAC: Tensor, can_decide_ORA: Tensor) -> str:
+    """Give who sees what, and who sends where and decides in each round, as text."""
+    seen = [
+        f"{agent} sees {', '.join(_names(handler, handler.visible_channels(agent))) or 'nothing'}"
+        for agent in handler.agent_names
+    ]
+    blocks = ["\n".join(seen)]
+    num_orders = len(active_ORAC)
+    for order in range(num_orders):
+        rows = [["round", *handler.agent_names]]
+        for r in range(handler.max_message_rounds):
+            cells = []
+            for a in range(handler.num_agents):
+                words = _names(handler, active_ORAC[order, r, a].nonzero().flatten().tolist())
+                decides = ["decides"] if can_decide_ORA[order, r, a] else []
+                cells.append(", ".join([*words, *decides]) or "-")
+            rows.append([str(r), *cells])
+        head = [f"episodes with seed % {num_orders} = {order}:"] if num_orders > 1 else []
+        blocks.append("\n".join([*head, *_aligned(rows)]))
+    return "\n\n".join(blocks)
+
+
+def _names(handler: ProtocolHandler, channels: list[int]) -> list[str]:
+    return [handler.message_channel_names[c] for c in channels]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

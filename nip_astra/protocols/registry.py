@@ -1,0 +1,66 @@
+"""The registry of interaction protocols."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TypeVar
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.types import InteractionProtocolType
+from nip_astra.protocols.protocol_base import ProtocolHandler
+from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
+from nip_astra.registry import Registry
+
+PROTOCOL_HANDLERS: Registry[type[ProtocolHandler]] = Registry(
+    "protocol_handler", package="nip_astra.protocols", members=InteractionProtocolType
+)
+ProtocolClass = TypeVar("ProtocolClass", bound=type[ProtocolHandler])
+
+
+def register_protocol_handler(name: str) -> Callable[[ProtocolClass], ProtocolClass]:
+    """Register a `ProtocolHandler` subclass under its name in `interaction_protocol`.
+
+    `name` is an `InteractionProtocolType` member or, for a protocol of your own, any string that
+    can be a section of a parameter file.
+    """
+
+    def decorate(cls: ProtocolClass) -> ProtocolClass:
+        PROTOCOL_HANDLERS.register(str(name))(cls)
+        return cls
+
+    return decorate
+
+
+def build_protocol_handler(hyper_params: HyperParameters) -> ProtocolHandler:
+    """Give the protocol that the hyper-parameters name, with zero knowledge where they ask for it.
+
+    The protocol's own parameters are the section of its name; without one, their defaults.
+
+    Raises
+    ------
+    ConfigurationError
+        When no protocol is named, its class lacks a part, or its declaration contradicts itself.
+    UnknownNameError
+        When nothing has that name.
+    """
+    name = hyper_params.interaction_protocol
+    if name is None:
+        raise ConfigurationError(
+            "a protocol was to be built, but interaction_protocol is null. Known protocols: "
+            f"{', '.join(PROTOCOL_HANDLERS.names())}. Choose one, for instance "
+            "--set interaction_protocol=nip."
+        )
+    cls = PROTOCOL_HANDLERS.get(name)
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise ConfigurationError(
+            f"the protocol {name!r} was to be built, but its class {cls.__qualname__} lacks "
+            f"{missing}. Give each as an attribute or method of the class."
+        )
+    section = getattr(hyper_params, name, None)
+    handler = cls(hyper_params, cls.Parameters() if section is None else section)
+    if hyper_params.protocol_common.zero_knowledge:
+        return ZeroKnowledgeProtocol(hyper_params, handler)
+    return handler

@@ -1,0 +1,231 @@
+"""Zero knowledge: provers are also rewarded for giving nothing away.
+
+Shape suffixes: as in `protocol_base`; `F` the entries of a flattened message.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler, ProtocolStep
+
+ADVERSARIAL_VERIFIER = "adversarial_verifier"
+SIMULATOR = "simulator"
+CHANNEL_KINDS = ("standard", "adversarial", "simulator")
+IMPOSSIBLE = -1e8
+"""Logits below this stand for symbols that cannot be sent."""
+
+
+class ZeroKnowledgeProtocol(ProtocolHandler):
+    """Any protocol with one verifier, played beside an adversarial verifier and a simulator.
+
+    Every channel is there three times. Provers converse with the verifier in the standard channels
+    and with the adversarial verifier in the adversarial ones. The simulator, alone in its channels,
+    acts when the verifier would; it is rewarded for moves like the adversarial verifier's, which is
+    charged as much: it seeks what only the prover could have told it.
+
+    The likeness of a round is
+
+        likeness = cos(messages of one, of the other) + cos(decisions of one, of the other)
+
+    over the logits of the channels and decisions that are open in the round, each centred, and 0
+    for what is not. Linear symbols beside the scenario's own are not compared.
+    With S = simulator_reward_coefficient * likeness, the simulator gets S, the adversarial verifier
+    -S, each prover aux_prover_reward_coefficient * S beside its own, and the verifier its own.
+
+    Each verifier has an end of its own, its decision, after which its channels are closed and what
+    happened there is rewarded no more. The episode ends with the later of the two.
+
+    Parameters
+    ----------
+    base : ProtocolHandler
+        The protocol; its hyper-parameters are the same.
+    """
+
+    needs_logits: ClassVar[bool] = True
+
+    def __init__(self, hyper_params: HyperParameters, base: ProtocolHandler) -> None:
+        if len(base.verifier_names) != 1:
+            raise ConfigurationError(
+                f"zero knowledge was asked for over {type(base).__name__}, which has "
+                f"{len(base.verifier_names)} verifiers. It needs one; set "
+                "protocol_common.zero_knowledge=false or choose another interaction_protocol."
+            )
+        self.base = base
+        self.zk = hyper_params.zk_protocol
+        self._num_base = base.num_agents
+        self._verifier = base.agent_names.index(base.verifier_names[0])
+        self._adversary, self._simulator = base.num_agents, base.num_agents + 1
+        super().__init__(hyper_params, base.parameters)
+
+    @property
+    def agent_names(self) -> tuple[str, ...]:
+        return (*self.base.agent_names, ADVERSARIAL_VERIFIER, SIMULATOR)
+
+    @property
+    def message_channel_names(self) -> tuple[str, ...]:
+        names = self.base.message_channel_names
+        return tuple(f"{name}_{kind}" for kind in CHANNEL_KINDS for name in names)
+
+    @property
+    def agent_channel_visibility(self) -> tuple[tuple[str, str], ...]:
+        pairs = []
+        for agent, channel in self.base.agent_channel_visibility:
+            is_verifier = agent in self.base.verifier_names
+            pairs.append((agent, f"{channel}_standard"))
+            pairs.append((ADVERSARIAL_VERIFIER if is_verifier else agent, f"{channel}_adversarial"))
+            if is_verifier:
+                pairs.append((SIMULATOR, f"{channel}_simulator"))
+        return tuple(pairs)
+
+    @property
+    def max_message_rounds(self) -> int:
+        return self.base.max_message_rounds
+
+    @property
+    def min_message_rounds(self) -> int:
+        return self.base.min_message_rounds
+
+    @property
+    def verifier_names(self) -> tuple[str, ...]:
+        return (*self.base.verifier_names, ADVERSARIAL_VERIFIER)
+
+    @property
+    def prover_names(self) -> tuple[str, ...]:
+        return self.base.prover_names
+
+    def has_decision_logits(self, agent_name: str) -> bool:
+        return agent_name == SIMULATOR or agent_name in self.verifier_names
+
+    def reward_mid_point_estimate(self, agent_name: str) -> float:
+        is_base = agent_name in self.base.agent_names
+        return self.base.reward_mid_point_estimate(agent_name) if is_base else 0.0
+
+    def logit_reward(
+        self, agent_name: str, round_E: Tensor, seed_E: Tensor, decided_EA: Tensor, moves: Moves
+    ) -> Tensor | None:
+        if agent_name not in (ADVERSARIAL_VERIFIER, SIMULATOR):
+            return None
+        sign = 1.0 if agent_name == SIMULATOR else -1.0
+        likeness_E = self.likeness(round_E, seed_E, decided_EA, moves)
+        return sign * self.zk.simulator_reward_coefficient * likeness_E
+
+    def active_table(self) -> Tensor:
+        base_ORAC = self.base.active_table()
+        verifier_ORC = base_ORAC[:, :, self._verifier]
+        is_verifier_A1 = torch.tensor(
+            [n in self.base.verifier_names for n in self.base.agent_names]
+        )[:, None]
+        empty_ORAC = torch.zeros_like(base_ORAC)
+        empty_ORC = torch.zeros_like(verifier_ORC)
+        base_agents = torch.cat([base_ORAC, base_ORAC & ~is_verifier_A1, empty_ORAC], -1)
+        adversary = torch.cat([empty_ORC, verifier_ORC, empty_ORC], -1)
+        simulator = torch.cat([empty_ORC, empty_ORC, verifier_ORC], -1)
+        return torch.cat([base_agents, adversary[:, :, None], simulator[:, :, None]], 2)
+
+    def active_mask(
+        self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
+    ) -> Tensor:
+        active_EAC = super().active_mask(round_E, seed_E, agent_decided_EA)
+        if agent_decided_EA is None:
+            return active_EAC
+        # A conversation is over for all who take part in it when its verifier has decided.
+        owners = [self._verifier, self._adversary, self._simulator]
+        is_closed_EC = agent_decided_EA[:, owners].repeat_interleave(self.base.num_channels, dim=1)
+        return active_EAC & ~is_closed_EC[:, None]
+
+    def step(
+        self, round_E: Tensor, seed_E: Tensor, y_E: Tensor, agent_decided_EA: Tensor, moves: Moves
+    ) -> ProtocolStep:
+        n = self._num_base
+        base = self.base.step(
+            round_E, seed_E, y_E, agent_decided_EA[:, :n], self._moves_of_base(moves)
+        )
+        can_decide_EA = self.can_decide(round_E, seed_E, agent_decided_EA)
+        is_made_E = can_decide_EA[:, self._adversary] & (
+            moves.decision_EA[:, self._adversary] != CONTINUE
+        )
+        adversary_decided_E = agent_decided_EA[:, self._adversary] | is_made_E
+        likeness_E = self.likeness(round_E, seed_E, agent_decided_EA, moves).detach()
+        has_decided_E = base.agent_decided_EA[:, self._verifier] & adversary_decided_E
+        is_last_E = round_E == self.max_message_rounds - 1
+        return ProtocolStep(
+            reward_EA=self._rewards(base.reward_EA, likeness_E),
+            has_decided_E=has_decided_E,
+            is_out_of_rounds_E=is_last_E & ~has_decided_E,
+            agent_decided_EA=torch.cat(
+                [base.agent_decided_EA, adversary_decided_E[:, None].expand(-1, 2)], 1
+            ),
+            decision_E=base.decision_E,
+        )
+
+    def _rewards(self, base_EA: Tensor, likeness_E: Tensor) -> Tensor:
+        simulator_E = self.zk.simulator_reward_coefficient * likeness_E
+        is_prover_A = self._tables_on(base_EA.device).is_prover_A[: self._num_base]
+        for_provers_E = self.zk.aux_prover_reward_coefficient * simulator_E
+        base_EA = base_EA + for_provers_E[:, None] * is_prover_A
+        return torch.cat([base_EA, -simulator_E[:, None], simulator_E[:, None]], 1)
+
+    def _moves_of_base(self, moves: Moves) -> Moves:
+        n = self._num_base
+        if not self.base.needs_logits:
+            return Moves(moves.decision_EA[:, :n])
+        message_logits, decision_logits = _logits_of(moves)
+        return Moves(
+            moves.decision_EA[:, :n],
+            message_logits[:, :n, : self.base.num_channels],
+            decision_logits[:, :n],
+        )
+
+    def likeness(
+        self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor, moves: Moves
+    ) -> Tensor:
+        """Give how alike simulator and adversarial verifier act, float32 `[E]`, from -2 to 2.
+
+        Gradients flow into the logits of both. Parameters are those of `step`.
+        """
+        message_logits, decision_logits = _logits_of(moves)
+        active_EAC = self.active_mask(round_E, seed_E, agent_decided_EA)
+        can_decide_EA = self.can_decide(round_E, seed_E, agent_decided_EA)
+        n, adversary, simulator = self.base.num_channels, self._adversary, self._simulator
+        return _cosine(
+            message_logits[:, adversary, n : 2 * n],
+            message_logits[:, simulator, 2 * n :],
+            active_EAC[:, adversary, n : 2 * n, None, None],
+        ) + _cosine(
+            decision_logits[:, adversary],
+            decision_logits[:, simulator],
+            can_decide_EA[:, adversary, None],
+        )
+
+
+def _logits_of(moves: Moves) -> tuple[Tensor, Tensor]:
+    if moves.message_logits_EACPS is None or moves.decision_logits_EA3 is None:
+        raise ConfigurationError(
+            "a zero-knowledge protocol was stepped with moves that have no logits, which its "
+            "rewards compare. Give message_logits_EACPS and decision_logits_EA3 wherever "
+            "needs_logits is true, or set protocol_common.zero_knowledge=false."
+        )
+    return moves.message_logits_EACPS.float(), moves.decision_logits_EA3.float()
+
+
+def _cosine(first: Tensor, second: Tensor, is_open: Tensor) -> Tensor:
+    """Give the cosine of two batches of centred logits, float32 `[E]`; 0 where nothing is open.
+
+    The last dimension holds the alternatives. Centred, logits say the same with any normalisation,
+    and next to impossible alternatives all others would count for nothing.
+    """
+
+    def vector(logits: Tensor) -> Tensor:
+        is_counted = is_open & (logits > IMPOSSIBLE)
+        logits = torch.where(is_counted, logits, 0.0)
+        mean = logits.sum(-1, keepdim=True) / is_counted.sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(is_counted, logits - mean, 0.0).flatten(1)
+
+    return cosine_similarity(vector(first), vector(second), dim=1)

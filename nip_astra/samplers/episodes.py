@@ -1,0 +1,115 @@
+"""Play episodes of a protocol in many environments at once.
+
+Shapes: E environments, T rounds played, A agents, C channels, P positions, S symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.scenario_base.combined import CombinedAgents, JointMoves
+from nip_astra.scenario_base.environment import ProtocolEnvironment, Transition
+from nip_astra.utils.seeding import SeedPart, derive_seed
+
+
+class EpisodeSampler:
+    """Gives batches of consecutive frames; episodes go on from one batch to the next.
+
+    Parameters
+    ----------
+    key : tuple
+        Path of names that the agents' random numbers derive from.
+    """
+
+    def __init__(
+        self,
+        environment: ProtocolEnvironment,
+        agents: CombinedAgents,
+        *,
+        key: tuple[SeedPart, ...],
+    ) -> None:
+        self.environment = environment
+        self.agents = agents
+        self.generator = torch.Generator().manual_seed(derive_seed(*key, "moves"))
+        self._frame: dict[str, Tensor] | None = None
+
+    @torch.no_grad()
+    def collect(self, num_steps: int) -> TensorDict:
+        """Play `num_steps` rounds in every environment.
+
+        Returns
+        -------
+        TensorDict
+            Batch size [E, T]: the observations; under `agents` what each did (`decision`,
+            `message`, `linear_message`), how likely it was (`logprob`, nats), and normalised
+            log-probabilities of all alternatives (`message_logits`, `decision_logits`); under
+            `next` the rewards `agents.reward` [E, T, A, 1], `done` and `terminated` [E, T, 1], the
+            decision that has counted so far (`decision` [E, T], 2 for none) and the following
+            observation, which after an end is the first of the next episode.
+        """
+        environment = self.environment
+        frame = self._frame
+        if frame is None:
+            frame = environment.fresh(environment.num_environments)
+        frames, moves, transitions = [frame], [], []
+        for _ in range(num_steps):
+            moves.append(self.agents.act(frame, self.generator))
+            transition = environment.advance(frame, moves[-1])
+            frame = environment.renew(transition.observation, transition.is_done_E)
+            transitions.append(transition)
+            frames.append(frame)
+        self._frame = frame
+        return _assemble(frames, moves, transitions)
+
+    def state(self) -> dict[str, Any]:
+        """Give everything that decides what is played next."""
+        return {
+            "environment": self.environment.state(),
+            "generator": self.generator.get_state(),
+            "frame": None if self._frame is None else dict(self._frame),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self.environment.load_state(state["environment"])
+        self.generator.set_state(state["generator"])
+        device = self.environment.device
+        frame = state["frame"]
+        self._frame = None if frame is None else {k: v.to(device) for k, v in frame.items()}
+
+
+def _assemble(
+    frames: list[dict[str, Tensor]], moves: list[JointMoves], transitions: list[Transition]
+) -> TensorDict:
+    """Put frames side by side; what follows a frame shares memory with the frame after it."""
+    seen = {name: torch.stack([f[name] for f in frames], dim=1) for name in frames[0]}
+    steps = [transition.step for transition in transitions]
+    done_ET1 = torch.stack([t.is_done_E for t in transitions], dim=1).unsqueeze(-1)
+    num_environments, num_steps = done_ET1.shape[:2]
+    batch_size = (num_environments, num_steps)
+    agents = {
+        "decision": torch.stack([m.decision_BA for m in moves], dim=1),
+        "message": torch.stack([m.message_BACP for m in moves], dim=1),
+        "logprob": torch.stack([m.logprobs_BA for m in moves], dim=1),
+        "message_logits": torch.stack([m.message_logits_BACPS for m in moves], dim=1),
+        "decision_logits": torch.stack([m.decision_logits_BA3 for m in moves], dim=1),
+    }
+    if moves[0].linear_BACP is not None:
+        linear = [m.linear_BACP for m in moves if m.linear_BACP is not None]
+        agents["linear_message"] = torch.stack(linear, dim=1)
+    reward_ETA1 = torch.stack([s.reward_EA for s in steps], dim=1).unsqueeze(-1)
+    following = {name: value[:, 1:] for name, value in seen.items()} | {
+        "agents": TensorDict({"reward": reward_ETA1}, batch_size=batch_size),
+        "done": done_ET1,
+        "terminated": done_ET1.clone(),
+        "decision": torch.stack([t.observation["decided"] for t in transitions], dim=1),
+    }
+    content: dict[str, Any] = {name: value[:, :-1] for name, value in seen.items()}
+    content["agents"] = TensorDict(agents, batch_size=batch_size)
+    content["next"] = TensorDict(following, batch_size=batch_size)
+    return TensorDict(content, batch_size=batch_size)

@@ -1,0 +1,369 @@
+"""The base of scenarios whose agents are networks that play an interaction protocol."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError, DataError, nearest_names
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.agents import DEFAULT_AGENT, AgentParameters
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.protocols.protocol_base import ProtocolHandler
+from nip_astra.protocols.registry import build_protocol_handler
+from nip_astra.scenario_base.central_critic import (
+    CENTRAL_CRITIC,
+    LabelledValueHead,
+    seeing_all,
+)
+from nip_astra.scenario_base.combined import CombinedAgents
+from nip_astra.scenario_base.environment import ProtocolEnvironment
+from nip_astra.scenario_base.message_space import AgentShape, MessageSpace
+from nip_astra.scenario_base.tensordict_agents import (
+    Agent,
+    AgentBody,
+    AgentPolicyHead,
+    AgentValueHead,
+    Observation,
+    RandomPolicyHead,
+    SoloAgentHead,
+    initialise_orthogonally,
+)
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenarios.registry import Scenario
+from nip_astra.utils.devices import resolve_device
+from nip_astra.utils.seeding import derive_seed
+
+
+class Datasets(NamedTuple):
+    """Datapoints to train and to test on.
+
+    Attributes
+    ----------
+    train, test : TensorDict
+        Batch size [N], with `y` [N, 1] long, 0 or 1, and what agents see of a datapoint.
+    """
+
+    train: TensorDict
+    test: TensorDict
+
+
+class TensorDictScenario(Scenario):
+    """Agents with networks play a protocol about a datapoint with a label.
+
+    A kind gives the datasets, the symbols that messages consist of, and the parts of agents.
+    """
+
+    uses_protocol: ClassVar[bool] = True
+    parameter_groups: ClassVar[tuple[str, ...]] = (
+        "protocol_common",
+        "zk_protocol",
+        "rl.frames_per_batch",
+        "rl.steps_per_env_per_iteration",
+        "rl.use_shared_body",
+        "rl.pretrain_agents",
+    )
+    kind: ClassVar[str]
+    """The name under which the kind is registered; a kind sets it."""
+
+    class Parameters(SubParameters):
+        """What agents say and how wide their representations are; a kind adds its own."""
+
+        agents: Mapping[str, AgentParameters] = {}
+        """Agents by name; what stands under `default` holds for all that do not say otherwise."""
+        message_size: int = Field(default=1, ge=1)
+        """Symbols that an agent sends in a channel at once."""
+        include_linear_message_space: bool = False
+        """Whether a symbol without a meaning in the scenario is sent beside each other symbol."""
+        d_linear_message_space: int = Field(default=2, ge=2)
+        """Number of such symbols. Larger lets agents agree on more."""
+        d_representation: int = Field(default=16, ge=1)
+        """Width of what a body gives to its heads."""
+
+        @model_validator(mode="before")
+        @classmethod
+        def _fill_in_defaults(cls, values: Any) -> Any:
+            agents = values.get("agents") if isinstance(values, Mapping) else None
+            if not isinstance(agents, Mapping) or not isinstance(
+                agents.get(DEFAULT_AGENT), Mapping
+            ):
+                return values
+            default = agents[DEFAULT_AGENT]
+            filled = {
+                name: _merged(default, own) if isinstance(own, Mapping) else own
+                for name, own in agents.items()
+            }
+            return {**values, "agents": filled}
+
+    @classmethod
+    @abstractmethod
+    def build_datasets(cls, parameters: Any, *, seed: int, scenario_dir: Path | None) -> Datasets:
+        """Make or read the datapoints."""
+
+    @classmethod
+    @abstractmethod
+    def num_symbols(cls, parameters: Any, dataset: TensorDict) -> int:
+        """Give S, the number of symbols that a message chooses from."""
+
+    @classmethod
+    @abstractmethod
+    def build_body(
+        cls, parameters: Any, agent: Any, shape: AgentShape, dataset: TensorDict
+    ) -> AgentBody:
+        """Make a body.
+
+        Parameters
+        ----------
+        parameters : TensorDictScenario.Parameters
+            Those of the kind.
+        agent : AgentParameters
+            Those of the agent.
+        dataset : TensorDict
+            The training set, for the shapes of what agents see.
+        """
+
+    @classmethod
+    @abstractmethod
+    def build_policy_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> AgentPolicyHead:
+        """Make a policy head; `impossible_symbols` is to be given to it."""
+
+    @classmethod
+    @abstractmethod
+    def build_value_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> AgentValueHead:
+        """Make a value head."""
+
+    @classmethod
+    @abstractmethod
+    def build_solo_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> SoloAgentHead:
+        """Make a head that says the label without a conversation."""
+
+    @classmethod
+    def describe_datapoint(cls, parameters: Any, row: TensorDictBase) -> dict[str, Any]:
+        """Give what a report shows of a datapoint, as plain values for a JSON file.
+
+        Parameters
+        ----------
+        parameters : TensorDictScenario.Parameters
+            Those of the kind.
+        row : TensorDictBase
+            Batch size []: one row of a dataset, with its number in it as `datapoint_id`.
+        """
+        return {"id": int(row["datapoint_id"])}
+
+    @classmethod
+    def impossible_symbols(cls, observation: Observation, shape: AgentShape) -> Tensor | None:
+        """Give the symbols that an agent cannot send, True, broadcasting to [B, V, P, S]."""
+        return None
+
+    @classmethod
+    def build(
+        cls,
+        hyper_params: HyperParameters,
+        parameters: Any,
+        settings: ExperimentSettings,
+        *,
+        scenario_dir: Path | None,
+        trainer_type: str,
+    ) -> ScenarioInstance:
+        device = resolve_device(settings.device)
+        protocol = build_protocol_handler(hyper_params)
+        datasets = cls.build_datasets(parameters, seed=hyper_params.seed, scenario_dir=scenario_dir)
+        for split, dataset in zip(Datasets._fields, datasets, strict=True):
+            _check_dataset(dataset, split)
+        datasets = Datasets(datasets.train.to(device), datasets.test.to(device))
+        space = MessageSpace(
+            cls.num_symbols(parameters, datasets.train),
+            parameters.message_size,
+            parameters.d_linear_message_space if parameters.include_linear_message_space else 0,
+        )
+        agents = cls.build_agents(hyper_params, parameters, protocol, space, datasets, trainer_type)
+        combined = CombinedAgents(agents, protocol, space).to(device)
+        steps = hyper_params.rl.steps_per_env_per_iteration or protocol.max_message_rounds
+        num_environments = _num_environments(hyper_params.rl.frames_per_batch, steps)
+
+        def environment(split: str, dataset: TensorDict) -> ProtocolEnvironment:
+            return ProtocolEnvironment(
+                protocol,
+                dataset,
+                space,
+                num_environments=num_environments,
+                key=(hyper_params.seed, split),
+            )
+
+        return ScenarioInstance(
+            kind=cls.kind,
+            agents=agents,
+            train_dataset=datasets.train,
+            test_dataset=datasets.test,
+            protocol_handler=protocol,
+            combined_agents=combined,
+            train_environment=environment("train", datasets.train),
+            test_environment=environment("test", datasets.test),
+            scenario_dir=scenario_dir,
+            describe_datapoint=partial(cls.describe_datapoint, parameters),
+        )
+
+    @classmethod
+    def build_agents(
+        cls,
+        hyper_params: HyperParameters,
+        parameters: Any,
+        protocol: ProtocolHandler,
+        space: MessageSpace,
+        datasets: Datasets,
+        trainer_type: str,
+    ) -> dict[str, Agent]:
+        """Make all agents of the protocol with the parts that the trainer needs."""
+        cls._check_names(parameters, protocol)
+        needs_solo_head = trainer_type == "solo_agent" or hyper_params.rl.pretrain_agents
+        agents = {}
+        for name in protocol.agent_names:
+            agent_parameters = cls.parameters_of(parameters, name)
+            shape = _shape_of(name, protocol, space, parameters.d_representation)
+            with _seeded(derive_seed(hyper_params.seed, "agent", name)):
+                agents[name] = cls._build_agent(
+                    parameters,
+                    agent_parameters,
+                    shape,
+                    datasets.train,
+                    has_rl_heads=trainer_type != "solo_agent",
+                    has_solo_head=needs_solo_head,
+                    has_central_critic=trainer_type == CENTRAL_CRITIC,
+                    shares_body=hyper_params.rl.use_shared_body,
+                )
+        return agents
+
+    @classmethod
+    def parameters_of(cls, parameters: Any, name: str) -> AgentParameters:
+        """Give the parameters of an agent by its name."""
+        agents = parameters.agents
+        found = agents.get(name, agents.get(DEFAULT_AGENT))
+        if found is None:
+            raise ConfigurationError(
+                f"the agent {name!r} was to be built, but the parameters describe only "
+                f"{', '.join(sorted(agents)) or 'no agent'}. Describe it under agents.{name}, or "
+                f"all agents under agents.{DEFAULT_AGENT}."
+            )
+        return found  # type: ignore[no-any-return]  # by the kind's own type
+
+    @classmethod
+    def _build_agent(
+        cls,
+        parameters: Any,
+        agent: AgentParameters,
+        shape: AgentShape,
+        dataset: TensorDict,
+        *,
+        has_rl_heads: bool,
+        has_solo_head: bool,
+        has_central_critic: bool,
+        shares_body: bool,
+    ) -> Agent:
+        if agent.is_random:
+            head = RandomPolicyHead(shape, cls.impossible_symbols)
+            return Agent(shape.name, agent, shape, policy_head=head)
+        body = cls.build_body(parameters, agent, shape, dataset)
+        value_body = value_head = None
+        if has_rl_heads:
+            seen = seeing_all(shape) if has_central_critic else shape
+            value_body = body if shares_body else cls.build_body(parameters, agent, seen, dataset)
+            build_value_head = partial(cls.build_value_head, parameters, agent, seen)
+            value_head = (
+                LabelledValueHead(build_value_head) if has_central_critic else build_value_head()
+            )
+        built = Agent(
+            shape.name,
+            agent,
+            shape,
+            policy_body=body,
+            value_body=value_body,
+            policy_head=cls.build_policy_head(parameters, agent, shape) if has_rl_heads else None,
+            value_head=value_head,
+            solo_head=cls.build_solo_head(parameters, agent, shape) if has_solo_head else None,
+        )
+        if agent.use_orthogonal_initialisation:
+            initialise_orthogonally(built, agent.orthogonal_initialisation_gain)
+        return built
+
+    @classmethod
+    def _check_names(cls, parameters: Any, protocol: ProtocolHandler) -> None:
+        unknown = sorted(set(parameters.agents) - {*protocol.agent_names, DEFAULT_AGENT})
+        if unknown:
+            near = nearest_names(unknown[0], protocol.agent_names, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigurationError(
+                f"parameters were given for the agent {unknown[0]!r}, but the protocol has the "
+                f"agents {', '.join(protocol.agent_names)}.{hint} Name one of them, or put what "
+                f"holds for all under agents.{DEFAULT_AGENT}."
+            )
+
+
+def _merged(default: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Give `own` on top of `default`, group by group; a group of another `_type` replaces."""
+    merged = dict(default)
+    for name, value in own.items():
+        below = merged.get(name)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            is_same_kind = value.get("_type", below.get("_type")) == below.get("_type")
+            merged[name] = _merged(below, value) if is_same_kind else value
+        else:
+            merged[name] = value
+    return merged
+
+
+def _shape_of(
+    name: str, protocol: ProtocolHandler, space: MessageSpace, d_representation: int
+) -> AgentShape:
+    number = protocol.agent_names.index(name)
+    seen = protocol.visibility_AC[number].nonzero().flatten().tolist()
+    return AgentShape(
+        name=name,
+        is_verifier=name in protocol.verifier_names,
+        has_decision=protocol.has_decision_logits(name),
+        num_rounds=protocol.max_message_rounds,
+        num_channels=protocol.num_channels,
+        visible_channels=tuple(seen),
+        message_space=space,
+        d_representation=d_representation,
+    )
+
+
+def _num_environments(frames_per_batch: int, steps: int) -> int:
+    if frames_per_batch % steps:
+        raise ConfigurationError(
+            f"rl.frames_per_batch is {frames_per_batch}, but each environment plays {steps} rounds "
+            "an iteration, and frames_per_batch must be a multiple of that. Choose "
+            f"{max(frames_per_batch // steps, 1) * steps}, or set rl.steps_per_env_per_iteration."
+        )
+    return frames_per_batch // steps
+
+
+def _check_dataset(dataset: TensorDict, split: str) -> None:
+    if len(dataset) == 0:
+        raise DataError(
+            f"the {split} dataset was to be used, but it is empty. Give it at least one datapoint."
+        )
+    labels = dataset["y"]
+    if labels.shape != (len(dataset), 1) or not bool(((labels == 0) | (labels == 1)).all()):
+        raise DataError(
+            f"the labels `y` of the {split} dataset must be 0 or 1, of shape [{len(dataset)}, 1]; "
+            f"they have shape {list(labels.shape)}. Make the classes two."
+        )
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Have torch's global generator start from a seed within the block, and leave it as it was."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield

@@ -1,0 +1,223 @@
+"""A protocol that contradicts itself is refused, with every fault."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, UnknownNameError
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.protocols.nip import NipProtocol
+from nip_astra.protocols.protocol_base import (
+    DeterministicSingleVerifierProtocolHandler,
+    MessageRounds,
+    Moves,
+    ProtocolHandler,
+    ProtocolStep,
+)
+from nip_astra.protocols.registry import (
+    PROTOCOL_HANDLERS,
+    build_protocol_handler,
+    register_protocol_handler,
+)
+from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
+from tests.protocols.playing import build
+
+
+class Echo(DeterministicSingleVerifierProtocolHandler):
+    """A prover speaks and the verifier decides."""
+
+    agent_names = ("prover", "verifier")
+    message_channel_names = ("main",)
+    agent_channel_visibility = (("prover", "main"), ("verifier", "main"))
+    max_message_rounds = 2
+    min_message_rounds = 1
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        return agent_name == self.agent_names[round_index]
+
+
+def hyper_params(**values: Any) -> HyperParameters:
+    return HyperParameters.from_dict({"trainer": "none", "scenario": "none", **values})
+
+
+def refusal(**attributes: Any) -> str:
+    cls = type("Mine", (Echo,), attributes)
+    with pytest.raises(ConfigurationError) as caught:
+        cls(hyper_params(), SubParameters())
+    return str(caught.value)
+
+
+HEAD = "the protocol Mine was to be built, but:\n  "
+
+
+@pytest.mark.parametrize(
+    ("attributes", "fault"),
+    [
+        (
+            {"message_channel_names": "main"},
+            "message_channel_names is 'main'. Give a tuple with at least one name.",
+        ),
+        (
+            {"agent_names": ("prover", "prover", "verifier")},
+            "agent_names ('prover', 'prover', 'verifier') has a name twice. Give each another "
+            "name.",
+        ),
+        (
+            {"agent_channel_visibility": ("prover",)},
+            "agent_channel_visibility holds 'prover'. Give pairs (agent, channel).",
+        ),
+        (
+            {"favoured_decisions": {"verifier": 1}},
+            "favoured_decisions names the prover 'verifier'. Known: prover.",
+        ),
+        (
+            {"favoured_decisions": {"prover": 2}},
+            "favoured_decisions['prover'] is 2. Give REJECT (0) or ACCEPT (1).",
+        ),
+        (
+            {"verifier_names": ()},
+            "no agent of ('prover', 'verifier') decides. Name one so that it begins with "
+            "'verifier', or give verifier_names.",
+        ),
+        (
+            {"verifier_names": ("arthur",)},
+            "verifier_names names the agent 'arthur'. Known: prover, verifier.",
+        ),
+        (
+            {"verifier_names": ("prover", "verifier")},
+            "its step is for 1 verifier, and verifier_names is ('prover', 'verifier'). Let one "
+            "agent decide, or subclass ProtocolHandler and give a step for several.",
+        ),
+        (
+            {"min_message_rounds": 3},
+            "min_message_rounds is 3 and max_message_rounds is 2. Give numbers from 1, the first "
+            "no larger than the second.",
+        ),
+        (
+            {"agent_channel_visibility": (("prover", "main"),)},
+            "'verifier' sends in the channel 'main', which it does not see. Add ('verifier', "
+            "'main') to agent_channel_visibility, or let it not be active there.",
+        ),
+        (
+            {"is_agent_active": lambda self, agent, r, channel: agent == "prover"},
+            "'verifier' has no turn in which its decision counts: in none of the rounds 1 to 2 is "
+            "it active. Raise max_message_rounds or lower min_message_rounds.",
+        ),
+        (
+            {"active_table": lambda self: torch.ones(2, 2, 1, dtype=torch.bool)},
+            "active_table gives the shape [2, 2, 1]. Give [orders, rounds, agents, channels], here "
+            "[at least 1, 2, 2, 1].",
+        ),
+    ],
+)
+def test_a_fault_is_told_with_what_would_be_right(attributes: dict[str, Any], fault: str) -> None:
+    assert refusal(**attributes) == HEAD + fault
+
+
+def test_all_faults_of_names_are_told_at_once() -> None:
+    pairs = (("prover", "main"), ("arthur", "main"), ("verifier", "side"))
+    assert refusal(agent_channel_visibility=pairs, max_message_rounds=0) == HEAD + "\n  ".join(
+        [
+            "agent_channel_visibility names the agent 'arthur'. Known: prover, verifier.",
+            "agent_channel_visibility names the channel 'side'. Known: main.",
+            "min_message_rounds is 1 and max_message_rounds is 0. Give numbers from 1, the first "
+            "no larger than the second.",
+        ]
+    )
+
+
+def test_parameters_that_leave_the_verifier_no_turn_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="in none of the rounds 8 to 8 is it active"):
+        build("nip", {"max_message_rounds": 8, "min_message_rounds": 8})
+    with pytest.raises(ConfigurationError, match="min_message_rounds is 5 and max_message_rounds"):
+        build("debate", {"max_message_rounds": 4, "min_message_rounds": 5})
+
+
+def test_no_protocol_and_an_unknown_one_are_told_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        build_protocol_handler(hyper_params())
+    assert str(caught.value) == (
+        "a protocol was to be built, but interaction_protocol is null. Known protocols: adp, "
+        "debate, merlin_arthur, mnip, multi_channel_test, nip, solo_verifier. Choose one, for "
+        "instance --set interaction_protocol=nip."
+    )
+    with pytest.raises(UnknownNameError, match="unknown protocol handler 'nipp'"):
+        build_protocol_handler(hyper_params(interaction_protocol="nipp"))
+
+
+def test_without_a_section_the_parameters_are_the_defaults() -> None:
+    handler = build_protocol_handler(hyper_params(interaction_protocol="nip"))
+    assert isinstance(handler, NipProtocol)
+    assert handler.parameters == NipProtocol.Parameters()
+
+
+def test_a_protocol_of_ones_own_is_built_by_its_name() -> None:
+    before = PROTOCOL_HANDLERS.snapshot()
+    try:
+        assert register_protocol_handler("echo")(Echo) is Echo
+        handler = build_protocol_handler(hyper_params(interaction_protocol="echo"))
+        assert type(handler) is Echo
+        common = {"zero_knowledge": True}
+        wrapped = build_protocol_handler(
+            hyper_params(interaction_protocol="echo", protocol_common=common)
+        )
+        assert isinstance(wrapped, ZeroKnowledgeProtocol)
+    finally:
+        PROTOCOL_HANDLERS.restore(before)
+
+
+def test_a_class_that_lacks_a_part_is_refused() -> None:
+    before = PROTOCOL_HANDLERS.snapshot()
+    try:
+
+        @register_protocol_handler("unfinished")
+        class Unfinished(DeterministicSingleVerifierProtocolHandler):
+            agent_names = ("prover", "verifier")
+            message_channel_names = ("main",)
+
+        with pytest.raises(ConfigurationError) as caught:
+            build_protocol_handler(hyper_params(interaction_protocol="unfinished"))
+    finally:
+        PROTOCOL_HANDLERS.restore(before)
+    assert "lacks agent_channel_visibility, is_agent_active. Give each as an" in str(caught.value)
+
+
+class TwoVerifiers(ProtocolHandler):
+    """Two agents decide."""
+
+    agent_names = ("verifier0", "verifier1")
+    message_channel_names = ("main",)
+    agent_channel_visibility = (("verifier0", "main"), ("verifier1", "main"))
+    Parameters = MessageRounds
+
+    def active_table(self) -> torch.Tensor:
+        return torch.ones(1, self.max_message_rounds, 2, 1, dtype=torch.bool)
+
+    def step(
+        self,
+        round_E: torch.Tensor,
+        seed_E: torch.Tensor,
+        y_E: torch.Tensor,
+        agent_decided_EA: torch.Tensor,
+        moves: Moves,
+    ) -> ProtocolStep:
+        raise NotImplementedError
+
+
+def test_zero_knowledge_is_refused_over_several_verifiers() -> None:
+    base = TwoVerifiers(hyper_params(), TwoVerifiers.Parameters())
+    with pytest.raises(ConfigurationError) as caught:
+        ZeroKnowledgeProtocol(hyper_params(), base)
+    assert str(caught.value) == (
+        "zero knowledge was asked for over TwoVerifiers, which has 2 verifiers. It needs one; set "
+        "protocol_common.zero_knowledge=false or choose another interaction_protocol."
+    )
+
+
+def test_zero_knowledge_is_refused_over_itself() -> None:
+    with pytest.raises(ConfigurationError, match="ZeroKnowledgeProtocol, which has 2 verifiers"):
+        ZeroKnowledgeProtocol(hyper_params(), build("nip", zk={}))

@@ -1,0 +1,129 @@
+"""Random play of every protocol in the environment: turns, messages, ends, rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.protocols.protocol_base import CONTINUE, ProtocolHandler
+from nip_astra.scenario_base.combined import JointMoves
+from nip_astra.scenario_base.environment import ProtocolEnvironment, Transition
+from nip_astra.scenario_base.message_space import MessageSpace
+from tests.protocols.oracle import SEES
+from tests.protocols.playing import PLAY_ALONE, build, random_moves
+
+NUM_ENVIRONMENTS, NUM_STEPS = 16, 24
+ZK = {"simulator_reward_coefficient": 0.5, "aux_prover_reward_coefficient": 0.25}
+SPACE = MessageSpace(num_symbols=3, message_size=2)
+
+
+@pytest.fixture(params=[(name, zk) for name in SEES for zk in (None, ZK)], ids=str)
+def handler(request: pytest.FixtureRequest) -> ProtocolHandler:
+    name, zk = request.param
+    return build(name, {} if name in PLAY_ALONE else {"max_message_rounds": 6}, zk=zk)
+
+
+def make_environment(handler: ProtocolHandler) -> ProtocolEnvironment:
+    y = torch.arange(10)[:, None] % 2
+    dataset = TensorDict({"y": y}, batch_size=10)
+    return ProtocolEnvironment(
+        handler, dataset, SPACE, num_environments=NUM_ENVIRONMENTS, key=("play",)
+    )
+
+
+def play(
+    environment: ProtocolEnvironment,
+) -> Iterator[tuple[dict[str, Tensor], JointMoves, Transition, dict[str, Tensor]]]:
+    """Give, for each step: the frame, the moves, what they led to, and the frame after it."""
+    generator = torch.Generator().manual_seed(1)
+    frame = environment.fresh(NUM_ENVIRONMENTS)
+    for _ in range(NUM_STEPS):
+        random = random_moves(environment.protocol, NUM_ENVIRONMENTS, generator)
+        assert random.message_logits_EACPS is not None
+        assert random.decision_logits_EA3 is not None
+        moves = JointMoves(
+            decision_BA=random.decision_EA,
+            message_BACP=random.message_logits_EACPS.argmax(-1),
+            logprobs_BA=torch.zeros(random.decision_EA.shape),
+            message_logits_BACPS=random.message_logits_EACPS,
+            decision_logits_BA3=random.decision_logits_EA3,
+        )
+        transition = environment.advance(frame, moves)
+        following = environment.renew(transition.observation, transition.is_done_E)
+        yield frame, moves, transition, following
+        frame = following
+
+
+def test_what_is_said_is_what_agents_with_a_turn_send(handler: ProtocolHandler) -> None:
+    for frame, moves, transition, _ in play(make_environment(handler)):
+        may_EAC = handler.active_mask(frame["round"], frame["seed"])
+        assert not (frame["active_mask"] & ~may_EAC).any()
+        said = torch.zeros_like(transition.observation["message"])
+        for e, a, c in frame["active_mask"].nonzero().tolist():
+            for p, symbol in enumerate(moves.message_BACP[e, a, c].tolist()):
+                said[e, c, p, symbol] += 1
+        assert torch.equal(transition.observation["message"], said)
+        rows = torch.arange(NUM_ENVIRONMENTS)
+        history = transition.observation["message_history"]
+        assert torch.equal(history[rows, frame["round"]], said)
+
+
+def test_episodes_end_in_time_and_begin_with_nothing_said_or_decided(
+    handler: ProtocolHandler,
+) -> None:
+    num_ended = 0
+    for frame, _, transition, following in play(make_environment(handler)):
+        is_last_E = frame["round"] == handler.max_message_rounds - 1
+        is_done_E = transition.is_done_E
+        assert is_done_E[is_last_E].all()
+        assert torch.equal(transition.step.is_out_of_rounds_E & ~is_last_E, is_last_E & False)
+        num_ended += int(is_done_E.sum())
+        for name in ("round", "message_history", "message", "has_decided"):
+            assert (following[name][is_done_E] == 0).all(), name
+        assert torch.equal(following["round"][~is_done_E], frame["round"][~is_done_E] + 1)
+        decided_EA = transition.step.agent_decided_EA
+        assert torch.equal(following["has_decided"][~is_done_E], decided_EA[~is_done_E])
+        assert not following["active_mask"][following["has_decided"]].any()
+        assert not following["can_decide"][following["has_decided"]].any()
+    assert num_ended > NUM_ENVIRONMENTS
+
+
+def test_the_return_of_every_episode_is_that_of_its_outcome(handler: ProtocolHandler) -> None:
+    v = handler.agent_names.index("verifier")
+    return_E, passed_E = torch.zeros(NUM_ENVIRONMENTS), torch.zeros(NUM_ENVIRONMENTS)
+    decision_E = torch.full((NUM_ENVIRONMENTS,), CONTINUE)
+    num_ended = 0
+    for frame, _, transition, _ in play(make_environment(handler)):
+        step, is_done_E = transition.step, transition.is_done_E
+        decision_E = torch.where(decision_E == CONTINUE, step.decision_E, decision_E)
+        is_last_E = frame["round"] == handler.max_message_rounds - 1
+        has_turn_E = frame["active_mask"][:, v].any(-1)
+        passed_E += (has_turn_E & (step.decision_E == CONTINUE) & ~is_last_E).float()
+        return_E += step.reward_EA[:, v]
+        outcome_E = torch.where(decision_E == frame["y"][:, 0], 3.0, -5.0)
+        outcome_E = torch.where(decision_E == CONTINUE, -7.0, outcome_E)
+        expected_E = outcome_E + 0.5 * passed_E
+        torch.testing.assert_close(return_E[is_done_E], expected_E[is_done_E])
+        num_ended += int(is_done_E.sum())
+        return_E, passed_E = return_E * ~is_done_E, passed_E * ~is_done_E
+        decision_E = torch.where(is_done_E, CONTINUE, decision_E)
+    assert num_ended > NUM_ENVIRONMENTS
+
+
+@pytest.mark.parametrize("name", ["nip", "merlin_arthur"])
+def test_agents_with_ends_of_their_own_play_on_in_torchrl(name: str) -> None:
+    environment = make_environment(build(name, zk=ZK))
+    torch.manual_seed(1)
+    rollout = environment.rollout(NUM_STEPS, break_when_any_done=False)
+    assert rollout.batch_size == (NUM_ENVIRONMENTS, NUM_STEPS)
+    assert rollout["next", "done"].sum() > NUM_ENVIRONMENTS
+    assert torch.equal(rollout["next", "done"], rollout["next", "terminated"])
+    # Some verifier had decided while the adversarial one had not, or the other way round.
+    decided = rollout["next", "has_decided"]
+    assert (decided[..., -3] ^ decided[..., -2]).any()
+    reward = rollout["next", "agents", "reward"].squeeze(-1)
+    assert (reward[..., -1] + reward[..., -2]).abs().max() == 0

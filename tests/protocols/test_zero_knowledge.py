@@ -1,0 +1,357 @@
+"""Zero knowledge does over other protocols what was worked out by hand.
+
+The simulator's coefficient is 0.5 and the provers' 3. Unless told otherwise, messages of the
+adversarial verifier have the logits (1, -1, 0) and the simulator's (11, 10, 9), which are
+(1, 0, -1) when centred, so their cosine is 1/2; decisions have (6, 4, 5) and (-1, 1, 0), cosine -1.
+The likeness is 1/2 - 1, so the simulator gets S = 0.5 * -0.5 = -0.25, the adversarial verifier
+0.25, and a prover 3 * -0.25 = -0.75.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
+from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
+from tests.protocols.playing import LETTERS, build, play
+
+ZK = {"simulator_reward_coefficient": 0.5, "aux_prover_reward_coefficient": 3.0}
+NIP_TURNS = [
+    "verifier:main_standard adversarial_verifier:main_adversarial simulator:main_simulator",
+    "prover:main_standard prover:main_adversarial",
+]
+ARTHUR = NIP_TURNS[0]
+BOTH_CHANNELS = " ".join(
+    f"{agent}:{prover}_channel_{kind}"
+    for agent, kind in (
+        ("verifier", "standard"),
+        ("adversarial_verifier", "adversarial"),
+        ("simulator", "simulator"),
+    )
+    for prover in ("prover0", "prover1")
+)
+BOTH_PROVERS = " ".join(
+    f"{prover}:{prover}_channel_{kind}"
+    for kind in ("standard", "adversarial")
+    for prover in ("prover0", "prover1")
+)
+
+
+def merlin(prover: str) -> str:
+    return f"{prover}:main_standard {prover}:main_adversarial"
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "common", "turns"),
+    [
+        ("nip", {"max_message_rounds": 4}, {}, [NIP_TURNS * 2]),
+        (
+            "nip",
+            {"max_message_rounds": 2},
+            {"verifier_first": False},
+            [[NIP_TURNS[1], NIP_TURNS[0]]],
+        ),
+        ("debate", {"max_message_rounds": 2}, {}, [[BOTH_CHANNELS, BOTH_PROVERS]]),
+        (
+            "debate",
+            {"max_message_rounds": 3, "sequential": True},
+            {},
+            [
+                [
+                    BOTH_CHANNELS,
+                    "prover0:prover0_channel_standard prover0:prover0_channel_adversarial",
+                    "prover1:prover1_channel_standard prover1:prover1_channel_adversarial",
+                ]
+            ],
+        ),
+        ("merlin_arthur", {}, {}, [[merlin("prover0"), ARTHUR], [merlin("prover1"), ARTHUR]]),
+    ],
+)
+def test_turns_are_those_of_the_protocol_in_both_conversations(
+    name: str, section: dict[str, Any], common: dict[str, Any], turns: list[list[str]]
+) -> None:
+    handler = build(name, section, zk=ZK, **common)
+    for seed in range(4):
+        expected = turns[seed % len(turns)]
+        assert handler.max_message_rounds == len(expected)
+        for r, text in enumerate([*expected, ""]):
+            round_E, seed_E = torch.tensor([r]), torch.tensor([seed])
+            assert sends(handler, handler.active_mask(round_E, seed_E)) == set(text.split())
+            decides = {
+                agent
+                for agent, can in zip(
+                    handler.agent_names, handler.can_decide(round_E, seed_E)[0], strict=True
+                )
+                if can
+            }
+            is_turn = "verifier:" in text
+            assert decides == ({"verifier", "adversarial_verifier"} if is_turn else set())
+
+
+def sends(handler: ProtocolHandler, active_EAC: Tensor) -> set[str]:
+    return {
+        f"{handler.agent_names[a]}:{handler.message_channel_names[c]}"
+        for a, c in active_EAC[0].nonzero().tolist()
+    }
+
+
+def test_who_sees_what_in_mnip() -> None:
+    handler = build("mnip", zk=ZK)
+    assert handler.agent_names == (
+        "prover0",
+        "prover1",
+        "verifier",
+        "adversarial_verifier",
+        "simulator",
+    )
+    seen = {
+        agent: [handler.message_channel_names[c] for c in handler.visible_channels(agent)]
+        for agent in handler.agent_names
+    }
+    assert seen == {
+        "prover0": ["prover0_channel_standard", "prover0_channel_adversarial"],
+        "prover1": ["prover1_channel_standard", "prover1_channel_adversarial"],
+        "verifier": ["prover0_channel_standard", "prover1_channel_standard"],
+        "adversarial_verifier": ["prover0_channel_adversarial", "prover1_channel_adversarial"],
+        "simulator": ["prover0_channel_simulator", "prover1_channel_simulator"],
+    }
+    assert handler.verifier_names == ("verifier", "adversarial_verifier")
+    assert handler.prover_names == ("prover0", "prover1")
+    assert handler.needs_logits
+    with_logits = [name for name in handler.agent_names if handler.has_decision_logits(name)]
+    assert with_logits == ["verifier", "adversarial_verifier", "simulator"]
+    assert handler.stackelberg_sequence == (
+        ("verifier", "adversarial_verifier"),
+        ("prover0", "prover1", "simulator"),
+    )
+    assert [handler.reward_mid_point_estimate(name) for name in handler.agent_names] == [
+        1.0,
+        1.0,
+        -1.0,
+        0.0,
+        0.0,
+    ]
+
+
+@dataclass(frozen=True)
+class Play:
+    """An episode of nip with four rounds; rewards by agent and round up to the end."""
+
+    verifier: str
+    adversary: str
+    y: int
+    rewards: dict[str, list[float]]
+    is_out: bool = False
+    common: dict[str, Any] | None = None
+
+
+def four(
+    prover: list[float], verifier: list[float], adversary: list[float], simulator: list[float]
+) -> dict[str, list[float]]:
+    return dict(
+        zip(
+            ("prover", "verifier", "adversarial_verifier", "simulator"),
+            (prover, verifier, adversary, simulator),
+            strict=True,
+        )
+    )
+
+
+PLAYS = {
+    "both decide at once": Play("a", "r", 1, four([2 - 0.75], [3], [0.25], [-0.25])),
+    "the verifier decides first": Play(
+        "acr", "cca", 1, four([2 - 0.75, 0, -0.75], [3, 0, 0], [0.25, 0, 0.25], [-0.25, 0, -0.25])
+    ),
+    "the adversarial verifier decides first": Play(
+        "cca", "acr", 0, four([-0.75, 0, 2], [0.5, 0, -5], [0.25, 0, 0], [-0.25, 0, 0])
+    ),
+    "nobody decides": Play(
+        "cccc",
+        "cccc",
+        0,
+        four([-0.75, 0, -0.75, 0], [0.5, 0, 0.5, -7], [0.25, 0, 0.25, 0], [-0.25, 0, -0.25, 0]),
+        is_out=True,
+    ),
+    "only the verifier decides, and is not charged for the other": Play(
+        "rccc",
+        "cccc",
+        0,
+        four([-0.75, 0, -0.75, 0], [3, 0, 0, 0], [0.25, 0, 0.25, 0], [-0.25, 0, -0.25, 0]),
+        is_out=True,
+    ),
+    "only the adversarial verifier decides, and the verifier is charged": Play(
+        "cccc",
+        "rccc",
+        0,
+        four([-0.75, 0, 0, 0], [0.5, 0, 0.5, -7], [0.25, 0, 0, 0], [-0.25, 0, 0, 0]),
+        is_out=True,
+    ),
+    "a shared reward is that of the verifier, with what is due to giving nothing away": Play(
+        "cca",
+        "cca",
+        0,
+        four([0.5 - 0.75, 0, -5 - 0.75], [0.5, 0, -5], [0.25, 0, 0.25], [-0.25, 0, -0.25]),
+        common={"shared_reward": True},
+    ),
+    "a forced decision is the verifier's alone": Play(
+        "ccc",
+        "ccr",
+        1,
+        four([2 - 0.75, 0, -0.75], [3, 0, 0], [0.25, 0, 0.25], [-0.25, 0, -0.25]),
+        common={"force_guess": "y"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLAYS)
+def test_plays_of_nip_end_and_reward_as_worked_out(name: str) -> None:
+    expected = PLAYS[name]
+    handler = build("nip", {"max_message_rounds": 4}, zk=ZK, **(expected.common or {}))
+
+    def moves_of(r: int) -> Moves:
+        letters = [
+            "a",
+            *(text[r : r + 1] or "r" for text in (expected.verifier, expected.adversary)),
+        ]
+        return moves(handler, [*letters, "a"])
+
+    steps = play(handler, moves_of, torch.tensor([expected.y]), torch.tensor([0]))
+    length = len(expected.rewards["verifier"])
+    assert [bool(s.is_done) for s in steps[:length]] == [False] * (length - 1) + [True]
+    assert bool(steps[length - 1].is_out_of_rounds_E) is expected.is_out
+    assert bool(steps[length - 1].has_decided_E) is not expected.is_out
+    for a, agent in enumerate(handler.agent_names):
+        got = [float(step.reward_EA[0, a]) for step in steps]
+        wanted = expected.rewards[agent] + [0.0] * (len(steps) - length)
+        assert got == pytest.approx(wanted, abs=1e-6), agent
+
+
+def moves(handler: ProtocolHandler, letters: list[str]) -> Moves:
+    """Give the moves of one episode with the logits that the module's docstring tells of."""
+    messages_EACPS = torch.randn(1, handler.num_agents, handler.num_channels, 1, 3)
+    decisions_EA3 = torch.randn(1, handler.num_agents, 3)
+    adversary, simulator = (handler.agent_names.index(n) for n in handler.agent_names[-2:])
+    messages_EACPS[:, adversary] = torch.tensor([1.0, -1.0, 0.0])
+    messages_EACPS[:, simulator] = torch.tensor([11.0, 10.0, 9.0])
+    decisions_EA3[:, adversary] = torch.tensor([6.0, 4.0, 5.0])
+    decisions_EA3[:, simulator] = torch.tensor([-1.0, 1.0, 0.0])
+    return Moves(torch.tensor([[LETTERS[x] for x in letters]]), messages_EACPS, decisions_EA3)
+
+
+def test_who_has_decided_is_carried_and_closes_the_conversation() -> None:
+    handler = build("nip", {"max_message_rounds": 6}, zk=ZK)
+    zero, one = torch.tensor([0]), torch.tensor([1])
+    nobody = torch.zeros(1, 4, dtype=torch.bool)
+    step = handler.step(zero, zero, one, nobody, moves(handler, ["a", "r", "c", "a"]))
+    assert step.agent_decided_EA.tolist() == [[False, True, False, False]]
+    assert int(step.decision_E) == 0
+    decided = step.agent_decided_EA
+    assert sends(handler, handler.active_mask(one, zero, decided)) == {"prover:main_adversarial"}
+    assert sends(handler, handler.active_mask(one + 1, zero, decided)) == {
+        "adversarial_verifier:main_adversarial",
+        "simulator:main_simulator",
+    }
+    assert handler.can_decide(one + 1, zero, decided).tolist() == [[False, False, True, False]]
+    step = handler.step(one, zero, one, decided, moves(handler, ["c"] * 4))
+    assert int(step.decision_E) == CONTINUE
+    assert torch.equal(step.agent_decided_EA, decided)
+    # The simulator's end is that of the one that it imitates.
+    step = handler.step(one + 1, zero, one, decided, moves(handler, ["c", "c", "a", "c"]))
+    assert step.agent_decided_EA.tolist() == [[False, True, True, True]]
+    assert bool(step.has_decided_E)
+
+
+def test_the_likeness_of_messages_is_over_all_open_channels_at_once() -> None:
+    handler = build("debate", {"max_message_rounds": 2}, zk=ZK, verifier_first=False)
+    messages_EACPS = torch.randn(1, 5, 6, 1, 3)
+    # Channels are two standard ones, two adversarial ones, two of the simulator.
+    messages_EACPS[0, 3, 2:4, 0] = torch.tensor([[1.0, -1.0, 0.0], [0.0, 0.0, 0.0]])
+    messages_EACPS[0, 4, 4:6, 0] = torch.tensor([[1.0, -1.0, 0.0], [1.0, 0.0, -1.0]])
+    decisions_EA3 = torch.randn(1, 5, 3)
+    decisions_EA3[0, 3:] = torch.tensor([[1.0, -1.0, 0.0], [1.0, 1.0, -2.0]])
+    played = Moves(torch.zeros(1, 5, dtype=torch.long), messages_EACPS, decisions_EA3)
+    first, second = play(handler, lambda r: played, torch.tensor([0]), torch.tensor([0]))
+    assert first.reward_EA.tolist() == [[0.0] * 5]
+    s = 0.5 * 1 / 2**0.5
+    expected = [2 + 3 * s, 3 * s, 3.0, -s, s]
+    assert second.reward_EA[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_before_a_decision_counts_its_likeness_does_not() -> None:
+    handler = build("nip", {"max_message_rounds": 4, "min_message_rounds": 2}, zk=ZK)
+    steps = play(handler, lambda r: moves(handler, ["c"] * 4), torch.tensor([0]), torch.tensor([0]))
+    got = [float(step.reward_EA[0, -1]) for step in steps]
+    assert got == pytest.approx([0.5 * 0.5, 0, 0.5 * (0.5 - 1), 0])
+
+
+def test_symbols_that_cannot_be_sent_do_not_make_messages_alike() -> None:
+    handler = build("adp", zk=ZK)
+    messages_EACPS = torch.full((1, 4, 3, 1, 4), -1e9)
+    messages_EACPS[0, 2, 1, 0, :2] = torch.tensor([1.0, 0.0])
+    messages_EACPS[0, 3, 2, 0, :2] = torch.tensor([0.0, 1.0])
+    played = Moves(torch.zeros(1, 4, dtype=torch.long), messages_EACPS, torch.zeros(1, 4, 3))
+    step = play(handler, lambda r: played, torch.tensor([0]), torch.tensor([0]))[-1]
+    assert step.reward_EA[0, 2:].tolist() == pytest.approx([0.5, -0.5])
+
+
+def test_gradients_of_the_likeness_reach_both_and_rewards_carry_none() -> None:
+    handler = build("adp", zk=ZK)
+    assert isinstance(handler, ZeroKnowledgeProtocol)
+    messages_EACPS = torch.randn(5, 4, 3, 1, 2, requires_grad=True)
+    decisions_EA3 = torch.randn(5, 4, 3, requires_grad=True)
+    played = Moves(torch.zeros(5, 4, dtype=torch.long), messages_EACPS, decisions_EA3)
+    rounds, zeros = torch.ones(5, dtype=torch.long), torch.zeros(5, dtype=torch.long)
+    nobody = torch.zeros(5, 4, dtype=torch.bool)
+    assert not handler.step(rounds, zeros, zeros, nobody, played).reward_EA.requires_grad
+    handler.likeness(rounds, zeros, nobody, played).sum().backward()
+    assert messages_EACPS.grad is not None
+    assert decisions_EA3.grad is not None
+    moved = messages_EACPS.grad.abs().sum((0, 3, 4)).nonzero().tolist()
+    assert moved == [[2, 1], [3, 2]]
+    assert decisions_EA3.grad.abs().sum((0, 2)).nonzero().flatten().tolist() == [2, 3]
+
+
+def test_what_logits_earn_is_what_is_rewarded_and_raising_it_makes_agents_alike() -> None:
+    handler = build("adp", zk=ZK)
+    rounds, zeros = torch.ones(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)
+    nobody = torch.zeros(4, 4, dtype=torch.bool)
+    torch.manual_seed(0)
+    messages_EACPS, decisions_EA3 = torch.randn(4, 4, 3, 1, 5), torch.randn(4, 4, 3)
+    place = rounds, zeros, nobody
+    for one in (messages_EACPS, decisions_EA3):
+        one.requires_grad_()
+    optimizer = torch.optim.Adam([messages_EACPS, decisions_EA3], lr=0.1)
+    played = Moves(torch.zeros(4, 4, dtype=torch.long), messages_EACPS, decisions_EA3)
+    reward_EA = handler.step(rounds, zeros, zeros, nobody, played).reward_EA
+    for number, name in ((2, "adversarial_verifier"), (3, "simulator")):
+        earned_E = handler.logit_reward(name, *place, played)
+        assert earned_E is not None
+        assert torch.equal(earned_E.detach(), reward_EA[:, number])
+    assert handler.logit_reward("prover", *place, played) is None
+    assert build("adp").logit_reward("verifier", *place, played) is None
+    for _ in range(100):
+        optimizer.zero_grad()
+        earned_E = handler.logit_reward("simulator", *place, played)
+        assert earned_E is not None
+        torch.autograd.backward(-earned_E.mean())
+        optimizer.step()
+    assert float(earned_E.detach().min()) > 0.5 * 1.99
+
+
+def test_moves_without_logits_are_refused() -> None:
+    handler = build("nip", zk=ZK)
+    nothing = torch.zeros(1, dtype=torch.long)
+    decided = torch.zeros(1, 4, dtype=torch.bool)
+    with pytest.raises(ConfigurationError) as caught:
+        handler.step(nothing, nothing, nothing, decided, Moves(decided.long()))
+    assert str(caught.value) == (
+        "a zero-knowledge protocol was stepped with moves that have no logits, which its rewards "
+        "compare. Give message_logits_EACPS and decision_logits_EA3 wherever needs_logits is true, "
+        "or set protocol_common.zero_knowledge=false."
+    )

@@ -1,0 +1,73 @@
+"""Batches follow one another, are replayed exactly, and hold the rewards of their ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.scenario_instance import ScenarioInstance
+from tests.protocol_games import build_game
+
+
+def sampler_of(game: ScenarioInstance, seed: int = 0) -> EpisodeSampler:
+    return EpisodeSampler(game.train_environment, game.combined_agents, key=(seed,))
+
+
+def test_episodes_go_on_from_one_batch_to_the_next() -> None:
+    whole = sampler_of(build_game()).collect(12)
+    parts = sampler_of(build_game())
+    joined = torch.cat([parts.collect(5), parts.collect(7)], dim=1)
+    for key in whole.keys(include_nested=True, leaves_only=True):
+        assert whole[key].equal(joined[key]), key
+
+
+def test_stopping_and_going_on_gives_the_same_frames(tmp_path: Path) -> None:
+    sampler = sampler_of(build_game("mnip", {"include_linear_message_space": True}))
+    sampler.collect(5)
+    save_state(tmp_path / "state", sampler.state())
+    expected = sampler.collect(6)
+    other = sampler_of(build_game("mnip", {"include_linear_message_space": True}), seed=7)
+    other.load_state(load_state(tmp_path / "state"))
+    got = other.collect(6)
+    for key in expected.keys(include_nested=True, leaves_only=True):
+        assert expected[key].equal(got[key]), key
+
+
+def test_what_follows_a_frame_is_the_next_one() -> None:
+    batch = sampler_of(build_game()).collect(8)
+    for name in ("round", "message_history", "features", "active_mask"):
+        assert batch["next", name][:, :-1].equal(batch[name][:, 1:])
+    done_ET = batch["next", "done"].squeeze(-1)
+    assert done_ET.any()
+    assert (batch["next", "round"][done_ET] == 0).all()
+
+
+@pytest.mark.parametrize("zero_knowledge", [False, True])
+def test_rewards_are_those_that_the_protocol_gives_for_what_was_decided(
+    zero_knowledge: bool,
+) -> None:
+    game = build_game(protocol_common={"zero_knowledge": zero_knowledge})
+    batch = sampler_of(game).collect(24)
+    assert game.combined_agents is not None
+    verifier = game.combined_agents.number("verifier")
+    decided_ET = batch["agents", "decision"][..., verifier] != 2
+    right_ET = batch["agents", "decision"][..., verifier] == batch["y"].squeeze(-1)
+    rewards_ET = batch["next", "agents", "reward"][..., verifier, 0]
+    assert decided_ET.any()
+    assert (rewards_ET[decided_ET & right_ET] == 1).all()
+    assert (rewards_ET[decided_ET & ~right_ET] == -1).all()
+    if not zero_knowledge:
+        assert batch["next", "decision"].equal(
+            torch.where(decided_ET, batch["agents", "decision"][..., verifier], 2)
+        )
+        assert batch["next", "done"].squeeze(-1)[decided_ET].all()
+
+
+def test_the_datapoints_of_an_iteration_are_all_played() -> None:
+    batch = sampler_of(build_game("adp")).collect(8)
+    ids = batch["datapoint_id"].flatten()
+    assert set(ids.tolist()) == set(range(64))
