@@ -1,0 +1,1 @@
+"""Graph isomorphism: pairs of graphs, and the networks that read them."""

@@ -1,0 +1,358 @@
+"""Pairs of random graphs with a known Weisfeiler-Lehman score, thousands a second.
+
+A pair that k rounds of refinement do not tell apart is rare among random pairs, so waiting for one
+is slow. It is made instead: from a random graph G, a walk of *switches* leads to a graph H with the
+same colours. A switch takes two edges a-b and c-d, of which a and c are of one colour and b and d
+of one colour, and puts a-d and c-b in their place. Where colours are those of round k - 1, every
+node keeps its number of neighbours of each colour, so its colours up to round k stay; for k = 1 all
+nodes have one colour and switches keep degrees. Each switch is as likely as its reverse, and given
+its colours a graph with independent edges is as likely as any other with as many edges, so H is
+distributed as G is, and neither graph of a pair can be recognised as the second.
+
+Isomorphic pairs are two shuffles of a graph that comes out of the same process: half of them of
+graphs of pairs in the data, half of others. So both labels come with the same graphs, a network
+must compare, and nothing can beat `wl_accuracy` on average with k rounds. With
+`isomorphic_graphs: independent` the others are plain random graphs, as in the published data
+(arXiv:2412.08897); a solver can then tell from one graph alone that the pair is likely isomorphic.
+
+Which of the two sets a pair is for is a property of the pair, up to relabelling, that no parameter
+or seed changes: no pair of one training set is in any test set.
+
+Shapes: N pairs, n nodes (padded), E edges (padded).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from nip_astra.errors import DataError
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.scenarios.graphs.wl import (
+    BEYOND_WL,
+    ISOMORPHIC,
+    BoolArray,
+    HashArray,
+    refinement_rounds,
+    wl_hashes,
+)
+from nip_astra.utils.seeding import derive_seed
+
+Split = Literal["train", "test"]
+SPLITS: tuple[Split, Split] = ("train", "test")
+IntArray = NDArray[np.int64]
+
+TEST_SHARE = 0.2
+"""Share of all pairs, up to relabelling, that are for test sets."""
+NUM_DEGREE_SWITCHES = 60
+"""Switches tried from a graph to one with its degrees; about a third are possible."""
+NUM_COLOUR_SWITCHES = 100
+"""Switches tried from a graph to one with its colours of round 2; a few percent are possible."""
+MIN_YIELD = 1 / 1000
+"""Where fewer tries than this give a pair that was asked for, it counts as impossible."""
+_BATCH = 2048
+
+
+class GraphPairParameters(SubParameters):
+    """Pairs of graphs, made from a seed."""
+
+    num_train: int = Field(default=10_000, ge=1)
+    """Pairs to train on."""
+    num_test: int = Field(default=1_000, ge=1)
+    """Pairs to test on. Larger measures more exactly."""
+    sizes: list[int] = Field(default=[7, 8, 9, 10, 11], min_length=1)
+    """Numbers of nodes, each as likely; the largest sets the number of symbols of a message."""
+    edge_probabilities: list[float] = Field(default=[0.2, 0.4, 0.6, 0.8], min_length=1)
+    """Probabilities that two nodes of a random graph are joined, each as likely."""
+    isomorphic_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of the pairs that are isomorphic."""
+    score_1_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of the other pairs whose degrees differ. Larger is easier."""
+    score_2_share: float = Field(default=0.2, ge=0, le=1)
+    """Share of the other pairs that the second round tells apart; what is left takes 3 to 5."""
+    isomorphic_graphs: Literal["matched", "independent"] = "matched"
+    """Graphs of isomorphic pairs that are in no other pair: drawn as those of the other pairs are,
+    or plain random graphs, from which alone an agent can guess that a pair is isomorphic."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the pairs. That of the experiment leaves them as they are."""
+    file: str | None = None
+    """File of pairs to read instead, as `save_pairs` writes it; scenario:// is the scenario's
+    folder. All of the above is then unused."""
+
+    @model_validator(mode="after")
+    def _can_be_made(self) -> Self:
+        if not all(2 <= size <= 64 for size in self.sizes):
+            raise ValueError("sizes must be from 2 to 64 nodes")
+        if not all(0 < probability < 1 for probability in self.edge_probabilities):
+            raise ValueError("edge_probabilities must be above 0 and below 1")
+        if self.score_1_share + self.score_2_share > 1:
+            raise ValueError("score_1_share and score_2_share must not exceed 1 together")
+        return self
+
+
+class GraphPairs(NamedTuple):
+    """Pairs of graphs of the same size.
+
+    Attributes
+    ----------
+    adjacency : ndarray
+        [N, 2, n, n] bool, symmetric, without loops, False at padding.
+    num_nodes : ndarray
+        [N] int64, real nodes of each graph; they come first.
+    wl_score : ndarray
+        [N] int64, as `wl_scores` gives it.
+    """
+
+    adjacency: BoolArray
+    num_nodes: IntArray
+    wl_score: IntArray
+
+    @property
+    def num_pairs(self) -> int:
+        """N."""
+        return len(self.num_nodes)
+
+    def take(self, rows: IntArray | BoolArray) -> GraphPairs:
+        """Give some of the pairs."""
+        return GraphPairs(self.adjacency[rows], self.num_nodes[rows], self.wl_score[rows])
+
+
+def _joined(parts: Sequence[GraphPairs]) -> GraphPairs:
+    return GraphPairs(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
+
+
+def generate_pairs(parameters: GraphPairParameters, split: Split) -> GraphPairs:
+    """Make the pairs of a set.
+
+    Raises
+    ------
+    DataError
+        When the sizes and edge probabilities do not allow the mix.
+    """
+    generator = _Generator(parameters, split)
+    num_pairs = parameters.num_train if split == "train" else parameters.num_test
+    num_isomorphic = round(num_pairs * parameters.isomorphic_share)
+    different = generator.different(num_pairs - num_isomorphic)
+    num_shuffled = num_isomorphic // 2 if different.num_pairs else 0
+    parts = [
+        different,
+        generator.isomorphic_from(different, num_shuffled),
+        generator.isomorphic(num_isomorphic - num_shuffled),
+    ]
+    return generator.finished(_joined(parts))
+
+
+class _Generator:
+    """Makes the pairs of one set."""
+
+    def __init__(self, parameters: GraphPairParameters, split: Split) -> None:
+        self.parameters = parameters
+        self.split = split
+        self.n = max(parameters.sizes)
+        self.random = np.random.default_rng(derive_seed(parameters.seed, "graph pairs", split))
+
+    def different(self, num_pairs: int) -> GraphPairs:
+        """Give pairs that are not isomorphic, in the mix of scores asked for."""
+        parts = [
+            self._collected(count, partial(self._tries, kind), name)
+            for (kind, name), count in zip(_NAMES.items(), self._counts(num_pairs), strict=True)
+        ]
+        return _joined(parts)
+
+    def isomorphic_from(self, pairs: GraphPairs, num_pairs: int) -> GraphPairs:
+        """Give isomorphic pairs of graphs that are in other pairs, each as often as another."""
+        if num_pairs == 0:
+            return self._empty()
+        both = GraphPairs(
+            pairs.adjacency.reshape(-1, 1, self.n, self.n).repeat(2, axis=1),
+            pairs.num_nodes.repeat(2),
+            np.full(2 * pairs.num_pairs, ISOMORPHIC),
+        )
+        both = self._of_this_split(both.take(self.random.permutation(both.num_pairs)))
+        if both.num_pairs == 0:
+            return self.isomorphic(num_pairs)
+        return both.take(np.arange(num_pairs) % both.num_pairs)
+
+    def isomorphic(self, num_pairs: int) -> GraphPairs:
+        """Give isomorphic pairs of graphs that are in no other pair."""
+        if self.parameters.isomorphic_graphs == "independent":
+            return self._collected(num_pairs, self._random_twice, "isomorphic")
+        parts = [
+            self._collected(count, partial(self._first_twice, kind), f"halves of pairs {name}")
+            for (kind, name), count in zip(_NAMES.items(), self._counts(num_pairs), strict=True)
+        ]
+        return _joined(parts)
+
+    def finished(self, pairs: GraphPairs) -> GraphPairs:
+        """Give the pairs in random order, with random labels of nodes and the graphs swapped."""
+        pairs = pairs.take(self.random.permutation(pairs.num_pairs))
+        rows = np.arange(pairs.num_pairs)
+        first = self.random.integers(0, 2, pairs.num_pairs)
+        swapped = np.stack([pairs.adjacency[rows, first], pairs.adjacency[rows, 1 - first]], axis=1)
+        sizes = pairs.num_nodes.repeat(2)
+        relabelled = relabel(swapped.reshape(-1, self.n, self.n), sizes, self.random)
+        return pairs._replace(adjacency=relabelled.reshape(swapped.shape))
+
+    def _counts(self, num_pairs: int) -> tuple[int, int, int]:
+        """Give how many pairs have the score 1, 2, and more."""
+        first = round(num_pairs * self.parameters.score_1_share)
+        second = min(round(num_pairs * self.parameters.score_2_share), num_pairs - first)
+        return first, second, num_pairs - first - second
+
+    def _empty(self) -> GraphPairs:
+        none = np.zeros(0, dtype=np.int64)
+        return GraphPairs(np.zeros((0, 2, self.n, self.n), dtype=np.bool_), none, none)
+
+    def _collected(
+        self, num_pairs: int, tries: Callable[[int], GraphPairs], name: str
+    ) -> GraphPairs:
+        """Try until there are enough pairs of this set."""
+        parts, num_found, num_tries = [self._empty()], 0, 0
+        while num_found < num_pairs:
+            if num_tries > num_pairs / MIN_YIELD + 10 * _BATCH:
+                raise DataError(
+                    f"{self.split} pairs of graphs that are {name} were to be made, {num_pairs} of "
+                    f"them, but {num_tries} tries gave {num_found}: graphs of "
+                    f"{', '.join(map(str, self.parameters.sizes))} nodes with edge probabilities "
+                    f"{', '.join(map(str, self.parameters.edge_probabilities))} hardly have any. "
+                    "Use larger sizes, probabilities nearer to 0.5, or another mix "
+                    "(score_1_share, score_2_share)."
+                )
+            # Few at first for a small set; many where they turn out to be rare.
+            size = int(np.clip(4 * (num_pairs - num_found) + num_tries, 64, _BATCH))
+            found = self._of_this_split(tries(size))
+            parts.append(found)
+            num_found += found.num_pairs
+            num_tries += size
+        return _joined(parts).take(np.arange(num_pairs))
+
+    def _of_this_split(self, pairs: GraphPairs) -> GraphPairs:
+        is_for_test = pair_hashes(pairs) < np.uint64(TEST_SHARE * 2**64)
+        return pairs.take(is_for_test == (self.split == "test"))
+
+    def _tries(self, kind: int, size: int) -> GraphPairs:
+        """Try to make pairs of score 1, of score 2, or of 3 and more; give those that are."""
+        first, num_nodes, chance = self._random_graphs(size)
+        if kind == 1:
+            second = random_graphs(num_nodes, chance, self.n, self.random)
+        elif kind == 2:
+            second = switched(first, np.zeros_like(first[:, 0]), NUM_DEGREE_SWITCHES, self.random)
+        else:
+            second = switched(first, first.sum(-1), NUM_COLOUR_SWITCHES, self.random)
+        adjacency = np.stack([first, second], axis=1)
+        scores = refinement_rounds(adjacency, np.stack([num_nodes, num_nodes], axis=1))
+        is_found = (scores > 2) & (scores < BEYOND_WL) if kind == 3 else scores == kind
+        return GraphPairs(adjacency, num_nodes, scores).take(is_found)
+
+    def _first_twice(self, kind: int, size: int) -> GraphPairs:
+        pairs = self._tries(kind, size)
+        adjacency = pairs.adjacency[:, :1].repeat(2, axis=1)
+        return GraphPairs(adjacency, pairs.num_nodes, np.full(pairs.num_pairs, ISOMORPHIC))
+
+    def _random_twice(self, size: int) -> GraphPairs:
+        graphs, num_nodes, _ = self._random_graphs(size)
+        adjacency = graphs[:, None].repeat(2, axis=1)
+        return GraphPairs(adjacency, num_nodes, np.full(size, ISOMORPHIC))
+
+    def _random_graphs(self, size: int) -> tuple[BoolArray, IntArray, NDArray[np.float64]]:
+        num_nodes = self.random.choice(self.parameters.sizes, size)
+        chance = self.random.choice(self.parameters.edge_probabilities, size)
+        return random_graphs(num_nodes, chance, self.n, self.random), num_nodes, chance
+
+
+_NAMES = {
+    1: "told apart by round 1",
+    2: "told apart by round 2",
+    3: "told apart by rounds 3 to 5",
+}
+
+
+def pair_hashes(pairs: GraphPairs) -> HashArray:
+    """Give a number to each pair that neither the order nor the labels of its graphs change."""
+    n = pairs.adjacency.shape[-1]
+    hashes = wl_hashes(pairs.adjacency.reshape(-1, n, n), pairs.num_nodes.repeat(2))
+    low, high = np.sort(hashes.reshape(-1, 2), axis=1).T
+    # An odd factor and a rotation, so that equal hashes do not cancel.
+    mixed: HashArray = (low * np.uint64(0xD6E8FEB86659FD93)) ^ (
+        (high << np.uint64(32)) | (high >> np.uint64(32))
+    )
+    return mixed * np.uint64(0xD6E8FEB86659FD93)
+
+
+def random_graphs(
+    num_nodes: IntArray,
+    chance: NDArray[np.float64],
+    n: int,
+    random: np.random.Generator,
+) -> BoolArray:
+    """Give graphs whose nodes are joined independently, [N, n, n]."""
+    is_real = np.arange(n) < num_nodes[:, None]
+    above = np.triu(random.random((len(num_nodes), n, n)) < chance[:, None, None], k=1)
+    above &= is_real[:, :, None] & is_real[:, None]
+    graphs: BoolArray = above | above.transpose(0, 2, 1)
+    return graphs
+
+
+def relabel(graphs: BoolArray, num_nodes: IntArray, random: np.random.Generator) -> BoolArray:
+    """Give the graphs, [N, n, n], with their real nodes in random order."""
+    n = graphs.shape[-1]
+    keys = np.where(np.arange(n) < num_nodes[:, None], random.random((len(graphs), n)), 2.0)
+    order = keys.argsort(axis=1)
+    rows = np.take_along_axis(graphs, order[:, :, None], axis=1)
+    return np.take_along_axis(rows, order[:, None], axis=2)
+
+
+def switched(
+    graphs: BoolArray, colours: IntArray, num_tries: int, random: np.random.Generator
+) -> BoolArray:
+    """Walk from each graph by switches of edges whose ends have the same colours.
+
+    Parameters
+    ----------
+    graphs : ndarray
+        [N, n, n] bool.
+    colours : ndarray
+        [N, n]; they stay as they are.
+    num_tries : int
+        Pairs of edges that are drawn for each graph; switched where that is possible.
+    """
+    graphs = graphs.copy()
+    edges, num_edges = _edges(graphs)
+    all_rows = np.flatnonzero(num_edges >= 2)
+    for _ in range(num_tries if len(all_rows) else 0):
+        draws = random.random((3, len(all_rows)))
+        one = (draws[0] * num_edges[all_rows]).astype(np.int64)
+        other = (draws[1] * num_edges[all_rows]).astype(np.int64)
+        is_turned = draws[2] < 0.5
+        a, b = edges[all_rows, one].T
+        ends = edges[all_rows, other]
+        c = np.where(is_turned, ends[:, 1], ends[:, 0])
+        d = np.where(is_turned, ends[:, 0], ends[:, 1])
+        is_possible = (colours[all_rows, a] == colours[all_rows, c]) & (
+            colours[all_rows, b] == colours[all_rows, d]
+        )
+        is_possible &= (a != d) & (b != c)
+        is_possible &= ~graphs[all_rows, a, d] & ~graphs[all_rows, c, b]
+        chosen = np.flatnonzero(is_possible)
+        rows, a, b, c, d = (array[chosen] for array in (all_rows, a, b, c, d))
+        for start, end, value in ((a, b, False), (c, d, False), (a, d, True), (c, b, True)):
+            graphs[rows, start, end] = value
+            graphs[rows, end, start] = value
+        edges[rows, one[chosen]] = np.stack([a, d], axis=1)
+        edges[rows, other[chosen]] = np.stack([c, b], axis=1)
+    return graphs
+
+
+def _edges(graphs: BoolArray) -> tuple[IntArray, IntArray]:
+    """Give the edges of each graph, [N, E, 2], and how many there are, [N]."""
+    rows, starts, ends = np.nonzero(np.triu(graphs, k=1))
+    num_edges = np.bincount(rows, minlength=len(graphs))
+    firsts = np.concatenate([[0], num_edges.cumsum()[:-1]])
+    edges = np.zeros((len(graphs), max(int(num_edges.max(initial=0)), 1), 2), dtype=np.int64)
+    edges[rows, np.arange(len(rows)) - firsts[rows]] = np.stack([starts, ends], axis=1)
+    return edges, num_edges

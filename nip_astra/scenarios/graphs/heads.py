@@ -1,0 +1,150 @@
+"""What acts on the representation of a pair of graphs.
+
+Shapes: B frames, V visible channels, P positions, n nodes of a graph (padded), S = 2 n symbols,
+L linear symbols, D width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from nip_astra.scenario_base.message_space import AgentShape
+from nip_astra.scenario_base.tensordict_agents import (
+    AgentPolicyHead,
+    AgentValueHead,
+    ImpossibleSymbols,
+    Observation,
+    PolicyOutput,
+    Representation,
+    SoloAgentHead,
+    mlp,
+    round_one_hot,
+)
+from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
+from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES
+
+
+def impossible_symbols(observation: Observation, shape: AgentShape) -> Tensor:
+    """Give the nodes that an agent cannot send, True, [B, V or 1, P or 1, S].
+
+    Nobody sends padding. A prover answers with a node of the graph opposite to the one that the
+    last message in the same channel and position is of, and of the first graph where there was no
+    message.
+    """
+    node_mask_B2n = observation["node_mask"]
+    is_padding_BS = ~node_mask_B2n.flatten(1)
+    if shape.is_verifier:
+        return is_padding_BS[:, None, None]
+    message_BCPS = observation["message"]
+    if shape.num_visible < shape.num_channels:
+        message_BCPS = message_BCPS[:, list(shape.visible_channels)]
+    n = node_mask_B2n.shape[-1]
+    is_said_BVP2 = message_BCPS.view(*message_BCPS.shape[:-1], 2, n).sum(-1) > 0
+    is_first_said, is_second_said = is_said_BVP2.unbind(-1)
+    is_first_closed = is_first_said & ~is_second_said
+    is_closed_BVP2 = torch.stack([is_first_closed, ~is_first_said], dim=-1)
+    return is_padding_BS[:, None, None] | is_closed_BVP2.repeat_interleave(n, dim=-1)
+
+
+class GraphPolicyHead(AgentPolicyHead):
+    """Scores each node by itself, and decides on the two graphs."""
+
+    def __init__(
+        self,
+        parameters: GraphIsomorphismAgentParameters,
+        shape: AgentShape,
+        impossible: ImpossibleSymbols | None = impossible_symbols,
+    ) -> None:
+        super().__init__(shape, impossible)
+        space, d = shape.message_space, shape.d_representation
+        num_places = shape.num_visible * space.message_size
+        activation = parameters.activation_function
+        self.node_selector = mlp(
+            d,
+            parameters.d_node_selector,
+            parameters.num_node_selector_layers,
+            num_places,
+            activation,
+        )
+        self.sees_round = parameters.include_round_in_decider
+        self.decider = None
+        if shape.has_decision:
+            self.decider = mlp(
+                2 * d + shape.num_rounds * self.sees_round,
+                parameters.d_decider,
+                parameters.num_decider_layers,
+                3,
+                activation,
+            )
+        self.linear_message_selector = None
+        if space.num_linear_symbols:
+            self.linear_message_selector = mlp(
+                2 * d,
+                parameters.d_linear_message_selector,
+                parameters.num_linear_message_selector_layers,
+                num_places * space.num_linear_symbols,
+                activation,
+            )
+
+    def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
+        space = self.shape.message_space
+        nodes_BSF: Tensor = self.node_selector(representation[NODES])
+        places = (len(nodes_BSF), self.shape.num_visible, space.message_size)
+        message_logits_BVPS = nodes_BSF.transpose(1, 2).reshape(*places, space.num_symbols)
+        decision_logits_B3, linear_logits_BVPL = None, None
+        if self.decider is not None:
+            decision_logits_B3 = self.decider(
+                _graphs_and_round(representation, observation, self.shape, self.sees_round)
+            )
+        if self.linear_message_selector is not None:
+            linear = self.linear_message_selector(representation[GRAPHS].flatten(1))
+            linear_logits_BVPL = linear.view(*places, space.num_linear_symbols)
+        return PolicyOutput(message_logits_BVPS, decision_logits_B3, linear_logits_BVPL)
+
+
+class GraphValueHead(AgentValueHead):
+    """Values from the two graphs."""
+
+    def __init__(self, parameters: GraphIsomorphismAgentParameters, shape: AgentShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.sees_round = parameters.include_round_in_value
+        self.network = mlp(
+            2 * shape.d_representation + shape.num_rounds * self.sees_round,
+            parameters.d_value,
+            parameters.num_value_layers,
+            1,
+            parameters.activation_function,
+        )
+
+    def forward(self, representation: Representation, observation: Observation) -> Tensor:
+        values_B1: Tensor = self.network(
+            _graphs_and_round(representation, observation, self.shape, self.sees_round)
+        )
+        return values_B1.squeeze(-1)
+
+
+class GraphSoloHead(SoloAgentHead):
+    """Tells the label from the two graphs."""
+
+    def __init__(self, parameters: GraphIsomorphismAgentParameters, shape: AgentShape) -> None:
+        super().__init__()
+        self.network = mlp(
+            2 * shape.d_representation,
+            parameters.d_decider,
+            parameters.num_decider_layers,
+            2,
+            parameters.activation_function,
+        )
+
+    def forward(self, representation: Representation, observation: Observation) -> Tensor:
+        logits_B2: Tensor = self.network(representation[GRAPHS].flatten(1))
+        return logits_B2
+
+
+def _graphs_and_round(
+    representation: Representation, observation: Observation, shape: AgentShape, sees_round: bool
+) -> Tensor:
+    graphs = representation[GRAPHS].flatten(1)
+    return torch.cat([graphs, round_one_hot(observation, shape)], 1) if sees_round else graphs

@@ -1,0 +1,98 @@
+"""Frames of conversations about random graphs, and agents that read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nip_astra.scenario_base.message_space import AgentShape, MessageSpace
+from nip_astra.scenario_base.tensordict_agents import initialise_orthogonally
+from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
+from nip_astra.scenarios.graphs.bodies import GraphBody
+
+NUM_ROUNDS = 3
+Frames = dict[str, Tensor]
+
+
+def agent_shape(
+    n: int,
+    *,
+    is_verifier: bool = True,
+    visible: Sequence[int] = (0, 1),
+    message_size: int = 2,
+    num_linear: int = 0,
+) -> AgentShape:
+    """What networks know of a game with two channels."""
+    return AgentShape(
+        name="agent",
+        is_verifier=is_verifier,
+        has_decision=is_verifier,
+        num_rounds=NUM_ROUNDS,
+        num_channels=2,
+        visible_channels=tuple(visible),
+        message_space=MessageSpace(2 * n, message_size, num_linear),
+        d_representation=16,
+    )
+
+
+def graph_frames(
+    n: int, sizes: Sequence[Sequence[int]], shape: AgentShape, seed: int = 0
+) -> Frames:
+    """Frames about pairs of random graphs in which real nodes were sent in all places."""
+    generator = torch.Generator().manual_seed(seed)
+    num_frames, space = len(sizes), shape.message_space
+    node_mask = torch.arange(n) < torch.tensor(sizes)[..., None]
+    above = (torch.rand(num_frames, 2, n, n, generator=generator) < 0.5).triu(1)
+    above &= node_mask[..., None] & node_mask[..., None, :]
+    rounds = torch.arange(num_frames) % shape.num_rounds
+    places = torch.Size((num_frames, shape.num_rounds, shape.num_channels, space.message_size))
+    chances = node_mask.flatten(1).float()
+    said = torch.multinomial(chances, places[1:].numel(), replacement=True, generator=generator)
+    history = torch.nn.functional.one_hot(said.view(places), 2 * n).float()
+    is_past = torch.arange(shape.num_rounds) < rounds[:, None]
+    history *= is_past[:, :, None, None, None]
+    last = history[torch.arange(num_frames), (rounds - 1).clamp(min=0)]
+    frames = {
+        "adjacency": (above | above.transpose(-1, -2)).float(),
+        "node_mask": node_mask,
+        "round": rounds,
+        "message_history": history,
+        "message": last,
+    }
+    if space.num_linear_symbols:
+        linear = torch.rand(*places, space.num_linear_symbols, generator=generator)
+        frames["linear_message_history"] = linear * is_past[:, :, None, None, None]
+    return frames
+
+
+def in_nodes_order(frames: Frames, order_B2n: Tensor) -> Frames:
+    """The frames with their nodes put in another order within each graph."""
+    n = order_B2n.shape[-1]
+    symbols = (order_B2n + torch.tensor([[0], [n]])).flatten(1)
+    adjacency = frames["adjacency"].gather(2, order_B2n[..., None].expand(-1, -1, -1, n))
+    adjacency = adjacency.gather(3, order_B2n[:, :, None].expand(-1, -1, n, -1))
+    return frames | {
+        "adjacency": adjacency,
+        "node_mask": frames["node_mask"].gather(2, order_B2n),
+        "message_history": in_symbols_order(frames["message_history"], symbols),
+        "message": in_symbols_order(frames["message"], symbols),
+    }
+
+
+def in_symbols_order(values: Tensor, order_BS: Tensor) -> Tensor:
+    """Values [B, ..., S] with their last dimension in another order."""
+    between = [1] * (values.dim() - 2)
+    return values.gather(-1, order_BS.view(len(order_BS), *between, -1).expand_as(values))
+
+
+def graph_body(shape: AgentShape, **parameters: object) -> GraphBody:
+    """A body with fixed random weights, none of them 0."""
+    torch.manual_seed(0)
+    body = GraphBody(GraphIsomorphismAgentParameters(**parameters), shape)
+    initialise_orthogonally(body, 1.0)
+    for parameter in body.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter.data, std=0.1)
+    return body

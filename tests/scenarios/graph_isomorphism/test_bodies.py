@@ -1,0 +1,227 @@
+"""What a body sees of graphs, and what makes no difference to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
+from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES
+from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
+from nip_astra.scenarios.graphs.heads import GraphSoloHead
+from nip_astra.scenarios.graphs.pairs_file import as_dataset
+from tests.scenarios.graph_isomorphism.frames import (
+    Frames,
+    agent_shape,
+    graph_body,
+    graph_frames,
+    in_nodes_order,
+    in_symbols_order,
+)
+
+SIZES = [(7, 7), (5, 6), (4, 4), (7, 3)]
+
+
+def random_order(frames: Frames) -> Tensor:
+    """An order of the nodes of each graph with padding still last."""
+    torch.manual_seed(1)
+    keys = torch.rand(frames["node_mask"].shape) + 2 * ~frames["node_mask"]
+    return keys.argsort(-1)
+
+
+def close(one: Tensor, other: Tensor) -> None:
+    torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_transformer_layers", [1, 2])
+def test_the_order_of_nodes_orders_their_representations_and_nothing_else(
+    num_transformer_layers: int,
+) -> None:
+    shape = agent_shape(7)
+    body = graph_body(shape, num_transformer_layers=num_transformer_layers)
+    frames = graph_frames(7, SIZES, shape)
+    order = random_order(frames)
+    given, other = body(frames), body(in_nodes_order(frames, order))
+    symbols = (order + torch.tensor([[0], [7]])).flatten(1)
+    close(other[GRAPHS], given[GRAPHS])
+    close(other[NODES].transpose(1, 2), in_symbols_order(given[NODES].transpose(1, 2), symbols))
+
+
+@pytest.mark.parametrize("is_pair_invariant", [True, False])
+def test_the_order_of_graphs_is_unseen_with_pair_invariant_pooling_alone(
+    is_pair_invariant: bool,
+) -> None:
+    shape = agent_shape(7)
+    body = graph_body(shape, use_pair_invariant_pooling=is_pair_invariant)
+    frames = graph_frames(7, SIZES, shape)
+    swapped = frames | {name: frames[name].flip(1) for name in ("adjacency", "node_mask")}
+    for name in ("message", "message_history"):
+        swapped[name] = frames[name].roll(7, -1)
+    given, other = body(frames), body(swapped)
+    if is_pair_invariant:
+        close(other[GRAPHS], given[GRAPHS])
+        close(other[NODES], given[NODES].roll(7, 1))
+    else:
+        assert not torch.allclose(other[GRAPHS], given[GRAPHS], atol=1e-2)
+
+
+def test_padding_makes_no_difference() -> None:
+    shape, padded_shape = agent_shape(7), agent_shape(9)
+    body, padded_body = graph_body(shape), graph_body(padded_shape)
+    frames = graph_frames(7, SIZES, shape)
+    padded = frames | {
+        "adjacency": torch.nn.functional.pad(frames["adjacency"], (0, 2, 0, 2)),
+        "node_mask": torch.nn.functional.pad(frames["node_mask"], (0, 2)),
+    }
+    for name in ("message", "message_history"):
+        halves = frames[name].unflatten(-1, (2, 7))
+        padded[name] = torch.nn.functional.pad(halves, (0, 2)).flatten(-2)
+    given, other = body(frames), padded_body(padded)
+    close(other[GRAPHS], given[GRAPHS])
+    close(other[NODES].unflatten(1, (2, 9))[:, :, :7], given[NODES].unflatten(1, (2, 7)))
+
+
+def test_nodes_of_one_graph_attend_only_to_the_other_graph_and_the_graphs() -> None:
+    shape = agent_shape(7)
+    body = graph_body(shape, num_gnn_layers=1)
+    frames = graph_frames(7, [(7, 7)] * 3, shape)
+    # A last message, without a history, is seen by the node's token and by who attends to it.
+    silent = frames | {"message": torch.zeros_like(frames["message"])}
+    spoken = frames | {"message": silent["message"].index_fill(-1, torch.tensor([2]), 5.0)}
+    same, other = body(silent), body(spoken)
+    difference = (same[NODES] - other[NODES]).abs().amax(-1)
+    assert (difference[:, 2] > 1e-3).all(), "the node itself"
+    assert (difference[:, [0, 1, 3, 4, 5, 6]] < 1e-6).all(), "others of its graph"
+    assert (difference[:, 7:] > 1e-5).all(), "the other graph"
+    assert ((same[GRAPHS] - other[GRAPHS]).abs().amax(-1) > 1e-5).all()
+
+
+def test_nodes_are_computed_once_and_only_when_they_are_read() -> None:
+    shape = agent_shape(7)
+    representation = graph_body(shape)(graph_frames(7, SIZES, shape))
+    assert list(representation) == [GRAPHS]
+    assert representation[NODES] is representation[NODES]
+    assert representation[NODES].shape == (4, 14, 16)
+    with pytest.raises(KeyError):
+        representation["edges"]
+
+
+def test_an_invisible_channel_and_the_label_are_not_seen() -> None:
+    shape = agent_shape(7, visible=[1])
+    body, frames = graph_body(shape), graph_frames(7, SIZES, shape)
+    given = body(frames)
+    for name, is_seen in (("y", False), ("hidden", False), ("seen", True)):
+        changed = dict(frames)
+        if name == "y":
+            changed["y"] = torch.ones(4, 1)
+        else:
+            history = frames["message_history"].clone()
+            history[:, :, 1 if is_seen else 0] += 1
+            changed["message_history"] = history
+        assert torch.equal(body(changed)[GRAPHS], given[GRAPHS]) is not is_seen
+
+
+def test_statistics_of_histories_do_not_tell_nodes_by_their_number() -> None:
+    shape = agent_shape(7, visible=[1])
+    body = graph_body(shape)
+    sample = graph_frames(7, [(7, 5)] * 60, shape)["message_history"]
+    body.set_statistics(sample)
+    assert body.history_mean.shape == (3, 1, 2, 14)
+    assert (body.history_mean == body.history_mean[..., :1]).all()
+    history = body.history({"message_history": sample})
+    torch.testing.assert_close(history.mean((0, -1)), torch.zeros(3, 1, 2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        history.movedim(-1, 1).flatten(0, 1).std(0)[:2], torch.ones(2, 1, 2), atol=1e-2, rtol=0
+    )
+
+
+def test_linear_messages_are_seen() -> None:
+    shape = agent_shape(7, num_linear=3)
+    body, frames = graph_body(shape), graph_frames(7, SIZES, shape)
+    given = body(frames)
+    other = body(frames | {"linear_message_history": frames["linear_message_history"] + 1})
+    for name in (GRAPHS, NODES):
+        assert not torch.allclose(given[name], other[name], atol=1e-3)
+
+
+def test_every_weight_has_a_gradient_and_those_of_the_graph_network_are_known() -> None:
+    shape = agent_shape(7, num_linear=2)
+    body = graph_body(shape, num_transformer_layers=2)
+    representation = body(graph_frames(7, SIZES, shape))
+    (representation[GRAPHS].square().sum() + representation[NODES].square().sum()).backward()
+    without = [name for name, p in body.named_parameters() if p.grad is None or not p.grad.any()]
+    assert without == []
+    known = {id(parameter) for parameter in body.gnn_parameters()}
+    names = {name.split(".")[0] for name, p in body.named_parameters() if id(p) in known}
+    assert names == {"node_input", "gnn_layers"}
+    assert len(known) == 1 + 4 * len(body.gnn_layers)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "gelu"])
+def test_a_body_can_be_derived_twice(activation: str) -> None:
+    shape = agent_shape(4)
+    body = graph_body(shape, num_gnn_layers=2, activation_function=activation).double()
+    frames = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in graph_frames(4, [(4, 4), (3, 4)], shape).items()
+    }
+    weights = list(body.parameters())
+
+    def gradients(create_graph: bool) -> list[Tensor]:
+        representation = body(frames)
+        loss = representation[GRAPHS].pow(3).sum() + representation[NODES].pow(3).sum()
+        return list(torch.autograd.grad(loss, weights, create_graph=create_graph))
+
+    directions = [torch.randn_like(weight) for weight in weights]
+    product = sum((g * d).sum() for g, d in zip(gradients(True), directions, strict=True))
+    assert isinstance(product, Tensor)
+    exact = torch.cat([one.flatten() for one in torch.autograd.grad(product, weights)])
+    ends = []
+    for step in (1e-6, -1e-6):
+        with torch.no_grad():
+            for weight, direction in zip(weights, directions, strict=True):
+                weight.add_(step * direction)
+            shifted = torch.enable_grad()(gradients)(False)
+            for weight, direction in zip(weights, directions, strict=True):
+                weight.sub_(step * direction)
+        ends.append(torch.cat([one.flatten() for one in shifted]))
+    torch.testing.assert_close(exact, (ends[0] - ends[1]) / 2e-6, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def hard_pairs() -> GraphPairs:
+    """Pairs that the third round is the first to tell apart."""
+    changes = {"isomorphic_share": 0.0, "score_1_share": 0.0, "score_2_share": 0.0}
+    pairs = generate_pairs(GraphPairParameters(num_train=40, **changes), "train")
+    return pairs.take(np.flatnonzero(pairs.wl_score == 3))
+
+
+@pytest.mark.parametrize(("num_gnn_layers", "can_tell"), [(1, False), (2, False), (5, True)])
+def test_a_body_tells_apart_what_as_many_rounds_of_refinement_do(
+    hard_pairs: GraphPairs, num_gnn_layers: int, can_tell: bool
+) -> None:
+    shape = agent_shape(11)
+    # Random weights hardly tell such pairs apart, so what is 0 is told from what is small.
+    body = graph_body(shape, num_gnn_layers=num_gnn_layers).double()
+    head = GraphSoloHead(GraphIsomorphismAgentParameters(), shape).double()
+
+    def logits(pairs: GraphPairs) -> Tensor:
+        dataset = as_dataset(pairs)
+        frames = graph_frames(11, [(11, 11)] * pairs.num_pairs, shape)
+        silent = {name: torch.zeros_like(value).double() for name, value in frames.items()}
+        columns = {
+            "adjacency": dataset["adjacency"].double(),
+            "node_mask": dataset["node_mask"],
+        }
+        with torch.no_grad():
+            result: Tensor = head(body(silent | columns), frames)
+        return result
+
+    first_twice = hard_pairs._replace(adjacency=hard_pairs.adjacency[:, [0, 0]])
+    distances = (logits(hard_pairs) - logits(first_twice)).abs().amax(-1)
+    if can_tell:
+        assert (distances > 1e-9).all()
+    else:
+        assert distances.max() < 1e-12

@@ -1,0 +1,171 @@
+"""Pairs have the mix that was asked for, come from a seed, and are for one set only."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import networkx as nx
+import numpy as np
+import pytest
+
+from nip_astra.errors import DataError, ParameterError
+from nip_astra.scenarios.graphs.generation import (
+    GraphPairParameters,
+    GraphPairs,
+    generate_pairs,
+    pair_hashes,
+    random_graphs,
+    relabel,
+    switched,
+)
+from nip_astra.scenarios.graphs.wl import ISOMORPHIC, wl_scores
+
+MIX = GraphPairParameters(num_train=300, num_test=40, seed=3)
+
+
+@pytest.fixture(scope="module")
+def train() -> GraphPairs:
+    return generate_pairs(MIX, "train")
+
+
+@pytest.fixture(scope="module")
+def test() -> GraphPairs:
+    return generate_pairs(MIX, "test")
+
+
+def graphs_of(pairs: GraphPairs, row: int) -> tuple[nx.Graph, nx.Graph]:
+    size = pairs.num_nodes[row]
+    first, second = (nx.from_numpy_array(one[:size, :size]) for one in pairs.adjacency[row])
+    return first, second
+
+
+def test_the_mix_is_the_published_one(train: GraphPairs) -> None:
+    count = Counter(train.wl_score.tolist())
+    assert (count[ISOMORPHIC], count[1], count[2]) == (150, 15, 30)
+    assert count[3] + count[4] + count[5] == 105
+    assert set(train.num_nodes.tolist()) == {7, 8, 9, 10, 11}
+
+
+def test_scores_are_what_they_are_by_computing_them_again(train: GraphPairs) -> None:
+    sizes = np.stack([train.num_nodes] * 2, axis=1)
+    assert np.array_equal(wl_scores(train.adjacency, sizes), train.wl_score)
+
+
+def test_pairs_are_graphs_and_isomorphic_where_they_say_so(train: GraphPairs) -> None:
+    n = train.adjacency.shape[-1]
+    assert n == 11
+    assert np.array_equal(train.adjacency, train.adjacency.swapaxes(-1, -2))
+    assert not train.adjacency.diagonal(axis1=-2, axis2=-1).any()
+    is_padding = np.arange(n) >= train.num_nodes[:, None, None]
+    assert not (train.adjacency & is_padding[..., None]).any()
+    for row in range(60):
+        first, second = graphs_of(train, row)
+        assert nx.is_isomorphic(first, second) == (train.wl_score[row] == ISOMORPHIC)
+
+
+def test_isomorphic_pairs_are_shuffled_and_half_are_of_graphs_of_other_pairs(
+    train: GraphPairs,
+) -> None:
+    is_same = train.wl_score == ISOMORPHIC
+    equal = (train.adjacency[:, 0] == train.adjacency[:, 1]).all((1, 2))
+    assert equal[is_same].mean() < 0.1
+    twice = [pairs.adjacency[:, [side, side]] for pairs in [train] for side in (0, 1)]
+    hashes = [pair_hashes(train._replace(adjacency=adjacency)) for adjacency in twice]
+    others = set(np.concatenate([hashed[~is_same] for hashed in hashes]).tolist())
+    shared = np.mean([one in others for one in hashes[0][is_same].tolist()])
+    assert 0.5 <= shared < 0.8
+
+
+def test_the_same_seed_gives_the_same_pairs_and_another_gives_others(train: GraphPairs) -> None:
+    again, other = (
+        generate_pairs(MIX.model_copy(update={"seed": seed}), "train") for seed in (3, 4)
+    )
+    assert all(np.array_equal(one, two) for one, two in zip(again, train, strict=True))
+    assert not np.array_equal(other.adjacency, train.adjacency)
+
+
+def test_no_training_pair_of_any_seed_is_a_test_pair(train: GraphPairs, test: GraphPairs) -> None:
+    few, many = (MIX.model_copy(update={"sizes": [7], "seed": seed}) for seed in (5, 6))
+    trains = [train, generate_pairs(few, "train")]
+    tests = [test, generate_pairs(many, "test")]
+    for_train, for_test = (
+        {one for pairs in sets for one in pair_hashes(pairs).tolist()} for sets in (trains, tests)
+    )
+    assert len(for_test) > 30
+    assert not for_train & for_test
+
+
+def test_the_number_of_a_pair_depends_on_neither_labels_nor_order(train: GraphPairs) -> None:
+    random, n = np.random.default_rng(0), train.adjacency.shape[-1]
+    hashes = pair_hashes(train)
+    shuffled = relabel(train.adjacency.reshape(-1, n, n), train.num_nodes.repeat(2), random)
+    other = train._replace(adjacency=shuffled.reshape(train.adjacency.shape)[:, ::-1])
+    assert np.array_equal(pair_hashes(other), hashes)
+    # Shares of the two sets are as they should be: numbers are spread evenly.
+    assert len(np.unique(hashes)) > 250
+
+
+def test_graphs_alone_do_not_tell_the_label_unless_asked_for() -> None:
+    def difference(parameters: GraphPairParameters) -> float:
+        pairs = generate_pairs(parameters, "train")
+        is_same = pairs.wl_score == ISOMORPHIC
+        return float(pairs.num_nodes[~is_same].mean() - pairs.num_nodes[is_same].mean())
+
+    parameters = GraphPairParameters(num_train=1000)
+    assert abs(difference(parameters)) < 0.2
+    assert difference(parameters.model_copy(update={"isomorphic_graphs": "independent"})) > 0.2
+
+
+def test_other_mixes_are_made() -> None:
+    changes = {"isomorphic_share": 0.25, "score_1_share": 0.5, "score_2_share": 0.5}
+    pairs = generate_pairs(MIX.model_copy(update={**changes, "num_train": 40}), "train")
+    assert Counter(pairs.wl_score.tolist()) == {ISOMORPHIC: 10, 1: 15, 2: 15}
+    same = MIX.model_copy(update={"isomorphic_share": 1.0, "num_train": 10})
+    assert set(generate_pairs(same, "train").wl_score.tolist()) == {ISOMORPHIC}
+    none = MIX.model_copy(update={"isomorphic_share": 0.0, "num_train": 1})
+    assert generate_pairs(none, "train").wl_score.tolist() != [ISOMORPHIC]
+
+
+def test_a_mix_that_small_graphs_do_not_have_is_refused() -> None:
+    small = GraphPairParameters(num_train=10, sizes=[4], score_1_share=0.0, score_2_share=0.0)
+    with pytest.raises(DataError) as caught:
+        generate_pairs(small, "train")
+    assert "train pairs of graphs that are told apart by rounds 3 to 5" in str(caught.value)
+    assert "graphs of 4 nodes with edge probabilities 0.2, 0.4" in str(caught.value)
+    assert "Use larger sizes" in str(caught.value)
+
+
+@pytest.mark.parametrize("num_rounds", [1, 2])
+def test_switches_keep_colours_and_change_graphs(num_rounds: int) -> None:
+    random = np.random.default_rng(0)
+    sizes = np.full(200, 10)
+    graphs = random_graphs(sizes, np.full(200, 0.5), 10, random)
+    colours = np.zeros((200, 10), dtype=np.int64) if num_rounds == 1 else graphs.sum(-1)
+    walked = switched(graphs, colours, 60, random)
+    assert np.array_equal(walked.sum(-1), graphs.sum(-1)), "each node keeps its degree"
+    assert np.array_equal(walked, walked.swapaxes(1, 2))
+    scores = wl_scores(np.stack([graphs, walked], axis=1), np.full((200, 2), 10))
+    assert ((scores > num_rounds) | (scores == ISOMORPHIC)).all()
+    assert (scores == num_rounds + 1).sum() > 20
+
+
+def test_a_graph_without_a_switch_stays_as_it_is() -> None:
+    graphs = np.zeros((3, 4, 4), dtype=bool)
+    graphs[1, 0, 1] = graphs[1, 1, 0] = True
+    graphs[2] = ~np.eye(4, dtype=bool)
+    walked = switched(graphs, np.zeros((3, 4), dtype=np.int64), 20, np.random.default_rng(0))
+    assert np.array_equal(walked, graphs)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"sizes": [1]}, "sizes must be from 2 to 64 nodes"),
+        ({"edge_probabilities": [1.0]}, "edge_probabilities must be above 0 and below 1"),
+        ({"score_1_share": 0.6, "score_2_share": 0.6}, "must not exceed 1 together"),
+        ({"isomorphic_graphs": "same"}, "isomorphic_graphs"),
+    ],
+)
+def test_impossible_parameters_are_refused(change: dict[str, object], told: str) -> None:
+    with pytest.raises(ParameterError, match=told):
+        GraphPairParameters(**change)

@@ -1,0 +1,155 @@
+"""The scenario: it is built from its file, is played, and is learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from nip_astra.errors import DataError, ParameterError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.factory import build_scenario_instance
+from nip_astra.parameters.content import find_scenario
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.types import InteractionProtocolType
+from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
+from nip_astra.scenarios.graphs.bodies import GraphBody
+from nip_astra.scenarios.graphs.generation import GraphPairParameters, generate_pairs
+from nip_astra.scenarios.graphs.pairs_file import save_pairs
+from nip_astra.scenarios.graphs.wl import wl_accuracy
+
+KIND = "graph_isomorphism"
+DATASET = {"num_train": 48, "num_test": 16}
+
+
+def build(
+    *, trainer_type: str = "rl", scenario_dir: Path | None = None, **values: Any
+) -> ScenarioInstance:
+    model = HyperParameters.with_sections({KIND: GraphIsomorphismScenario.Parameters})
+    given = {"trainer": "vanilla_ppo", "scenario": KIND, "interaction_protocol": "nip"}
+    return build_scenario_instance(
+        model.from_dict(given | values),
+        ExperimentSettings(device="cpu"),
+        kind=KIND,
+        scenario_dir=scenario_dir,
+        trainer_type=trainer_type,
+    )
+
+
+def small(**section: Any) -> dict[str, Any]:
+    return {
+        KIND: {"dataset": DATASET} | section,
+        "rl": {"frames_per_batch": 48, "steps_per_env_per_iteration": 6},
+    }
+
+
+def play(instance: ScenarioInstance, num_steps: int = 6) -> Any:
+    assert instance.train_environment is not None
+    assert instance.combined_agents is not None
+    sampler = EpisodeSampler(instance.train_environment, instance.combined_agents, key=(0,))
+    return sampler.collect(num_steps)
+
+
+def gnn_layers(instance: ScenarioInstance) -> dict[str, int]:
+    return {name: len(agent.policy_body.gnn_layers) for name, agent in instance.agents.items()}
+
+
+@pytest.mark.parametrize(("name", "layers", "largest"), [(KIND, 5, 11), (f"{KIND}_small", 4, 9)])
+def test_a_scenario_that_ships_is_what_its_file_says(name: str, layers: int, largest: int) -> None:
+    folder = find_scenario(name)
+    values: Any = OmegaConf.to_container(OmegaConf.load(folder / "scenario.yaml"))
+    assert values.pop("kind") == KIND
+    section = values[KIND]
+    section["dataset"] = section.get("dataset", {}) | DATASET
+    instance = build(scenario_dir=folder, **values)
+    assert gnn_layers(instance) == {"prover": layers, "verifier": 2}
+    assert instance.train_dataset["adjacency"].shape == (48, 2, largest, largest)
+    assert len(instance.test_dataset) == 16
+    scores = instance.train_dataset["wl_score"]
+    expected = [0.5, 0.5 + 2 / 48, 0.5 + 7 / 48]
+    assert [wl_accuracy(scores, rounds) for rounds in range(3)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("protocol", list(InteractionProtocolType))
+def test_every_protocol_is_played(protocol: str) -> None:
+    instance = build(interaction_protocol=str(protocol), **small())
+    batch = play(instance)
+    assert batch.batch_size == (8, 6)
+    assert int(batch["agents", "message"].max()) < 22
+    assert batch["agents", "logprob"].isfinite().all()
+    for agent in instance.agents.values():
+        assert isinstance(agent.policy_body, GraphBody)
+        assert agent.value_body is not agent.policy_body
+
+
+def test_what_is_sent_are_real_nodes_and_provers_answer_from_the_other_graph() -> None:
+    batch = play(build(**small()))
+    said_ETS = batch["next", "message"].flatten(2)
+    is_real_ETS = batch["node_mask"].flatten(2)
+    assert not (said_ETS.bool() & ~is_real_ETS).any()
+    # Round 0 is the verifier's, who asks, and round 1 the prover's.
+    asked, answered = batch["round"] == 1, batch["next", "round"] == 2
+    rows = asked & answered
+    graph_asked = batch["message"][rows].flatten(1).argmax(-1) >= 11
+    graph_answered = batch["next", "message"][rows].flatten(1).argmax(-1) >= 11
+    assert rows.sum() >= 4
+    assert torch.equal(graph_asked, ~graph_answered)
+
+
+def test_linear_messages_of_two_positions_are_sent_by_agents_of_all_sorts() -> None:
+    agents = {"default": {"is_random": True}, "verifier": {"is_random": False, "d_gnn": 4}}
+    section = small(include_linear_message_space=True, message_size=2, agents=agents)
+    batch = play(build(**section))
+    assert batch["agents", "message"].shape == (8, 6, 2, 1, 2)
+    assert batch["agents", "linear_message"].shape == (8, 6, 2, 1, 2)
+
+
+def test_the_seed_of_the_experiment_changes_the_networks_and_not_the_pairs() -> None:
+    first, other = (build(seed=seed, **small()) for seed in (1, 2))
+    another = build(**small(dataset=DATASET | {"seed": 1}))
+    pairs = [one.train_dataset["adjacency"] for one in (first, other, another)]
+    assert pairs[0] is pairs[1], "made once in a process"
+    assert not torch.equal(pairs[0], pairs[2])
+    weights = [one.agents["prover"].policy_body.output.weight for one in (first, other)]
+    assert not torch.equal(*weights)
+
+
+def test_pairs_are_read_from_a_file_of_the_scenario(tmp_path: Path) -> None:
+    parameters = GraphPairParameters(num_train=6, num_test=4, sizes=[7, 8])
+    train, test = (generate_pairs(parameters, split) for split in ("train", "test"))
+    save_pairs(tmp_path / "pairs.safetensors", train=train, test=test)
+    section = small(dataset={"file": "scenario://pairs.safetensors"})
+    instance = build(scenario_dir=tmp_path, **section)
+    assert (len(instance.train_dataset), len(instance.test_dataset)) == (6, 4)
+    assert instance.train_dataset["wl_score"].tolist() == train.wl_score.tolist()
+    with pytest.raises(DataError, match="none, but it is missing"):
+        build(scenario_dir=tmp_path, **small(dataset={"file": "scenario://none"}))
+
+
+def test_heads_that_do_not_divide_a_token_are_refused() -> None:
+    with pytest.raises(ParameterError, match="num_heads must divide d_transformer, which is 16"):
+        build(**small(agents={"default": {"num_heads": 3}}))
+
+
+def test_an_agent_alone_learns_what_its_rounds_of_message_passing_tell() -> None:
+    only_degrees = {"score_1_share": 1.0, "score_2_share": 0.0, "num_train": 64}
+    instance = build(
+        trainer_type="solo_agent",
+        **small(agents={"default": {"num_gnn_layers": 1}}, dataset=DATASET | only_degrees),
+    )
+    assert instance.train_environment is not None
+    frames = instance.train_environment.first_frames(torch.arange(64))
+    agent = instance.agents["verifier"]
+    assert (agent.value_head, agent.policy_head) == (None, None)
+    optimizer = torch.optim.Adam(agent.parameters(), lr=1e-2)
+    for _ in range(100):
+        loss = torch.nn.functional.cross_entropy(agent.solo(frames), frames["y"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.2

@@ -1,0 +1,64 @@
+"""Layers equal plain versions of themselves, and can be derived twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from nip_astra.scenarios.graphs.layers import MASKED_KEY, AttentionLayer, GinLayer, perceptron
+
+
+@pytest.mark.parametrize("name", ["tanh", "relu", "gelu"])
+def test_a_perceptron_is_torchs(name: str) -> None:
+    torch.manual_seed(0)
+    inner, outer, values = nn.Linear(3, 20), nn.Linear(20, 4), 5 * torch.randn(50, 3)
+    activation = {"tanh": torch.tanh, "relu": torch.relu, "gelu": nn.functional.gelu}[name]
+    expected = outer(activation(inner(values)))
+    torch.testing.assert_close(perceptron(values, inner, outer, name), expected, atol=2e-6, rtol=0)
+
+
+def test_a_gin_layer_sums_over_a_node_and_its_neighbours() -> None:
+    torch.manual_seed(0)
+    layer, nodes = GinLayer(3, 5, "tanh"), torch.randn(1, 3, 3)
+    adjacency = torch.tensor([[[0.0, 1, 0], [1, 0, 1], [0, 1, 0]]])
+    first, second, third = torch.tanh(nodes[0])
+    sums = torch.stack([first + second, first + second + third, second + third])
+    expected = layer.outer(torch.tanh(layer.inner(sums)))
+    torch.testing.assert_close(layer(nodes, adjacency)[0], expected)
+
+
+def as_torch_layer(layer: AttentionLayer) -> nn.TransformerEncoderLayer:
+    """Torch's own layer with the same weights."""
+    d, activation = layer.query.in_features, {"relu": "relu", "gelu": "gelu"}[layer.activation]
+    theirs = nn.TransformerEncoderLayer(
+        d, layer.num_heads, layer.inner.out_features, 0.0, activation, batch_first=True
+    )
+    attention = theirs.self_attn
+    with torch.no_grad():
+        weights = [layer.query.weight, layer.key.weight, layer.value.weight]
+        attention.in_proj_weight.copy_(torch.cat(weights))
+        attention.in_proj_bias.zero_()[:d].copy_(layer.query.bias)
+    for mine, other in (
+        (layer.output, attention.out_proj),
+        (layer.inner, theirs.linear1),
+        (layer.outer, theirs.linear2),
+        (layer.attention_norm, theirs.norm1),
+        (layer.norm, theirs.norm2),
+    ):
+        other.load_state_dict(mine.state_dict())
+    return theirs
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4])
+def test_an_attention_layer_is_torchs(num_heads: int) -> None:
+    torch.manual_seed(num_heads)
+    layer = AttentionLayer(8, num_heads, 12, "gelu")
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    tokens = torch.randn(3, 6, 8)
+    is_padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [True] + [False] * 5])
+    mask = torch.where(is_padding, MASKED_KEY, 0.0)[..., None]
+    given: Tensor = layer(tokens, tokens, mask, layer.joint_weights())
+    expected = as_torch_layer(layer)(tokens, src_key_padding_mask=is_padding)
+    torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-4)

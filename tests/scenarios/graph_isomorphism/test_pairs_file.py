@@ -1,0 +1,92 @@
+"""Pairs are written and read unchanged; anything else is refused with what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nip_astra.errors import DataError
+from nip_astra.scenarios.graphs.generation import GraphPairParameters, GraphPairs, generate_pairs
+from nip_astra.scenarios.graphs.pairs_file import as_dataset, load_pairs, save_pairs
+
+PARAMETERS = GraphPairParameters(num_train=12, num_test=6, sizes=[7, 8])
+
+
+@pytest.fixture(scope="module")
+def pairs() -> tuple[GraphPairs, GraphPairs]:
+    return generate_pairs(PARAMETERS, "train"), generate_pairs(PARAMETERS, "test")
+
+
+@pytest.fixture
+def file(tmp_path: Path, pairs: tuple[GraphPairs, GraphPairs]) -> Path:
+    save_pairs(tmp_path / "pairs.safetensors", train=pairs[0], test=pairs[1])
+    return tmp_path / "pairs.safetensors"
+
+
+def test_pairs_are_read_as_they_were_written(
+    file: Path, pairs: tuple[GraphPairs, GraphPairs]
+) -> None:
+    for read, written in zip(load_pairs(file), pairs, strict=True):
+        for one, other in zip(read, written, strict=True):
+            assert np.array_equal(one, other)
+            assert one.dtype == other.dtype
+
+
+def test_a_dataset_has_what_agents_see(pairs: tuple[GraphPairs, GraphPairs]) -> None:
+    dataset = as_dataset(pairs[0])
+    assert dataset.batch_size == (12,)
+    assert dataset["adjacency"].shape == (12, 2, 8, 8)
+    assert dataset["adjacency"].dtype == torch.float32
+    assert dataset["node_mask"].sum(-1).tolist() == [[size, size] for size in pairs[0].num_nodes]
+    assert torch.equal(dataset["y"][:, 0] == 1, dataset["wl_score"] == -1)
+
+
+def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nothing\.safetensors, but it is missing or no"):
+        load_pairs(tmp_path / "nothing.safetensors")
+    (tmp_path / "text").write_text("no tensors")
+    with pytest.raises(DataError, match="Write it with save_pairs"):
+        load_pairs(tmp_path / "text")
+
+
+def test_a_file_that_cannot_be_written_is_told(
+    tmp_path: Path, pairs: tuple[GraphPairs, GraphPairs]
+) -> None:
+    with pytest.raises(DataError, match="Give a path in a folder that exists"):
+        save_pairs(tmp_path / "none" / "pairs.safetensors", train=pairs[0], test=pairs[1])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("test.wl_score", lambda _: None, "test.wl_score is not in it"),
+        ("train.adjacency", lambda value: value.float(), "train.adjacency is not of type bool"),
+        ("train.adjacency", lambda value: value[:, :1], "shape [pairs, 2, nodes, nodes]"),
+        ("train.num_nodes", lambda value: value.int(), "train.num_nodes is not of type int64"),
+        ("train.wl_score", lambda value: value[1:], "train.wl_score is not of type int64 and"),
+        ("train.adjacency", lambda value: ~value, "train.adjacency has loops, or edges at padding"),
+        ("train.num_nodes", lambda value: value - 4, "train.adjacency has loops, or edges at"),
+        ("train.adjacency", lambda value: value.triu(), "train.adjacency is not symmetric"),
+        ("test.wl_score", lambda value: value * 0, "scores other than -1 and 1 to 6"),
+        (
+            "test.adjacency",
+            lambda value: torch.nn.functional.pad(value, (0, 1, 0, 1)),
+            "the training and test pairs are not padded to one size",
+        ),
+    ],
+)
+def test_a_broken_file_is_refused_with_what_is_wrong(
+    file: Path, name: str, change: object, told: str
+) -> None:
+    tensors = load_file(file)
+    changed = change(tensors.pop(name))  # type: ignore[operator]
+    if changed is not None:
+        tensors[name] = changed.contiguous()
+    save_file(tensors, file)
+    with pytest.raises(DataError) as caught:
+        load_pairs(file)
+    assert told in str(caught.value)
