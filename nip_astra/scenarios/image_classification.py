@@ -1,0 +1,138 @@
+"""Provers and verifiers point at parts of an image, and the verifier says which label it has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+from tensordict import TensorDict, TensorDictBase
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.agents import DEFAULT_AGENT
+from nip_astra.parameters.types import ScenarioType
+from nip_astra.scenario_base.message_space import AgentShape
+from nip_astra.scenario_base.tensordict_agents import (
+    AgentBody,
+    AgentPolicyHead,
+    AgentValueHead,
+    SoloAgentHead,
+)
+from nip_astra.scenarios.images.bodies import ImageBody, ImageGrid
+from nip_astra.scenarios.images.data import build_image_datasets
+from nip_astra.scenarios.images.heads import ImagePolicyHead, ImageSoloHead, ImageValueHead
+from nip_astra.scenarios.images.parameters import (
+    ImageClassificationAgentParameters,
+    ImageDatasetParameters,
+)
+from nip_astra.scenarios.images.pretrained.embeddings import embed_all, embedding_key
+from nip_astra.scenarios.registry import register_scenario
+from nip_astra.scenarios.tensordict_base import Datasets, TensorDictScenario
+
+
+@register_scenario(ScenarioType.IMAGE_CLASSIFICATION)
+class ImageClassificationScenario(TensorDictScenario):
+    """Agents talk about an image by pointing at its parts; the verifier says its label.
+
+    The image is halved `num_block_groups` times to a grid of latent pixels, and a symbol of a
+    message is one of these.
+    """
+
+    kind: ClassVar[str] = str(ScenarioType.IMAGE_CLASSIFICATION)
+
+    class Parameters(TensorDictScenario.Parameters):
+        """The images, what is said about them, and by whom."""
+
+        agents: Mapping[str, ImageClassificationAgentParameters] = {
+            DEFAULT_AGENT: ImageClassificationAgentParameters()
+        }
+        """Agents by name; what stands under `default` holds for all that do not say otherwise."""
+        dataset: ImageDatasetParameters = ImageDatasetParameters()
+        """The images and their labels."""
+        num_block_groups: int = Field(default=1, ge=1)
+        """Times that the image is halved. Larger gives fewer symbols, of larger parts."""
+        initial_num_channels: int = Field(default=16, ge=1)
+        """Width of the first group of blocks; each further one has twice as many. Larger learns
+        more and is slower."""
+
+    @classmethod
+    def build_datasets(cls, parameters: Any, *, seed: int, scenario_dir: Path | None) -> Datasets:
+        train, test = build_image_datasets(parameters.dataset, scenario_dir=scenario_dir)
+        _check_size(parameters, train)
+        models = {
+            embedding_key(agent.pretrained_embeddings_model): agent.pretrained_embeddings_model
+            for agent in parameters.agents.values()
+            if agent.pretrained_embeddings_model is not None and not agent.is_random
+        }
+        for key, model in models.items():
+            train[key], test[key] = embed_all(
+                model, train["image"], test["image"], scenario_dir=scenario_dir
+            )
+        return Datasets(train, test)
+
+    @classmethod
+    def num_symbols(cls, parameters: Any, dataset: TensorDict) -> int:
+        return _grid(parameters, dataset).num_latent_pixels
+
+    @classmethod
+    def build_body(
+        cls, parameters: Any, agent: Any, shape: AgentShape, dataset: TensorDict
+    ) -> AgentBody:
+        model = agent.pretrained_embeddings_model
+        return ImageBody(
+            agent,
+            shape,
+            _grid(parameters, dataset),
+            num_block_groups=parameters.num_block_groups,
+            initial_num_channels=parameters.initial_num_channels,
+            embedding_channels=None if model is None else dataset[embedding_key(model)].shape[1],
+        )
+
+    @classmethod
+    def build_policy_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> AgentPolicyHead:
+        return ImagePolicyHead(agent, shape, cls.impossible_symbols)
+
+    @classmethod
+    def build_value_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> AgentValueHead:
+        return ImageValueHead(agent, shape)
+
+    @classmethod
+    def build_solo_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> SoloAgentHead:
+        return ImageSoloHead(agent, shape)
+
+    @classmethod
+    def describe_datapoint(cls, parameters: Any, row: TensorDictBase) -> dict[str, Any]:
+        """Give the image's pixels from 0 to 255, and how many latent pixels high and wide it is."""
+        grid = ImageGrid.of(row["image"].shape, parameters.num_block_groups)
+        pixels_HWK = (row["image"].clamp(0.0, 1.0) * 255).round().long().permute(1, 2, 0)
+        pixels = pixels_HWK.squeeze(-1) if grid.num_channels == 1 else pixels_HWK
+        return super().describe_datapoint(parameters, row) | {
+            "kind": "image",
+            "pixels": pixels.tolist(),
+            "latent": [grid.latent_height, grid.latent_width],
+        }
+
+
+def _grid(parameters: Any, dataset: TensorDict) -> ImageGrid:
+    return ImageGrid.of(dataset["image"].shape[1:], parameters.num_block_groups)
+
+
+def _check_size(parameters: Any, dataset: TensorDict) -> None:
+    grid = _grid(parameters, dataset)
+    if grid.num_latent_pixels < 2:
+        possible = [
+            number
+            for number in range(1, max(grid.height, grid.width).bit_length())
+            if (grid.height >> number) * (grid.width >> number) >= 2
+        ]
+        advice = (
+            f"Set image_classification.num_block_groups to {possible[-1]} at most."
+            if possible
+            else "Choose larger images."
+        )
+        raise ConfigurationError(
+            f"images of {grid.height} x {grid.width} pixels were to be halved "
+            f"{parameters.num_block_groups} times, which leaves {grid.num_latent_pixels} of them "
+            f"to point at, and a message needs two to choose from. {advice}"
+        )

@@ -1,0 +1,1 @@
+"""Trained models whose view of an image agents read beside its pixels; registered by name."""

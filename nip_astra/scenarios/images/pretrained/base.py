@@ -1,0 +1,44 @@
+"""What a trained model gives of images.
+
+Shapes: N images, K channels of an image, H and W its height and width, F channels of a view.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from nip_astra.parameters.parameters_base import PolymorphicParameters
+
+
+class PretrainedModel(ABC):
+    """Gives views of images: numbers for each of a grid of places. A subclass gives `embed`.
+
+    Parameters
+    ----------
+    parameters : PretrainedModel.Parameters
+        Those of the kind.
+    train_images_NKHW : Tensor
+        Images to train on, float32 from 0 to 1, for models that are fitted.
+    scenario_dir : Path, optional
+        What `scenario://` stands for.
+    """
+
+    class Parameters(PolymorphicParameters):
+        """Parameters that all kinds have; a kind adds its own."""
+
+        cache_dir: str | None = None
+        """Folder in which views are kept for other runs with the same model and images; null
+        keeps none."""
+
+    def __init__(
+        self, parameters: Any, *, train_images_NKHW: Tensor, scenario_dir: Path | None
+    ) -> None:
+        self.parameters = parameters
+
+    @abstractmethod
+    def embed(self, images_NKHW: Tensor) -> Tensor:
+        """Give the views of images, float32 [N, F, height, width], without gradients."""

@@ -1,0 +1,104 @@
+"""Views of a dataset's images, computed once.
+
+Shapes: N images, K channels of an image, H and W its height and width, F channels of a view.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nip_astra.errors import DataError
+from nip_astra.scenarios.images.pretrained.base import PretrainedModel
+from nip_astra.scenarios.images.pretrained.registry import PRETRAINED_MODELS
+
+
+def embedding_key(parameters: PretrainedModel.Parameters) -> str:
+    """Give the key under which a dataset holds a model's views; equal parameters share it."""
+    described = {k: v for k, v in parameters.to_dict().items() if k != "cache_dir"}
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+    return f"embeddings_{parameters.type_name}_{digest[:12]}"
+
+
+def embed_all(
+    parameters: PretrainedModel.Parameters,
+    train_images_NKHW: Tensor,
+    test_images_NKHW: Tensor,
+    *,
+    scenario_dir: Path | None,
+) -> tuple[Tensor, Tensor]:
+    """Give a model's views of the images to train and to test on, from the cache if they are there.
+
+    Raises
+    ------
+    DataError
+        When the model does not give a view of each image, or not of finite numbers.
+    """
+    cached = _cache_path(parameters, train_images_NKHW, test_images_NKHW)
+    if cached is not None and cached.exists():
+        return _read(cached)
+    model = PRETRAINED_MODELS.get(parameters.type_name)(
+        parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir
+    )
+    views = []
+    for images in (train_images_NKHW, test_images_NKHW):
+        with torch.no_grad():
+            found = model.embed(images).float().contiguous()
+        _check(found, images, parameters.type_name)
+        views.append(found)
+    if cached is not None:
+        _write(cached, *views)
+    return views[0], views[1]
+
+
+def _check(views: Tensor, images: Tensor, name: str) -> None:
+    if views.ndim != 4 or len(views) != len(images) or not bool(views.isfinite().all()):
+        raise DataError(
+            f"the pretrained model {name!r} was to give a view of {len(images)} images, of shape "
+            f"[{len(images)}, channels, height, width] and finite; it gave {list(views.shape)}. "
+            "Mend its embed method, or choose another model."
+        )
+
+
+def _cache_path(parameters: PretrainedModel.Parameters, *images: Tensor) -> Path | None:
+    if parameters.cache_dir is None:
+        return None
+    digest = hashlib.sha256(embedding_key(parameters).encode())
+    for one in images:
+        digest.update(str(list(one.shape)).encode())
+        digest.update(one.contiguous().numpy().tobytes())
+    folder = Path(parameters.cache_dir).expanduser()
+    return folder / f"{embedding_key(parameters)}_{digest.hexdigest()[:24]}.safetensors"
+
+
+def _read(path: Path) -> tuple[Tensor, Tensor]:
+    try:
+        views = load_file(path)
+        return views["train"], views["test"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise DataError(
+            f"the pretrained embeddings in {path} were to be read, but the file is damaged: "
+            f"{error}. Delete it; they are computed again."
+        ) from error
+
+
+def _write(path: Path, train: Tensor, test: Tensor) -> None:
+    """Write a file that is either complete or not there, whoever else writes it."""
+    partial = path.with_suffix(f".{uuid4().hex}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({"train": train, "test": test}, partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise DataError(
+            f"pretrained embeddings were to be kept in {path.parent}, but it cannot be written: "
+            f"{error}. Give another cache_dir, or none."
+        ) from error

@@ -1,0 +1,152 @@
+"""Image models of transformers, which also reads those of timm.
+
+Shapes: N images, K channels of an image, H and W its height and width, F channels of a view, h and
+w its height and width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModel
+from transformers.image_processing_base import ImageProcessingMixin
+
+from nip_astra.errors import ConfigurationError, MissingDependencyError, ModelLoadError
+from nip_astra.parameters.content import resolve_reference
+from nip_astra.parameters.types import PretrainedModelType
+from nip_astra.scenarios.images.pretrained.base import PretrainedModel
+from nip_astra.scenarios.images.pretrained.registry import register_pretrained_model
+
+ADVICE = (
+    "Give a folder that save_pretrained of an image model wrote, or a hub id that this machine can "
+    "reach."
+)
+
+
+@register_pretrained_model(PretrainedModelType.HUGGINGFACE)
+class HuggingFaceImageModel(PretrainedModel):
+    """The last hidden state of an image model: a convolutional network's, or a transformer's.
+
+    A transformer's patches are laid out as the image is, without the tokens before them. Images
+    are normalised as the model's own preprocessor says; grey ones are repeated in each colour.
+    """
+
+    class Parameters(PretrainedModel.Parameters):
+        """Which model, and what it is shown."""
+
+        model: str
+        """Hub id, folder, `scenario://folder` or `package://package/folder`."""
+        image_size: int | None = Field(default=None, ge=1)
+        """Width and height in pixels that images are scaled to first; null shows them as they are.
+        Larger gives a finer view and is slower."""
+        batch_size: int = Field(default=256, ge=1)
+        """Images shown at once. Larger takes more memory."""
+
+    def __init__(
+        self, parameters: Any, *, train_images_NKHW: Tensor, scenario_dir: Path | None
+    ) -> None:
+        super().__init__(parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir)
+        source = resolve_reference(parameters.model, scenario_dir)
+        if isinstance(source, Path) and not (source / "config.json").is_file():
+            raise ModelLoadError(
+                f"the image model {parameters.model!r} was asked for, but {source} "
+                f"{'holds no config.json' if source.exists() else 'does not exist'}. {ADVICE}"
+            )
+        self.name = str(source)
+        self.model = _load(self.name)
+        described = self.model.config.to_dict()
+        self.num_channels = int(described.get("num_channels", 3))
+        self.mean_K11, self.std_K11 = _normalisation(self.name, described)
+
+    def embed(self, images_NKHW: Tensor) -> Tensor:
+        batches = torch.split(images_NKHW, self.parameters.batch_size)
+        return torch.cat([self._embed_batch(batch) for batch in batches])
+
+    def _embed_batch(self, images_NKHW: Tensor) -> Tensor:
+        if images_NKHW.shape[1] != self.num_channels:
+            if images_NKHW.shape[1] != 1:
+                raise ConfigurationError(
+                    f"the image model {self.name!r} was to see the images, but it reads "
+                    f"{self.num_channels} channels and they have {images_NKHW.shape[1]}. Choose "
+                    "another model."
+                )
+            images_NKHW = images_NKHW.expand(-1, self.num_channels, -1, -1)
+        size = self.parameters.image_size
+        if size is not None:
+            images_NKHW = functional.interpolate(
+                images_NKHW, size=(size, size), mode="bilinear", antialias=True
+            )
+        images_NKHW = (images_NKHW - self.mean_K11) / self.std_K11
+        try:
+            state = self.model(pixel_values=images_NKHW).last_hidden_state
+        except (ValueError, RuntimeError) as error:
+            reason = str(error).strip().partition("\n")[0].rstrip(".")
+            raise ConfigurationError(
+                f"the image model {self.name!r} was shown images of {images_NKHW.shape[-2]} x "
+                f"{images_NKHW.shape[-1]} pixels, but: {reason}. Set its image_size to the size "
+                "that it was trained with."
+            ) from error
+        return self._as_picture(state, images_NKHW)
+
+    def _as_picture(self, state: Tensor, images_NKHW: Tensor) -> Tensor:
+        """Give [N, F, h, w]; a transformer's patches are its last tokens, row by row."""
+        if state.ndim == 4:
+            return state
+        patch = getattr(self.model.config, "patch_size", None)
+        height, width = images_NKHW.shape[-2:]
+        if isinstance(patch, int):
+            grid = (height // patch, width // patch)
+        else:
+            grid = (math.isqrt(state.shape[1]),) * 2
+        num_patches = grid[0] * grid[1]
+        if state.ndim != 3 or not 0 < num_patches <= state.shape[1]:
+            raise ModelLoadError(
+                f"the image model {self.name!r} was to give a view with places, but its last "
+                f"hidden state has the shape {list(state.shape)}. {ADVICE}"
+            )
+        return state[:, -num_patches:].transpose(1, 2).reshape(len(state), -1, *grid)
+
+
+def _load(name: str) -> Any:
+    try:
+        model, info = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the image model {name!r} was asked for, and it needs a package that is not "
+            f"installed: {str(error).strip().partition(chr(10))[0]} Models of timm need: pip "
+            "install timm"
+        ) from error
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise ModelLoadError(
+            f"the image model {name!r} could not be loaded: {reason}. {ADVICE}"
+        ) from error
+    # What is missing got random weights; a pooler is not read.
+    missing = sorted(key for key in info["missing_keys"] if "pooler" not in key)
+    if missing:
+        raise ModelLoadError(
+            f"the image model {name!r} was asked for, but it lacks the weights "
+            f"{', '.join(missing[:3])}. {ADVICE}"
+        )
+    if getattr(model, "main_input_name", "") != "pixel_values":
+        raise ModelLoadError(f"the model {name!r} was asked for, but it reads no images. {ADVICE}")
+    return model.eval().requires_grad_(False)
+
+
+def _normalisation(name: str, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Give mean and deviation of the pixels that the model was trained on; 0 and 1 if not said."""
+    try:
+        said, _ = ImageProcessingMixin.get_image_processor_dict(name)
+    except OSError:
+        said = {}
+    timm = config.get("pretrained_cfg") or {}
+    mean = said.get("image_mean") or timm.get("mean") or [0.0]
+    std = said.get("image_std") or timm.get("std") or [1.0]
+    return torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)

@@ -1,0 +1,222 @@
+"""Bodies that read images and messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from nip_astra.scenarios.images.pretrained.embeddings import embedding_key
+from nip_astra.scenarios.images.pretrained.pca import PcaModel
+from tests.scenarios.image_classification.frames import (
+    make_body,
+    make_frames,
+    make_grid,
+    make_shape,
+)
+
+
+def test_a_vector_for_each_latent_pixel_and_their_mean() -> None:
+    grid = make_grid()
+    shape = make_shape(grid)
+    found = make_body(grid, shape)(make_frames(grid, shape))
+    assert found["latent_pixels"].shape == (5, 16, 6)
+    assert found["image"].shape == (5, 6)
+    torch.testing.assert_close(found["image"], found["latent_pixels"].mean(1))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("block", ["conv", "residual"])
+@pytest.mark.parametrize(("height", "width", "groups"), [(8, 8, 2), (9, 5, 1), (13, 10, 2)])
+def test_each_group_halves_the_image_and_rounds_down(
+    height: int, width: int, groups: int, block: str, stride: int
+) -> None:
+    grid = make_grid(height, width, groups=groups, channels=3)
+    assert (grid.latent_height, grid.latent_width) == (height >> groups, width >> groups)
+    shape = make_shape(grid)
+    body = make_body(
+        grid,
+        shape,
+        num_block_groups=groups,
+        building_block_type=block,
+        num_blocks_per_group=2,
+        stride=stride,
+    )
+    found = body(make_frames(grid, shape))["latent_pixels"]
+    assert found.shape == (5, (height >> groups) * (width >> groups), 6)
+
+
+def test_channels_double_from_the_second_group_on() -> None:
+    grid = make_grid(groups=3)
+    body = make_body(grid, make_shape(grid), num_block_groups=3)
+    widths = [group.blocks[0].convolution.out_channels for group in body.groups]
+    assert widths == [4, 8, 16]
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_symbol_is_the_place_of_the_image_that_it_names(stride: int) -> None:
+    grid = make_grid()
+    shape = make_shape(grid)
+    body = make_body(grid, shape, kernel_size=1, stride=stride, activation_function="tanh")
+    frames = make_frames(grid, shape, 1)
+    before = body(frames)["latent_pixels"]
+    row, column = 2, 1
+    symbol = row * grid.latent_width + column
+    for key, index in (
+        ("image", (0, 0, 2 * row, 2 * column)),
+        ("message", (0, 1, 0, symbol)),
+        ("message_history", (0, 2, 0, 0, symbol)),
+    ):
+        changed = {name: value.clone() for name, value in frames.items()}
+        changed[key][index] -= 3.0
+        moved = (body(changed)["latent_pixels"] - before).abs().sum(-1)[0]
+        assert moved.nonzero().flatten().tolist() == [symbol], key
+
+
+def test_the_first_layer_reads_everything_laid_over_the_image() -> None:
+    model = PcaModel.Parameters(num_components=2)
+    grid = make_grid(9, 7)
+    shape = make_shape(grid, message_size=2, num_linear_symbols=3)
+    body = make_body(
+        grid,
+        shape,
+        embedding_channels=2,
+        pretrained_embeddings_model=model,
+        pretrained_embedding_channels=3,
+    )
+    frames = make_frames(grid, shape)
+    view = torch.rand(5, 2, 3, 2)
+    frames[embedding_key(model)] = view
+    size = (grid.height, grid.width)
+
+    def laid_over(small: torch.Tensor) -> torch.Tensor:
+        return functional.interpolate(small, size=size, mode="nearest")
+
+    grids = torch.cat([frames["message_history"].flatten(1, 3), frames["message"].flatten(1, 2)], 1)
+    linear = frames["linear_message_history"].flatten(1)
+    assert body.reduce_embeddings is not None
+    stack = torch.cat(
+        [
+            frames["image"],
+            laid_over(grids.unflatten(-1, (grid.latent_height, grid.latent_width))),
+            linear[..., None, None].expand(-1, -1, *size),
+            laid_over(torch.relu(body.reduce_embeddings(view))),
+        ],
+        dim=1,
+    )
+    assert body.read_linear_messages is not None
+    assert body.read_embeddings is not None
+    weight = torch.cat(
+        [
+            body.read_image.weight,
+            body.read_messages.weight,
+            body.read_linear_messages.weight[..., None, None],
+            body.read_embeddings.weight,
+        ],
+        dim=1,
+    )
+    expected = functional.conv2d(stack, weight, body.read_image.bias)
+    torch.testing.assert_close(body._read(frames), expected)
+
+
+def test_a_view_larger_than_the_image_is_averaged() -> None:
+    model = PcaModel.Parameters()
+    grid = make_grid()
+    shape = make_shape(grid)
+    body = make_body(grid, shape, embedding_channels=8, pretrained_embeddings_model=model)
+    frames = make_frames(grid, shape)
+    frames[embedding_key(model)] = torch.rand(5, 8, 16, 16)
+    assert body(frames)["image"].isfinite().all()
+    torch.testing.assert_close(
+        body._to_image_size(torch.ones(1, 1, 16, 16)), torch.ones(1, 1, 8, 8)
+    )
+
+
+def test_what_is_said_in_channels_that_an_agent_does_not_see_changes_nothing() -> None:
+    grid = make_grid()
+    shape = make_shape(grid, visible_channels=(1,), num_linear_symbols=2)
+    body = make_body(grid, shape)
+    frames = make_frames(grid, shape)
+    before = body(frames)["image"]
+    for hidden, differs in ((0, False), (1, True)):
+        changed = {name: value.clone() for name, value in frames.items()}
+        for name in ("message_history", "linear_message_history"):
+            changed[name][:, :, hidden] += 1.0
+        changed["message"][:, hidden] += 1.0
+        assert torch.equal(body(changed)["image"], before) is not differs
+
+
+def test_frames_do_not_touch_each_other() -> None:
+    grid = make_grid()
+    shape = make_shape(grid)
+    body = make_body(grid, shape, building_block_type="residual")
+    frames = make_frames(grid, shape)
+    together = body(frames)["latent_pixels"]
+    apart = [
+        body({name: value[row : row + 1] for name, value in frames.items()})["latent_pixels"]
+        for row in range(5)
+    ]
+    torch.testing.assert_close(torch.cat(apart), together)
+
+
+@pytest.mark.parametrize("block", ["conv", "residual"])
+def test_second_derivatives_are_those_of_finite_differences(block: str) -> None:
+    grid = make_grid(4, 4)
+    shape = make_shape(grid, num_linear_symbols=2)
+    body = make_body(grid, shape, building_block_type=block, activation_function="tanh").double()
+    frames = {
+        name: value.double() if value.is_floating_point() else value
+        for name, value in make_frames(grid, shape, 2).items()
+    }
+    weights = [body.read_messages.weight, body.to_representation.weight]
+    names = ["read_messages.weight", "to_representation.weight"]
+
+    def loss(*given: torch.Tensor) -> torch.Tensor:
+        replaced = dict(zip(names, given, strict=True))
+        found = torch.func.functional_call(body, replaced, (frames,))
+        return found["image"].square().sum()
+
+    assert torch.autograd.gradgradcheck(
+        loss, [weight.detach().requires_grad_() for weight in weights]
+    )
+
+
+@pytest.mark.parametrize(
+    "agent",
+    [
+        {"activation_function": "tanh"},
+        {"activation_function": "gelu"},
+        {"building_block_type": "residual"},
+        {"num_blocks_per_group": 2},
+        {"kernel_size": 5},
+        {"stride": 2},
+    ],
+)
+def test_each_parameter_of_the_body_changes_it(agent: dict[str, Any]) -> None:
+    grid = make_grid()
+    shape = make_shape(grid)
+    frames = make_frames(grid, shape)
+    usual = make_body(grid, shape)(frames)["image"]
+    assert not torch.allclose(make_body(grid, shape, **agent)(frames)["image"], usual)
+
+
+def test_every_weight_of_the_body_is_used() -> None:
+    model = PcaModel.Parameters()
+    grid = make_grid(groups=2)
+    shape = make_shape(grid, num_linear_symbols=2)
+    body = make_body(
+        grid,
+        shape,
+        num_block_groups=2,
+        embedding_channels=8,
+        building_block_type="residual",
+        pretrained_embeddings_model=model,
+        activation_function="tanh",
+    )
+    frames = make_frames(grid, shape)
+    frames[embedding_key(model)] = torch.rand(5, 8, 2, 2)
+    body(frames)["latent_pixels"].square().sum().backward()
+    unused = [name for name, weight in body.named_parameters() if not weight.grad.abs().sum() > 0]
+    assert unused == []

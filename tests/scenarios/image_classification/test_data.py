@@ -1,0 +1,163 @@
+"""Images and their labels."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+from nip_astra.errors import DataError, ParameterError
+from nip_astra.scenarios.images.data import ImageDatasets, build_image_datasets
+from nip_astra.scenarios.images.parameters import ImageDatasetParameters
+from nip_astra.scenarios.images.source import ImageSource, split_by_class
+
+
+def build(**dataset: Any) -> ImageDatasets:
+    return build_image_datasets(ImageDatasetParameters(**dataset), scenario_dir=None)
+
+
+@cache
+def classes_by_pixels() -> dict[bytes, int]:
+    digits = load_digits()
+    pairs = zip(digits.images.astype("float32"), digits.target.tolist(), strict=True)
+    return {image.tobytes(): target for image, target in pairs}
+
+
+def digit_of(images: torch.Tensor) -> list[int]:
+    """Give the class of digits by looking the images up."""
+    known = classes_by_pixels()
+    return [known[(image[0] * 16).numpy().tobytes()] for image in images]
+
+
+def labels_by_class(datasets: ImageDatasets) -> dict[int, set[int]]:
+    found: dict[int, set[int]] = {}
+    for split in datasets:
+        for number, label in zip(digit_of(split["image"]), split["y"].flatten(), strict=True):
+            found.setdefault(number, set()).add(int(label))
+    return found
+
+
+def test_the_digits_are_split_by_class_and_lie_between_0_and_1() -> None:
+    datasets = build(make_balanced=False)
+    assert [len(split) for split in datasets] == [1437, 360]
+    for split in datasets:
+        images = split["image"]
+        assert images.shape[1:] == (1, 8, 8)
+        assert images.dtype == torch.float32
+        assert (float(images.min()), float(images.max())) == (0.0, 1.0)
+        assert split["y"].dtype == torch.long
+        assert split["y"].shape == (len(split), 1)
+        counts = torch.bincount(torch.tensor(digit_of(images))).float() / len(split)
+        assert (counts - 0.1).abs().max() < 0.005
+
+
+def test_the_same_parameters_give_the_same_datasets() -> None:
+    first, second, other = build(), build(), build(split_seed=1)
+    for split in ("train", "test"):
+        assert torch.equal(getattr(first, split)["image"], getattr(second, split)["image"])
+        assert torch.equal(getattr(first, split)["y"], getattr(second, split)["y"])
+    assert not torch.equal(first.train["image"][:50], other.train["image"][:50])
+
+
+def test_a_larger_share_to_test_on_leaves_less_to_train_on() -> None:
+    datasets = build(make_balanced=False, test_share=0.5)
+    assert [len(split) for split in datasets] == [898, 899]
+
+
+def test_merge_gives_half_of_the_classes_each_label_by_seed() -> None:
+    groups = []
+    for seed in (0, 1):
+        found = labels_by_class(build(binarification_seed=seed))
+        assert all(len(labels) == 1 for labels in found.values())
+        groups.append({number for number, labels in found.items() if labels == {0}})
+        assert len(groups[-1]) == 5
+    assert groups[0] != groups[1]
+
+
+def test_an_odd_number_of_classes_gives_label_0_the_smaller_half() -> None:
+    from nip_astra.scenarios.images.data import _label_of_class
+
+    label = _label_of_class(ImageDatasetParameters(), torch.tensor([4, 5, 9]).repeat(3))
+    assert label is not None
+    assert sorted(label(torch.tensor([4, 5, 9])).tolist()) == [0, 1, 1]
+
+
+def test_select_two_takes_the_first_class_for_0_and_leaves_the_others_out() -> None:
+    datasets = build(binarification_method="select_two", selected_classes=[8, 3])
+    assert labels_by_class(datasets) == {8: {0}, 3: {1}}
+
+
+def test_random_labels_belong_to_the_image_and_to_the_seed() -> None:
+    whole = build(binarification_method="random", make_balanced=False)
+    assert abs(float(whole.train["y"].float().mean()) - 0.5) < 0.05
+    assert all(labels == {0, 1} for labels in labels_by_class(whole).values())
+    known = {
+        image.numpy().tobytes(): int(label)
+        for image, label in zip(whole.train["image"], whole.train["y"], strict=True)
+    }
+    fewer = build(binarification_method="random", max_train_size=100)
+    assert len(fewer.train) == 100
+    for image, label in zip(fewer.train["image"], fewer.train["y"], strict=True):
+        assert known[image.numpy().tobytes()] == int(label)
+    assert not torch.equal(whole.train["y"][:300], whole.test["y"][:300])
+    other = build(binarification_method="random", make_balanced=False, binarification_seed=1)
+    assert not torch.equal(other.train["y"], whole.train["y"])
+
+
+@pytest.mark.parametrize("method", ["merge", "random"])
+def test_balanced_means_equally_many_images_of_both_labels(method: str) -> None:
+    for split in build(binarification_method=method):
+        assert int(split["y"].sum()) * 2 == len(split)
+    uneven = build(binarification_method=method, make_balanced=False)
+    assert int(uneven.train["y"].sum()) * 2 != len(uneven.train)
+
+
+@pytest.mark.parametrize(("make_balanced", "size"), [(True, 50), (False, 51)])
+def test_the_training_set_is_limited_and_the_test_set_is_not(
+    make_balanced: bool, size: int
+) -> None:
+    datasets = build(max_train_size=51, make_balanced=make_balanced)
+    assert len(datasets.train) == size
+    assert len(datasets.test) > 300
+
+
+@pytest.mark.parametrize(
+    ("dataset", "text"),
+    [
+        ({"binarification_method": "select_two"}, "must name two different classes"),
+        (
+            {"binarification_method": "select_two", "selected_classes": [1, 1]},
+            "must name two different classes, for instance [3, 8]",
+        ),
+        ({"selected_classes": [1, 2]}, "read by binarification_method select_two only"),
+        ({"path": "somewhere"}, "the digits come with scikit-learn and have no path"),
+        ({"name": "local"}, "the name local needs a path"),
+        ({"name": "cifra10"}, "cifra10"),
+        ({"max_train_size": 1}, "at least 2"),
+        ({"test_share": 1.0}, "less than 1"),
+    ],
+)
+def test_parameters_that_contradict_each_other_are_refused(
+    dataset: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(ParameterError, match=re.escape(text)):
+        ImageDatasetParameters(**dataset)
+
+
+def test_a_class_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pytest.raises(DataError) as caught:
+        build(binarification_method="select_two", selected_classes=[3, 12])
+    assert str(caught.value) == (
+        "the classes [3, 12] of 'digits' were to be told apart, but it has no class 12. Its "
+        "classes are 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; name two of them in dataset.selected_classes."
+    )
+
+
+def test_too_few_images_of_a_class_to_split_are_told() -> None:
+    source = ImageSource(torch.tensor([0, 0, 1]), lambda rows: torch.zeros(len(rows), 1, 2, 2))
+    with pytest.raises(DataError, match="Give more images of each class, or another test_share"):
+        split_by_class(source, test_share=0.5, seed=0)

@@ -1,0 +1,114 @@
+"""What agents do with an image that a body has read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.scenario_base.message_space import MASKED, AgentShape
+from nip_astra.scenarios.images.heads import ImagePolicyHead, ImageSoloHead, ImageValueHead
+from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
+from tests.scenarios.image_classification.frames import make_frames, make_grid, make_shape
+
+GRID = make_grid()
+
+
+def represent(shape: AgentShape, num_frames: int = 5) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    latent = torch.randn(num_frames, 16, shape.d_representation, generator=generator)
+    return {"latent_pixels": latent, "image": latent.mean(1)}
+
+
+def make_head(shape: AgentShape, kind: Any = ImagePolicyHead, **agent: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(ImageClassificationAgentParameters(**agent), shape)
+
+
+def test_logits_of_every_visible_channel_and_position() -> None:
+    shape = make_shape(GRID, visible_channels=(1,), message_size=3, num_linear_symbols=4)
+    output = make_head(shape)(represent(shape), make_frames(GRID, shape))
+    assert output.message_logits_BVPS.shape == (5, 1, 3, 16)
+    assert output.decision_logits_B3.shape == (5, 3)
+    assert output.linear_logits_BVPL.shape == (5, 1, 3, 4)
+
+
+def test_an_agent_without_a_decision_or_linear_symbols_has_no_logits_of_them() -> None:
+    shape = make_shape(GRID, has_decision=False)
+    output = make_head(shape)(represent(shape), make_frames(GRID, shape))
+    assert output.decision_logits_B3 is None
+    assert output.linear_logits_BVPL is None
+
+
+def test_the_logit_of_a_symbol_is_that_of_its_latent_pixel() -> None:
+    shape = make_shape(GRID, message_size=2)
+    head, frames = make_head(shape), make_frames(GRID, shape)
+    read = represent(shape)
+    before = head(read, frames).message_logits_BVPS
+    changed = {**read, "latent_pixels": read["latent_pixels"].clone()}
+    changed["latent_pixels"][:, 7] += 1.0
+    moved = (head(changed, frames).message_logits_BVPS - before).abs()
+    assert (moved[..., 7] > 0).all()
+    assert moved[..., [*range(7), *range(8, 16)]].abs().max() == 0
+
+
+def test_which_latent_pixel_is_chosen_depends_on_the_whole_image() -> None:
+    shape = make_shape(GRID)
+    head, frames, read = make_head(shape), make_frames(GRID, shape), represent(shape)
+    before = head(read, frames).message_logits_BVPS
+    after = head({**read, "image": read["image"] + 1.0}, frames).message_logits_BVPS
+    assert not torch.allclose(after.log_softmax(-1), before.log_softmax(-1))
+
+
+def test_impossible_symbols_are_masked() -> None:
+    shape = make_shape(GRID)
+    forbidden = torch.arange(16) == 3
+    head = ImagePolicyHead(ImageClassificationAgentParameters(), shape, lambda *_: forbidden)
+    logits = head(represent(shape), make_frames(GRID, shape)).message_logits_BVPS
+    assert (logits[..., 3] == MASKED).all()
+    assert (logits[..., :3] > MASKED).all()
+
+
+@pytest.mark.parametrize("includes_round", [True, False])
+def test_the_round_is_read_where_that_is_asked_for(includes_round: bool) -> None:
+    shape = make_shape(GRID)
+    frames, read = make_frames(GRID, shape), represent(shape)
+    later = {**frames, "round": (frames["round"] + 1) % shape.num_rounds}
+    policy = make_head(shape, include_round_in_decider=includes_round)
+    value = make_head(shape, ImageValueHead, include_round_in_value=includes_round)
+    decisions = [policy(read, one).decision_logits_B3 for one in (frames, later)]
+    values = [value(read, one) for one in (frames, later)]
+    assert values[0].shape == (5,)
+    assert torch.equal(*decisions) is not includes_round
+    assert torch.equal(*values) is not includes_round
+
+
+def test_the_solo_head_says_one_of_two_labels() -> None:
+    shape = make_shape(GRID)
+    logits = make_head(shape, ImageSoloHead)(represent(shape), make_frames(GRID, shape))
+    assert logits.shape == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "agent"),
+    [
+        (ImagePolicyHead, {"d_latent_pixel_selector": 5}),
+        (ImagePolicyHead, {"num_latent_pixel_selector_layers": 1}),
+        (ImagePolicyHead, {"d_decider": 5}),
+        (ImagePolicyHead, {"num_decider_layers": 3}),
+        (ImagePolicyHead, {"d_linear_message_selector": 5}),
+        (ImagePolicyHead, {"num_linear_message_selector_layers": 3}),
+        (ImageValueHead, {"d_value": 5}),
+        (ImageValueHead, {"num_value_layers": 1}),
+        (ImageSoloHead, {"d_decider": 5}),
+        (ImageSoloHead, {"num_decider_layers": 1}),
+    ],
+)
+def test_each_parameter_of_a_head_changes_its_shape(kind: Any, agent: dict[str, Any]) -> None:
+    shape = make_shape(GRID, num_linear_symbols=2)
+
+    def shapes(**given: Any) -> list[torch.Size]:
+        return [weight.shape for weight in make_head(shape, kind, **given).parameters()]
+
+    assert shapes(**agent) != shapes()

@@ -1,0 +1,311 @@
+"""Views of images by trained models."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from transformers import ResNetConfig, ResNetModel, ViTConfig, ViTModel
+
+from nip_astra.errors import (
+    ConfigurationError,
+    DataError,
+    MissingDependencyError,
+    ModelLoadError,
+    ParameterError,
+)
+from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
+from nip_astra.scenarios.images.pretrained import huggingface
+from nip_astra.scenarios.images.pretrained.base import PretrainedModel
+from nip_astra.scenarios.images.pretrained.embeddings import embed_all, embedding_key
+from nip_astra.scenarios.images.pretrained.huggingface import HuggingFaceImageModel
+from nip_astra.scenarios.images.pretrained.pca import PcaModel
+from nip_astra.scenarios.images.pretrained.registry import (
+    PRETRAINED_MODELS,
+    register_pretrained_model,
+)
+
+
+def images(count: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(count, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fit(train: torch.Tensor, **parameters: Any) -> PcaModel:
+    return PcaModel(PcaModel.Parameters(**parameters), train_images_NKHW=train, scenario_dir=None)
+
+
+# ---- principal components
+
+
+def test_principal_components_are_those_of_scikit_learn_with_deviation_1() -> None:
+    train, test = images(60, 1, 4, 4), images(10, 1, 4, 4, seed=1)
+    found = fit(train, num_components=3).embed(test)
+    reference = PCA(n_components=3, whiten=True, svd_solver="full").fit(train.flatten(1).numpy())
+    expected = reference.transform(test.flatten(1).numpy()) * np.sqrt(60 / 59)
+    assert found.shape == (10, 3, 1, 1)
+    np.testing.assert_allclose(np.abs(found[..., 0, 0]), np.abs(expected), rtol=1e-3, atol=1e-4)
+    own = fit(train, num_components=3).embed(train)[..., 0, 0]
+    torch.testing.assert_close(own.mean(0), torch.zeros(3), atol=1e-5, rtol=0)
+    torch.testing.assert_close(own.std(0, correction=0), torch.ones(3))
+
+
+def test_components_have_one_sign_of_two_that_would_do() -> None:
+    components_XF = fit(images(40, 1, 4, 4), num_components=16).components_XF
+    largest = components_XF.gather(0, components_XF.abs().argmax(0, keepdim=True))
+    assert (largest > 0).all()
+
+
+def test_parts_of_an_image_are_laid_out_as_the_image_is() -> None:
+    train = images(30, 2, 7, 6)
+    model = fit(train, num_components=4, patch_size=2)
+    found = model.embed(train)
+    assert found.shape == (30, 4, 3, 3)
+    changed = train.clone()
+    changed[0, 1, 3, 5] += 1.0
+    moved = (model.embed(changed) - found).abs().sum(1)
+    assert moved.nonzero().tolist() == [[0, 1, 2]]
+
+
+def test_directions_without_variance_give_zero() -> None:
+    train = images(30, 1, 1, 2).expand(-1, -1, 2, -1)
+    found = fit(train, num_components=4).embed(train)
+    assert found[:, 2:].abs().max() == 0
+    assert found[:, :2].abs().max() > 0
+
+
+def test_what_principal_components_cannot_give_is_refused() -> None:
+    train = images(30, 1, 4, 4)
+    with pytest.raises(ConfigurationError, match="Set its num_components to that at most"):
+        fit(train, num_components=17)
+    with pytest.raises(ConfigurationError, match="Set its patch_size to 4 at most"):
+        fit(train, patch_size=5)
+
+
+# ---- models of transformers
+
+
+@pytest.fixture(scope="module")
+def resnet(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resnet")
+    config = ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 6], depths=[1, 1], layer_type="basic", num_channels=3
+    )
+    torch.manual_seed(0)
+    ResNetModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vit")
+    config = ViTConfig(
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+        image_size=[8, 12],
+        patch_size=4,
+        num_channels=1,
+    )
+    torch.manual_seed(0)
+    ViTModel(config).save_pretrained(folder)
+    return folder
+
+
+def load(model: Path | str, **parameters: Any) -> HuggingFaceImageModel:
+    return HuggingFaceImageModel(
+        HuggingFaceImageModel.Parameters(model=str(model), **parameters),
+        train_images_NKHW=torch.zeros(1, 1, 8, 8),
+        scenario_dir=None,
+    )
+
+
+def test_a_convolutional_network_gives_its_last_map_in_batches(resnet: Path) -> None:
+    given = images(5, 3, 32, 32)
+    found = load(resnet, batch_size=2).embed(given)
+    with torch.no_grad():
+        expected = ResNetModel.from_pretrained(resnet).eval()(pixel_values=given).last_hidden_state
+    assert expected.ndim == 4
+    torch.testing.assert_close(found, expected)
+
+
+def test_a_transformer_gives_its_patches_laid_out_as_the_image_is(vit: Path) -> None:
+    given = images(3, 1, 8, 12)
+    found = load(vit).embed(given)
+    with torch.no_grad():
+        state = ViTModel.from_pretrained(vit).eval()(pixel_values=given).last_hidden_state
+    assert found.shape == (3, 8, 2, 3)
+    torch.testing.assert_close(found[:, :, 1, 2], state[:, 1 + 5])
+    torch.testing.assert_close(found[:, :, 0, 1], state[:, 1 + 1])
+
+
+def test_grey_images_are_repeated_in_each_colour(resnet: Path) -> None:
+    grey = images(2, 1, 32, 32)
+    model = load(resnet)
+    torch.testing.assert_close(model.embed(grey), model.embed(grey.expand(-1, 3, -1, -1)))
+
+
+def test_images_are_scaled_first_where_a_size_is_given(resnet: Path) -> None:
+    assert load(resnet, image_size=64).embed(images(2, 3, 8, 8)).shape[-1] > 1
+
+
+def test_images_are_normalised_as_the_model_s_preprocessor_says(vit: Path, tmp_path: Path) -> None:
+    for file in vit.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    said = {"image_mean": [0.25], "image_std": [0.5], "image_processor_type": "ViTImageProcessor"}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(said))
+    given = images(2, 1, 8, 12)
+    torch.testing.assert_close(load(tmp_path).embed(given), load(vit).embed((given - 0.25) / 0.5))
+
+
+def test_models_of_timm_say_in_their_config_how_images_are_normalised(vit: Path) -> None:
+    config = {"pretrained_cfg": {"mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6]}}
+    mean, std = huggingface._normalisation(str(vit), config)
+    assert mean.flatten().tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert std.flatten().tolist() == pytest.approx([0.4, 0.5, 0.6])
+
+
+def test_an_image_that_the_model_cannot_read_is_told(resnet: Path, vit: Path) -> None:
+    with pytest.raises(ConfigurationError, match="it reads 3 channels and they have 2"):
+        load(resnet).embed(images(1, 2, 8, 8))
+    with pytest.raises(ConfigurationError, match="Set its image_size to the size that it was"):
+        load(vit).embed(images(1, 1, 16, 16))
+
+
+def test_models_that_cannot_be_loaded_are_told(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelLoadError, match=r"nowhere does not exist. Give a folder"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(ModelLoadError, match=r"holds no config.json. Give a folder"):
+        load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match="could not be loaded: Unrecognized model"):
+        load(tmp_path)
+    with pytest.raises(ModelLoadError, match="but it reads no images"):
+        load(tiny_model_dir)
+
+    def needs_timm(*_: object, **__: object) -> None:
+        raise ImportError("TimmWrapperModel requires the timm library.\nInstall it.")
+
+    monkeypatch.setattr(huggingface.AutoModel, "from_pretrained", needs_timm)
+    with pytest.raises(MissingDependencyError, match=r"requires the timm library. Models of timm"):
+        load(tmp_path)
+
+
+def test_a_model_without_some_of_its_weights_is_refused(resnet: Path, tmp_path: Path) -> None:
+    config = json.loads((resnet / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"depths": [1, 2]}))
+    (tmp_path / "model.safetensors").write_bytes((resnet / "model.safetensors").read_bytes())
+    with pytest.raises(ModelLoadError, match="but it lacks the weights encoder"):
+        load(tmp_path)
+
+
+# ---- views of a dataset
+
+
+@pytest.fixture
+def _forgotten() -> Iterator[None]:
+    snapshot = PRETRAINED_MODELS.snapshot()
+    yield
+    PRETRAINED_MODELS.restore(snapshot)
+
+
+@pytest.mark.usefixtures("_forgotten")
+def test_a_model_of_ones_own_is_found_by_its_name() -> None:
+    @register_pretrained_model("mean_grey")
+    class MeanGrey(PretrainedModel):
+        """The mean of all pixels, times a factor."""
+
+        class Parameters(PretrainedModel.Parameters):
+            """The factor."""
+
+            factor: float = 1.0
+
+        def embed(self, images_NKHW: torch.Tensor) -> torch.Tensor:
+            return self.parameters.factor * images_NKHW.mean((1, 2, 3), keepdim=True)
+
+    agent = ImageClassificationAgentParameters.from_dict(
+        {"pretrained_embeddings_model": {"_type": "mean_grey", "factor": 2.0}}
+    )
+    train, test = images(4, 1, 2, 2), images(2, 1, 2, 2, seed=1)
+    found = embed_all(agent.pretrained_embeddings_model, train, test, scenario_dir=None)
+    torch.testing.assert_close(found[0], 2 * train.mean((1, 2, 3), keepdim=True))
+    torch.testing.assert_close(found[1], 2 * test.mean((1, 2, 3), keepdim=True))
+
+
+@pytest.mark.usefixtures("_forgotten")
+@pytest.mark.parametrize("wrong", ["flat", "short", "infinite"])
+def test_a_model_that_gives_no_view_of_each_image_is_refused(wrong: str) -> None:
+    @register_pretrained_model("broken")
+    class Broken(PretrainedModel):
+        """Gives what is wrong."""
+
+        def embed(self, images_NKHW: torch.Tensor) -> torch.Tensor:
+            views = images_NKHW.clone()
+            views[0] = torch.inf
+            return {"flat": images_NKHW.flatten(1), "short": images_NKHW[1:]}.get(wrong, views)
+
+    train = images(4, 1, 2, 2)
+    with pytest.raises(DataError, match="'broken' was to give a view of 4 images"):
+        embed_all(Broken.Parameters(), train, train, scenario_dir=None)
+
+
+def test_an_unknown_model_is_told_with_those_that_are_known() -> None:
+    with pytest.raises(ParameterError, match=re.escape("Did you mean 'pca'?")):
+        ImageClassificationAgentParameters.from_dict(
+            {"pretrained_embeddings_model": {"_type": "pac"}}
+        )
+
+
+def test_equal_parameters_share_a_key_wherever_views_are_kept(tmp_path: Path) -> None:
+    usual = embedding_key(PcaModel.Parameters())
+    assert usual.startswith("embeddings_pca_")
+    assert embedding_key(PcaModel.Parameters(cache_dir=str(tmp_path))) == usual
+    assert embedding_key(PcaModel.Parameters(num_components=3)) != usual
+
+
+def test_views_are_kept_on_disk_where_a_folder_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parameters = PcaModel.Parameters(cache_dir=str(tmp_path / "cache"), num_components=2)
+    train, test = images(20, 1, 4, 4), images(5, 1, 4, 4, seed=1)
+    first = embed_all(parameters, train, test, scenario_dir=None)
+    files = list((tmp_path / "cache").iterdir())
+    assert len(files) == 1
+    monkeypatch.setattr(PcaModel, "embed", lambda *_: pytest.fail("was to be read from disk"))
+    second = embed_all(parameters, train, test, scenario_dir=None)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    monkeypatch.undo()
+    for changed in ((train + 1, test), (train, test + 1)):
+        embed_all(parameters, *changed, scenario_dir=None)
+    others = PcaModel.Parameters(cache_dir=str(tmp_path / "cache"), num_components=3)
+    embed_all(others, train, test, scenario_dir=None)
+    assert len(list((tmp_path / "cache").iterdir())) == 4
+
+
+def test_nothing_is_kept_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train = images(20, 1, 4, 4)
+    embed_all(PcaModel.Parameters(), train, train, scenario_dir=None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_or_unwritable_cache_is_told(tmp_path: Path) -> None:
+    parameters = PcaModel.Parameters(cache_dir=str(tmp_path / "cache"))
+    train = images(20, 1, 4, 4)
+    embed_all(parameters, train, train, scenario_dir=None)
+    next((tmp_path / "cache").iterdir()).write_bytes(b"nothing")
+    with pytest.raises(DataError, match=r"the file is damaged: .* Delete it; they are computed"):
+        embed_all(parameters, train, train, scenario_dir=None)
+    (tmp_path / "file").write_text("")
+    below = PcaModel.Parameters(cache_dir=str(tmp_path / "file"))
+    with pytest.raises(DataError, match=r"cannot be written: .* Give another cache_dir"):
+        embed_all(below, train, train, scenario_dir=None)
