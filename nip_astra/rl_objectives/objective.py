@@ -1,0 +1,337 @@
+"""The base of the losses of agents with networks, as TorchRL loss modules.
+
+Shapes: B frames, C channels, V channels that an agent sees, A agents.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torchrl.objectives import LossModule, ValueEstimators
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.episode_gae import EpisodeGae
+
+Frames = Mapping[Any, Tensor]
+"""Tensors of frames, [B, ...], by the names that they have in a TensorDict: `frames["round"]`,
+`frames["agents", "advantage"]`. To look one up costs a fraction of what it costs there."""
+
+LOSS_PREFIX = "loss_"
+"""Entries of a loss module's output whose names begin with this are summed and minimised."""
+
+
+class Evaluation(Protocol):
+    """How a policy sees moves that were made; see `scenario_base.agent_actions`."""
+
+    logprobs_B: Tensor
+    entropies_B: Tensor
+
+
+class PlayingAgents(Protocol):
+    """The agents of a protocol, as `scenario_base.combined.CombinedAgents` gives them."""
+
+    names: tuple[str, ...]
+    needs_logits: bool
+
+    def __getitem__(self, name: str) -> Any:
+        """Give one agent."""
+
+    def policy(self, name: str, frames: Any) -> Any:
+        """Give the logits of an agent's moves."""
+
+    def evaluate(self, name: str, frames: Any, output: Any = None) -> Any:
+        """Give an `Evaluation` of the moves that an agent made."""
+
+    def values(self, name: str, frames: Any) -> Tensor:
+        """Give an agent's values, [B]."""
+
+    def is_acting(self, name: str, frames: Any) -> Tensor:
+        """Give the frames in which an agent may move, [B] bool."""
+
+    def number(self, name: str) -> int:
+        """Give an agent's place in the dimension A."""
+
+    def logit_reward(self, name: str, output: Any, frames: Any) -> Tensor | None:
+        """Give what an agent's logits earn whatever is drawn from them, [B] with grad, or None."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Give all weights."""
+
+
+class PolicyView(NamedTuple):
+    """An agent's policy on those frames of a minibatch in which it acts.
+
+    Attributes
+    ----------
+    frames : Frames
+        The frames.
+    evaluation : Evaluation
+        Of the moves made in them, with grad.
+    is_acting_B : Tensor or None
+        bool, frames that count; None for all. On the CPU the others are left out; elsewhere they
+        are kept and masked, because to pick frames a host waits for its device.
+    number : int
+        The agent's place in the dimension A.
+    output : PolicyOutput
+        The logits that the evaluation is of.
+    """
+
+    frames: Frames
+    evaluation: Evaluation
+    is_acting_B: Tensor | None
+    number: int
+    output: Any
+
+    def of_agent(self, key: str) -> Tensor:
+        """Give the agent's part of `("agents", key)` of shape [B, A] or [B, A, 1], as [B]."""
+        values_B: Tensor = self.frames["agents", key][:, self.number]
+        return values_B.squeeze(-1) if values_B.ndim == 2 else values_B
+
+    def mean(self, values_B: Tensor) -> Tensor:
+        """Give the mean over the frames that count, 0 where there is none."""
+        if self.is_acting_B is None:
+            return values_B.mean()
+        kept_B = self.is_acting_B.to(values_B.dtype)
+        return (values_B * kept_B).sum() / kept_B.sum().clamp(min=1)
+
+
+class Objective(LossModule):
+    """Losses of the agents of a protocol. A subclass gives `agent_losses`.
+
+    The weights of `agents` are the agents' own, not copies. Losses of agents that share no weights
+    are independent, so a trainer may compute them in any order or at the same time.
+
+    Parameters
+    ----------
+    agents : PlayingAgents
+        The agents, a plain module.
+
+    Attributes
+    ----------
+    unread_keys : tuple
+        Entries of a batch that `agent_losses` does not read; a trainer leaves them out of
+        minibatches.
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        advantage: Any = ("agents", "advantage")
+        value: Any = ("agents", "value")
+        value_target: Any = ("agents", "value_target")
+        reward: Any = ("agents", "reward")
+        done: Any = "done"
+        terminated: Any = "terminated"
+
+    default_value_estimator = ValueEstimators.GAE
+    unread_keys: tuple[Any, ...] = (
+        "next",
+        ("agents", "message_logits"),
+        ("agents", "decision_logits"),
+    )
+    in_keys: Sequence[Any] = ()
+    out_keys: Sequence[Any] = ()
+    agents: PlayingAgents
+
+    def __init__(self, agents: PlayingAgents) -> None:
+        super().__init__()
+        self.agents = agents
+        if agents.needs_logits:
+            # What an agent's logits earn depends on those of others.
+            self.unread_keys = ("next",)
+
+    @property
+    def functional(self) -> bool:
+        """False: weights stay in the modules."""
+        return False
+
+    def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
+        """Give an agent's losses in a minibatch.
+
+        Parameters
+        ----------
+        batch : Frames
+            Frames [B], after `value_estimator`.
+
+        Returns
+        -------
+        dict[str, Tensor]
+            Scalars. Those named `loss_*` have grad, are summed and minimised; the others have none
+            and are logged.
+        """
+        raise NotImplementedError
+
+    def forward(self, batch: TensorDict) -> TensorDict:
+        """Give the scalars `loss_*_<agent>` and `<agent>/*` of all agents."""
+        entries: dict[str, Tensor] = {}
+        frames = frames_of(batch)
+        for name in self.agents.names:
+            for key, value in self.agent_losses(name, frames).items():
+                is_loss = key.startswith(LOSS_PREFIX)
+                entries[f"{key}_{name}" if is_loss else f"{name}/{key}"] = value
+        return TensorDict(entries)
+
+    def compute_gradients(
+        self, batch: TensorDict, names: Sequence[str], executor: Executor | None = None
+    ) -> dict[str, dict[str, Tensor]]:
+        """Add to the agents' gradients those of their losses, and give these by agent, detached.
+
+        An objective in which agents foresee each other's learning overrides this.
+
+        Parameters
+        ----------
+        names : Sequence[str]
+            Agents that learn.
+        executor : Executor, optional
+            Runs several agents at the same time; they must share no weights.
+        """
+        frames = frames_of(batch)
+        if executor is None or len(names) < 2:
+            return {name: self._backward(name, frames) for name in names}
+        tasks = [(name, executor.submit(self._backward, name, frames)) for name in names]
+        return {name: task.result() for name, task in tasks}
+
+    def _backward(self, name: str, batch: Frames) -> dict[str, Tensor]:
+        # A new thread starts with gradients on; the caller's mode is its own.
+        with torch.enable_grad():
+            entries = self.agent_losses(name, batch)
+            total = sum_of_losses(entries.items())
+            if total.requires_grad:
+                torch.autograd.backward(total)
+        return {key: value.detach() for key, value in entries.items()}
+
+    def finish_iteration(self) -> None:
+        """Called after the last minibatch of an iteration; does nothing here."""
+
+    def policy_view(self, name: str, batch: Frames) -> PolicyView:
+        """Evaluate an agent's policy on the frames of a minibatch in which it acts."""
+        frames, number = batch, self.agents.number(name)
+        is_acting_B: Tensor | None = self.agents.is_acting(name, batch)
+        assert is_acting_B is not None
+        if is_acting_B.device.type == "cpu":
+            rows = is_acting_B.nonzero().flatten()
+            if len(rows) == 0:
+                # Networks are spared an empty batch: one frame stays, which does not count.
+                frames, is_acting_B = (
+                    SomeFrames(batch, torch.zeros(1, dtype=torch.long)),
+                    is_acting_B[:1],
+                )
+            else:
+                frames = batch if len(rows) == len(is_acting_B) else SomeFrames(batch, rows)
+                is_acting_B = None
+        output = self.agents.policy(name, frames)
+        evaluation = self.agents.evaluate(name, frames, output)
+        return PolicyView(frames, evaluation, is_acting_B, number, output)
+
+    def policy_view_and_values(self, name: str, batch: Frames) -> tuple[PolicyView, Tensor]:
+        """Give the view of the policy, and the agent's values of all frames, [B], with grad.
+
+        A body that policy and value function share runs once.
+        """
+        agent = self.agents[name]
+        if not agent.shares_body:
+            return self.policy_view(name, batch), self.agents.values(name, batch)
+        representation = agent.policy_body(batch)
+        output = agent.policy_head(representation, batch)
+        evaluation = self.agents.evaluate(name, batch, output)
+        is_acting_B = self.agents.is_acting(name, batch)
+        view = PolicyView(batch, evaluation, is_acting_B, self.agents.number(name), output)
+        return view, agent.value_head(representation, batch)
+
+    def logit_losses(self, name: str, view: PolicyView) -> dict[str, Tensor]:
+        """Give `loss_logits`, minus what the agent's logits earn by themselves, where they do.
+
+        An objective adds it to its losses: a policy gradient learns nothing from a reward that is
+        the same whatever is drawn from the logits.
+        """
+        if not self.agents.needs_logits:
+            return {}
+        reward_B = self.agents.logit_reward(name, view.output, view.frames)
+        return {} if reward_B is None else {"loss_logits": -view.mean(reward_B)}
+
+    def make_value_estimator(
+        self, value_type: ValueEstimators | None = None, **hyperparams: Any
+    ) -> Objective:
+        """Set `value_estimator` to generalised advantage estimation of all agents.
+
+        Parameters
+        ----------
+        value_type : ValueEstimators, optional
+            GAE, or MAGAE, which is the same here.
+        gamma, lmbda : float
+            Discount and decay; see `RlTrainerParameters`.
+
+        Raises
+        ------
+        ConfigurationError
+            When another estimator or an unknown option is asked for.
+        """
+        value_type = value_type or ValueEstimators.GAE
+        hyperparams.pop("device", None)
+        unknown = sorted(set(hyperparams) - {"gamma", "lmbda"})
+        if value_type not in (ValueEstimators.GAE, ValueEstimators.MAGAE) or unknown:
+            asked = f"with {', '.join(unknown)}" if unknown else f"{value_type}"
+            raise ConfigurationError(
+                f"a value estimator {asked} was asked for, but objectives of agents in a protocol "
+                "estimate advantages by ValueEstimators.GAE with gamma and lmbda. Leave the rest "
+                "out, or write the entries of ('agents', 'advantage') with a module of your own."
+            )
+        self.value_type = value_type
+        self._value_estimator = EpisodeGae(
+            self.agents.names,
+            self.agents.values,
+            gamma=float(hyperparams.get("gamma", 0.99)),
+            lmbda=float(hyperparams.get("lmbda", 0.95)),
+        )
+        return self
+
+    def own_state(self) -> dict[str, Tensor]:
+        """Give what is neither an agent's weight nor an agent's buffer, for a checkpoint."""
+        return {
+            key: value
+            for key, value in self.state_dict().items()
+            if not key.startswith(("agents.", "_value_estimator."))
+        }
+
+    def load_own_state(self, state: dict[str, Tensor]) -> None:
+        """Take up what `own_state` gave."""
+        self.load_state_dict(state, strict=False)
+
+
+def frames_of(batch: TensorDictBase) -> Frames:
+    """Give the tensors of a TensorDict [B] as a plain mapping."""
+    return dict(batch.items(include_nested=True, leaves_only=True))
+
+
+class SomeFrames(Mapping[Any, Tensor]):
+    """Some rows of frames; a tensor's rows are taken when it is first asked for."""
+
+    def __init__(self, frames: Frames, rows: Tensor) -> None:
+        self._frames = frames
+        self._rows = rows
+        self._taken: dict[Any, Tensor] = {}
+
+    def __getitem__(self, key: Any) -> Tensor:
+        found = self._taken.get(key)
+        if found is None:
+            found = self._taken[key] = self._frames[key].index_select(0, self._rows)
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._frames)
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+
+def sum_of_losses(entries: Iterable[tuple[str, Tensor]]) -> Tensor:
+    """Give the sum of the entries whose names begin with `loss_`."""
+    losses = [value for key, value in entries if key.startswith(LOSS_PREFIX)]
+    return functools.reduce(operator.add, losses) if losses else torch.zeros(())

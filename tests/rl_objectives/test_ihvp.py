@@ -1,0 +1,232 @@
+"""Inverse-Hessian-vector products equal those of the dense inverse."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.derivatives import jacobian_operator
+from nip_astra.rl_objectives.ihvp import (
+    InverseMethod,
+    inverse_hessian_vector_product,
+)
+from tests.rl_objectives.games import DOUBLE, random_tensor
+
+NYSTROM = InverseMethod(variant="nystrom", num_iterations=1, rank=100, rho=0.3, step_size=1.0)
+GRADIENT = InverseMethod(
+    variant="conjugate_gradient", num_iterations=50, rank=1, rho=0.0, step_size=1.0
+)
+NEUMANN = InverseMethod(variant="neumann", num_iterations=600, rank=1, rho=0.0, step_size=0.2)
+
+
+def positive_matrix(size: int = 6) -> torch.Tensor:
+    """Give one with eigenvalues from 0.5 to 4."""
+    basis = torch.linalg.qr(random_tensor(size, size)).Q
+    return basis @ torch.diag(torch.linspace(0.5, 4.0, size, dtype=DOUBLE)) @ basis.T
+
+
+def solve_quadratic(
+    matrix: torch.Tensor, vector: torch.Tensor, method: InverseMethod, seed: int = 0
+) -> torch.Tensor:
+    x = random_tensor(len(matrix), seed=5).requires_grad_()
+    loss = x @ matrix @ x / 2 + random_tensor(len(matrix), seed=6) @ x
+    return inverse_hessian_vector_product(
+        loss, [x], [vector], method=method, generator=torch.Generator().manual_seed(seed)
+    )[0]
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.7])
+@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.variant)
+def test_each_method_inverts_the_hessian_of_a_quadratic(method: InverseMethod, rho: float) -> None:
+    if method.variant == "nystrom" and rho == 0.0:
+        rho = 1e-6
+    matrix, vector = positive_matrix(), random_tensor(6, seed=1)
+    found = solve_quadratic(matrix, vector, dataclasses.replace(method, rho=rho))
+    expected = torch.linalg.solve(matrix + rho * torch.eye(6, dtype=DOUBLE), vector)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_one_parameter_by_hand() -> None:
+    x = torch.tensor([1.0], dtype=DOUBLE, requires_grad=True)
+    vector = torch.tensor([6.0], dtype=DOUBLE)
+
+    def solved(method: InverseMethod) -> float:
+        loss = (2 * x**2).sum()  # second derivative 4
+        return inverse_hessian_vector_product(loss, [x], [vector], method=method)[0].item()
+
+    assert solved(GRADIENT) == pytest.approx(1.5)
+    assert solved(dataclasses.replace(GRADIENT, rho=2.0)) == pytest.approx(1.0)
+    assert solved(dataclasses.replace(NYSTROM, rho=2.0)) == pytest.approx(1.0)
+    # 0.1 * 6 * (1 + 0.6 + 0.36)
+    few = dataclasses.replace(NEUMANN, num_iterations=2, step_size=0.1)
+    assert solved(few) == pytest.approx(1.176)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.4])
+@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.variant)
+def test_each_method_inverts_a_jacobian_that_is_not_symmetric_and_its_transpose(
+    method: InverseMethod, rho: float
+) -> None:
+    if method.variant == "nystrom" and rho == 0.0:
+        rho = 1e-6
+    skew = random_tensor(6, 6, seed=2)
+    matrix = positive_matrix() + skew - skew.T
+    method = dataclasses.replace(method, rho=rho, step_size=0.05)
+    x, vector = random_tensor(6, seed=1).requires_grad_(), random_tensor(6, seed=3)
+    inverse = method.prepare(jacobian_operator(matrix @ x, [x]))
+    damped = matrix + rho * torch.eye(6, dtype=DOUBLE)
+    torch.testing.assert_close(
+        inverse.solve(vector), torch.linalg.solve(damped, vector), rtol=1e-5, atol=1e-7
+    )
+    torch.testing.assert_close(
+        inverse.solve_transposed(vector), torch.linalg.solve(damped.T, vector), rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.variant)
+def test_each_method_inverts_the_hessian_of_a_small_network(method: InverseMethod) -> None:
+    inputs, targets = random_tensor(20, 3), random_tensor(20, seed=1)
+    parameters = [random_tensor(3, 4, seed=2) / 2, random_tensor(4, seed=3) / 2]
+    parameters = [parameter.requires_grad_() for parameter in parameters]
+
+    def loss(flat: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(inputs @ flat[:12].reshape(3, 4))
+        return (hidden @ flat[12:] - targets).square().mean() + flat.square().sum()
+
+    flat = torch.cat([parameter.reshape(-1) for parameter in parameters])
+    hessian = torch.autograd.functional.hessian(loss, flat.detach())
+    assert torch.linalg.eigvalsh(hessian).min() > 0.1
+    vectors = [random_tensor(3, 4, seed=4), random_tensor(4, seed=5)]
+    method = dataclasses.replace(method, rho=0.05)
+    found = inverse_hessian_vector_product(loss(flat), parameters, vectors, method=method)
+    assert [part.shape for part in found] == [(3, 4), (4,)]
+    expected = torch.linalg.solve(
+        hessian + 0.05 * torch.eye(16, dtype=DOUBLE), torch.cat([v.reshape(-1) for v in vectors])
+    )
+    torch.testing.assert_close(
+        torch.cat([part.reshape(-1) for part in found]), expected, rtol=1e-5, atol=1e-7
+    )
+
+
+@pytest.mark.parametrize(
+    ("method", "field", "counts"),
+    [
+        (GRADIENT, "num_iterations", (1, 2, 3, 5, 8)),
+        (NEUMANN, "num_iterations", (1, 3, 10, 30, 100)),
+    ],
+    ids=["conjugate_gradient", "neumann"],
+)
+def test_more_iterations_are_nearer_to_the_inverse(
+    method: InverseMethod, field: str, counts: tuple[int, ...]
+) -> None:
+    matrix, vector = positive_matrix(12), random_tensor(12, seed=1)
+    expected = torch.linalg.solve(matrix, vector)
+    errors = [
+        (solve_quadratic(matrix, vector, dataclasses.replace(method, **{field: n})) - expected)
+        .norm()
+        .item()
+        for n in counts
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.02 * errors[0]
+
+
+def test_a_larger_rank_is_nearer_to_the_inverse() -> None:
+    # Eigenvalues that fall by half, as those of networks do.
+    basis = torch.linalg.qr(random_tensor(12, 12)).Q
+    matrix = basis @ torch.diag(0.5 ** torch.arange(12, dtype=DOUBLE)) @ basis.T
+    vector = random_tensor(12, seed=1)
+    expected = torch.linalg.solve(matrix + 0.05 * torch.eye(12, dtype=DOUBLE), vector)
+
+    def error(rank: int) -> float:
+        method = dataclasses.replace(NYSTROM, rank=rank, rho=0.05)
+        draws = [solve_quadratic(matrix, vector, method, seed) - expected for seed in range(20)]
+        return sum(draw.norm().item() for draw in draws) / 20
+
+    errors = [error(rank) for rank in (1, 3, 6, 12)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-10
+
+
+def test_nystrom_is_exact_once_the_drawn_columns_span_the_matrix() -> None:
+    low_rank = random_tensor(8, 2) @ random_tensor(8, 2).T
+    vector = random_tensor(8, seed=1)
+    found = solve_quadratic(low_rank, vector, dataclasses.replace(NYSTROM, rank=3))
+    expected = torch.linalg.solve(low_rank + 0.3 * torch.eye(8, dtype=DOUBLE), vector)
+    torch.testing.assert_close(found, expected)
+
+
+def test_nystrom_survives_parameters_that_the_loss_ignores() -> None:
+    matrix = torch.block_diag(positive_matrix(3), torch.zeros(4, 4, dtype=DOUBLE))
+    vector = random_tensor(7, seed=1)
+    found = solve_quadratic(matrix, vector, NYSTROM)
+    expected = torch.linalg.solve(matrix + 0.3 * torch.eye(7, dtype=DOUBLE), vector)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_generator_alone_decides_which_columns_nystrom_draws() -> None:
+    matrix, vector = positive_matrix(), random_tensor(6, seed=1)
+    method = dataclasses.replace(NYSTROM, rank=2)
+    first, again, other = (solve_quadratic(matrix, vector, method, seed) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other)
+
+
+def test_neumanns_series_is_the_derivative_of_unrolled_gradient_descent() -> None:
+    matrix, vector = positive_matrix(), random_tensor(6, seed=1)
+    pull = torch.zeros(6, dtype=DOUBLE, requires_grad=True)
+    x = torch.zeros(6, dtype=DOUBLE)
+    for _ in range(8):
+        x = x - 0.1 * (matrix @ x - pull)
+    (unrolled,) = torch.autograd.grad(x @ vector, pull)
+    method = dataclasses.replace(NEUMANN, num_iterations=7, step_size=0.1)
+    torch.testing.assert_close(solve_quadratic(matrix, vector, method), unrolled)
+
+
+def test_the_conjugate_gradient_ends_before_a_direction_of_negative_curvature() -> None:
+    matrix = torch.diag(torch.tensor([2.0, -1.0], dtype=DOUBLE))
+    downwards, upwards = torch.eye(2, dtype=DOUBLE)[1], torch.eye(2, dtype=DOUBLE)[0]
+    assert solve_quadratic(matrix, downwards, GRADIENT).tolist() == [0.0, 0.0]
+    assert solve_quadratic(matrix, upwards, GRADIENT).tolist() == [0.5, 0.0]
+    assert solve_quadratic(0 * matrix, upwards, GRADIENT).tolist() == [0.0, 0.0]
+    both = solve_quadratic(matrix, downwards + upwards, GRADIENT)  # curvature 1, then below 0
+    assert both.tolist() == pytest.approx([2.0, 2.0])
+
+
+@pytest.mark.parametrize("method", [NYSTROM, GRADIENT, NEUMANN], ids=lambda m: m.variant)
+def test_a_zero_vector_gives_zero(method: InverseMethod) -> None:
+    found = solve_quadratic(positive_matrix(), torch.zeros(6, dtype=DOUBLE), method)
+    assert found.tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"num_iterations": 0}, "num_iterations is 0, which must be >= 1"),
+        ({"rank": 0}, "rank is 0"),
+        ({"step_size": 0.0}, "step_size is 0.0, which must be > 0"),
+        ({"rho": -0.1}, "rho is -0.1"),
+        ({"rho": 0.0}, "> 0 for nystrom"),
+        ({"rho": -1.0, "rank": -2}, "rank is -2, which must be >= 1; rho is -1.0"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_all_at_once(
+    settings: dict[str, float], text: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        dataclasses.replace(NYSTROM, **settings)
+
+
+def test_a_loss_of_another_agent_is_refused() -> None:
+    x, y = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
+    with pytest.raises(ConfigurationError, match="depends on none of them"):
+        inverse_hessian_vector_product((y**2).sum(), [x], [x], method=NYSTROM)
+
+
+def test_vectors_of_other_shapes_are_refused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(ConfigurationError, match=r"shapes \[\[3\]\].*\[\[2\]\]"):
+        inverse_hessian_vector_product((x**2).sum(), [x], [torch.ones(3)], method=NYSTROM)

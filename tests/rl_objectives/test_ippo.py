@@ -1,0 +1,308 @@
+"""The loss of IPPO: TorchRL's, closed forms, masks, and degenerate minibatches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torchrl.modules import ProbabilisticActor
+from torchrl.objectives import ClipPPOLoss, KLPENPPOLoss
+from torchrl.objectives.multiagent import IPPOLoss
+
+from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
+from nip_astra.rl_objectives.ippo import IppoObjective, normalise
+from nip_astra.rl_objectives.objective import frames_of, sum_of_losses
+from tests.rl_objectives.always_acting import (
+    NAMES,
+    AlwaysActing,
+    gradients_of,
+    make_batch,
+)
+
+
+def objective_of(agents: AlwaysActing, **more: Any) -> IppoObjective:
+    rl = {name: more.pop(name) for name in ("clip_value", "loss_critic_type") if name in more}
+    return IppoObjective(agents, CommonPpoParameters(**more), RlTrainerParameters(**rl))
+
+
+def our_gradients(objective: IppoObjective, batch: TensorDict) -> tuple[float, dict[str, Tensor]]:
+    objective.zero_grad()
+    total = sum_of_losses(objective(batch).items())
+    total.backward()
+    return float(total.detach()), gradients_of(objective)
+
+
+class Stacked(nn.Module):
+    """The agents' own linear layers side by side, as TorchRL wants them."""
+
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, observation_BAD: Tensor) -> Tensor:
+        parts = [layer(observation_BAD[:, number]) for number, layer in enumerate(self.layers)]
+        return torch.stack(parts, dim=1)
+
+
+def torchrl_loss(agents: AlwaysActing, cls: type, **options: Any) -> nn.Module:
+    policy = TensorDictModule(
+        Stacked([agents[name].policy for name in NAMES]),
+        in_keys=[("agents", "observation")],
+        out_keys=[("agents", "logits")],
+    )
+    actor = ProbabilisticActor(
+        policy,
+        in_keys={"logits": ("agents", "logits")},
+        out_keys=[("agents", "action")],
+        distribution_class=Categorical,
+        return_log_prob=True,
+        log_prob_key=("agents", "logprob"),
+    )
+    critic = TensorDictModule(
+        Stacked([agents[name].critic for name in NAMES]),
+        in_keys=[("agents", "observation")],
+        out_keys=[("agents", "value")],
+    )
+    # It keeps coefficients in single precision, in which those of these tests are exact.
+    loss = cls(actor, critic, functional=False, **options).double()
+    loss.set_keys(
+        action=("agents", "action"),
+        sample_log_prob=("agents", "logprob"),
+        advantage=("agents", "advantage"),
+        value_target=("agents", "value_target"),
+        value=("agents", "value"),
+        reward=("agents", "reward"),
+    )
+    return loss
+
+
+def torchrl_gradients(
+    agents: AlwaysActing, loss: nn.Module, batch: TensorDict
+) -> tuple[float, dict[str, Tensor]]:
+    agents.zero_grad()
+    # TorchRL takes means over agents, where ours takes the sum.
+    total = len(NAMES) * sum_of_losses(loss(batch.clone()).items())
+    total.backward()
+    return float(total.detach()), {f"agents.{k}": v for k, v in gradients_of(agents).items()}
+
+
+def assert_equal_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert max(float(g.abs().max()) for g in ours.values()) > 1e-3
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-8, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize("distance", ["l1", "l2", "smooth_l1"])
+@pytest.mark.parametrize("clip_value", [None, 0.25])
+@pytest.mark.parametrize("cls", [IPPOLoss, ClipPPOLoss])
+def test_value_and_gradient_are_those_of_torchrl(
+    cls: type, distance: str, clip_value: float | None
+) -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    objective = objective_of(
+        agents,
+        clip_epsilon=0.125,
+        entropy_coef=0.03125,
+        critic_coef=0.75,
+        loss_critic_type=distance,
+        clip_value=clip_value,
+    )
+    value, ours = our_gradients(objective, batch)
+    reference = torchrl_loss(
+        agents,
+        cls,
+        clip_epsilon=0.125,
+        entropy_coeff=0.03125,
+        critic_coeff=0.75,
+        loss_critic_type=distance,
+        clip_value=clip_value,
+        normalize_advantage=True,
+        normalize_advantage_exclude_dims=(-2,),
+    )
+    expected, theirs = torchrl_gradients(agents, reference, batch)
+    assert value == pytest.approx(expected, abs=1e-8)
+    assert_equal_gradients(ours, theirs)
+
+
+def test_the_charge_for_divergence_is_torchrls_where_the_sample_is_the_whole_distribution() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents, num_frames=6)
+    # The old policy is uniform, and each action was taken once in each of two states.
+    batch["agents", "observation"][:3] = batch["agents", "observation"][0]
+    batch["agents", "observation"][3:] = batch["agents", "observation"][3]
+    batch["agents", "action"][:] = torch.tensor([0, 1, 2, 0, 1, 2])[:, None]
+    batch["agents", "logprob"][:] = -math.log(3)
+    objective = objective_of(agents, loss_type="kl_penalty", kl_beta=0.5, entropy_coef=0.0)
+    value, ours = our_gradients(objective, batch)
+    kl = float(objective(batch)["first/kl"] + objective(batch)["second/kl"]) / 2
+    batch["agents", "logits"] = torch.zeros(6, 2, 3, dtype=torch.float64)
+    reference = torchrl_loss(
+        agents,
+        KLPENPPOLoss,
+        beta=0.5,
+        # On target: TorchRL changes beta between the loss and its gradient.
+        dtarg=kl,
+        entropy_coeff=0.0,
+        critic_coeff=1.0,
+        normalize_advantage=True,
+        normalize_advantage_exclude_dims=(-2,),
+    )
+    expected, theirs = torchrl_gradients(agents, reference, batch)
+    assert value == pytest.approx(expected, abs=1e-8)
+    assert_equal_gradients(ours, theirs)
+
+
+def test_the_clipped_loss_is_what_the_hand_gives() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents, num_frames=2)
+    ratios = torch.tensor([1.5, 0.5], dtype=torch.float64)
+    with torch.no_grad():
+        now_B = agents.evaluate("first", batch).logprobs_B
+    batch["agents", "logprob"][:, 0] = now_B - ratios.log()
+    batch["agents", "advantage"][:, 0, 0] = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    objective = objective_of(agents, normalize_advantage=False, clip_epsilon=0.2)
+    found = objective.agent_losses("first", frames_of(batch))
+    # min(1.5 * 2, 1.2 * 2) = 2.4 and min(0.5 * -1, 0.8 * -1) = -0.8.
+    assert float(found["loss_policy"].detach()) == pytest.approx(-(2.4 - 0.8) / 2)
+    assert float(found["kl"]) == pytest.approx(-float(ratios.log().mean()))
+    assert float(found["clip_fraction"]) == 1.0
+    assert float(found["ess"]) == pytest.approx(1.0 / 1.25)
+
+
+def test_a_better_move_becomes_likelier() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents, num_frames=1)
+    batch["agents", "advantage"][:] = 1.0
+    with torch.no_grad():
+        before_B = agents.evaluate("first", batch).logprobs_B
+    batch["agents", "logprob"][:, 0] = before_B
+    objective = objective_of(agents, normalize_advantage=False, entropy_coef=0.0, critic_coef=0.0)
+    objective.compute_gradients(batch, ["first"])
+    with torch.no_grad():
+        for weight in agents["first"].policy.parameters():
+            weight -= 0.1 * weight.grad
+    assert float(agents.evaluate("first", batch).logprobs_B.detach()) > float(before_B)
+
+
+@pytest.mark.parametrize("loss_type", ["clip", "kl_penalty"])
+def test_an_advantage_of_one_agent_gives_the_other_no_gradient(loss_type: str) -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    batch["agents", "advantage"][:, 1] = 0.0
+    objective = objective_of(
+        agents, loss_type=loss_type, kl_beta=0.0, entropy_coef=0.0, critic_coef=0.0
+    )
+    _, found = our_gradients(objective, batch)
+    assert float(found["agents.agents.first.policy.weight"].abs().sum()) > 0.1
+    assert float(found["agents.agents.second.policy.weight"].abs().sum()) == 0.0
+
+
+def test_only_frames_in_which_an_agent_acts_shape_its_policy() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    batch["is_acting"][5:, 0] = False
+    objective = objective_of(agents, critic_coef=0.0)
+    _, masked = our_gradients(objective, batch)
+    _, alone = our_gradients(objective, batch[:5])
+    for part in ("weight", "bias"):
+        name = f"agents.agents.first.policy.{part}"
+        torch.testing.assert_close(masked[name], alone[name], rtol=1e-12, atol=1e-14)
+
+
+def test_frames_that_are_masked_and_frames_that_are_left_out_give_one_loss() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    batch["is_acting"][::3, 0] = False
+    objective = objective_of(agents)
+    left_out = objective.policy_view("first", frames_of(batch))
+    masked = left_out._replace(
+        frames=frames_of(batch),
+        evaluation=agents.evaluate("first", batch),
+        is_acting_B=batch["is_acting"][:, 0],
+    )
+    assert left_out.is_acting_B is None
+    assert len(left_out.evaluation.logprobs_B) == 8
+    (loss, metrics), (masked_loss, masked_metrics) = (
+        objective._policy_loss(view, view.evaluation.logprobs_B - view.of_agent("logprob"))
+        for view in (left_out, masked)
+    )
+    assert float(loss.detach()) == pytest.approx(float(masked_loss.detach()), abs=1e-12)
+    for name, value in metrics.items():
+        assert float(value) == pytest.approx(float(masked_metrics[name]), abs=1e-12)
+
+
+def test_values_are_learned_from_all_frames() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    objective = objective_of(agents)
+    _, before = our_gradients(objective, batch)
+    batch["is_acting"][:, 0] = False
+    _, after = our_gradients(objective, batch)
+    name = "agents.agents.first.critic.weight"
+    torch.testing.assert_close(after[name], before[name])
+
+
+@pytest.mark.parametrize("num_frames", [1, 7])
+def test_an_agent_that_never_acts_gets_no_policy_gradient_and_no_nan(num_frames: int) -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents, num_frames=num_frames)
+    batch["is_acting"][:, 0] = False
+    value, found = our_gradients(objective_of(agents), batch)
+    assert math.isfinite(value)
+    assert float(found["agents.agents.first.policy.weight"].abs().sum()) == 0.0
+    assert all(bool(gradient.isfinite().all()) for gradient in found.values())
+
+
+def test_a_minibatch_of_one_frame_has_advantage_zero_after_normalisation() -> None:
+    one = torch.tensor([3.0])
+    assert normalise(one).tolist() == [0.0]
+    agents = AlwaysActing()
+    value, found = our_gradients(
+        objective_of(agents, entropy_coef=0.0), make_batch(agents, num_frames=1)
+    )
+    assert math.isfinite(value)
+    assert float(found["agents.agents.first.policy.weight"].abs().sum()) == 0.0
+
+
+def test_equal_advantages_are_shifted_and_not_blown_up() -> None:
+    assert normalise(torch.full((4,), 2.5)).tolist() == [0.0] * 4
+    tiny = normalise(torch.tensor([0.0, 1e-8], dtype=torch.float64))
+    assert float(tiny.abs().max()) < 0.01
+
+
+def test_normalisation_counts_only_frames_that_count() -> None:
+    values = torch.tensor([1.0, 3.0, 100.0])
+    found = normalise(values, torch.tensor([True, True, False]))
+    assert found[:2].tolist() == pytest.approx([-1 / math.sqrt(2), 1 / math.sqrt(2)])
+
+
+def test_the_weight_of_the_charge_follows_the_divergence_of_the_iteration() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    objective = objective_of(agents, loss_type="kl_penalty", kl_beta=1.0, kl_target=0.1)
+    for shift, expected in ((1.0, 2.0), (0.0, 1.0), (0.1, 1.0)):
+        for name in NAMES:
+            number = agents.number(name)
+            with torch.no_grad():
+                logprobs_B = agents.evaluate(name, batch).logprobs_B
+            batch["agents", "logprob"][:, number] = logprobs_B + shift
+        objective(batch)
+        objective.finish_iteration()
+        assert objective.beta.tolist() == [expected] * 2, shift
+    objective.finish_iteration()
+    assert objective.beta.tolist() == [1.0, 1.0], "no minibatch says nothing"
+
+
+def test_the_clipped_loss_has_no_weight_that_changes() -> None:
+    agents = AlwaysActing()
+    objective = objective_of(agents, kl_beta=0.5)
+    objective(make_batch(agents))
+    objective.finish_iteration()
+    assert objective.beta.tolist() == [0.5, 0.5]

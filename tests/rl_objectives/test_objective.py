@@ -1,0 +1,147 @@
+"""The base of objectives: TorchRL's interface over the agents' own weights."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+from torchrl.objectives import LossModule, ValueEstimators
+
+import nip_astra.rl_objectives
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
+from nip_astra.rl_objectives.episode_gae import EpisodeGae
+from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.rl_objectives.objective import Frames, Objective, sum_of_losses
+from nip_astra.rl_objectives.reinforce import ReinforceObjective
+from tests.rl_objectives.always_acting import (
+    NAMES,
+    AlwaysActing,
+    gradients_of,
+    make_batch,
+)
+
+
+def ippo(agents: AlwaysActing) -> IppoObjective:
+    return IppoObjective(agents, CommonPpoParameters(), RlTrainerParameters())
+
+
+def test_the_package_offers_the_base_class() -> None:
+    assert nip_astra.rl_objectives.Objective is Objective
+    assert issubclass(Objective, LossModule)
+
+
+def test_weights_are_the_agents_own_and_each_is_there_once() -> None:
+    agents = AlwaysActing()
+    objective = ippo(agents)
+    objective.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.8)
+    assert [id(p) for p in objective.parameters()] == [id(p) for p in agents.parameters()]
+
+
+def test_the_value_estimator_is_made_and_found_as_in_torchrl() -> None:
+    objective = ippo(AlwaysActing())
+    assert objective.make_value_estimator(ValueEstimators.GAE, gamma=0.9, lmbda=0.8) is objective
+    found = objective.value_estimator
+    assert isinstance(found, EpisodeGae)
+    assert (found.gamma, found.lmbda, found.agent_names) == (0.9, 0.8, NAMES)
+    assert isinstance(ippo(AlwaysActing()).value_estimator, EpisodeGae), "also without being made"
+
+
+def test_another_estimator_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"by ValueEstimators\.GAE with gamma and lmbda"):
+        ippo(AlwaysActing()).make_value_estimator(ValueEstimators.TD0)
+    with pytest.raises(ConfigurationError, match="a value estimator with gama was asked for"):
+        ippo(AlwaysActing()).make_value_estimator(ValueEstimators.GAE, gama=0.9)
+
+
+def test_an_objective_of_ones_own_takes_one_method() -> None:
+    class Likely(Objective):
+        def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
+            view = self.policy_view(name, batch)
+            return {"loss_likely": -view.mean(view.evaluation.logprobs_B), "count": torch.ones(())}
+
+    agents = AlwaysActing()
+    found = Likely(agents)(make_batch(agents))
+    assert set(found.keys()) == {
+        "loss_likely_first",
+        "loss_likely_second",
+        "first/count",
+        "second/count",
+    }
+    assert found["loss_likely_first"].requires_grad
+
+
+def test_gradients_by_agent_are_those_of_the_sum_of_all_losses() -> None:
+    agents = AlwaysActing()
+    batch, objective = make_batch(agents), ippo(agents)
+    sum_of_losses(objective(batch).items()).backward()
+    whole = gradients_of(agents)
+    agents.zero_grad()
+    objective.compute_gradients(batch, NAMES)
+    for name, gradient in gradients_of(agents).items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-12, atol=1e-15)
+
+
+def test_several_threads_give_the_same_bits() -> None:
+    agents = AlwaysActing()
+    batch, objective = make_batch(agents, num_frames=300), ippo(agents)
+    one = objective.compute_gradients(batch, NAMES)
+    expected = gradients_of(agents)
+    with ThreadPoolExecutor(2) as executor:
+        for _ in range(5):
+            agents.zero_grad()
+            two = objective.compute_gradients(batch, NAMES, executor)
+            assert all(torch.equal(g, expected[n]) for n, g in gradients_of(agents).items())
+            assert all(torch.equal(two[n][k], v) for n in NAMES for k, v in one[n].items())
+
+
+def test_an_agent_that_does_not_learn_gets_no_gradient() -> None:
+    agents = AlwaysActing()
+    ippo(agents).compute_gradients(make_batch(agents), ["second"])
+    assert all(p.grad is None for p in agents["first"].parameters())
+    assert all(p.grad is not None for p in agents["second"].parameters())
+
+
+def test_its_own_state_is_what_the_agents_have_not() -> None:
+    objective = ippo(AlwaysActing())
+    objective.make_value_estimator()
+    assert set(objective.own_state()) == {"beta"}
+    other = ippo(AlwaysActing())
+    objective.beta.fill_(0.125)
+    other.load_own_state(objective.own_state())
+    assert other.beta.tolist() == [0.125, 0.125]
+
+
+def test_reinforce_is_what_the_hand_gives() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    found = ReinforceObjective(agents, entropy_coef=0.5)(batch)
+    seen = agents.evaluate("first", batch)
+    weights_B = batch["agents", "reward_to_go"][:, 0, 0]
+    torch.testing.assert_close(
+        found["loss_policy_first"], -(seen.logprobs_B * weights_B).mean(), rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(found["loss_entropy_first"], -0.5 * seen.entropies_B.mean())
+    assert "loss_value_first" not in found.keys()  # noqa: SIM118
+
+
+def test_reinforce_with_a_critic_learns_values() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    objective = ReinforceObjective(agents, weight="advantage", loss_critic_type="l2")
+    found = objective(batch)
+    error_B = agents.values("first", batch) - batch["agents", "value_target"][:, 0, 0]
+    torch.testing.assert_close(found["loss_value_first"], error_B.square().mean())
+    sum_of_losses(found.items()).backward()
+    assert float(agents["first"].critic.weight.grad.abs().sum()) > 0
+
+
+def test_a_reward_of_one_agent_gives_the_other_no_gradient() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    batch["agents", "reward_to_go"][:, 1] = 0.0
+    sum_of_losses(ReinforceObjective(agents)(batch).items()).backward()
+    assert float(agents["first"].policy.weight.grad.abs().sum()) > 0.1
+    assert float(agents["second"].policy.weight.grad.abs().sum()) == 0.0

@@ -1,0 +1,287 @@
+"""Losses on samples have, in expectation, the derivatives of the expected return.
+
+Every joint move of a small game is played once and weighted by its probability, so that nothing is
+left to chance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.derivatives import gradient
+from nip_astra.rl_objectives.shaping_losses import (
+    clipped_shaping_losses,
+    magic_box,
+    shaping_losses,
+)
+from nip_astra.rl_objectives.stackelberg import agent_updates
+from nip_astra.rl_objectives.stackelberg_variants import VARIANTS
+from tests.rl_objectives.games import DOUBLE, random_tensor, rule
+
+NUM_ACTIONS = (3, 2, 2)
+PAYOFFS = random_tensor(3, *NUM_ACTIONS, seed=1)
+"""Of agents 0 to 2, by the actions of agents 0 to 2."""
+
+Losses = Callable[..., torch.Tensor]
+
+
+def ppo_at_the_policies_that_played(
+    logprobs: torch.Tensor, *rest: torch.Tensor, **more: torch.Tensor
+) -> torch.Tensor:
+    return clipped_shaping_losses(logprobs, logprobs.detach(), *rest, clip_epsilon=0.2, **more)
+
+
+BOTH = pytest.mark.parametrize(
+    "losses", [shaping_losses, ppo_at_the_policies_that_played], ids=["plain", "clipped"]
+)
+
+
+def policies() -> list[torch.Tensor]:
+    return [random_tensor(n, seed=10 + n + i).requires_grad_() for i, n in enumerate(NUM_ACTIONS)]
+
+
+def exact_losses(logits: list[torch.Tensor]) -> list[torch.Tensor]:
+    p, q, r = (x.softmax(dim=0) for x in logits)
+    return list(-torch.einsum("iabc,a,b,c->i", PAYOFFS, p, q, r))
+
+
+def expected_losses(logits: list[torch.Tensor], losses: Losses) -> list[torch.Tensor]:
+    """Give the losses of single frames, weighted by how likely these are."""
+    logs = [x.log_softmax(dim=0) for x in logits]
+    total = 0
+    for actions in itertools.product(*(range(n) for n in NUM_ACTIONS)):
+        logprobs = torch.stack([log[a] for log, a in zip(logs, actions, strict=True)])[None]
+        advantages = (PAYOFFS[:, actions[0], actions[1], actions[2]] - 0.7)[None]
+        found = losses(logprobs, advantages, torch.ones(1, 3).bool())
+        total = total + logprobs.sum().exp().detach() * found
+    return list(total)
+
+
+def hessian(loss: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+    slope = gradient(loss, parameters)
+    return torch.stack([gradient(entry, parameters) for entry in slope]).detach()
+
+
+@BOTH
+def test_first_and_all_second_derivatives_of_a_game_of_one_round(losses: Losses) -> None:
+    logits = policies()
+    for found, exact in zip(expected_losses(logits, losses), exact_losses(logits), strict=True):
+        torch.testing.assert_close(gradient(found, logits), gradient(exact, logits))
+        torch.testing.assert_close(hessian(found, logits), hessian(exact, logits))
+
+
+@BOTH
+@pytest.mark.parametrize("groups", [((0,), (1,), (2,)), ((0,), (1, 2)), ((2, 0), (1,)), None])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_directions_of_agents_equal_those_of_the_expected_return(
+    name: str, groups: object, losses: Losses
+) -> None:
+    if groups is None and "spg" in name:
+        pytest.skip("needs a sequence")
+    logits = policies()
+    own = [[x] for x in logits]
+    # Logits have a direction that changes no policy, in which a Hessian is 0: damped.
+    bowl = [0.3 * x.square().sum() for x in logits]
+    found, exact = (
+        agent_updates(
+            [loss + more for loss, more in zip(parts, bowl, strict=True)],
+            own,
+            rule=rule(name, num_agents=3),
+            groups=groups,
+        )
+        for parts in (expected_losses(logits, losses), exact_losses(logits))
+    )
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one.update[0], other.update[0])
+    assert max(update.shaping_P.norm().item() for update in exact) > 1e-4
+
+
+REWARDS = random_tensor(2, 3, 2, seed=2)
+"""Of agents 0 and 1, where agent 0 moves in round 0 and agent 1 answers in round 1."""
+
+
+def turns(logits: list[torch.Tensor], losses: Losses, *, with_episodes: bool) -> torch.Tensor:
+    """Give the expected losses of a game in turns, with baselines that know the first move."""
+    first, second = logits[0].log_softmax(dim=0), logits[1].log_softmax(dim=1)
+    baselines = random_tensor(2, 3, seed=3)
+    total = torch.zeros(2, dtype=DOUBLE)
+    for a, b in itertools.product(range(3), range(2)):
+        nothing = torch.zeros((), dtype=DOUBLE)
+        logprobs = torch.stack([first[a], nothing, nothing, second[a, b]]).view(2, 2)
+        advantages = torch.stack([REWARDS[:, a, b] - 0.4, REWARDS[:, a, b] - baselines[:, a]])
+        episode = {"episode_B": torch.tensor([5, 5]), "round_B": torch.tensor([0, 1])}
+        found = losses(
+            logprobs, advantages, torch.eye(2).bool(), **(episode if with_episodes else {})
+        )
+        total = total + logprobs.sum().exp().detach() * 2 * found
+    return total
+
+
+@BOTH
+def test_first_and_all_second_derivatives_of_a_game_in_turns(losses: Losses) -> None:
+    logits = [random_tensor(3, seed=4).requires_grad_(), random_tensor(3, 2).requires_grad_()]
+    p, q = logits[0].softmax(dim=0), logits[1].softmax(dim=1)
+    exact = -torch.einsum("iab,a,ab->i", REWARDS, p, q)
+    for i, found in enumerate(turns(logits, losses, with_episodes=True)):
+        torch.testing.assert_close(gradient(found, logits), gradient(exact[i], logits))
+        torch.testing.assert_close(hessian(found, logits), hessian(exact[i], logits))
+
+
+def test_without_episodes_agents_that_move_in_turn_have_no_mixed_derivative() -> None:
+    logits = [random_tensor(3, seed=4).requires_grad_(), random_tensor(3, 2).requires_grad_()]
+    for found in turns(logits, shaping_losses, with_episodes=False):
+        assert hessian(found, logits)[:3, 3:].abs().max() == 0
+
+
+def batch(num_frames: int = 12, num_agents: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Give frames of episodes of four rounds, with weights from which log-probabilities come."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(num_frames, num_agents, generator=generator) < 0.7
+    mask[:, 0] |= ~mask.any(dim=1)
+    return {
+        "features": random_tensor(num_frames, num_agents, 2, seed=seed),
+        "old_logprobs_BA": -random_tensor(num_frames, num_agents, seed=seed + 1).abs(),
+        "advantages_BA": random_tensor(num_frames, num_agents, seed=seed + 2),
+        "mask_BA": mask,
+        "episode_B": torch.arange(num_frames) // 4 + 7,
+        "round_B": torch.arange(num_frames) % 4,
+    }
+
+
+WEIGHTS = [random_tensor(2, seed=seed).requires_grad_() for seed in range(3)]
+
+
+def derivatives(frames: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
+    """Give losses, gradients and Hessians of all agents by all weights."""
+    frames = dict(frames)
+    features, old = frames.pop("features"), frames.pop("old_logprobs_BA")
+    logprobs = -(features * torch.stack(WEIGHTS)).sum(dim=-1).square()
+    if kind == "clipped":
+        losses = clipped_shaping_losses(logprobs, old, clip_epsilon=0.3, **frames)
+    else:
+        losses = shaping_losses(logprobs, **frames)
+    parts = [losses.detach()]
+    for loss in losses:
+        parts += [gradient(loss, WEIGHTS).detach(), hessian(loss, WEIGHTS).flatten()]
+    return torch.cat(parts)
+
+
+KINDS = pytest.mark.parametrize("kind", ["plain", "clipped"])
+
+
+@KINDS
+def test_the_order_of_frames_makes_no_difference(kind: str) -> None:
+    frames = batch()
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    shuffled = {name: value[order] for name, value in frames.items()}
+    torch.testing.assert_close(derivatives(shuffled, kind), derivatives(frames, kind))
+
+
+@KINDS
+def test_nothing_in_padding_makes_a_difference(kind: str) -> None:
+    frames = batch()
+    padding = {
+        name: torch.full_like(value[:5], math.nan) if value.is_floating_point() else value[:5]
+        for name, value in frames.items()
+    }
+    padding["mask_BA"] = torch.zeros(5, 3).bool()
+    padding["round_B"] = torch.tensor([9, 10, 11, 12, 13])
+    # Weights meet NaN features where the mask is False; their product must not come through.
+    padding["features"] = torch.zeros_like(padding["features"])
+    padded = {name: torch.cat([frames[name], padding[name]]) for name in frames}
+    torch.testing.assert_close(derivatives(padded, kind), derivatives(frames, kind))
+
+
+@KINDS
+def test_what_stands_where_an_agent_did_not_move_makes_no_difference(kind: str) -> None:
+    frames = batch()
+    other = dict(frames)
+    is_elsewhere = ~frames["mask_BA"].unsqueeze(-1)
+    other["features"] = torch.where(is_elsewhere, 3.0, frames["features"])
+    other["old_logprobs_BA"] = torch.where(frames["mask_BA"], frames["old_logprobs_BA"], torch.nan)
+    torch.testing.assert_close(derivatives(other, kind), derivatives(frames, kind))
+
+
+@KINDS
+def test_episodes_are_means_of_each_other(kind: str) -> None:
+    frames = batch()
+    parts = [
+        derivatives({name: value[i : i + 4] for name, value in frames.items()}, kind)
+        for i in (0, 4, 8)
+    ]
+    torch.testing.assert_close(sum(parts) / 3, derivatives(frames, kind))
+
+
+@KINDS
+def test_zero_advantages_and_empty_batches_give_zero(kind: str) -> None:
+    frames = batch()
+    zero = frames | {"advantages_BA": torch.zeros(12, 3, dtype=DOUBLE)}
+    assert derivatives(zero, kind).abs().max() == 0
+    nobody = frames | {"mask_BA": torch.zeros(12, 3).bool()}
+    assert derivatives(nobody, kind).abs().max() == 0
+    empty = {name: value[:0] for name, value in frames.items()}
+    assert derivatives(empty, kind).abs().max() == 0
+
+
+def test_an_agent_without_a_frame_has_no_derivatives() -> None:
+    frames = batch()
+    frames["mask_BA"][:, 1] = False
+    table = derivatives(frames, "plain")[3:].view(3, 42)
+    for row in table:
+        slope, second = row[:6], row[6:].view(6, 6)
+        assert slope[2:4].abs().max() == second[2:4].abs().max() == 0
+        assert slope[:2].abs().min() > 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "slope"),
+    [(1.0, 2.0, -2.0), (1.5, 2.0, 0.0), (0.5, 2.0, -1.0), (0.5, -2.0, 0.0), (1.5, -2.0, 3.0)],
+)
+def test_the_clipped_gradient_is_that_of_ppo_by_hand(
+    ratio: float, advantage: float, slope: float
+) -> None:
+    logprobs = torch.tensor([[math.log(ratio) - 3.0, -1.0]], dtype=DOUBLE).requires_grad_()
+    old = torch.tensor([[-3.0, -2.0]], dtype=DOUBLE)
+    advantages = torch.tensor([[advantage, 1.0]], dtype=DOUBLE)
+    losses = clipped_shaping_losses(
+        logprobs, old, advantages, torch.ones(1, 2).bool(), clip_epsilon=0.2
+    )
+    assert gradient(losses[0], [logprobs])[0].item() == pytest.approx(slope)
+    # Agent 1's ratio e is clipped in its own loss; agent 0's part of that has A = 1.
+    assert gradient(losses[1], [logprobs])[1].item() == 0.0
+
+
+def test_the_clipped_mixed_derivative_is_the_product_of_both_ratios_by_hand() -> None:
+    logprobs = torch.tensor([[math.log(0.9), math.log(1.1)]], dtype=DOUBLE).requires_grad_()
+    losses = clipped_shaping_losses(
+        logprobs,
+        torch.zeros(1, 2, dtype=DOUBLE),
+        torch.tensor([[3.0, 5.0]], dtype=DOUBLE),
+        torch.ones(1, 2).bool(),
+        clip_epsilon=0.2,
+    )
+    assert hessian(losses[1], [logprobs])[0, 1].item() == pytest.approx(-5.0 * 0.9 * 1.1)
+
+
+def test_the_magic_box_is_one_and_all_its_derivatives_are() -> None:
+    x = torch.tensor(3.0, dtype=DOUBLE, requires_grad=True)
+    box = magic_box(x)
+    first = gradient(box, [x])
+    assert [box.item(), first.item(), gradient(first, [x]).item()] == [1.0, 1.0, 1.0]
+
+
+def test_an_episode_without_a_round_is_refused() -> None:
+    frames = batch()
+    with pytest.raises(ConfigurationError, match="only one of episode_B and round_B"):
+        shaping_losses(
+            frames["old_logprobs_BA"],
+            frames["advantages_BA"],
+            frames["mask_BA"],
+            episode_B=frames["episode_B"],
+        )

@@ -1,0 +1,342 @@
+"""Directions of agents that foresee others equal closed forms on games with known solutions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.ihvp import InverseMethod
+from nip_astra.rl_objectives.stackelberg import AgentUpdate, agent_updates
+from nip_astra.rl_objectives.stackelberg_variants import VARIANTS
+from tests.rl_objectives.games import (
+    DOUBLE,
+    EXACT,
+    SEQUENCE,
+    random_tensor,
+    rule,
+    scalar,
+    updates_of,
+)
+
+METHODS = [
+    EXACT,
+    InverseMethod(variant="nystrom", num_iterations=1, rank=50, rho=1e-6, step_size=1.0),
+    InverseMethod(variant="neumann", num_iterations=400, rank=1, rho=0.0, step_size=0.2),
+]
+
+
+def cournot(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """Two sellers of quantities x and y at the price `1 - x - y`: minus their profits."""
+    return [-x * (1 - x - y), -y * (1 - x - y)]
+
+
+def learn(
+    game: Callable[..., list[torch.Tensor]],
+    name: str,
+    groups: object,
+    steps: int = 80,
+    **settings: object,
+) -> list[float]:
+    positions = [scalar(0.3), scalar(0.3)]
+    for _ in range(steps):
+        updates = updates_of(game(*positions), positions, name, groups, **settings)
+        with torch.no_grad():
+            for position, update in zip(positions, updates, strict=True):
+                position -= 0.4 * update.update[0]
+    return [position.item() for position in positions]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.variant)
+def test_leader_and_follower_reach_the_stackelberg_solution(method: InverseMethod) -> None:
+    few = dataclasses.replace(method, num_iterations=20)
+    found = learn(cournot, "spg", SEQUENCE, inverse=few)
+    assert found == pytest.approx([1 / 2, 1 / 4], abs=1e-5)
+
+
+def test_who_leads_is_the_order_of_the_groups() -> None:
+    assert learn(cournot, "spg", ((1,), (0,))) == pytest.approx([1 / 4, 1 / 2])
+
+
+def test_without_followers_all_reach_the_nash_equilibrium() -> None:
+    assert learn(cournot, "spg", ((0, 1),)) == pytest.approx([1 / 3, 1 / 3])
+
+
+def test_lola_is_between_nash_and_stackelberg() -> None:
+    leader, _ = learn(cournot, "lola", SEQUENCE, step_size=0.2)
+    assert 1 / 3 < leader < 1 / 2
+
+
+def quadratic_game(
+    num_agents: int = 2, size: int = 3
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Give losses `theta' Q_i theta / 2 + c_i' theta`, all theta, and Q_i, c_i, of all agents."""
+    total = num_agents * size
+    theta = [random_tensor(size, seed=10 + i).requires_grad_() for i in range(num_agents)]
+    joint = torch.cat(theta)
+    matrices, pulls, losses = [], [], []
+    for i in range(num_agents):
+        matrix = random_tensor(total, total, seed=20 + i)
+        matrix = (matrix + matrix.T) / 4 + 4 * torch.eye(total, dtype=DOUBLE)
+        pull = random_tensor(total, seed=30 + i)
+        matrices.append(matrix)
+        pulls.append(pull)
+        losses.append(joint @ matrix @ joint / 2 + pull @ joint)
+    return losses, theta, matrices, pulls
+
+
+def block(matrix: torch.Tensor, i: int, j: int, size: int = 3) -> torch.Tensor:
+    return matrix[i * size : (i + 1) * size, j * size : (j + 1) * size]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.variant)
+@pytest.mark.parametrize("name", ["spg", "pspg"])
+def test_the_stackelberg_gradient_of_a_quadratic_game_by_hand(
+    name: str, method: InverseMethod
+) -> None:
+    losses, theta, (q0, q1), (c0, c1) = quadratic_game()
+    joint = torch.cat(theta).detach()
+    own, by_follower = (q0 @ joint + c0).split(3)
+    multiplier = torch.linalg.solve(block(q1, 1, 1), by_follower)
+    leader, follower = updates_of(losses, theta, name, inverse=method)
+    shaping = block(q1, 1, 0).T @ multiplier
+    torch.testing.assert_close(leader.update[0], own - shaping, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(leader.shaping_P, shaping, rtol=1e-5, atol=1e-6)
+    assert shaping.norm() > 0.1  # the term is there
+    torch.testing.assert_close(follower.update[0], (q1 @ joint + c1)[3:])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_used", "lookahead"),
+    [("lola", True, 1), ("lola", False, 0), ("pola", True, 1), ("pola", False, 0)],
+)
+def test_lola_of_a_quadratic_game_by_hand(name: str, is_used: bool, lookahead: int) -> None:
+    losses, theta, (q0, q1), (c0, c1) = quadratic_game()
+    joint = torch.cat(theta).detach()
+    own, by_follower = (q0 @ joint + c0).split(3)
+    step = 0.03 * (q1 @ joint + c1)[3:]
+    expected = own - 0.03 * block(q1, 1, 0).T @ by_follower - lookahead * block(q0, 1, 0).T @ step
+    leader, follower = updates_of(
+        losses, theta, name, step_sizes=(7.0, 0.03), is_lookahead_used=is_used
+    )
+    torch.testing.assert_close(leader.update[0], expected)
+    torch.testing.assert_close(follower.update[0], step / 0.03)
+
+
+def test_mutual_lola_of_three_agents_by_hand() -> None:
+    losses, theta, matrices, pulls = quadratic_game(3)
+    joint = torch.cat(theta).detach()
+    slopes = [(q @ joint + c).split(3) for q, c in zip(matrices, pulls, strict=True)]
+    eta = (0.02, 0.03, 0.05)
+    updates = updates_of(losses, theta, "lola", None, step_sizes=eta)
+    for i, update in enumerate(updates):
+        expected = slopes[i][i]
+        for j in {0, 1, 2} - {i}:
+            expected = expected - eta[j] * block(matrices[j], j, i).T @ slopes[i][j]
+            expected = expected - eta[j] * block(matrices[i], j, i).T @ slopes[j][j]
+        torch.testing.assert_close(update.update[0], expected)
+
+
+def test_the_lola_direction_is_the_derivative_of_the_loss_after_the_followers_step() -> None:
+    """To the first order in the step, for whatever losses; three agents in three groups."""
+    x, y, z = (random_tensor(2, seed=seed).requires_grad_() for seed in range(3))
+    first = torch.sin(x @ y) + (x * z).sum().cos() + (y * z.tanh()).sum()
+    second = (x * y * z).sum().sin() + (y**2).sum()
+    third = (x.exp() * z).sum() * (y @ z) + (z**4).sum()
+    leader, middle, last = updates_of(
+        [first, second, third], [x, y, z], "lola", ((0,), (1,), (2,)), step_size=0.05
+    )
+
+    def slope(loss: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, by, create_graph=True)[0]
+
+    direction_z = slope(third, z)
+    middle_loss = second - 0.05 * direction_z @ slope(second, z)
+    direction_y = slope(middle_loss, y)
+    leader_loss = (
+        first - 0.05 * direction_y @ slope(first, y) - 0.05 * direction_z @ slope(first, z)
+    )
+    torch.testing.assert_close(last.update[0], direction_z)
+    torch.testing.assert_close(middle.update[0], direction_y)
+    torch.testing.assert_close(leader.update[0], slope(leader_loss, x))
+
+
+def chain_game(positions: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each agent but the first answers the earlier ones with `q_k`, whatever the later ones do.
+
+    Where all later agents answer, `e_j = 0`, the loss of agent k is `u_k e_k**2 / 2`; away from
+    there, and in its derivatives by the later agents, it is anything but.
+    """
+    first = positions[0]
+    losses = [torch.sin(first) * sum(p**2 for p in positions) + sum(positions[1:]).exp()]
+    errors = [p - answer(positions[:k]) for k, p in enumerate(positions)]
+    for k in range(1, len(positions)):
+        earlier = sum(positions[:k])
+        loss = (1.5 + torch.cos(earlier)) * errors[k] ** 2 / 2
+        for j in range(k + 1, len(positions)):
+            loss = loss + (0.3 * j + positions[k] * earlier + errors[k]).sin() * errors[j]
+            loss = loss + 0.2 * earlier * errors[j] ** 2
+        losses.append(loss)
+    return losses
+
+
+def answer(earlier: list[torch.Tensor]) -> torch.Tensor:
+    if not earlier:
+        return torch.zeros((), dtype=DOUBLE)
+    return 0.4 * torch.sin(sum(earlier)) + 0.3 * earlier[0] * earlier[-1]
+
+
+@pytest.mark.parametrize("num_agents", [2, 3, 4])
+def test_the_leader_of_a_sequence_foresees_every_later_agent(num_agents: int) -> None:
+    """With all others at their answers its direction is the slope of its loss on that curve."""
+    start = scalar(0.7)
+    curve = [start]
+    for _ in range(1, num_agents):
+        curve.append(answer(curve))
+    (expected,) = torch.autograd.grad(chain_game(curve)[0], start)
+    positions = [point.detach().requires_grad_() for point in curve]
+    groups = [(agent,) for agent in range(num_agents)]
+    method = dataclasses.replace(EXACT, num_iterations=num_agents)
+    updates = updates_of(chain_game(positions), positions, "spg", groups, inverse=method)
+    torch.testing.assert_close(updates[0].update[0], expected)
+    for update in updates[1:]:
+        assert update.update[0].item() == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.variant)
+def test_followers_of_one_group_answer_each_other(method: InverseMethod) -> None:
+    """Their joint Jacobian is not symmetric, and not made of their own Hessians alone."""
+    losses, theta, (q0, q1, q2), (c0, _, _) = quadratic_game(3)
+    joint = torch.cat(theta).detach()
+    slopes = q0 @ joint + c0
+    jacobian = torch.cat([q1[3:6], q2[6:9]])  # of both followers' gradients, by all parameters
+    expected = slopes[:3] - jacobian[:, :3].T @ torch.linalg.solve(jacobian[:, 3:].T, slopes[3:])
+    method = dataclasses.replace(method, num_iterations=400)
+    leader = updates_of(losses, theta, "spg", ((0,), (1, 2)), inverse=method)[0]
+    torch.testing.assert_close(leader.update[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_leaders_of_one_group_do_not_foresee_each_other() -> None:
+    losses, theta, _, _ = quadratic_game(3)
+    together = updates_of(losses, theta, "spg", ((0, 1), (2,)))
+    # Agent 1 as if it were no learner at all.
+    alone = agent_updates(
+        losses,
+        [[theta[0]], [], [theta[2]]],
+        rule=rule("spg", num_agents=3),
+        groups=((0,), (1,), (2,)),
+    )
+    torch.testing.assert_close(together[0].update[0], alone[0].update[0])
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_an_agent_that_does_not_learn_is_not_foreseen_to(name: str) -> None:
+    losses, theta, _, _ = quadratic_game(3)
+    frozen = agent_updates(
+        losses,
+        [[theta[0]], [], [theta[2]]],
+        rule=rule(name, num_agents=3),
+        groups=((0,), (1,), (2,)),
+    )
+    without = agent_updates(
+        [losses[0], losses[2]],
+        [[theta[0]], [theta[2]]],
+        rule=rule(name, num_agents=2),
+        groups=SEQUENCE,
+    )
+    assert frozen[1].update == ()
+    torch.testing.assert_close(frozen[0].update, without[0].update)
+    torch.testing.assert_close(frozen[2].update, without[1].update)
+    only = agent_updates(
+        losses[:2], [[theta[0]], []], rule=rule(name, num_agents=2), groups=SEQUENCE
+    )
+    torch.testing.assert_close(only[0].update[0], only[0].gradient_P)
+    nobody = agent_updates(losses[:2], [[], []], rule=rule(name), groups=SEQUENCE)
+    assert [update.update for update in nobody] == [(), ()]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_how_parameters_are_cut_into_tensors_makes_no_difference(name: str) -> None:
+    losses, theta, matrices, pulls = quadratic_game()
+    whole = updates_of(losses, theta, name)
+    pieces = [[part.detach().clone().requires_grad_() for part in own.split(2)] for own in theta]
+    joint = torch.cat([part for own in pieces for part in own])
+    again = [joint @ q @ joint / 2 + c @ joint for q, c in zip(matrices, pulls, strict=True)]
+    cut = agent_updates(again, pieces, rule=rule(name), groups=SEQUENCE)
+    for one, other in zip(whole, cut, strict=True):
+        assert [part.shape for part in other.update] == [(2,), (1,)]
+        torch.testing.assert_close(torch.cat(other.update), one.update[0])
+
+
+@pytest.mark.parametrize("groups", [SEQUENCE, None])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_nothing_is_left_behind(name: str, groups: object) -> None:
+    """Neither gradients nor changed parameters, nor graphs; and losses can be used again."""
+    if groups is None and "spg" in name:
+        pytest.skip("needs a sequence")
+    losses, theta, _, _ = quadratic_game()
+    before = [own.detach().clone() for own in theta]
+    first = updates_of(losses, theta, name, groups)
+    second = updates_of(losses, theta, name, groups)
+    for own, old, one, other in zip(theta, before, first, second, strict=True):
+        assert own.grad is None
+        assert torch.equal(own, old)
+        assert torch.equal(one.update[0], other.update[0])
+        assert not any(part.requires_grad for part in tensors_of(one))
+
+
+def tensors_of(update: AgentUpdate) -> list[torch.Tensor]:
+    return [*update.update, *update[1:]]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_leader_that_followers_cannot_affect_learns_by_its_own_gradient(name: str) -> None:
+    x, y = scalar(0.5), scalar(0.2)
+    leader, _ = updates_of([x**2, (x * y) ** 2 + y**2], [x, y], name)
+    assert leader.update[0].item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_losses_of_zero_give_zero(name: str) -> None:
+    x, y = scalar(0.5), scalar(0.2)
+    for groups in (SEQUENCE, ((1,), (0,))):
+        for update in updates_of([0 * x * y, 0 * y * x], [x, y], name, groups):
+            assert update.update[0].item() == 0.0
+
+
+def test_the_table_says_what_the_names_say() -> None:
+    for name, variant in VARIANTS.items():
+        assert variant.is_clipped == name.startswith("p")
+        assert variant.is_stable == name.endswith("sos")
+        assert (variant.multiplier == "inverse_jacobian") == name.endswith("spg")
+    assert rule("lola", is_lookahead_used=False).has_lookahead is False
+    assert rule("sos", is_lookahead_used=False).has_lookahead is True
+    assert rule("spg", is_lookahead_used=True).has_lookahead is False
+
+
+@pytest.mark.parametrize(
+    ("groups", "text"),
+    [
+        (((0,),), r"\[\[0\]\] must hold each of the agents 0 to 1 once"),
+        (((0,), (0, 1)), "must hold each of the agents"),
+        (((0,), (2,)), "must hold each of the agents"),
+        (None, "a Stackelberg gradient needs groups"),
+    ],
+)
+def test_a_wrong_sequence_is_refused(groups: object, text: str) -> None:
+    losses, theta, _, _ = quadratic_game()
+    with pytest.raises(ConfigurationError, match=text):
+        updates_of(losses, theta, "spg", groups)
+
+
+def test_all_faults_of_a_game_are_told_at_once() -> None:
+    x = torch.ones(2, dtype=DOUBLE, requires_grad=True)
+    with pytest.raises(ConfigurationError) as error:
+        agent_updates([x, x.sum()], [[x], [x], []], rule=rule("lola"), groups=SEQUENCE)
+    text = str(error.value)
+    assert "2 losses, 3 lists of parameters and 2 step sizes" in text
+    assert "the loss of agent 0 has the shape [2]" in text
+    assert "a parameter of two agents" in text
