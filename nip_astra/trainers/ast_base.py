@@ -57,6 +57,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
     """
 
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.AST_CHAT),)
+    parameter_groups: ClassVar[tuple[str, ...] | None] = ("training",)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -63,6 +63,11 @@ class Trainer(ABC):
     """What the factory builds: "rl" agents with policies, "solo_agent" supervised ones."""
     scenario_kinds: ClassVar[tuple[str, ...]] = ()
     """Kinds of scenario that this trainer can train on; empty for any."""
+    parameter_groups: ClassVar[tuple[str, ...] | None] = None
+    """Groups of the hyper-parameters, or single ones such as `rl.lr`, that the trainer reads beside
+    its own section. Values given to others are refused; None refuses nothing."""
+    sections_of_others: ClassVar[tuple[str, ...]] = ()
+    """Trainers whose sections of the hyper-parameters this trainer reads beside its own."""
 
     class Parameters(SubParameters):
         """The trainer's own parameters; a subclass adds its own."""
@@ -92,6 +97,25 @@ class Trainer(ABC):
     @abstractmethod
     def train(self) -> None:
         """Run the whole job: seed, train loop, test loop, saving the models."""
+
+    def rerun_tests(self, base_run: Path) -> None:
+        """Test the trained agents of another run and train nothing; called in place of `train`.
+
+        Parameters
+        ----------
+        base_run : Path
+            Directory of that run, whose parameters are this one's.
+
+        Raises
+        ------
+        ConfigurationError
+            When this trainer cannot.
+        """
+        raise ConfigurationError(
+            f"the agents of {base_run} were to be tested again, but the trainer "
+            f"{self.hyper_params.trainer!r} has no tests apart from training. Set "
+            "base_run.base_run_type=parameters to train anew."
+        )
 
     def get_total_num_iterations(self) -> int:
         """Give the sum of the iterations of all loops with a progress bar."""

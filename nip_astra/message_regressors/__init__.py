@@ -1,0 +1,1 @@
+"""What reads labels off messages: one file a kind."""

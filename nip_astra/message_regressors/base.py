@@ -1,0 +1,51 @@
+"""What a message regressor is: a classifier of labels, fitted anew on every batch of messages.
+
+Shapes: N messages to learn from, M messages to judge, D numbers that describe a message.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.parameters.message_regression import MessageRegressorParameters
+
+
+class MessageRegressor(ABC):
+    """Tells labels by messages. It keeps nothing between fits."""
+
+    class Parameters(MessageRegressorParameters):
+        """Parameters of every message regressor; a subclass adds its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = parameters
+
+    @abstractmethod
+    def fit_and_judge(
+        self,
+        features_ND: Tensor,
+        labels_N: Tensor,
+        judged_MD: Tensor,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """Learn from messages with labels, and judge others.
+
+        Parameters
+        ----------
+        features_ND : Tensor
+            float32 on the CPU; one-hot symbols, 0 in channels in which nothing was sent.
+        labels_N : Tensor
+            float32; 0 or 1.
+        judged_MD : Tensor
+            The messages to judge, like `features_ND`.
+        generator : torch.Generator
+            The only source of random numbers: torch's global one belongs to the run.
+
+        Returns
+        -------
+        Tensor
+            Log-odds of the label 1, `[M]`; above 0 says 1.
+        """

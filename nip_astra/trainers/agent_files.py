@@ -1,0 +1,117 @@
+"""Files with the weights of agents that have networks, one file an agent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import CheckpointError
+from nip_astra.scenario_base.tensordict_agents import Agent
+from nip_astra.tracking.run_directory import RunDirectory
+
+MODEL_DIR = "model"
+"""Folder of a run directory with its trained agents."""
+AGENTS_DIR = "agents"
+"""Folder of a checkpoint with its agents."""
+SOLO_PREFIX = "solo_head."
+"""Weights that only supervised training needs; they may be missing, or be there for nothing."""
+
+
+def save_agents(agents: Iterable[Agent], directory: Path) -> None:
+    """Write `<name>.safetensors` for each agent."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for agent in agents:
+        # Copies: safetensors refuses tensors that share memory, as those of a shared body do.
+        weights = {
+            name: value.detach().cpu().clone().contiguous()
+            for name, value in agent.state_dict().items()
+        }
+        save_file(weights, directory / f"{agent.name}.safetensors")
+
+
+def load_agent(agent: Agent, path: Path) -> None:
+    """Give an agent the weights of a file.
+
+    Raises
+    ------
+    CheckpointError
+        When the file is missing or broken, or holds an agent of another shape.
+    """
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the agent {agent.name!r} was to be loaded from {path}, but the file is missing or "
+            f"broken: {error}. Give a run that holds this agent."
+        ) from error
+    own = agent.state_dict()
+    faults = _differences(own, weights)
+    if faults:
+        raise CheckpointError(
+            f"the agent {agent.name!r} was to be loaded from {path}, but it has other networks: "
+            f"{'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}. Give both agents "
+            "the same parameters, or load none."
+        )
+    with torch.no_grad():
+        for name, value in weights.items():
+            if name in own:
+                own[name].copy_(value)
+
+
+def _differences(own: dict[str, Tensor], weights: dict[str, Tensor]) -> list[str]:
+    faults = [
+        f"{name} is missing there"
+        for name in own
+        if name not in weights and not name.startswith(SOLO_PREFIX)
+    ]
+    for name, value in weights.items():
+        if name not in own:
+            faults += [] if name.startswith(SOLO_PREFIX) else [f"{name} is not needed here"]
+        elif own[name].shape != value.shape:
+            shapes = f"{list(value.shape)} there and {list(own[name].shape)} here"
+            faults.append(f"{name} has shape {shapes}")
+    return faults
+
+
+def agent_file_of_run(run: str, name: str, runs_dir: str) -> Path:
+    """Give the file with a run's trained agent: of its end, or else of its latest checkpoint.
+
+    Parameters
+    ----------
+    run : str
+        A run directory, or its name in `runs_dir`.
+
+    Raises
+    ------
+    RunDirectoryError
+        When it is no run.
+    CheckpointError
+        When the run has saved no agent of that name.
+    """
+    is_name = not Path(run).exists() and (Path(runs_dir) / run).is_dir()
+    directory = RunDirectory.open(Path(runs_dir) / run if is_name else run)
+    folders = [directory.path / MODEL_DIR]
+    latest = CheckpointStore(directory.checkpoints_dir).latest()
+    folders += [] if latest is None else [latest / AGENTS_DIR]
+    for folder in folders:
+        if (folder / f"{name}.safetensors").is_file():
+            return folder / f"{name}.safetensors"
+    found = sorted({path.stem for folder in folders for path in folder.glob("*.safetensors")})
+    raise CheckpointError(
+        f"the agent {name!r} was to be loaded from the run {directory.path}, but that has saved "
+        f"{', '.join(found) or 'no agents'}. Give a run whose protocol has an agent of this name."
+    )
+
+
+def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:
+    """Have each agent whose `load_from_run` names a run start from that run's agent."""
+    for agent in agents:
+        run = agent.parameters_of_agent.load_from_run
+        if run is not None:
+            load_agent(agent, agent_file_of_run(run, agent.name, runs_dir))

@@ -1,0 +1,43 @@
+"""Proximal policy optimisation of provers and verifiers with central critics."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torchrl.objectives import ValueEstimators
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
+
+
+@register_trainer(TrainerType.MAPPO)
+class MappoTrainer(TensorDictRlTrainer):
+    """Each agent learns by PPO, with a value function that knows more than the agent (MAPPO).
+
+    The loss is that of vanilla_ppo. The value function of an agent, which only training needs,
+    sees every channel and the label (arXiv:2103.01955): `V(s, y)` instead of `V(o)`. Its advantages
+    do not charge an agent for what it could not know, and vary less. An agent has a value function
+    of its own, since provers and verifiers are rewarded for different things.
+    """
+
+    trainer_type: ClassVar[str] = "rl_central_critic"
+    parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "ppo", "message_regression")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.rl.use_shared_body:
+            raise ConfigurationError(
+                "mappo was asked to share bodies between policies and value functions, but its "
+                "value functions see what policies must not. Set rl.use_shared_body=false, or "
+                "train with vanilla_ppo."
+            )
+
+    def _get_loss_module_and_gae(self) -> tuple[IppoObjective, Gae]:
+        loss_module = IppoObjective(self.agents, self.hyper_params.ppo, self.rl)
+        loss_module.make_value_estimator(
+            ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
+        )
+        return loss_module, loss_module.value_estimator

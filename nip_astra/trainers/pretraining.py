@@ -1,0 +1,137 @@
+"""Bodies that are trained to tell the label before the agents play, and kept for later runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+
+from nip_astra.errors import CheckpointError, ConfigurationError
+from nip_astra.scenario_base.environment import ProtocolEnvironment
+from nip_astra.scenario_base.tensordict_agents import Agent
+from nip_astra.trainers.solo_training import SoloParameters, SoloTraining
+from nip_astra.version import __version__
+
+logger = logging.getLogger(__name__)
+
+CACHE_DIR = "pretrained_bodies"
+"""Folder in the runs folder."""
+
+
+def pretrain_bodies(
+    agents: Mapping[str, Agent],
+    environment: ProtocolEnvironment,
+    parameters: SoloParameters,
+    *,
+    seed: int,
+    runs_dir: str,
+) -> None:
+    """Train each agent's body alone, and give its policy and its value function the result.
+
+    A body is read from the cache where one was trained from the same: first weights, data, seed,
+    parameters and shape of the agent, and these parameters.
+
+    Raises
+    ------
+    CheckpointError
+        When a file of the cache is broken.
+    ConfigurationError
+        When an agent's two bodies have different shapes.
+    """
+    data = digest_of_tensors(environment.dataset)
+    for name, agent in agents.items():
+        if agent.is_random:
+            continue
+        assert agent.policy_body is not None
+        path = Path(runs_dir) / CACHE_DIR / f"{_key(agent, data, parameters, seed)}.safetensors"
+        if path.exists():
+            _load(agent.policy_body, path)
+            logger.info("the body of %s was trained before: %s", name, path)
+        else:
+            _train(agent, environment, parameters, seed)
+            _save(agent.policy_body, path)
+        _copy_to_value_body(agent)
+
+
+def _train(
+    agent: Agent, environment: ProtocolEnvironment, parameters: SoloParameters, seed: int
+) -> None:
+    training = SoloTraining(agent, environment, parameters, seed, "pretraining", agent.name)
+    # What the body draws, for instance to drop out, is the same whatever was drawn before.
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for epoch in range(parameters.num_epochs):
+            score = training.run_epoch(epoch)
+    logger.info("the body of %s alone is right in %.1f %%", agent.name, 100 * score.accuracy)
+
+
+def _copy_to_value_body(agent: Agent) -> None:
+    if agent.value_body is None or agent.shares_body:
+        return
+    assert agent.policy_body is not None
+    try:
+        agent.value_body.load_state_dict(agent.policy_body.state_dict())
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"the pretrained body of {agent.name!r} was to be given to its value function as well, "
+            "but that has another shape, for it sees more. Set rl.pretrain_agents=false, or train "
+            "with vanilla_ppo."
+        ) from error
+
+
+def _key(agent: Agent, data: str, parameters: SoloParameters, seed: int) -> str:
+    """Give the digest of everything that a trained body depends on."""
+    assert agent.policy_body is not None
+    assert agent.solo_head is not None
+    what = {
+        "version": __version__,
+        "agent": agent.name,
+        "shape": asdict(agent.shape),
+        "parameters": agent.parameters_of_agent.to_dict(),
+        "solo": parameters.to_dict(),
+        "seed": seed,
+        "data": data,
+        "weights": [
+            digest_of_tensors(part.state_dict()) for part in (agent.policy_body, agent.solo_head)
+        ],
+    }
+    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
+    """Give the sha256 of names, types, shapes and values."""
+    digest = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _load(body: nn.Module, path: Path) -> None:
+    try:
+        body.load_state_dict(load_file(path))
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise CheckpointError(
+            f"a pretrained body was to be read from {path}, but the file is broken: {error}. "
+            "Remove it, so that the body is trained again."
+        ) from error
+
+
+def _save(body: nn.Module, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    weights: dict[str, Any] = {
+        name: value.detach().cpu().clone().contiguous() for name, value in body.state_dict().items()
+    }
+    temporary = path.with_suffix(".tmp")
+    save_file(weights, temporary)
+    temporary.replace(path)

@@ -1,0 +1,66 @@
+"""REINFORCE of provers and verifiers."""
+
+from __future__ import annotations
+
+import logging
+from typing import ClassVar
+
+from pydantic import Field
+from torchrl.objectives import ValueEstimators
+
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives.reinforce import ReinforceObjective
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
+
+logger = logging.getLogger(__name__)
+
+
+@register_trainer(TrainerType.REINFORCE)
+class ReinforceTrainer(TensorDictRlTrainer):
+    """Each agent makes moves likelier by what they led to.
+
+    Means over the frames in which the agent acts (Williams 1992):
+
+        L = -mean log pi(a) G - entropy_coef mean H [+ critic_coef mean distance(V, A + V_old)]
+
+    `G` is the discounted reward to go, or the advantage `A` by GAE. The gradient is that of the
+    expected return only for the policy that played, so with `rl.num_epochs` above 1, or several
+    minibatches, it is an approximation; a warning says so.
+    """
+
+    parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "message_regression")
+
+    class Parameters(SubParameters):
+        """What moves are weighted by."""
+
+        use_advantage_and_critic: bool = False
+        """Whether moves are weighted by advantages instead of rewards to go: less variance, and a
+        value function to be learned."""
+        critic_coef: float = Field(default=1.0, ge=0)
+        """Weight of the value loss. It matters where policy and value function share a body."""
+        entropy_coef: float = Field(default=0.0, ge=0)
+        """Weight of the entropy bonus. Larger explores more."""
+
+    def _get_loss_module_and_gae(self) -> tuple[ReinforceObjective, Gae | None]:
+        uses_critic = self.parameters.use_advantage_and_critic
+        if self.rl.num_epochs > 1:
+            logger.warning(
+                "reinforce goes %d times over moves of a policy that is no longer the one that "
+                "made them; set rl.num_epochs=1 for the exact gradient",
+                self.rl.num_epochs,
+            )
+        loss_module = ReinforceObjective(
+            self.agents,
+            weight="advantage" if uses_critic else "reward_to_go",
+            critic_coef=self.parameters.critic_coef,
+            entropy_coef=self.parameters.entropy_coef,
+            loss_critic_type=self.rl.loss_critic_type,
+        )
+        if not uses_critic:
+            return loss_module, None
+        loss_module.make_value_estimator(
+            ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
+        )
+        return loss_module, loss_module.value_estimator

@@ -1,0 +1,390 @@
+"""The loop of reinforcement learning of agents that play an interaction protocol.
+
+A trainer of the family gives `_get_loss_module_and_gae`, and may override the hooks listed at
+`TensorDictRlTrainer`. Collecting, advantages, epochs of minibatches, learning rates and schedules,
+clipping, statistics, tests, checkpoints and results are done here.
+
+Shapes: E environments, T rounds, A agents, B frames of a minibatch.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torchrl.objectives import LossModule
+
+from nip_astra.errors import ConfigurationError, StopRequested
+from nip_astra.rl_objectives.episode_gae import ends_of, reward_to_go
+from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.trainers.agent_files import (
+    MODEL_DIR,
+    agent_file_of_run,
+    load_agent,
+    load_agents_from_runs,
+    save_agents,
+)
+from nip_astra.trainers.episode_samples import episode_rows, num_samples
+from nip_astra.trainers.message_regression import MessageRegression
+from nip_astra.trainers.minibatches import MinibatchBuffer, ReplayBuffer
+from nip_astra.trainers.pretraining import pretrain_bodies
+from nip_astra.trainers.rl_checkpoints import RlCheckpoints
+from nip_astra.trainers.rl_learning import Learner
+from nip_astra.trainers.rl_optimizers import AgentOptimizers
+from nip_astra.trainers.rl_preparation import normalize_observations
+from nip_astra.trainers.rl_results import as_of_test, estimate_cost, results_of, summary_of
+from nip_astra.trainers.rl_state import RlState
+from nip_astra.trainers.rl_statistics import (
+    EpisodeLedger,
+    MetricSums,
+    episode_statistics,
+    frame_statistics,
+    mean_over_agents,
+    policy_figures,
+    read,
+)
+from nip_astra.trainers.rl_testing import PlayStatistics
+from nip_astra.trainers.solo_training import SoloParameters
+from nip_astra.trainers.trainer_base import (
+    IterationContext,
+    TensorDictTrainer,
+    attach_progress_bar,
+)
+from nip_astra.utils.processor import peak_memory_bytes
+
+Gae = nn.Module
+"""Called with a batch [E, T]; writes value, advantage and value target under `agents`."""
+
+SHARED_FIGURES = ("kl", "clip_fraction", "ess")
+"""Figures of agents whose mean over the agents is logged as well."""
+
+
+class TensorDictRlTrainer(TensorDictTrainer):
+    """Base of trainers that differ in their loss. A subclass gives `_get_loss_module_and_gae`.
+
+    Hooks: `_get_loss_module_and_gae`, `_get_replay_buffer`, `_run_train_loop`, `_run_test_loop`,
+    `_extra_metrics`, and for what a trainer must remember `trainer_state` and `load_trainer_state`.
+
+    Attributes
+    ----------
+    agents : CombinedAgents
+        All agents.
+    loss_module : LossModule
+        What `_get_loss_module_and_gae` gave; an `Objective`, or any loss module of TorchRL.
+    gae : Module or None
+        What it gave to estimate advantages.
+    sampler : EpisodeSampler
+        Plays the training batches.
+    buffer : ReplayBuffer
+        Gives minibatches.
+    optimizers : AgentOptimizers
+        Of each agent.
+    state : RlState
+        How far the run has come.
+    """
+
+    parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "message_regression")
+    sections_of_others: ClassVar[tuple[str, ...]] = ("solo_agent",)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        instance, self.rl = self.scenario_instance, self.hyper_params.rl
+        if (
+            instance.combined_agents is None
+            or instance.train_environment is None
+            or instance.test_environment is None
+        ):
+            raise ConfigurationError(
+                f"the trainer {self.hyper_params.trainer!r} was asked to train on a scenario of "
+                f"kind {instance.kind!r}, but that builds no agents that play a protocol. Choose "
+                "another --scenario."
+            )
+        self.agents = instance.combined_agents
+        self.train_environment = instance.train_environment
+        self.test_environment = instance.test_environment
+        by_name = {name: self.agents[name] for name in self.agents.names}
+        load_agents_from_runs(by_name.values(), self.settings.runs_dir)
+        self.loss_module, self.gae = self._get_loss_module_and_gae()
+        self.optimizers = AgentOptimizers(by_name, self.rl, self.loss_module.parameters())
+        self.buffer = self._get_replay_buffer()
+        self.learner = Learner(
+            self.loss_module,
+            self.optimizers,
+            self.buffer,
+            num_epochs=self.rl.num_epochs,
+            device=torch.device(self.train_environment.device),
+        )
+        self.sampler = EpisodeSampler(
+            self.train_environment, self.agents, key=(self.hyper_params.seed, "train")
+        )
+        self.ledger = EpisodeLedger()
+        self.state = RlState()
+        self.checkpoints = RlCheckpoints(
+            self._checkpoint_store(),
+            self,
+            agents=self.agents,
+            optimizers=self.optimizers,
+            loss_module=self.loss_module,
+            buffer=self.buffer,
+            sampler=self.sampler,
+            ledger=self.ledger,
+            tracker=self.tracker,
+        )
+        self.message_regression = MessageRegression(self.hyper_params)
+
+    # ---- hooks
+
+    @abstractmethod
+    def _get_loss_module_and_gae(self) -> tuple[LossModule, Gae | None]:
+        """Give the loss and, where it reads advantages, what estimates them.
+
+        An `Objective` over `self.agents`, or a loss module of TorchRL: the sum of its entries
+        `loss_*` is minimised. Usually
+
+            loss_module.make_value_estimator(ValueEstimators.GAE, gamma=..., lmbda=...)
+            gae = loss_module.value_estimator
+        """
+
+    def _get_replay_buffer(self) -> ReplayBuffer:
+        """Give what turns an iteration's frames into minibatches."""
+        return MinibatchBuffer(self.rl.minibatch_size, self.hyper_params.seed, "minibatches")
+
+    def _extra_metrics(self, batch: TensorDict, iteration: int) -> dict[str, float]:
+        """Give more to log of an iteration, from its batch [E, T]; nothing here."""
+        return {}
+
+    def trainer_state(self) -> dict[str, Any]:
+        """Give what the trainer must remember beside what the base keeps; nothing here."""
+        return {}
+
+    def load_trainer_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what `trainer_state` gave."""
+
+    # ---- the job
+
+    def train(self) -> None:
+        """Prepare and test the agents, train them, test them again, save them."""
+        self._set_seed()
+        self.checkpoints.rewind_records()
+        with self._open_progress_bar():
+            with ExitStack() as stack:
+                self._build_train_context(stack)
+                self._prepare()
+            with ExitStack() as stack:
+                self._build_test_context(stack)
+                self._run_before_loop()
+            with ExitStack() as stack:
+                self._build_train_context(stack)
+                self.checkpoints.restore_generators()
+                self._run_train_loop()
+            with ExitStack() as stack:
+                self._build_test_context(stack)
+                self._run_test_loop()
+        self._save_models()
+        self._write_results()
+
+    def rerun_tests(self, base_run: Path) -> None:
+        """Test the agents of a finished run again and train nothing."""
+        self._set_seed()
+        for name in self.agents.names:
+            path = agent_file_of_run(str(base_run), name, self.settings.runs_dir)
+            load_agent(self.agents[name], path)
+        with ExitStack() as stack:
+            self._build_test_context(stack)
+            self._run_test_loop()
+        self._write_results()
+
+    def _build_train_context(self, stack: ExitStack) -> None:
+        """Enter the configuration for training, with threads for the agents' losses."""
+        super()._build_train_context(stack)
+        stack.enter_context(self.learner.threads(self.settings.num_threads))
+
+    def _prepare(self) -> None:
+        """Measure observations and train bodies, where asked for, unless a checkpoint has them."""
+        if self.state.is_prepared:
+            return
+        if self.rl.normalize_observations:
+            normalize_observations(
+                self.agents,
+                self.train_environment,
+                num_frames=self.rl.num_normalization_steps,
+                key=(self.hyper_params.seed, "normalization"),
+            )
+        if self.rl.pretrain_agents:
+            pretrain_bodies(
+                {name: self.agents[name] for name in self.agents.names},
+                self.train_environment,
+                getattr(self.hyper_params, "solo_agent", None) or SoloParameters(),
+                seed=self.hyper_params.seed,
+                runs_dir=self.settings.runs_dir,
+            )
+        self.state.is_prepared = True
+
+    @attach_progress_bar(lambda self: self.rl.num_test_iterations)
+    def _run_before_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("Before training")
+        is_done = self.state.before is not None
+        start = iteration_context.num_iterations if is_done else 0
+        found = self._test(iteration_context, "before", start)
+        if not is_done:
+            self.state.before = found
+        self._raise_if_stopped()
+
+    @attach_progress_bar(lambda self: self.rl.num_iterations)
+    def _run_train_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("Training")
+        for iteration in iteration_context.iterate(self.state.iteration):
+            started = time.perf_counter()
+            batch = self.collect()
+            collected = time.perf_counter()
+            metrics, num_steps = self.learner.learn(batch, iteration)
+            self.state.num_optimizer_steps += num_steps
+            timings = _timings(batch.numel(), started, collected)
+            statistics = read(metrics | self._statistics(batch, metrics))
+            statistics |= self.message_regression.regress(batch, self.agents, iteration)
+            statistics |= self._extra_metrics(batch, iteration)
+            if iteration % self.settings.rollout_sample_period == 0:
+                self._log_episodes(batch, "train", iteration + 1)
+            self._finish_iteration(iteration_context, statistics, timings)
+
+    @attach_progress_bar(lambda self: self.rl.num_test_iterations)
+    def _run_test_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("Testing")
+        found = self._test(iteration_context, "evaluation")
+        self.tracker.log_metrics(as_of_test(found), step=self.state.iteration)
+        self.results["after"] = found
+
+    def _test(
+        self, iteration_context: IterationContext, table: str, start: int = 0
+    ) -> dict[str, Any]:
+        """Play on the test data, from its beginning, and give statistics of all that was played."""
+        self.test_environment.restart()
+        key = (self.hyper_params.seed, "test")
+        sampler = EpisodeSampler(self.test_environment, self.agents, key=key)
+        play = PlayStatistics(self.agents.names)
+        for number in iteration_context.iterate(start):
+            self._raise_if_stopped()
+            batch = sampler.collect(self._num_steps)
+            if self.gae is not None:
+                self.gae(batch)
+            play.add(batch)
+            if number == 0:
+                self._log_episodes(batch, table, self.state.iteration)
+        return play.report()
+
+    # ---- one iteration
+
+    @property
+    def _num_steps(self) -> int:
+        """T, rounds that each environment plays an iteration."""
+        protocol = self.train_environment.protocol
+        return self.rl.steps_per_env_per_iteration or protocol.max_message_rounds
+
+    @torch.no_grad()
+    def collect(self) -> TensorDict:
+        """Play a training batch [E, T], with rewards to go, and advantages if there is a `gae`."""
+        batch = self.sampler.collect(self._num_steps)
+        batch["agents", "reward_to_go"] = reward_to_go(
+            batch["next", "agents", "reward"].squeeze(-1),
+            ends_of(batch),
+            gamma=self.rl.gamma,
+        ).unsqueeze(-1)
+        if self.gae is not None:
+            self.gae(batch)
+        return batch
+
+    def _statistics(self, batch: TensorDict, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        names = self.agents.names
+        figures = MetricSums()
+        figures.add(policy_figures(batch, names))
+        return {
+            **episode_statistics(self.ledger.ended(batch), names),
+            **frame_statistics(batch, names),
+            **figures.result(),
+            **mean_over_agents(metrics, names, SHARED_FIGURES),
+        }
+
+    def _finish_iteration(
+        self, context: IterationContext, statistics: dict[str, float], timings: dict[str, float]
+    ) -> None:
+        self.state.iteration += 1
+        self.state.last = statistics
+        lrs = {
+            f"{name}/lr": self.optimizers.lr(name)
+            for name in self.optimizers.learning(self.state.iteration - 1)
+        }
+        self.tracker.log_metrics(statistics | lrs | timings, step=self.state.iteration)
+        context.set_postfix(
+            accuracy=statistics.get("mean_accuracy", float("nan")),
+            frames_per_second=timings["time/frames_per_second"],
+        )
+        is_last = self.state.iteration == context.num_iterations
+        every = self.settings.checkpoint_period
+        is_due = is_last or (every and self.state.iteration % every == 0)
+        if is_due:
+            self._save_checkpoint()
+        try:
+            self._raise_if_stopped()
+        except StopRequested:
+            if not is_due:
+                self._save_checkpoint()
+            raise
+
+    def _log_episodes(self, batch: TensorDict, table: str, step: int) -> None:
+        """Record a sample of the whole episodes of a batch [E, T]."""
+        columns, rows = episode_rows(
+            batch,
+            self.scenario_instance,
+            num_episodes=num_samples(table, self.settings.num_rollout_samples),
+            step=step,
+            seed=self.hyper_params.seed,
+        )
+        self.tracker.log_table(table, columns, rows, step=step)
+
+    # ---- saving
+
+    def _save_checkpoint(self) -> None:
+        self.checkpoints.save(self.state, trainer=self.hyper_params.trainer)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up agents, optimizers, sampler, counters and generators of a checkpoint."""
+        self.state = self.checkpoints.load(checkpoint)
+
+    def _save_models(self) -> None:
+        if self.run_directory is None:
+            return
+        model_dir = self.run_directory.path / MODEL_DIR
+        save_agents((self.agents[name] for name in self.agents.names), model_dir)
+        self.results["model_dir"] = str(model_dir)
+        self.tracker.log_artifact(
+            model_dir, name=f"agents-{self.run_directory.run_id}", type="model"
+        )
+
+    def _write_results(self) -> None:
+        self.results |= results_of(self)
+        self.tracker.log_summary(summary_of(self.results["after"]))
+        if self.run_directory is not None:
+            self.run_directory.write_json("results.json", self.results)
+
+    def dry_run(self) -> dict[str, Any]:
+        """Play and learn from one batch, and estimate the time of a whole run."""
+        with ExitStack() as stack:
+            self._build_train_context(stack)
+            return estimate_cost(self)
+
+
+def _timings(num_frames: int, started: float, collected: float) -> dict[str, float]:
+    updated = time.perf_counter()
+    return {
+        "time/collect_seconds": collected - started,
+        "time/update_seconds": updated - collected,
+        "time/frames_per_second": num_frames / max(updated - started, 1e-9),
+        "memory/peak_gib": peak_memory_bytes() / 2**30,
+    }

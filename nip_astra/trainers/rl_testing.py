@@ -1,0 +1,63 @@
+"""Statistics of agents that play and do not learn.
+
+Shapes: E environments, T rounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tensordict import TensorDict
+
+from nip_astra.trainers.rl_statistics import (
+    EndedEpisodes,
+    EpisodeLedger,
+    MetricSums,
+    episode_statistics,
+    frame_statistics,
+    policy_figures,
+    read,
+)
+from nip_astra.utils.statistics import clustered_wilson
+
+
+class PlayStatistics:
+    """Statistics of consecutive batches, taken together.
+
+    Parameters
+    ----------
+    names : Sequence[str]
+        Agents, in the order of the dimension A.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self._ledger = EpisodeLedger()
+        self._episodes: list[EndedEpisodes] = []
+        self._sums = MetricSums()
+
+    def add(self, batch: TensorDict) -> None:
+        """Take a batch [E, T] of the sampler, with advantages or without."""
+        self._episodes.append(self._ledger.ended(batch))
+        self._sums.add(frame_statistics(batch, self.names))
+        self._sums.add(policy_figures(batch, self.names))
+
+    def report(self) -> dict[str, Any]:
+        """Give the statistics, with `num_episodes` and an interval of the accuracy.
+
+        The interval is Wilson's at the effective sample size: episodes about one datapoint are
+        alike.
+
+        Figures of episodes and of single frames are those of all batches together; means over the
+        frames of a batch are averaged over the batches, which are of one size.
+        """
+        if not self._episodes:
+            return {}
+        episodes = EndedEpisodes.join(self._episodes)
+        found: dict[str, Any] = read(episode_statistics(episodes, self.names) | self._sums.result())
+        found["num_episodes"] = float(len(episodes.datapoint_N))
+        if "mean_accuracy" in found:
+            estimate = clustered_wilson(episodes.is_right_N.tolist(), episodes.datapoint_N.tolist())
+            found["mean_accuracy_interval"] = [estimate.low, estimate.high]
+        return found

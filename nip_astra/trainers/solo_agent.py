@@ -1,0 +1,192 @@
+"""Supervised training of provers and verifiers alone."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.errors import ConfigurationError, StopRequested
+from nip_astra.parameters.types import TrainerType
+from nip_astra.trainers.agent_files import (
+    AGENTS_DIR,
+    MODEL_DIR,
+    agent_file_of_run,
+    load_agent,
+    load_agents_from_runs,
+    save_agents,
+)
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.rl_state import global_generators, set_global_generators
+from nip_astra.trainers.rl_statistics import read
+from nip_astra.trainers.solo_training import SoloParameters, SoloTraining
+from nip_astra.trainers.trainer_base import (
+    IterationContext,
+    TensorDictTrainer,
+    attach_progress_bar,
+)
+
+
+@register_trainer(TrainerType.SOLO_AGENT)
+class SoloAgentTrainer(TensorDictTrainer):
+    """Each agent learns to tell the label by itself, before anything is said.
+
+    `L = mean cross_entropy(logits(body(x)), y)` over the datapoints, for body and head, with an
+    Adam for each agent. It says what an agent can do without a conversation. Agents that play at
+    random are left out.
+    """
+
+    trainer_type: ClassVar[str] = "solo_agent"
+    parameter_groups: ClassVar[tuple[str, ...] | None] = ()
+
+    class Parameters(SoloParameters):
+        """Supervised training of agents alone."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        instance = self.scenario_instance
+        if instance.train_environment is None or instance.test_environment is None:
+            raise ConfigurationError(
+                f"solo_agent was asked to train on a scenario of kind {instance.kind!r}, but that "
+                "has no datapoints with labels. Choose another --scenario."
+            )
+        self.test_environment = instance.test_environment
+        self.agents = [agent for agent in instance.agents.values() if not agent.is_random]
+        load_agents_from_runs(self.agents, self.settings.runs_dir)
+        key = (self.hyper_params.seed, "solo_agent")
+        self.trainings = {
+            agent.name: SoloTraining(
+                agent, instance.train_environment, self.parameters, *key, agent.name
+            )
+            for agent in self.agents
+        }
+        self.num_epochs_done = 0
+        self._last: dict[str, float] = {}
+        self._content: dict[str, Any] | None = None
+
+    def train(self) -> None:
+        """Train all agents, test them, save them."""
+        self._set_seed()
+        if self._content is not None:
+            self.tracker.rewind(self._content["tracker"])
+            set_global_generators(self._content["generators"])
+        with self._open_progress_bar():
+            with ExitStack() as stack:
+                self._build_train_context(stack)
+                self._run_train_loop()
+            with ExitStack() as stack:
+                self._build_test_context(stack)
+                self._run_test_loop()
+        self._save_models()
+        self._write_results()
+
+    def rerun_tests(self, base_run: Path) -> None:
+        """Test the agents of a finished run again and train nothing."""
+        self._set_seed()
+        for agent in self.agents:
+            load_agent(agent, agent_file_of_run(str(base_run), agent.name, self.settings.runs_dir))
+        with ExitStack() as stack:
+            self._build_test_context(stack)
+            self._run_test_loop()
+        self._write_results()
+
+    @attach_progress_bar(lambda self: self.parameters.num_epochs)
+    def _run_train_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("Training")
+        for epoch in iteration_context.iterate(self.num_epochs_done):
+            metrics: dict[str, Tensor] = {}
+            for name, training in self.trainings.items():
+                score = training.run_epoch(epoch)
+                metrics[f"{name}/train_loss"] = score.loss
+                metrics[f"{name}/train_accuracy"] = score.accuracy
+                if len(training.held_out_N):
+                    held_out = training.score(training.environment, training.held_out_N)
+                    metrics[f"{name}/held_out_loss"] = held_out.loss
+                    metrics[f"{name}/held_out_accuracy"] = held_out.accuracy
+            self.num_epochs_done = epoch + 1
+            self._last = read(metrics)
+            self.tracker.log_metrics(self._last, step=self.num_epochs_done)
+            self._checkpoint_or_stop(
+                is_last=self.num_epochs_done == iteration_context.num_iterations
+            )
+
+    @attach_progress_bar(lambda self: 1)
+    def _run_test_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("Testing")
+        for _ in iteration_context.iterate():
+            metrics = {
+                f"{name}/{figure}": value
+                for name, training in self.trainings.items()
+                for figure, value in training.test(self.test_environment).items()
+            }
+            self.results["after"] = read(metrics)
+            self.tracker.log_metrics(self.results["after"], step=self.num_epochs_done)
+
+    # ---- saving
+
+    def _checkpoint_or_stop(self, *, is_last: bool) -> None:
+        every = self.settings.checkpoint_period
+        is_due = is_last or (every and self.num_epochs_done % every == 0)
+        if is_due:
+            self._save_checkpoint()
+        try:
+            self._raise_if_stopped()
+        except StopRequested:
+            if not is_due:
+                self._save_checkpoint()
+            raise
+
+    def _save_checkpoint(self) -> None:
+        store = self._checkpoint_store()
+        if store is None:
+            return
+        content = {
+            "num_epochs_done": self.num_epochs_done,
+            "last": self._last,
+            "optimizers": {name: one.state() for name, one in self.trainings.items()},
+            "tracker": self.tracker.position(),
+            "generators": global_generators(),
+        }
+
+        def write(directory: Path) -> None:
+            save_agents(self.agents, directory / AGENTS_DIR)
+            save_state(directory / "state", content)
+
+        metadata = {"trainer": self.hyper_params.trainer, "epoch": self.num_epochs_done}
+        store.save(self.num_epochs_done, write, metadata=metadata)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up agents, optimizers and counters of a checkpoint."""
+        content = load_state(checkpoint / "state")
+        for agent in self.agents:
+            load_agent(agent, checkpoint / AGENTS_DIR / f"{agent.name}.safetensors")
+        for name, training in self.trainings.items():
+            training.load_state(content["optimizers"][name])
+        self.num_epochs_done, self._last = content["num_epochs_done"], content["last"]
+        self._content = content
+
+    def _save_models(self) -> None:
+        if self.run_directory is not None:
+            model_dir = self.run_directory.path / MODEL_DIR
+            save_agents(self.agents, model_dir)
+            self.results["model_dir"] = str(model_dir)
+            self.tracker.log_artifact(
+                model_dir, name=f"agents-{self.run_directory.run_id}", type="model"
+            )
+
+    def _write_results(self) -> None:
+        self.results |= {
+            "kind": "interaction_proof",
+            "protocol": self.hyper_params.interaction_protocol,
+            "agents": [agent.name for agent in self.agents],
+            "before": None,
+            "training": {"num_epochs": self.num_epochs_done, "last": self._last},
+        }
+        self.tracker.log_summary(
+            {f"after/{name}": value for name, value in self.results["after"].items()}
+        )
+        if self.run_directory is not None:
+            self.run_directory.write_json("results.json", self.results)

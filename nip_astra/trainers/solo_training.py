@@ -1,0 +1,160 @@
+"""Supervised training of one agent, to tell the label without a conversation.
+
+Shapes: B datapoints of a minibatch, N datapoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from nip_astra.errors import NonFiniteLossError
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.scenario_base.environment import ProtocolEnvironment
+from nip_astra.scenario_base.tensordict_agents import Agent
+from nip_astra.trainers.rl_optimizers import ADAM_EPS
+from nip_astra.utils.seeding import SeedPart, derived_generator
+
+GROUP_KEY = "wl_score"
+"""Key of a dataset by whose values the accuracy is told apart, where it is there."""
+
+
+class SoloParameters(SubParameters):
+    """Supervised training of agents alone."""
+
+    num_epochs: int = Field(default=100, ge=1)
+    """Passes over the training datapoints. Larger fits them more closely."""
+    batch_size: int = Field(default=256, ge=1)
+    """Datapoints of one optimizer step. The last of an epoch may be smaller."""
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate (Adam), of all weights. Larger learns faster and may diverge."""
+    test_share: float = Field(default=0.2, ge=0, lt=1)
+    """Share of the training datapoints that nothing is learned from and on which the accuracy is
+    measured after every epoch. The test datapoints are measured once, at the end."""
+
+
+class SoloScore(NamedTuple):
+    """How well an agent tells labels.
+
+    Attributes
+    ----------
+    loss : Tensor
+        Mean cross entropy in nats; scalar.
+    is_right_N : Tensor
+        Whether the likelier label is the true one, as float.
+    """
+
+    loss: Tensor
+    is_right_N: Tensor
+
+    @property
+    def accuracy(self) -> Tensor:
+        """Share of datapoints whose label is told right, a scalar."""
+        return self.is_right_N.mean()
+
+
+class SoloTraining:
+    """Trains body and solo head of one agent with one Adam.
+
+    Parameters
+    ----------
+    environment : ProtocolEnvironment
+        Its dataset is learned from; agents see a datapoint before anything is said.
+    key : SeedPart
+        Path of names that the split and the orders derive from.
+
+    Attributes
+    ----------
+    learned_N, held_out_N : Tensor
+        Rows of the dataset.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        environment: ProtocolEnvironment,
+        parameters: SoloParameters,
+        *key: SeedPart,
+    ) -> None:
+        self.agent = agent
+        self.environment = environment
+        self.parameters = parameters
+        self._key = key
+        num_datapoints = len(environment.dataset)
+        num_held_out = min(round(parameters.test_share * num_datapoints), num_datapoints - 1)
+        order_N = torch.randperm(num_datapoints, generator=derived_generator(*key, "split"))
+        self.held_out_N, self.learned_N = order_N[:num_held_out], order_N[num_held_out:]
+        assert agent.policy_body is not None
+        assert agent.solo_head is not None
+        weights = [*agent.policy_body.parameters(), *agent.solo_head.parameters()]
+        self.optimizer = torch.optim.Adam(weights, lr=parameters.lr, eps=ADAM_EPS, fused=True)
+
+    def run_epoch(self, epoch: int) -> SoloScore:
+        """Go once over what is learned from; the score is that of the minibatches as they came.
+
+        Raises
+        ------
+        NonFiniteLossError
+            When the loss is not finite.
+        """
+        generator = derived_generator(*self._key, "epoch", epoch)
+        order_N = self.learned_N[torch.randperm(len(self.learned_N), generator=generator)]
+        losses, right = [], []
+        for rows_B in torch.split(order_N, self.parameters.batch_size):
+            losses_B, right_B = self._judge(self.environment, rows_B)
+            self.optimizer.zero_grad(set_to_none=True)
+            torch.autograd.backward(losses_B.mean())
+            self.optimizer.step()
+            losses.append(losses_B.detach())
+            right.append(right_B)
+        score = SoloScore(torch.cat(losses).mean(), torch.cat(right))
+        if not bool(score.loss.isfinite()):
+            raise NonFiniteLossError(
+                f"the agent {self.agent.name!r} was trained alone, but its loss in epoch "
+                f"{epoch + 1} is not finite. Lower solo_agent.lr."
+            )
+        return score
+
+    @torch.no_grad()
+    def score(self, environment: ProtocolEnvironment, rows_N: Tensor) -> SoloScore:
+        """Judge datapoints without learning from them."""
+        parts = [
+            self._judge(environment, rows_B)
+            for rows_B in torch.split(rows_N, self.parameters.batch_size)
+        ]
+        losses, right = zip(*parts, strict=True)
+        return SoloScore(torch.cat(losses).mean(), torch.cat(right))
+
+    def test(self, environment: ProtocolEnvironment) -> dict[str, Tensor]:
+        """Give `test_loss` and `test_accuracy` on a whole dataset.
+
+        Where its datapoints have a `wl_score`, also `test_accuracy_wl_<score>` for each.
+        """
+        dataset = environment.dataset
+        score = self.score(environment, torch.arange(len(dataset)))
+        found = {"test_loss": score.loss, "test_accuracy": score.accuracy}
+        groups_N = dataset.get(GROUP_KEY, None)
+        if groups_N is not None:
+            for group in groups_N.unique().tolist():
+                right = score.is_right_N[groups_N.flatten() == group]
+                found[f"test_accuracy_wl_{group}"] = right.mean()
+        return found
+
+    def _judge(self, environment: ProtocolEnvironment, rows_B: Tensor) -> tuple[Tensor, Tensor]:
+        frames = environment.first_frames(rows_B.to(environment.device))
+        logits_B2 = self.agent.solo(frames)
+        labels_B = frames["y"].squeeze(-1)
+        losses_B = cross_entropy(logits_B2, labels_B, reduction="none")
+        return losses_B, (logits_B2.argmax(dim=-1) == labels_B).float()
+
+    def state(self) -> dict[str, Any]:
+        """Give what the optimizer remembers."""
+        return dict(self.optimizer.state_dict())
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self.optimizer.load_state_dict(state)

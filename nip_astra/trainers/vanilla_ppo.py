@@ -1,0 +1,36 @@
+"""Independent proximal policy optimisation of provers and verifiers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torchrl.objectives import ValueEstimators
+
+from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
+
+
+@register_trainer(TrainerType.VANILLA_PPO)
+class VanillaPpoTrainer(TensorDictRlTrainer):
+    """Each agent learns by PPO of its own, with a value function of what it sees itself (IPPO).
+
+    Every agent takes all others for a part of its environment. With `r = pi(a) / pi_old(a)` and
+    advantages `A` by GAE, means over the frames in which the agent acts (arXiv:1707.06347, eq. 7):
+
+        L = -mean min(r A, clip(r, 1 - eps, 1 + eps) A) - entropy_coef mean H
+            + critic_coef mean distance(V, A + V_old)
+
+    or, with `ppo.loss_type: kl_penalty`, `-mean r A + beta mean -log r` in place of the first term
+    (eq. 8). See `IppoObjective`.
+    """
+
+    parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "ppo", "message_regression")
+
+    def _get_loss_module_and_gae(self) -> tuple[IppoObjective, Gae]:
+        loss_module = IppoObjective(self.agents, self.hyper_params.ppo, self.rl)
+        loss_module.make_value_estimator(
+            ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
+        )
+        return loss_module, loss_module.value_estimator

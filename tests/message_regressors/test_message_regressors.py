@@ -1,0 +1,91 @@
+"""Each regressor reads the codes that it can read, and no more than there is to read.
+
+Shapes: N messages, D numbers that describe a message.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from nip_astra.message_regressors.registry import build_message_regressor
+from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS, MessageRegressionParameters
+
+KINDS = MESSAGE_REGRESSORS.names()
+
+
+def accuracy(kind: str, features_ND: Tensor, labels_N: Tensor, **fields: Any) -> float:
+    """Learn from the first half, judge the second."""
+    parameters = MESSAGE_REGRESSORS.get(kind).Parameters(**fields)
+    half = len(labels_N) // 2
+    log_odds = build_message_regressor(parameters).fit_and_judge(
+        features_ND[:half],
+        labels_N[:half].float(),
+        features_ND[half:],
+        torch.Generator().manual_seed(1),
+    )
+    assert log_odds.shape == (len(labels_N) - half,)
+    assert not log_odds.requires_grad
+    return ((log_odds > 0) == labels_N[half:].bool()).float().mean().item()
+
+
+def symbols(num_messages: int, num_symbols: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(num_symbols, (num_messages,), generator=generator)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_code_of_several_symbols_a_label_is_read(kind: str) -> None:
+    said_N = symbols(400, 12)
+    assert accuracy(kind, one_hot(said_N, 12).float(), said_N % 2) == 1.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_read_where_nothing_is_said(kind: str) -> None:
+    labels_N = symbols(2000, 2, seed=1)
+    found = accuracy(kind, one_hot(symbols(2000, 12), 12).float(), labels_N)
+    # 4 standard deviations of 1000 guesses
+    assert abs(found - 0.5) < 4 * 0.5 / 1000**0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_messages_that_are_all_alike_give_the_commoner_label(kind: str) -> None:
+    labels_N = (torch.arange(300) % 3 > 0).long()
+    assert accuracy(kind, torch.zeros(300, 5), labels_N) == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_a_code_in_two_symbols_together_is_read_by_the_network_alone() -> None:
+    first_N, second_N = symbols(800, 2), symbols(800, 2, seed=1)
+    features_ND = torch.cat([one_hot(first_N, 2), one_hot(second_N, 2)], dim=1).float()
+    assert accuracy("mlp", features_ND, first_N ^ second_N) == 1.0
+    assert accuracy("linear", features_ND, first_N ^ second_N) < 0.7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_message_is_enough_to_learn_from(kind: str) -> None:
+    assert accuracy(kind, torch.ones(2, 3), torch.ones(2)) == 1.0
+
+
+def test_the_linear_fit_is_the_minimum_of_its_loss() -> None:
+    # Two symbols, each followed by 1 in 3 of 4 cases and in 1 of 4 cases: by symmetry the intercept
+    # is 0, and the coefficient w solves 4 * sigmoid(w) - 3 + w = 0.
+    features_ND = torch.tensor([[1.0, 0.0]] * 4 + [[0.0, 1.0]] * 4)
+    labels_N = torch.tensor([1.0, 1, 1, 0, 0, 0, 0, 1])
+    parameters = MESSAGE_REGRESSORS.get("linear").Parameters(ridge=1.0)
+    found = build_message_regressor(parameters).fit_and_judge(
+        features_ND, labels_N, torch.eye(2), torch.Generator()
+    )
+    weight = found[0].item()
+    assert found[1].item() == pytest.approx(-weight, abs=1e-6)
+    assert 4 / (1 + 2.718281828459045**-weight) - 3 + weight == pytest.approx(0, abs=1e-5)
+
+
+def test_the_kind_is_chosen_by_its_type_and_none_fits_nothing() -> None:
+    assert MessageRegressionParameters().regressor is None
+    chosen = MessageRegressionParameters.from_dict({"regressor": {"_type": "mlp", "d_hidden": 8}})
+    assert chosen.regressor.type_name == "mlp"  # type: ignore[attr-defined]
+    assert MessageRegressionParameters.from_dict(chosen.to_dict()) == chosen

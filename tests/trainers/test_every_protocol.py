@@ -1,0 +1,68 @@
+"""Every trainer of provers and verifiers runs on every protocol of both scenarios."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.parameters.types import InteractionProtocolType
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+
+TRAINERS = ("vanilla_ppo", "mappo", "reinforce", "spg", "solo_agent")
+PROTOCOLS = tuple(str(member) for member in InteractionProtocolType)
+SCENARIOS = {
+    "graph_isomorphism": (
+        "graph_isomorphism.dataset.num_train=40",
+        "graph_isomorphism.dataset.num_test=20",
+        "graph_isomorphism.agents.default.num_gnn_layers=1",
+    ),
+    "image_classification": ("image_classification.dataset.max_train_size=64",),
+}
+SMALL = (
+    "rl.frames_per_batch=32",
+    "rl.steps_per_env_per_iteration=4",
+    "rl.minibatch_size=16",
+    "rl.num_epochs=1",
+    "rl.num_test_iterations=1",
+)
+
+
+def _cases() -> list[Any]:
+    """All of them; each trainer with nip, and each protocol with vanilla_ppo, in every test run."""
+    cases = []
+    for scenario in SCENARIOS:
+        for trainer in TRAINERS:
+            for protocol in PROTOCOLS:
+                for zero_knowledge in (False, True):
+                    is_quick = not zero_knowledge and (
+                        protocol == "nip"
+                        or (trainer == "vanilla_ppo" and scenario == "graph_isomorphism")
+                    )
+                    is_quick |= (trainer, protocol) == ("vanilla_ppo", "nip")
+                    name = f"{scenario}-{trainer}-{protocol}{'-zk' * zero_knowledge}"
+                    marks = () if is_quick else pytest.mark.slow
+                    case = (scenario, trainer, protocol, zero_knowledge)
+                    cases.append(pytest.param(*case, id=name, marks=marks))
+    return cases
+
+
+@pytest.mark.parametrize(("scenario", "trainer", "protocol", "zero_knowledge"), _cases())
+def test_a_test_run_ends_with_results(
+    scenario: str, trainer: str, protocol: str, zero_knowledge: bool, tmp_path: Path
+) -> None:
+    overrides = [f"interaction_protocol={protocol}", *SCENARIOS[scenario]]
+    if trainer != "solo_agent":
+        overrides += [*SMALL, f"protocol_common.zero_knowledge={str(zero_knowledge).lower()}"]
+    resolved = resolve_experiment(trainer=trainer, scenario=scenario, overrides=overrides)
+    result = run_experiment(
+        resolved, runs_dir=str(tmp_path), run_id="one", test_run=True, progress=False
+    )
+    results = json.loads((tmp_path / "one" / "results.json").read_text())
+    assert results == json.loads(json.dumps(result.results))
+    assert results["after"]
+    assert (tmp_path / "one" / "model").is_dir()
+    assert "<svg" in (tmp_path / "one" / "report.html").read_text()

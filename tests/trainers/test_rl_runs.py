@@ -1,0 +1,195 @@
+"""Runs of agents in a protocol: stopped and resumed, repeated, built on each other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import CheckpointError, StopRequested
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.tracking.run_directory import RunDirectory
+from tests.toy_protocol_scenario import (
+    SMALL,
+    merged,
+    toy_kind,
+    toy_scenario_folder,
+    toy_trainer,
+)
+
+
+@pytest.fixture(autouse=True)
+def _kind() -> Iterator[None]:
+    with toy_kind():
+        yield
+
+
+def folder_run(tmp_path: Path, name: str, *, stop_after: int | None = None, **more: Any) -> Path:
+    """Run in a run directory, stopped after some iterations where that is asked for."""
+    directory = RunDirectory.create(tmp_path, name)
+    directory.write_yaml("hyper_parameters.yaml", {})
+    calls = iter(range(10_000))
+    settings = ExperimentSettings(
+        progress=False,
+        run_directory=directory,
+        runs_dir=str(tmp_path),
+        # The tests before training ask once for each of their batches, and once after them.
+        stop_flag=(lambda: "SIGINT" if next(calls) >= stop_after else None)
+        if stop_after is not None
+        else None,
+    )
+    trainer = toy_trainer(settings=settings, **more)
+    if stop_after is None:
+        trainer.train()
+    else:
+        with pytest.raises(StopRequested):
+            trainer.train()
+    return directory.path
+
+
+def resumed(tmp_path: Path, path: Path, **more: Any) -> Any:
+    directory = RunDirectory.open(path)
+    settings = ExperimentSettings(progress=False, run_directory=directory, runs_dir=str(tmp_path))
+    trainer = toy_trainer(settings=settings, **more)
+    checkpoint, _ = CheckpointStore(directory.checkpoints_dir).open_latest()
+    trainer.resume(checkpoint)
+    trainer.train()
+    return trainer
+
+
+def final_state(path: Path) -> dict[str, bytes]:
+    checkpoint = CheckpointStore(path / "checkpoints").latest()
+    assert checkpoint is not None
+    files = sorted(p for p in checkpoint.rglob("*.safetensors"))
+    models = sorted((path / "model").glob("*.safetensors"))
+    return {f"{p.parent.name}/{p.name}": p.read_bytes() for p in [*files, *models]}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more"),
+    [
+        ("vanilla_ppo", {"ppo": {"loss_type": "kl_penalty"}, "rl": {"anneal_lr": True}}),
+        ("vanilla_ppo", {"rl": {"steps_per_env_per_iteration": 2, "use_shared_body": True}}),
+        ("mappo", {"rl": {"normalize_observations": True}}),
+        ("reinforce", {}),
+        ("spg", {"rl": {"anneal_lr": True}, "spg": {"variant": "pspg", "ihvp_rank": 2}}),
+    ],
+)
+def test_six_iterations_are_three_and_three_to_the_bit(
+    tmp_path: Path, trainer: str, more: dict[str, Any]
+) -> None:
+    more = merged({"rl": {"num_iterations": 6}}, more)
+    straight = folder_run(tmp_path, "straight", trainer=trainer, **more)
+    # Asked in one test batch, after the test, and after each iteration.
+    halves = folder_run(tmp_path, "halves", stop_after=4, trainer=trainer, **more)
+    stopped = CheckpointStore(halves / "checkpoints").latest()
+    assert stopped is not None
+    assert stopped.name == "step_00000003"
+    torch.manual_seed(12345)
+    resumed(tmp_path, halves, trainer=trainer, **more)
+    assert final_state(straight) == final_state(halves)
+    results = [json.loads((path / "results.json").read_text()) for path in (straight, halves)]
+    for result in results:
+        result.pop("model_dir")
+    assert results[0] == results[1]
+
+
+def test_a_run_from_files_is_resumed_after_a_signal(tmp_path: Path) -> None:
+    folder = toy_scenario_folder(tmp_path / "toy")
+    (tmp_path / "p.yaml").write_text(
+        json.dumps({**SMALL, "trainer": "vanilla_ppo", "scenario": str(folder)})
+    )
+    resolved = resolve_experiment(parameter_file=tmp_path / "p.yaml")
+    done = run_experiment(resolved, runs_dir=str(tmp_path / "runs"), run_id="a", progress=False)
+    assert done.results["training"]["num_iterations"] == 3
+    assert (done.run_directory.path / "model" / "prover.safetensors").is_file()
+    lines = (done.run_directory.path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 3 + 1
+    for table in ("before", "train", "evaluation"):
+        assert (done.run_directory.rollouts_dir / f"{table}.jsonl").stat().st_size > 0
+    (done.run_directory.path / "results.json").unlink()
+    again = resume_experiment(done.run_directory.path, progress=False)
+    assert again.results["after"] == done.results["after"]
+
+
+PRINT_NUMBERS = """
+import json, sys
+from tests.toy_protocol_scenario import toy_kind, toy_trainer
+with toy_kind():
+    trainer = toy_trainer(seed=int(sys.argv[1]))
+    trainer.train()
+print(json.dumps([trainer.results["after"], trainer.state.last]))
+"""
+
+
+def numbers_of_a_process(seed: int) -> str:
+    found = subprocess.run(
+        [sys.executable, "-c", PRINT_NUMBERS, str(seed)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    return found.stdout
+
+
+def test_equal_seeds_give_equal_numbers_in_two_processes() -> None:
+    first = numbers_of_a_process(3)
+    trainer = toy_trainer(seed=3)
+    trainer.train()
+    assert json.loads(first) == json.loads(
+        json.dumps([trainer.results["after"], trainer.state.last])
+    )
+    other = toy_trainer(seed=4)
+    other.train()
+    assert other.state.last != trainer.state.last
+
+
+def test_an_agent_starts_from_another_runs_agent(tmp_path: Path) -> None:
+    first = folder_run(tmp_path, "first")
+    agents = {"prover": {"load_from_run": "first"}}
+    settings = ExperimentSettings(progress=False, runs_dir=str(tmp_path))
+    trainer = toy_trainer(seed=7, settings=settings, toy_protocol={"agents": agents})
+    stored = load_file(first / "model" / "prover.safetensors")
+    own = trainer.agents["prover"].state_dict()
+    assert all(torch.equal(own[name], value) for name, value in stored.items())
+    other = load_file(first / "model" / "verifier.safetensors")
+    fresh = trainer.agents["verifier"].state_dict()
+    assert not all(torch.equal(fresh[name], value) for name, value in other.items())
+
+
+def test_an_agent_of_another_shape_is_refused(tmp_path: Path) -> None:
+    folder_run(tmp_path, "first")
+    settings = ExperimentSettings(progress=False, runs_dir=str(tmp_path))
+    agents = {"prover": {"load_from_run": "first", "d_hidden": 8}}
+    with pytest.raises(CheckpointError, match=r"net\.0\.weight has shape \[16, 12\] there"):
+        toy_trainer(settings=settings, toy_protocol={"agents": agents})
+
+
+def test_an_agent_that_a_run_does_not_have_is_refused(tmp_path: Path) -> None:
+    path = folder_run(tmp_path, "first")
+    for file in path.rglob("prover.safetensors"):
+        file.unlink()
+    settings = ExperimentSettings(progress=False, runs_dir=str(tmp_path))
+    agents = {"prover": {"load_from_run": str(path)}}
+    with pytest.raises(CheckpointError, match="has saved verifier"):
+        toy_trainer(settings=settings, toy_protocol={"agents": agents})
+
+
+def test_tests_of_a_finished_run_are_run_again(tmp_path: Path) -> None:
+    path = folder_run(tmp_path, "first")
+    before = json.loads((path / "results.json").read_text())
+    trainer = toy_trainer()
+    trainer.rerun_tests(path)
+    assert trainer.results["after"] == before["after"]
+    assert trainer.results["training"]["num_iterations"] == 0

@@ -1,0 +1,278 @@
+"""The loop that trainers of agents in a protocol share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.objectives import LossModule
+
+from nip_astra.errors import (
+    ConfigurationError,
+)
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.rl_objectives import Objective
+from nip_astra.rl_objectives.objective import Frames
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.tracking.tracker import Tracker
+from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
+from nip_astra.trainers.trainer_base import (
+    IterationContext,
+    TensorDictTrainer,
+    attach_progress_bar,
+)
+from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
+from tests.toy_protocol_scenario import (
+    toy_kind,
+    toy_trainer,
+)
+
+AGENTS = ("prover", "verifier")
+
+
+@pytest.fixture(autouse=True)
+def _kind() -> Iterator[None]:
+    with toy_kind():
+        yield
+
+
+def weights_of(trainer: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in trainer.agents.state_dict().items()}
+
+
+def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    return {name for name, value in before.items() if not torch.equal(value, after[name])}
+
+
+def parts_changed(trainer: Any) -> set[str]:
+    """Train, and give the parts of agents that moved."""
+    before = weights_of(trainer)
+    trainer.train()
+    names = changed(before, weights_of(trainer))
+    return {".".join(name.removeprefix("agents.").split(".")[:2]) for name in names}
+
+
+class Recorder(Tracker):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, values: Any, *, step: int) -> None:
+        self.rows.append(dict(values))
+
+
+def recorded(**more: Any) -> tuple[Any, list[dict[str, float]]]:
+    recorder = Recorder()
+    trainer = toy_trainer(settings=ExperimentSettings(progress=False, tracker=recorder), **more)
+    trainer.train()
+    return trainer, recorder.rows
+
+
+# ---- what a trainer gives
+
+
+class LikelyTrainer(TensorDictRlTrainer):
+    """A trainer of one method, whose agents make every move likelier."""
+
+    class Likely(Objective):
+        def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
+            view = self.policy_view(name, batch)
+            return {"loss_likely": -view.mean(view.evaluation.logprobs_B)}
+
+    def _get_loss_module_and_gae(self) -> tuple[LossModule, None]:
+        return self.Likely(self.agents), None
+
+
+def test_a_trainer_takes_one_method() -> None:
+    trainer = toy_trainer("my_trainer", trainer_class=LikelyTrainer)
+    assert parts_changed(trainer) == {
+        f"{agent}.{part}" for agent in AGENTS for part in ("policy_body", "policy_head")
+    }
+    assert 0 <= trainer.results["after"]["mean_accuracy"] <= 1
+
+
+def test_a_trainer_without_that_method_is_refused() -> None:
+    class Nothing(TensorDictRlTrainer):
+        """Gives nothing."""
+
+    with pytest.raises(TypeError, match="_get_loss_module_and_gae"):
+        toy_trainer("my_trainer", trainer_class=Nothing)
+
+
+def test_the_gae_is_made_from_the_loss_module_as_the_guide_says() -> None:
+    trainer = toy_trainer()
+    loss_module, gae = trainer._get_loss_module_and_gae()
+    assert isinstance(loss_module, Objective)
+    assert gae is loss_module.value_estimator
+    batch = trainer.collect()
+    assert batch["agents", "advantage"].shape == (32, 3, 2, 1)
+
+
+class PlainLossTrainer(TensorDictRlTrainer):
+    """A trainer with a loss module of TorchRL's kind that knows nothing of agents."""
+
+    class PlainLoss(LossModule):
+        def __init__(self, agents: Any) -> None:
+            super().__init__()
+            self.agents = agents
+            self.scale = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, tensordict: TensorDict) -> TensorDict:
+            values = torch.stack([self.agents.values(name, tensordict) for name in AGENTS])
+            return TensorDict({"loss_value": (values * self.scale - 1).square().mean()})
+
+    def _get_loss_module_and_gae(self) -> tuple[LossModule, None]:
+        return self.PlainLoss(self.agents), None
+
+
+def test_any_loss_module_of_torchrl_may_be_given() -> None:
+    trainer = toy_trainer("my_trainer", trainer_class=PlainLossTrainer)
+    moved = parts_changed(trainer)
+    assert moved == {f"{agent}.{part}" for agent in AGENTS for part in ("value_body", "value_head")}
+    assert float(trainer.loss_module.scale.detach()) != 1.0, "its own weights learn as well"
+
+
+class BufferTrainer(VanillaPpoTrainer):
+    """A trainer with a replay buffer of TorchRL."""
+
+    def _get_replay_buffer(self) -> ReplayBuffer:
+        return ReplayBuffer(
+            storage=LazyTensorStorage(self.rl.frames_per_batch),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=self.rl.minibatch_size,
+        )
+
+
+def test_a_replay_buffer_of_torchrl_may_be_given() -> None:
+    trainer = toy_trainer("my_trainer", trainer_class=BufferTrainer)
+    trainer.train()
+    assert trainer.state.num_optimizer_steps == 3 * 2 * 3
+
+
+def test_the_guides_trainer_with_two_loops_of_its_own_runs() -> None:
+    class MyTrainer(TensorDictTrainer):
+        """Counts its iterations."""
+
+        def train(self) -> None:
+            self.counts = {"train": 0, "test": 0}
+            with ExitStack() as stack:
+                self._build_train_context(stack)
+                self._run_train_loop()
+            with ExitStack() as stack:
+                self._build_test_context(stack)
+                self._run_test_loop()
+
+        @attach_progress_bar(lambda self: self.hyper_params.rl.num_iterations)
+        def _run_train_loop(self, iteration_context: IterationContext) -> None:
+            iteration_context.set_description("Training")
+            for _ in iteration_context.iterate():
+                assert torch.is_grad_enabled()
+                self.counts["train"] += 1
+
+        @attach_progress_bar(lambda self: self.hyper_params.rl.num_test_iterations)
+        def _run_test_loop(self, iteration_context: IterationContext) -> None:
+            iteration_context.set_description("Testing")
+            for _ in iteration_context.iterate():
+                assert not torch.is_grad_enabled()
+                self.counts["test"] += 1
+
+    trainer = toy_trainer("my_trainer", trainer_class=MyTrainer)
+    assert trainer.trainer_type == "rl"
+    assert trainer.get_total_num_iterations() == 3 + 1
+    trainer.train()
+    assert trainer.counts == {"train": 3, "test": 1}
+
+
+def test_a_scenario_without_a_protocol_is_refused() -> None:
+    trainer = toy_trainer()
+    with pytest.raises(ConfigurationError, match="builds no agents that play a protocol"):
+        VanillaPpoTrainer(trainer.hyper_params, ScenarioInstance(kind="plain"))
+
+
+# ---- before and after
+
+
+def test_observations_are_normalised_by_random_play() -> None:
+    trainer = toy_trainer(rl={"normalize_observations": True, "num_normalization_steps": 100})
+    trainer.train()
+    for name in AGENTS:
+        for body in trainer.agents[name].bodies:
+            assert 0.1 < float(body.history_mean[0].sum()) < 1
+            assert float(body.history_scale[0].min()) > 1
+            assert float(body.history_mean[2].sum()) == 0, "the last round is never looked back on"
+
+
+def test_normalised_histories_have_mean_zero_and_deviation_one() -> None:
+    trainer = toy_trainer(
+        rl={"normalize_observations": True, "frames_per_batch": 900, "num_normalization_steps": 900}
+    )
+    with ExitStack() as stack:
+        trainer._build_train_context(stack)
+        trainer._prepare()
+    frames = trainer.collect().flatten()
+    read = trainer.agents["prover"].policy_body.history(frames)[:, 0]
+    assert float(read.mean()) == pytest.approx(0.0, abs=0.15)
+    assert float(read.std()) == pytest.approx(1.0, abs=0.15)
+
+
+def test_statistics_are_logged_by_agent_and_for_all() -> None:
+    trainer, rows = recorded()
+    row = rows[0]
+    for figure in (
+        "mean_step_reward",
+        "mean_episode_reward",
+        "worst_episode_reward",
+        "mean_advantage",
+        "mean_value",
+        "mean_value_target",
+        "residual_critic_variance",
+        "mean_message_entropy",
+        "std_message_entropy",
+        "mean_max_message_prob",
+        "std_max_message_prob",
+        "kl",
+        "clip_fraction",
+        "ess",
+        "grad_norm",
+        "lr",
+    ):
+        assert f"prover/{figure}" in row, figure
+    assert "verifier/mean_decision_entropy" in row
+    assert "prover/mean_decision_entropy" not in row, "a prover decides nothing"
+    for figure in (
+        "mean_episode_length",
+        "mean_accuracy",
+        "std_accuracy",
+        "worst_datapoint_accuracy",
+        "share_undecided",
+        "kl",
+        "clip_fraction",
+        "ess",
+    ):
+        assert figure in row, figure
+    assert "test_mean_accuracy" in rows[-1]
+    assert "verifier/test_mean_episode_reward" in rows[-1]
+    assert trainer.results["kind"] == "interaction_proof"
+    assert trainer.results["agents"] == list(AGENTS)
+
+
+def test_the_tests_before_and_after_are_about_the_same_conversations() -> None:
+    schedule = {"update_schedule": {"_type": "constant", "is_on": False}}
+    trainer = toy_trainer(toy_protocol={"agents": {"default": schedule}})
+    trainer.train()
+    assert trainer.results["before"] == trainer.results["after"]
+
+
+def test_a_dry_run_tells_the_cost() -> None:
+    found = toy_trainer().dry_run()
+    assert found["num_iterations"] == 3
+    assert found["num_frames"] == 3 * 96
+    assert found["seconds_per_iteration"] > 0

@@ -1,0 +1,202 @@
+"""Supervised training of agents alone, and as a start for reinforcement learning."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NonFiniteLossError,
+    StopRequested,
+)
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers.pretraining import CACHE_DIR
+from tests.toy_protocol_scenario import toy_kind, toy_trainer
+
+SOLO = {"num_epochs": 20, "batch_size": 10, "lr": 0.02}
+
+
+@pytest.fixture(autouse=True)
+def _kind() -> Iterator[None]:
+    with toy_kind():
+        yield
+
+
+def test_an_agent_learns_what_it_can_see_and_no_more() -> None:
+    trainer = toy_trainer("solo_agent", solo_agent=SOLO)
+    trainer.train()
+    after = trainer.results["after"]
+    assert after["prover/test_accuracy"] >= 0.95
+    assert 0.3 < after["verifier/test_accuracy"] < 0.7
+    assert after["prover/test_loss"] < 0.3
+    assert after["verifier/test_loss"] == pytest.approx(0.693, abs=0.1)
+
+
+def test_bodies_are_trained_and_not_the_heads_alone() -> None:
+    trainer = toy_trainer("solo_agent", solo_agent={**SOLO, "num_epochs": 1})
+    agent = trainer.scenario_instance.agents["prover"]
+    before = {name: value.clone() for name, value in agent.named_parameters()}
+    trainer.train()
+    unmoved = [name for name, value in agent.named_parameters() if torch.equal(before[name], value)]
+    assert unmoved == []
+    assert {name.partition(".")[0] for name in before} == {"policy_body", "solo_head"}
+
+
+def test_accuracy_is_told_for_each_score_of_the_dataset() -> None:
+    trainer = toy_trainer("solo_agent", solo_agent=SOLO)
+    trainer.train()
+    after = trainer.results["after"]
+    # The toy's score is the label plus one, and half of its datapoints have each.
+    parts = [after[f"verifier/test_accuracy_wl_{score}"] for score in (1, 2)]
+    assert sum(parts) / 2 == pytest.approx(after["verifier/test_accuracy"])
+
+
+def test_nothing_is_learned_from_what_is_held_out() -> None:
+    trainer = toy_trainer("solo_agent", solo_agent={**SOLO, "test_share": 0.25})
+    training = trainer.trainings["prover"]
+    assert len(training.held_out_N) == 8
+    assert sorted([*training.held_out_N.tolist(), *training.learned_N.tolist()]) == list(range(32))
+    asked: list[int] = []
+    first_frames = training.environment.first_frames
+
+    def record(rows: Tensor) -> Any:
+        asked.extend(rows.tolist())
+        return first_frames(rows)
+
+    training.environment.first_frames = record
+    training.run_epoch(0)
+    assert sorted(asked) == sorted(training.learned_N.tolist())
+
+
+def test_a_loss_that_is_not_finite_stops_the_run() -> None:
+    trainer = toy_trainer("solo_agent", solo_agent=SOLO)
+    trainer.trainings["prover"].environment.dataset["vector"][0] = float("nan")
+    trainer.trainings["prover"].learned_N = torch.arange(32)
+    with pytest.raises(NonFiniteLossError, match=r"Lower solo_agent\.lr"):
+        trainer.train()
+
+
+def run_in(tmp_path: Path, name: str, *, stop_after: int | None = None) -> tuple[Any, RunDirectory]:
+    directory = RunDirectory.create(tmp_path, name)
+    directory.write_yaml("hyper_parameters.yaml", {})
+    calls = iter(range(1000))
+    stops = None if stop_after is None else lambda: "SIGINT" if next(calls) >= stop_after else None
+    settings = ExperimentSettings(progress=False, run_directory=directory, stop_flag=stops)
+    return toy_trainer("solo_agent", settings=settings, solo_agent={**SOLO, "num_epochs": 6}), (
+        directory
+    )
+
+
+def test_six_epochs_are_three_and_three_to_the_bit(tmp_path: Path) -> None:
+    straight, first = run_in(tmp_path, "straight")
+    straight.train()
+    halves, second = run_in(tmp_path, "halves", stop_after=2)
+    with pytest.raises(StopRequested):
+        halves.train()
+    checkpoint, manifest = CheckpointStore(second.checkpoints_dir).open_latest()
+    assert manifest["metadata"]["epoch"] == 3
+    settings = ExperimentSettings(progress=False, run_directory=second)
+    again = toy_trainer("solo_agent", settings=settings, solo_agent={**SOLO, "num_epochs": 6})
+    again.resume(checkpoint)
+    again.train()
+    for name in ("prover", "verifier"):
+        files = [one.path / "model" / f"{name}.safetensors" for one in (first, second)]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    results = [json.loads((one.path / "results.json").read_text()) for one in (first, second)]
+    assert results[0]["after"] == results[1]["after"]
+    assert results[0]["training"] == results[1]["training"]
+
+
+# ---- as a start for reinforcement learning
+
+
+def pretrained(tmp_path: Path, **more: Any) -> Any:
+    settings = ExperimentSettings(progress=False, runs_dir=str(tmp_path))
+    trainer = toy_trainer(
+        "vanilla_ppo",
+        settings=settings,
+        rl={"pretrain_agents": True},
+        **{"solo_agent": SOLO, **more},
+    )
+    trainer._prepare()
+    return trainer
+
+
+def test_both_bodies_start_from_one_that_was_trained_alone(tmp_path: Path) -> None:
+    trainer = pretrained(tmp_path)
+    agent = trainer.agents["prover"]
+    fresh = toy_trainer("vanilla_ppo", rl={"pretrain_agents": True}).agents["prover"]
+    policy, value = (body.state_dict() for body in (agent.policy_body, agent.value_body))
+    assert all(torch.equal(policy[name], value[name]) for name in policy)
+    assert set(trainer.optimizers.optimizers) == {"prover", "verifier"}, "solo heads learn no more"
+    assert not torch.equal(policy["net.0.weight"], fresh.policy_body.state_dict()["net.0.weight"])
+    with torch.no_grad():
+        environment = fresh_environment()
+        frames = environment.first_frames(torch.arange(32))
+        right = agent.solo(frames).argmax(-1) == frames["y"].squeeze(-1)
+    assert float(right.float().mean()) >= 0.95
+
+
+def fresh_environment() -> Any:
+    return toy_trainer("vanilla_ppo").test_environment
+
+
+def test_a_body_is_trained_once_and_read_from_then_on(tmp_path: Path) -> None:
+    first = pretrained(tmp_path).agents.state_dict()
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / CACHE_DIR).iterdir()}
+    assert len(files) == 2
+    second = pretrained(tmp_path).agents.state_dict()
+    bodies = [name for name in first if "_body" in name]
+    assert all(torch.equal(first[name], second[name]) for name in bodies)
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"seed": 1},
+        {"solo_agent": {**SOLO, "num_epochs": 19}},
+        {"toy_protocol": {"num_datapoints": 30}},
+        {"toy_protocol": {"message_size": 2}},
+        {"toy_protocol": {"include_linear_message_space": True}},
+        {"toy_protocol": {"agents": {"default": {"d_hidden": 12}}}},
+        {"nip": {"max_message_rounds": 4}, "rl": {"steps_per_env_per_iteration": 3}},
+    ],
+)
+def test_whatever_matters_has_a_body_of_its_own(tmp_path: Path, other: dict[str, Any]) -> None:
+    pretrained(tmp_path)
+    rl = {"pretrain_agents": True, **other.pop("rl", {})}
+    settings = ExperimentSettings(progress=False, runs_dir=str(tmp_path))
+    toy_trainer("vanilla_ppo", settings=settings, rl=rl, **{"solo_agent": SOLO, **other})._prepare()
+    assert len(list((tmp_path / CACHE_DIR).iterdir())) == 4
+
+
+def test_a_broken_file_of_the_cache_is_told(tmp_path: Path) -> None:
+    pretrained(tmp_path)
+    for path in (tmp_path / CACHE_DIR).iterdir():
+        path.write_bytes(b"broken")
+    with pytest.raises(CheckpointError, match="Remove it, so that the body is trained again"):
+        pretrained(tmp_path)
+
+
+def test_a_body_is_not_given_to_a_critic_that_sees_more(tmp_path: Path) -> None:
+    trainer = toy_trainer(
+        "mappo",
+        settings=ExperimentSettings(progress=False, runs_dir=str(tmp_path)),
+        rl={"pretrain_agents": True},
+        interaction_protocol="mnip",
+        solo_agent={**SOLO, "num_epochs": 1},
+        mnip={"max_message_rounds": 4},
+    )
+    with pytest.raises(ConfigurationError, match=r"Set rl\.pretrain_agents=false"):
+        trainer._prepare()

@@ -1,0 +1,274 @@
+"""Provers and verifiers that foresee each other learn, by every variant, and by the right steps."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.rl_objectives.objective import frames_of
+from nip_astra.rl_objectives.shaping_losses import shaping_losses
+from nip_astra.rl_objectives.stackelberg import agent_updates
+from nip_astra.rl_objectives.stackelberg_variants import VARIANTS
+from nip_astra.trainers.foresight import policy_weights
+from nip_astra.trainers.spg import SpgTrainer
+from tests.toy_protocol_scenario import KIND, merged, toy_kind, toy_trainer
+
+CALM = {"ppo": {"entropy_coef": 0.0, "normalize_advantage": False}}
+WORD_AND_VERDICT = {
+    "interaction_protocol": "adp",
+    "rl": {"num_iterations": 30, "frames_per_batch": 256, "minibatch_size": 256, "lr": 0.03},
+    "ppo": {"entropy_coef": 0.05},
+}
+SETTINGS = [{"variant": variant} for variant in VARIANTS] + [
+    {"variant": "spg", "ihvp_variant": "conjugate_gradient"},
+    {"variant": "spg", "ihvp_variant": "neumann"},
+]
+
+
+@pytest.fixture(autouse=True)
+def _kind() -> Iterator[None]:
+    with toy_kind():
+        yield
+
+
+def spg_trainer(**more: Any) -> SpgTrainer:
+    trainer = toy_trainer("spg", **merged({"rl": {"num_epochs": 1}}, more))
+    assert isinstance(trainer, SpgTrainer)
+    return trainer
+
+
+def gradients(trainer: Any, batch: TensorDict, names: tuple[str, ...] | None = None) -> dict:
+    """Give what one minibatch, the whole batch, leaves in the weights' gradients, by agent."""
+    trainer.optimizers.zero_grad()
+    figures = trainer.loss_module.compute_gradients(batch.flatten(), names or trainer.agents.names)
+    found = {}
+    for name in trainer.agents.names:
+        weights = trainer.agents[name].parameters()
+        found[name] = [None if p.grad is None else p.grad.clone() for p in weights]
+    return found | {"figures": figures}
+
+
+def policy_part(trainer: Any, found: dict, name: str) -> torch.Tensor:
+    """Give the gradient of an agent's policy, of separate bodies."""
+    policy = {id(p) for p in policy_weights(trainer.agents[name])}
+    weights = trainer.agents[name].parameters()
+    pairs = zip(weights, found[name], strict=True)
+    return torch.cat([grad.flatten() for p, grad in pairs if id(p) in policy])
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "_".join(s.values()))
+def test_every_variant_and_inverse_learns_a_word_and_its_meaning(settings: dict[str, Any]) -> None:
+    is_clipped = VARIANTS[settings["variant"]].is_clipped
+    rl = {"num_epochs": 2, "num_iterations": 20} if is_clipped else {}
+    trainer = spg_trainer(spg=settings, **merged(WORD_AND_VERDICT, {"rl": rl}))
+    trainer.train()
+    assert trainer.state.last["mean_accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "_".join(s.values()))
+def test_the_same_seed_gives_the_same_numbers(settings: dict[str, Any]) -> None:
+    runs = []
+    for seed in (3, 3, 4):
+        trainer = spg_trainer(spg=settings, seed=seed, rl={"num_iterations": 2})
+        trainer.train()
+        runs.append({k: v for k, v in trainer.state.last.items() if not k.startswith("time")})
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_without_followers_an_agent_learns_as_by_ppo_with_frames_of_all() -> None:
+    """The policy gradient is the same, but for the mean over all frames, not those it acts in."""
+    one_group = {"variant": "pspg", "stackelberg_sequence": [["verifier", "prover"]]}
+    trainer = spg_trainer(spg=one_group, **CALM)
+    batch = trainer.collect()
+    ours = gradients(trainer, batch)
+    ppo = IppoObjective(trainer.agents, trainer.hyper_params.ppo, trainer.rl)
+    trainer.loss_module = ppo
+    theirs = gradients(trainer, batch)
+    for name in trainer.agents.names:
+        share = trainer.agents.is_acting(name, batch.flatten()).float().mean()
+        assert 0 < share < 1
+        torch.testing.assert_close(
+            policy_part(trainer, ours, name), share * policy_part(trainer, theirs, name)
+        )
+        critic = [g for g in ours[name] if g is not None]
+        assert len(critic) == sum(1 for g in theirs[name] if g is not None)
+
+
+@pytest.mark.parametrize("use_shared_body", [False, True])
+def test_directions_are_those_of_the_losses_of_all_frames(use_shared_body: bool) -> None:
+    trainer = spg_trainer(
+        spg={"variant": "lola", "foreseen_step_factor": 100.0},
+        rl={"use_shared_body": use_shared_body},
+        **merged(CALM, {"ppo": {"critic_coef": 0.0}}),
+    )
+    batch = trainer.collect()
+    found = gradients(trainer, batch)
+    frames, agents = batch.flatten(), trainer.agents
+    logprobs = torch.stack([agents.evaluate(n, frames).logprobs_B for n in agents.names], dim=1)
+    mask = torch.stack([agents.is_acting(name, frames) for name in agents.names], dim=1)
+    assert not (mask[:, 0] & mask[:, 1]).any()  # in turn: rounds alone have no mixed derivative
+    losses = shaping_losses(
+        logprobs,
+        frames["agents", "advantage"].squeeze(-1),
+        mask,
+        episode_B=frames["episode"],
+        round_B=frames["round"],
+    )
+    updates = agent_updates(
+        list(losses),
+        [policy_weights(agents[name]) for name in agents.names],
+        rule=trainer.loss_module.rule,
+        groups=trainer.loss_module.groups,
+    )
+    leader = agents.number("verifier")
+    assert updates[leader].shaping_P.norm() > 0.01 * updates[leader].gradient_P.norm() > 0
+    for number, name in enumerate(agents.names):
+        expected = torch.cat([part.flatten() for part in updates[number].update])
+        torch.testing.assert_close(
+            policy_part(trainer, found, name), expected, rtol=1e-4, atol=1e-7
+        )
+
+
+def test_a_shared_body_also_learns_values() -> None:
+    def shared(critic_coef: float) -> SpgTrainer:
+        return spg_trainer(rl={"use_shared_body": True}, ppo={"critic_coef": critic_coef})
+
+    without, with_values = shared(0.0), shared(0.5)
+    batch = without.collect()
+    found = [gradients(trainer, batch) for trainer in (without, with_values)]
+    for name in without.agents.names:
+        weights = list(without.agents[name].policy_body.parameters())
+        loss = with_values.loss_module.agent_losses(name, frames_of(batch.flatten()))["loss_value"]
+        of_values = torch.autograd.grad(
+            loss, list(with_values.agents[name].policy_body.parameters())
+        )
+        assert len(weights) == len(of_values) > 0
+        body = {id(p): i for i, p in enumerate(without.agents[name].parameters())}
+        for weight, of_value in zip(weights, of_values, strict=True):
+            one, both = (entry[name][body[id(weight)]] for entry in found)
+            torch.testing.assert_close(both - one, of_value, rtol=1e-4, atol=1e-6)
+
+
+def test_plain_and_clipped_losses_agree_on_the_first_step() -> None:
+    found = [
+        gradients(trainer, trainer.collect())
+        for trainer in (spg_trainer(spg={"variant": variant}) for variant in ("spg", "pspg"))
+    ]
+    for name in ("prover", "verifier"):
+        for one, other in zip(found[0][name], found[1][name], strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_frozen_follower_does_not_move_and_is_not_foreseen_to(variant: str) -> None:
+    trainer = spg_trainer(spg={"variant": variant})
+    batch = trainer.collect()
+    both = gradients(trainer, batch)["figures"]["verifier"]
+    alone = gradients(trainer, batch, ("verifier",))
+    assert both["shaping_norm"] > 0
+    assert alone["figures"]["verifier"]["shaping_norm"] == 0
+    assert alone["figures"]["verifier"]["lookahead_norm"] == 0
+    assert all(grad is None for grad in alone["prover"])
+    torch.testing.assert_close(
+        alone["figures"]["verifier"]["policy_grad_norm"], both["policy_grad_norm"]
+    )
+
+
+def test_an_actor_with_a_learning_rate_of_zero_is_not_foreseen_to() -> None:
+    frozen = {"agents": {"prover": {"agent_lr_factor": {"actor": 0.0}}}}
+    trainer = spg_trainer(spg={"variant": "spg"}, **{KIND: frozen})
+    assert policy_weights(trainer.agents["prover"]) == []
+    figures = gradients(trainer, trainer.collect())["figures"]
+    assert figures["verifier"]["shaping_norm"] == 0
+
+
+def test_a_random_agent_takes_part_and_learns_nothing() -> None:
+    trainer = spg_trainer(**{KIND: {"agents": {"prover": {"is_random": True}}}})
+    trainer.train()
+    assert "prover/shaping_norm" not in trainer.state.last
+    assert trainer.state.last["verifier/shaping_norm"] == 0
+
+
+def test_the_sequence_decides_who_foresees() -> None:
+    trainer = spg_trainer(spg={"stackelberg_sequence": [["prover"], ["verifier"]]})
+    figures = gradients(trainer, trainer.collect())["figures"]
+    assert figures["prover"]["shaping_norm"] > 0
+    assert figures["verifier"]["shaping_norm"] == 0
+
+
+def test_two_followers_of_a_debate_are_foreseen_together() -> None:
+    protocol = {"interaction_protocol": "debate", "debate": {"max_message_rounds": 2}}
+    for settings in SETTINGS:
+        trainer = spg_trainer(spg=settings, **protocol)
+        figures = gradients(trainer, trainer.collect())["figures"]
+        assert figures["verifier"]["shaping_norm"] > 0
+        assert figures["prover0"]["shaping_norm"] == figures["prover1"]["shaping_norm"] == 0
+
+
+def test_foreseen_steps_are_learning_rates_of_now() -> None:
+    trainer = spg_trainer(
+        spg={"variant": "lola", "foreseen_step_factor": 3.0},
+        rl={"lr": 0.1, "anneal_lr": True, "num_iterations": 4},
+        **{KIND: {"agents": {"prover": {"agent_lr_factor": {"actor": 0.5}}}}},
+    )
+    trainer.state.iteration = 1
+    sizes = trainer.loss_module._present_rule().step_sizes
+    by_name = dict(zip(trainer.agents.names, sizes, strict=True))
+    assert by_name == pytest.approx({"verifier": 0.3 * 0.75, "prover": 0.15 * 0.75})
+
+
+def test_columns_that_nystrom_draws_go_on_after_a_checkpoint() -> None:
+    first, resumed = (spg_trainer(spg={"ihvp_rank": 1}) for _ in range(2))
+    batch = first.collect()
+    before = gradients(first, batch)["figures"]["verifier"]["shaping_norm"]
+    state = {key: value.clone() for key, value in first.loss_module.own_state().items()}
+    later = gradients(first, batch)["figures"]["verifier"]["shaping_norm"]
+    assert before != later
+    resumed.loss_module.load_own_state(state)
+    assert gradients(resumed, batch)["figures"]["verifier"]["shaping_norm"] == later
+
+
+def test_losses_of_the_module_are_those_without_foresight() -> None:
+    trainer = spg_trainer(spg={"variant": "lola"})
+    batch = trainer.collect()
+    entries = trainer.loss_module(batch.flatten())
+    assert {"loss_policy_prover", "loss_value_prover", "loss_entropy_verifier"} <= set(
+        entries.keys()
+    )
+    policy = policy_weights(trainer.agents["verifier"])
+    loss = entries["loss_policy_verifier"] + entries["loss_entropy_verifier"]
+    norm = torch.cat([g.flatten() for g in torch.autograd.grad(loss, policy)]).norm()
+    figures = gradients(trainer, batch)["figures"]["verifier"]
+    torch.testing.assert_close(figures["policy_grad_norm"], norm)
+
+
+def test_plain_losses_that_go_several_times_over_frames_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        spg_trainer(spg={"variant": "sos"}, rl={"num_epochs": 2})
+    assert "set rl.num_epochs=1, or spg.variant=psos" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        spg_trainer(spg={"variant": "psos"}, rl={"num_epochs": 2})
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"stackelberg_sequence": [["prover"]]}, r"\[\['prover'\]\].*those are.*verifier"),
+        ({"stackelberg_sequence": [["prover", "verifer"]]}, "does not hold each agent"),
+        ({"ihvp_rho": 0.0}, "> 0 for nystrom"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        spg_trainer(spg=settings)
