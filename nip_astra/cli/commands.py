@@ -27,7 +27,14 @@ from nip_astra.run import (
 )
 from nip_astra.tracking.run_directory import to_yaml
 
-REGISTRY_MODULES = ("language_models", "reward_terms", "scenarios", "scorers", "trainers")
+REGISTRY_MODULES = (
+    "language_models",
+    "reward_terms",
+    "scenarios",
+    "scenarios.images.pretrained",
+    "scorers",
+    "trainers",
+)
 """Packages of nip_astra with a registry; plug-ins may add registries of their own."""
 PIPE_WIDTH = 160
 """Columns of a table that goes to a file or pipe, which has no width of its own."""

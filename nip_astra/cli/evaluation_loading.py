@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,11 +86,27 @@ class LoadedScorers:
 
 
 def resolve_run(path: Path, overrides: Sequence[str], plugins: Sequence[str]) -> ResolvedExperiment:
-    """Give the experiment of a run directory."""
+    """Give the experiment of a run directory.
+
+    Raises
+    ------
+    ConfigurationError
+        When its agents play an interaction protocol, so that nobody attacks a target.
+    """
     directory = RunDirectory.open(path)
-    return resolve_experiment(
+    resolved = resolve_experiment(
         parameter_file=directory.path / HYPER_PARAMETERS, overrides=overrides, plugins=plugins
     )
+    protocol = resolved.hyper_params.interaction_protocol
+    if protocol is not None:
+        raise ConfigurationError(
+            f"the conversations of {path} were to be evaluated, scored or compared, but its agents "
+            f"play the interaction protocol {protocol!r} and nobody attacks a target. To test its "
+            f"agents again: nip-astra --set base_run.run={shlex.quote(str(path))} --set "
+            "base_run.base_run_type=rerun_tests; to see it beside other runs: nip-astra report "
+            f"{shlex.quote(str(path))} <run>"
+        )
+    return resolved
 
 
 def run_of(path: str | Path) -> tuple[Path, Path | None]:
@@ -253,7 +270,7 @@ def _of_model_folder(
     scenario_dir: Path | None,
 ) -> ConversationAgent:
     """Give the attacker that `save_pretrained` wrote."""
-    agent = instance.agents["attacker"]
+    agent: ConversationAgent = instance.agents["attacker"]
     parameters = section.attacker.language_model
     if getattr(parameters, "lora", None) is None and (folder / "model.safetensors").is_file():
         agent.language_model.restore(folder)

@@ -66,12 +66,11 @@ def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
     """Group runs by their parameters without the seed, in the order given."""
     keys = [_identity(run) for run in runs]
     distinct = list(dict.fromkeys(keys))
-    differing = [path for path, _ in parameter_differences(runs) if path != "seed"]
     groups: dict[str, RunGroup] = {}
     for run, key in zip(runs, keys, strict=True):
         if key not in groups:
             name = _letter(len(groups)) if len(distinct) > 1 else ""
-            label = _group_label(run, differing if len(distinct) > 1 else [])
+            label = _group_label(run, _differing(run, runs) if len(distinct) > 1 else [])
             groups[key] = RunGroup(name, label, 1 + len(groups) % (NUM_COLORS - 1))
         groups[key].runs.append(run)
     return list(groups.values())
@@ -100,8 +99,8 @@ def main_charts(groups: Sequence[RunGroup]) -> list[Chart]:
     """Give the charts of the metrics that matter most, those that the runs have."""
     charts = []
     for name, title, note, kind in MAIN:
-        lines = [line for group in groups for line in _lines(group, name)]
-        bands = [Band(band, group.color) for group in groups if (band := _band(group, name))]
+        lines = [line for group in groups for line in lines_of(group, name)]
+        bands = [Band(band, group.color) for group in groups if (band := band_of(group, name))]
         chart = line_chart(title, lines, note=note, kind=kind, bands=bands)
         if chart is not None:
             charts.append(chart)
@@ -114,9 +113,9 @@ def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
     names = {name for run in runs for row in (*run.metrics, *run.timings) for name in row}
     rows = []
     for name in sorted(names - {"step"}):
-        values = [y for _, y in _points(runs[0], name) if y is not None]
+        values = [y for _, y in points_of(runs[0], name) if y is not None]
         lines = [
-            Line("", _points(run, name), group.color) for group in groups for run in group.runs
+            Line("", points_of(run, name), group.color) for group in groups for run in group.runs
         ]
         paths = sparkline(lines)
         if paths:
@@ -125,23 +124,26 @@ def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
     return rows
 
 
-def _points(run: RunRecord, name: str) -> list[tuple[float, float | None]]:
+def points_of(run: RunRecord, name: str) -> list[tuple[float, float | None]]:
+    """Give a metric or timing of a run by step."""
     rows = run.timings if name.startswith(("time/", "memory/")) else run.metrics
     points = [(number(row.get("step")), number(row[name])) for row in rows if name in row]
     return [(step, value) for step, value in points if step is not None]
 
 
-def _lines(group: RunGroup, name: str) -> Iterator[Line]:
+def lines_of(group: RunGroup, name: str) -> Iterator[Line]:
+    """Give a line for each run of a group, and their mean."""
     is_overlaid = len(group.runs) > 1
     for run in group.runs:
         label = run_label(run, group)
-        yield Line(label, _points(run, name), group.color, is_thin=is_overlaid)
+        yield Line(label, points_of(run, name), group.color, is_thin=is_overlaid)
     if is_overlaid:
         means = [(x, sum(values) / len(values)) for x, values in _shared(group, name)]
         yield Line(f"{group.name} mean of {len(group.runs)}".strip(), means, group.color)
 
 
-def _band(group: RunGroup, name: str) -> list[tuple[float, float, float]]:
+def band_of(group: RunGroup, name: str) -> list[tuple[float, float, float]]:
+    """Give the lowest and the highest of a group by step; empty for a single run."""
     if len(group.runs) < 2:
         return []
     return [(x, min(values), max(values)) for x, values in _shared(group, name)]
@@ -149,7 +151,7 @@ def _band(group: RunGroup, name: str) -> list[tuple[float, float, float]]:
 
 def _shared(group: RunGroup, name: str) -> list[tuple[float, list[float]]]:
     """Give the steps at which every run of a group has a value, with the values."""
-    known = [{x: y for x, y in _points(run, name) if y is not None} for run in group.runs]
+    known = [{x: y for x, y in points_of(run, name) if y is not None} for run in group.runs]
     steps = sorted(set(known[0]).intersection(*known[1:]))
     return [(step, [values[step] for values in known]) for step in steps]
 
@@ -158,6 +160,17 @@ def _identity(run: RunRecord) -> str:
     kept = {name: item for name, item in run.hyper_params.items() if name not in _NOT_COMPARED}
     # A run without readable parameters is like no other.
     return json.dumps(kept, sort_keys=True, default=str) if kept else run.run_id
+
+
+def _differing(run: RunRecord, runs: Sequence[RunRecord]) -> list[str]:
+    """Give what sets a run apart from others of its trainer, and where none does, from all."""
+    trainer = run.hyper_params.get("trainer")
+    alike = [other for other in runs if other.hyper_params.get("trainer") == trainer]
+    found = [
+        [path for path, _ in parameter_differences(some) if path != "seed"]
+        for some in (alike, runs)
+    ]
+    return found[0] or found[1]
 
 
 def _letter(place: int) -> str:

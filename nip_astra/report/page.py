@@ -18,7 +18,8 @@ from nip_astra.report import wording
 from nip_astra.report.conversations import MAX_CHARACTERS, MAX_NODES
 from nip_astra.report.curves import group_runs, run_label
 from nip_astra.report.records import RunRecord, read_run, text
-from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
+from nip_astra.report.sections import sections_of_comparison, sections_of_run
+from nip_astra.report.spec import Spec
 from nip_astra.tracking.run_directory import REPORT, write_atomically
 from nip_astra.version import __version__
 

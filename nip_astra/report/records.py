@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -93,6 +93,8 @@ class RunRecord:
     ----------
     tables : dict[str, list[Node]]
         Conversations by the name of their table.
+    episodes : dict[str, list[dict]]
+        Rows of tables of episodes of an interaction protocol, by the name of the table.
     evaluations : dict[str, dict]
         `evaluation.json` by the name of its folder.
     transfer : list[dict]
@@ -112,6 +114,7 @@ class RunRecord:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     timings: list[dict[str, Any]] = field(default_factory=list)
     tables: dict[str, list[Node]] = field(default_factory=dict)
+    episodes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     transfer: list[dict[str, Any]] = field(default_factory=list)
     log_lines: list[str] = field(default_factory=list)
@@ -160,8 +163,11 @@ def read_run(path: str | Path) -> RunRecord:
     run.metrics = [row for row in reader.lines(METRICS_FILE) if _step_of(row) is not None]
     run.timings = list(reader.lines(TIMINGS_FILE, is_needed=False))
     for file in sorted(directory.rollouts_dir.glob("*.jsonl")):
-        rows = reader.lines(f"rollouts/{file.name}")
-        run.tables[file.stem] = [node_of(row) for row in rows]
+        nodes, episodes = _sorted_by_kind(reader.lines(f"rollouts/{file.name}"))
+        if episodes:
+            run.episodes[file.stem] = episodes
+        if nodes or not episodes:
+            run.tables[file.stem] = nodes
     for file in sorted((directory.path / "evaluations").glob("*/evaluation.json")):
         name = file.relative_to(directory.path).as_posix()
         run.evaluations[file.parent.name] = reader.document(name, directory.read_json)
@@ -173,6 +179,19 @@ def read_run(path: str | Path) -> RunRecord:
         run.transfer = [mapping(cell) for cell in cells]
     run.log_lines = _log_lines(directory.path / files.LOG)
     return run
+
+
+def _sorted_by_kind(
+    rows: Iterable[dict[str, Any]],
+) -> tuple[list[Node], list[dict[str, Any]]]:
+    """Give turns of conversations, and whole episodes of an interaction protocol."""
+    nodes, episodes = [], []
+    for row in rows:
+        if isinstance(row.get("rounds"), list):
+            episodes.append(row)
+        else:
+            nodes.append(node_of(row))
+    return nodes, episodes
 
 
 class _Reader:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from nip_astra.report import conversations, curves, evaluations, findings, provenance, summary
+from nip_astra.report import (
+    conversations,
+    curves,
+    evaluations,
+    findings,
+    protocol_curves,
+    provenance,
+    summary,
+)
 from nip_astra.report.charts import whisker
 from nip_astra.report.curves import RunGroup, run_label
 from nip_astra.report.failure_groups import MAX_MEMBERS, FailureGroup, group_failures
+from nip_astra.report.protocol_runs import is_protocol_run
+from nip_astra.report.protocol_sections import protocol_overview, sections_of_protocol_run
 from nip_astra.report.records import RunRecord, mapping, number, text
+from nip_astra.report.spec import Context, Spec
 from nip_astra.report.wording import NOTHING, count, decimal, percent
 
 MAX_GROUPS = 40
@@ -19,36 +29,17 @@ MAX_REPEATED = 8
 """Probes in the list of those said most often."""
 MAX_COMPARED = 12
 """Groups of runs whose parameters stand side by side."""
-Context = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Spec:
-    """A section: `build` gives what its template needs, or None where there is nothing to show."""
-
-    name: str
-    title: str
-    build: Callable[[], Context | None]
 
 
 def sections_of_run(
     run: RunRecord, *, anchor: str, max_nodes: int, max_characters: int, has_curves: bool
 ) -> list[Spec]:
     """Give the sections about one run."""
-    group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
-
-    def talks() -> Context | None:
-        return _conversations(run, anchor, max_nodes, max_characters)
-
-    specs = [
-        Spec("summary", "Summary", lambda: _summary(run)),
-        Spec("curves", "Learning curves", lambda: _curves([group])),
-        Spec("failures", "Failures", lambda: _failures(run)),
-        Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
-        Spec("turns", "Turns to failure", lambda: _turns(run)),
-        Spec("plants", "Planted failures", lambda: _plants(run)),
-        Spec("diversity", "Diversity", lambda: _diversity(run)),
-        Spec("conversations", "Conversations", talks),
+    if is_protocol_run(run):
+        specs = sections_of_protocol_run(run)
+    else:
+        specs = _sections_of_attack(run, anchor, max_nodes, max_characters)
+    specs += [
         Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
         Spec("environment", "Environment", lambda: _environment(run)),
         Spec(
@@ -58,13 +49,48 @@ def sections_of_run(
     return [spec for spec in specs if has_curves or spec.name != "curves"]
 
 
+def _sections_of_attack(
+    run: RunRecord, anchor: str, max_nodes: int, max_characters: int
+) -> list[Spec]:
+    """Give the sections about a run in which an attacker converses with a target."""
+    group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
+
+    def talks() -> Context | None:
+        return _conversations(run, anchor, max_nodes, max_characters)
+
+    return [
+        Spec("summary", "Summary", lambda: _summary(run)),
+        Spec("curves", "Learning curves", lambda: _curves([group])),
+        Spec("failures", "Failures", lambda: _failures(run)),
+        Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
+        Spec("turns", "Turns to failure", lambda: _turns(run)),
+        Spec("plants", "Planted failures", lambda: _plants(run)),
+        Spec("diversity", "Diversity", lambda: _diversity(run)),
+        Spec("conversations", "Conversations", talks),
+    ]
+
+
 def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) -> list[Spec]:
     """Give the sections about several runs together; `anchors` is by the id() of a run."""
+    attacks, protocols = _by_kind(groups)
+    specs = []
+    if attacks:
+        specs.append(Spec("overview", "Overview", lambda: _overview(attacks, anchors)))
+    if protocols:
+        title = "Interaction protocols" if attacks else "Overview"
+        specs.append(Spec("protocols", title, lambda: protocol_overview(protocols, anchors)))
     return [
-        Spec("overview", "Overview", lambda: _overview(groups, anchors)),
+        *specs,
         Spec("differences", "What differs", lambda: _differences(groups)),
         Spec("curves", "Learning curves", lambda: _curves(groups)),
     ]
+
+
+def _by_kind(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[RunGroup]]:
+    """Give the groups in which an attacker converses with a target, and those of protocols."""
+    are_protocols = [is_protocol_run(group.runs[0]) for group in groups]
+    kinds = list(zip(groups, are_protocols, strict=True))
+    return [group for group, is_one in kinds if not is_one], [g for g, is_one in kinds if is_one]
 
 
 def _summary(run: RunRecord) -> Context:
@@ -92,10 +118,11 @@ def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
 
 
 def _curves(groups: Sequence[RunGroup]) -> Context:
+    attacks, protocols = _by_kind(groups)
     return {
         "legend": [_legend_entry(group) for group in groups],
         "is_compared": sum(len(group.runs) for group in groups) > 1,
-        "charts": curves.main_charts(groups),
+        "charts": [*curves.main_charts(attacks), *protocol_curves.charts_of_groups(protocols)],
         "metrics": curves.metric_rows(groups),
     }
 
@@ -245,6 +272,7 @@ def _environment(run: RunRecord) -> Context | None:
         "commands": provenance.commands(run),
         "is_dirty": mapping(run.environment.get("git")).get("is_dirty") is True,
         "times": times,
+        "has_target": not is_protocol_run(run),
         "longest": max((seconds for _, seconds in times), default=0.0) or 1.0,
     }
 

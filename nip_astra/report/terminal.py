@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.report import protocol_runs
+from nip_astra.report.records import RunRecord
+from nip_astra.report.summary import Row
 from nip_astra.tracking.run_directory import REPORT
 
 NOTHING = "-"
@@ -24,9 +27,12 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
     results : Mapping
         The content of `results.json`; figures that a trainer does not give are left out.
     """
+    is_protocol = results.get("kind") == protocol_runs.KIND
+    if is_protocol:
+        _print_protocol(RunRecord(run_path, results=dict(results)), console)
     before, after = results.get("before") or {}, results.get("after") or {}
     random = results.get("random_search") or {}
-    if before and after:
+    if before and after and not is_protocol:
         heading = "before and after training"
         if before.get("num_episodes") is not None:
             heading = f"{_count(before['num_episodes'])} held-out episodes {heading}"
@@ -62,6 +68,35 @@ def print_dry_run(estimate: Mapping[str, Any], console: Console) -> None:
     for name, value in estimate.items():
         table.add_row(Text(name.replace("_", " ")), _number(value, 4))
     console.print("dry run: nothing was written", table, sep="\n")
+
+
+def _print_protocol(run: RunRecord, console: Console) -> None:
+    """Print what was decided before and after training, and the figures of each agent."""
+    _, after = protocol_runs.measured(run)
+    heading = f"{protocol_runs.protocol_of(run)}, tests before and after training"
+    if run.results.get("before") is None:
+        heading = f"{protocol_runs.protocol_of(run)}, tests of the agents"
+    if after.num_episodes is not None:
+        heading += f": {_count(int(after.num_episodes))} episodes"
+    console.print(Text(heading))
+    headings, rows = protocol_runs.overall_rows(run)
+    agents = [name.replace("_", " ") for name in protocol_runs.agents_of(run)]
+    # With figures before training, more than two agents do not fit a terminal.
+    by_agent = protocol_runs.agent_rows(run, has_before=len(agents) < 3)
+    for columns, found in ((headings, rows), (agents, by_agent)):
+        shown = [row for row in found if not row.label.startswith("std ")]
+        if shown:
+            console.print(_table_of(columns, shown))
+
+
+def _table_of(headings: Sequence[str], rows: Sequence[Row]) -> Table:
+    table = Table()
+    table.add_column("")
+    for heading in headings:
+        table.add_column(Text(heading), justify="right")
+    for row in rows:
+        table.add_row(Text(row.label), *(Text(cell) for cell in row.cells))
+    return table
 
 
 def _comparison(

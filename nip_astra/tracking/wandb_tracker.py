@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import netrc
 import os
@@ -46,7 +47,7 @@ class WandbTracker(Tracker):
         entity: str | None,
         config: Mapping[str, Any],
     ) -> None:
-        if mode == "online" and not _has_credentials():
+        if mode == "online" and not has_credentials():
             # W&B itself would stop to ask at a terminal.
             raise TrackingError(
                 "W&B was asked to track the run online, but there is no W&B key on this machine. "
@@ -99,7 +100,7 @@ class WandbTracker(Tracker):
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
     ) -> None:
-        table = self._wandb.Table(columns=list(columns), data=[list(row) for row in rows])
+        table = self._wandb.Table(columns=list(columns), data=[_cells(row) for row in rows])
         self._run.log({f"rollouts/{name}": table, STEP: step})
 
     def log_artifact(
@@ -131,6 +132,14 @@ class WandbTracker(Tracker):
                 os.environ[name] = value
 
 
+def _cells(row: Sequence[Any]) -> list[Any]:
+    """Give a row with nested values as JSON; W&B refuses those that differ in their parts."""
+    return [
+        json.dumps(cell, ensure_ascii=False) if isinstance(cell, Mapping | list | tuple) else cell
+        for cell in row
+    ]
+
+
 def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
     """Put W&B's folders below `root/wandb`, and give the variables as they were."""
     folders = {
@@ -150,7 +159,7 @@ def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
     return before
 
 
-def _has_credentials() -> bool:
+def has_credentials() -> bool:
     """Say whether there is anything in which W&B may find a key."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

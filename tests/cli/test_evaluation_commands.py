@@ -15,6 +15,7 @@ from nip_astra.evaluation.playing import Player
 from nip_astra.evaluation.rows import read_rows
 from nip_astra.resolution import resolve_experiment
 from nip_astra.run import run_experiment
+from nip_astra.tracking.run_directory import RunDirectory
 from tests.command_line import CommandLine, refused
 
 SMALL = (
@@ -353,3 +354,17 @@ def test_what_cannot_be_evaluated_is_refused(cli: CommandLine, run: Path) -> Non
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoints")
     assert "nothing was trained yet" in refused(cli("evaluate", "runs/one"))
+
+
+@pytest.mark.parametrize("command", ["evaluate", "score", "compare"])
+def test_a_run_of_an_interaction_protocol_is_refused_with_what_to_do_instead(
+    cli: CommandLine, run: Path, command: str
+) -> None:
+    proof = resolve_experiment(trainer="vanilla_ppo", scenario="graph_isomorphism")
+    folder = RunDirectory.create(cli.folder / "runs", "proof")
+    folder.write_yaml("hyper_parameters.yaml", proof.hyper_params.to_dict())
+    paths = ["runs/one", "runs/proof"] if command == "compare" else ["runs/proof"]
+    told = refused(cli(command, *paths))
+    assert "play the interaction protocol 'nip' and nobody attacks a target" in told
+    assert "--set base_run.run=runs/proof --set base_run.base_run_type=rerun_tests" in told
+    assert "nip-astra report runs/proof <run>" in told

@@ -9,6 +9,7 @@ import pytest
 
 from nip_astra.report.page import write_report
 from tests.report.browser import Browser, find_chromium
+from tests.report.protocol_runs import episode, image, move, write_protocol_run
 from tests.report.runs import ATTACK, chains, evaluation, failing, tree, write_run
 
 
@@ -83,12 +84,38 @@ def test_the_filter_hides_conversations_without_a_failure(browser: Browser, page
     assert (before, browser.value(visible)) == (20, 1)
 
 
+@pytest.fixture(scope="module")
+def protocol_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    said = ["main", "adversarial_main"]
+    moves = [move("verifier", 5, messages={name: [5, 6] for name in said}, decision=2)]
+    rows = [
+        episode(0, symbols=[1, 9, 1, 9, 3]),
+        episode(1, label=0, datapoint=image(), rounds=[{"round": 0, "moves": moves}]),
+    ]
+    return write_report(
+        [write_protocol_run(tmp_path_factory.mktemp("runs") / "two", tables={"evaluation": rows})]
+    )
+
+
+def test_a_page_of_a_protocol_needs_nothing_and_opens_an_episode_by_a_click(
+    browser: Browser, protocol_page: Path
+) -> None:
+    browser.open(protocol_page)
+    assert browser.complaints() == []
+    assert browser.requests() == [protocol_page.resolve().as_uri()]
+    opened = "[...document.querySelectorAll('#episodes .ep svg')].filter(e => e.checkVisibility())"
+    assert browser.value(f"{opened}.length") == 3, "two graphs and an image"
+    browser.click("#episodes .ep > summary")
+    assert browser.value(f"{opened}.length") == 1
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("kind", ["page", "protocol_page"])
 def test_the_page_fits_the_window_and_is_not_blank(
-    browser: Browser, page: Path, scheme: str, width: int
+    browser: Browser, request: pytest.FixtureRequest, kind: str, scheme: str, width: int
 ) -> None:
-    browser.open(page, width=width, scheme=scheme)
+    browser.open(request.getfixturevalue(kind), width=width, scheme=scheme)
     assert browser.value("document.documentElement.scrollWidth") <= width
     # What is wider scrolls within itself.
     outside = "e => e.getBoundingClientRect().right > innerWidth && !e.closest('.scroll, nav, svg')"

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from nip_astra.report.terminal import print_dry_run, print_results
+from tests.report.protocol_runs import protocol_results
 
 BEFORE = {
     "failure_rate": 0.04,
@@ -112,6 +113,36 @@ def test_figures_that_are_missing_are_no_error() -> None:
     text = printed({"before": {"failure_rate": 0.5}, "after": {"failure_rate": None, "x": 1}})
     assert text.startswith("before and after training\n")
     assert cells(text, "episodes with a failure") == ["50.0%", "-"]
+
+
+def test_a_run_of_a_protocol_prints_what_was_decided_and_the_figures_of_each_agent() -> None:
+    text = printed(protocol_results(protocol="nip [new]"))
+    assert text.startswith("nip [new], tests before and after training: 2,048 episodes\n")
+    assert cells(text, "mean accuracy") == ["49.8% [46.0%, 53.0%]", "87.3% [84.1%, 90.0%]"]
+    assert cells(text, "share undecided") == ["20.0%", "3.1%"]
+    assert cells(text, "mean episode reward") == ["0.61 (before 0.4)", "0.72"]
+    assert "warning: a prover stands still" in text
+    assert "runs/one/results.json" in text
+
+
+def test_many_agents_have_their_figures_after_training_alone() -> None:
+    names = ["prover", "verifier", "simulator"]
+    text = printed(protocol_results(agents=names), width=80)
+    assert cells(text, "mean episode reward") == ["0.61", "0.72", "\N{EN DASH}"]
+
+
+def test_a_run_of_a_protocol_without_tests_gives_its_name_and_paths() -> None:
+    for after in (None, {}, {"mean_accuracy": "x"}):
+        text = printed(protocol_results(before=None, after=after, warnings=None))
+        assert text.startswith("nip, tests of the agents\n")
+        assert "─" not in text
+
+
+def test_agents_that_were_tested_alone_have_their_accuracy() -> None:
+    after = {"prover/test_accuracy": 0.75, "prover/test_loss": 0.5, "verifier/test_accuracy": 0.6}
+    text = printed(protocol_results(before=None, after=after))
+    assert cells(text, "accuracy") == ["75.0%", "60.0%"]
+    assert cells(text, "loss") == ["0.5", "\N{EN DASH}"]
 
 
 def test_a_dry_run_prints_its_estimate() -> None:

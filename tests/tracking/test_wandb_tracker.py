@@ -16,6 +16,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.wandb_tracker import _cells
 from tests.tracking.wandb_log import WandbLog
 
 pytest.importorskip("wandb")
@@ -140,3 +141,11 @@ def test_a_failed_start_is_told_and_leaves_the_environment_as_it_was(
     with pytest.raises(TrackingError, match=r"cannot start: the server said no\. Check"):
         open_tracker(ExperimentSettings(wandb="offline"), directory, {})
     assert dict(os.environ) == before
+
+
+def test_rows_with_nested_values_of_different_parts_make_a_table() -> None:
+    rows = [[1, {"prover": 1.0}, [{"decision": None}]], [2, {}, [{"decision": 1}, {"said": [3]}]]]
+    table = importlib.import_module("wandb").Table(
+        columns=["episode", "rewards", "rounds"], data=[_cells(row) for row in rows]
+    )
+    assert table.data[1] == [2, "{}", '[{"decision": 1}, {"said": [3]}]']

@@ -1,0 +1,159 @@
+"""Tests of how graphs and images are laid out."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+from nip_astra.report import drawings
+from nip_astra.report.drawings import Choice, DrawnGraph, DrawnImage, draw, layout
+from tests.report.protocol_runs import RING, graphs, image
+
+PATHS_AND_A_LEAF = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 5)]
+
+
+def choice(place: int, part: int = 0, agent: str = "prover", rounds: str = "1") -> Choice:
+    return Choice(part, place, agent, 2 if agent == "prover" else 3, rounds)
+
+
+def pair(*choices: Choice, **changes: Any) -> list[DrawnGraph]:
+    picture = draw(graphs(**changes), choices)
+    assert picture is not None
+    return picture.graphs
+
+
+def drawn_image(*choices: Choice, **changes: Any) -> DrawnImage:
+    picture = draw(image(**changes), choices)
+    assert picture is not None
+    assert picture.image is not None
+    return picture.image
+
+
+def gaps(points: list[tuple[float, float]]) -> list[float]:
+    return sorted(math.dist(one, other) for one, other in combinations(points, 2))
+
+
+def test_isomorphic_graphs_look_alike_but_for_a_turn() -> None:
+    order = [3, 5, 0, 4, 1, 2]
+    renamed = [(order[start], order[end]) for start, end in PATHS_AND_A_LEAF]
+    first, second = layout(6, PATHS_AND_A_LEAF)[0], layout(6, renamed)[0]
+    assert first != second
+    assert gaps(first) == pytest.approx(gaps(second), rel=0.08)
+
+
+def test_neighbours_are_nearer_than_others() -> None:
+    points, _ = layout(6, [(node, node + 1) for node in range(5)])
+    assert math.dist(points[0], points[1]) < math.dist(points[0], points[2])
+    assert math.dist(points[0], points[2]) < math.dist(points[0], points[5])
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "edges"),
+    [
+        (2, []),
+        (5, []),
+        (6, [(0, 1), (2, 3)]),
+        (5, [(0, 2), (1, 2)]),
+        (8, [(1, 2), (1, 5)]),
+        (11, [(0, 4), (0, 6), (2, 6), (5, 8)]),
+        (7, [(0, node) for node in range(1, 7)]),
+        (8, list(combinations(range(8), 2))),
+        (20, [(node, (node + 1) % 20) for node in range(20)]),
+    ],
+    ids=["two", "empty", "parts", "bend", "twins", "crowd", "star", "complete", "ring"],
+)
+def test_nodes_lie_within_the_picture_and_apart(
+    num_nodes: int, edges: list[tuple[int, int]]
+) -> None:
+    points, height = layout(num_nodes, edges)
+    assert len(points) == num_nodes
+    assert all(0 <= x <= drawings.WIDTH and 0 <= y <= height for x, y in points)
+    assert height <= drawings.HEIGHT + 0.1
+    assert min(gaps(points)) > 20.0
+
+
+def test_a_graph_of_one_node_is_drawn() -> None:
+    picture = draw({"kind": "graphs", "graphs": [{"num_nodes": 1, "edges": []}]}, [])
+    assert picture is not None
+    assert [node.label for node in picture.graphs[0].nodes] == ["0"]
+
+
+def test_the_layout_is_always_the_same() -> None:
+    assert layout(6, PATHS_AND_A_LEAF) == layout(6, list(reversed(PATHS_AND_A_LEAF)))
+
+
+def test_nodes_that_were_named_are_marked_in_their_graph_by_agent_and_round() -> None:
+    first, second = pair(
+        choice(4), choice(4, agent="verifier", rounds="0, 2"), choice(1, part=1, rounds="3")
+    )
+    marks = [(node.label, mark.choice.agent, mark.choice.rounds) for node in first.nodes
+             for mark in node.marks]  # fmt: skip
+    assert marks == [("4", "prover", "1"), ("4", "verifier", "0, 2")]
+    assert [node.label for node in second.nodes if node.marks] == ["1"]
+    assert first.nodes[4].marks[0].size < first.nodes[4].marks[1].size
+    assert first.summary == (
+        "Graph A: 6 nodes, 6 edges; prover named node 4 in round 1; "
+        "verifier named node 4 in round 0, 2"
+    )
+
+
+def test_the_rounds_of_a_node_stand_outside_of_its_rings() -> None:
+    for place in range(6):
+        first, _ = pair(choice(place), choice(place, agent="verifier"))
+        node = first.nodes[place]
+        for mark in node.marks:
+            assert math.dist((mark.x, mark.y - 4.0), (node.x, node.y)) > first.radius + 6.0
+
+
+def test_edges_that_are_none_are_left_out() -> None:
+    first, _ = pair(first=[*RING, [0, 9], [2, 2], [1, 0], "x", [1], [None, 2], [-1, 2]])
+    assert len(first.edges) == 6
+
+
+@pytest.mark.parametrize(
+    "datapoint",
+    [
+        {},
+        {"kind": "text"},
+        {"kind": "graphs"},
+        {"kind": "graphs", "graphs": [{"num_nodes": 0}, {"num_nodes": 1000}, 3]},
+        {"kind": "image"},
+        {"kind": "image", "pixels": [[1, 2], [3]]},
+        {"kind": "image", "pixels": [[], []]},
+        {"kind": "image", "pixels": "x"},
+    ],
+)
+def test_what_cannot_be_drawn_gives_no_picture(datapoint: dict[str, Any]) -> None:
+    assert draw(datapoint, [choice(0)]) is None
+
+
+def test_equal_neighbours_of_a_row_are_one_area() -> None:
+    drawn = drawn_image(pixels=[[0, 0, 255], [255, 255, 255]], latent=None)
+    assert drawn.colors == [("#000000", "M0 0h2v1h-2z"), ("#ffffff", "M2 0h1v1h-1zM0 1h3v1h-3z")]
+    assert drawn.lines == []
+
+
+def test_a_coloured_image_keeps_its_colours() -> None:
+    drawn = drawn_image(pixels=[[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [400, -3, None]]])
+    assert [color for color, _ in drawn.colors] == ["#ff0000", "#00ff00", "#0000ff"]
+
+
+def test_latent_pixels_that_were_named_are_framed_where_they_are() -> None:
+    drawn = drawn_image(choice(6), choice(6, agent="verifier"), choice(99))
+    assert len(drawn.lines) == 6
+    outer, inner = drawn.frames
+    cell = drawn.width / 4
+    assert cell * 2 < outer.x < inner.x < cell * 3
+    assert cell < outer.y < inner.y < cell * 2
+    assert outer.width > inner.width > 10
+    assert "prover named row 1, column 2 in round 1" in drawn.summary
+
+
+def test_a_large_image_is_thinned_out() -> None:
+    drawn = drawn_image(width=300, height=150)
+    assert drawn.summary.startswith("Image of 300 by 150 pixels")
+    assert sum(path.count("M") for _, path in drawn.colors) < 64 * 64
+    assert drawn.height == pytest.approx(128, abs=2)

@@ -1,0 +1,114 @@
+"""Tests of reading runs from W&B, with an object in place of its public interface."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import ConfigurationError, TrackingError
+from nip_astra.tracking import wandb_runs
+from nip_astra.tracking.wandb_runs import (
+    download_model,
+    open_api,
+    parse_reference,
+    read_config,
+)
+
+
+class FakeArtifact:
+    """An artifact with one file."""
+
+    def __init__(self, kind: str, text: str, aliases: tuple[str, ...] = ()) -> None:
+        self.type, self.text, self.aliases = kind, text, list(aliases)
+
+    def download(self, root: str) -> str:
+        Path(root).mkdir(parents=True, exist_ok=True)
+        (Path(root) / "weights.txt").write_text(self.text)
+        return root
+
+
+class FakeApi:
+    """W&B with one run, `us/proofs/one`."""
+
+    def __init__(self, config: dict[str, Any], artifacts: list[FakeArtifact]) -> None:
+        self.runs = {
+            "us/proofs/one": SimpleNamespace(config=config, logged_artifacts=lambda: artifacts)
+        }
+
+    def run(self, path: str) -> Any:
+        if path not in self.runs:
+            raise ValueError(f"Could not find run {path}")
+        return self.runs[path]
+
+
+@pytest.fixture
+def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
+    artifacts = [
+        FakeArtifact("checkpoint", "checkpoint", ("latest",)),
+        FakeArtifact("model", "newer", ("v1", "latest")),
+        FakeArtifact("model", "older", ("v0",)),
+    ]
+    fake = FakeApi({"trainer": "vanilla_ppo", "rl": {"lr": 0.5}}, artifacts)
+    monkeypatch.setattr(wandb_runs, "open_api", lambda: fake)
+    return fake
+
+
+def test_a_reference_names_entity_project_and_run() -> None:
+    assert parse_reference("wandb://us/proofs/one") == ("us", "proofs", "one")
+    assert parse_reference("wandb://us/proofs/one").path == "us/proofs/one"
+
+
+@pytest.mark.parametrize(
+    "reference", ["wandb://us/one", "us/proofs/one", "wandb://us//one", "wandb://a/b/c/d"]
+)
+def test_what_names_less_or_more_is_refused(reference: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_reference(reference)
+    assert str(caught.value) == (
+        f"{reference!r} was given as a run on W&B, but it does not name entity, project and run. "
+        "Write wandb://entity/project/run_id."
+    )
+
+
+@pytest.mark.usefixtures("api")
+def test_the_parameters_of_a_run_are_its_config() -> None:
+    assert read_config("wandb://us/proofs/one") == {"trainer": "vanilla_ppo", "rl": {"lr": 0.5}}
+
+
+@pytest.mark.usefixtures("api")
+def test_the_newest_model_is_downloaded(tmp_path: Path) -> None:
+    download_model("wandb://us/proofs/one", tmp_path / "model")
+    assert (tmp_path / "model" / "weights.txt").read_text() == "newer"
+
+
+def test_a_run_without_a_model_is_told(api: FakeApi, tmp_path: Path) -> None:
+    api.runs["us/proofs/one"].logged_artifacts = lambda: [FakeArtifact("checkpoint", "x")]
+    with pytest.raises(
+        TrackingError, match=r"but the run logged none. Only a run that came to its"
+    ):
+        download_model("wandb://us/proofs/one", tmp_path)
+
+
+@pytest.mark.usefixtures("api")
+def test_what_w_and_b_says_is_told_with_what_to_do() -> None:
+    with pytest.raises(TrackingError) as caught:
+        read_config("wandb://us/proofs/two")
+    assert str(caught.value) == (
+        "wandb://us/proofs/two was to be read from W&B, but that failed: Could not find run "
+        "us/proofs/two. Check the name and the network, or give a run directory."
+    )
+
+
+def test_without_a_key_w_and_b_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(
+        TrackingError, match=r"no W&B key on this machine. Log in with `wandb login`"
+    ):
+        open_api()
