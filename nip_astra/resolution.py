@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nip_astra.base_runs import RERUN_TESTS, check_rerun, located, only, read_base_run
 from nip_astra.errors import ConfigurationError, PluginError, UnknownNameError
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
@@ -22,10 +23,13 @@ from nip_astra.parameters.loading import (
     read_yaml_layers,
     resolve_parameters,
 )
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.plugins import load_plugin, module_of
+from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.scenarios.registry import SCENARIOS, Scenario
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
+from nip_astra.unread_parameters import check_that_all_are_read
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,9 @@ def resolve_experiment(
 ) -> ResolvedExperiment:
     """Load plug-ins, stack the parameter layers, and validate the whole.
 
-    Layers, the later wins: class defaults, the scenario's `scenario.yaml`, the parameter file (or
-    the trainer's preset), `hyper_params`, the other arguments.
+    Layers, the later wins: class defaults, the scenario's `scenario.yaml`, the trainer's preset
+    (unless a parameter file is given), the base run, the parameter file, `hyper_params`, the other
+    arguments.
 
     Parameters
     ----------
@@ -86,48 +91,86 @@ def resolve_experiment(
         parameters at once.
     """
     file = None if parameter_file is None else Path(parameter_file)
+    folder = None if file is None else file.resolve().parent
     file_layers = [] if file is None else read_yaml_layers(file, source=str(file))
     top_layers = [] if hyper_params is None else [_layer_of(hyper_params)]
     top_layers += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
-    named, _ = merge_layers([*file_layers, *top_layers], resolve=False)
+    given = [*file_layers, *top_layers]
+    base = read_base_run(given)
+    base_layer = base.layer(_merged(*given))
+    named = _merged(base_layer, *given)
 
-    folder = None if file is None else file.resolve().parent
-    loaded = [load_plugin(spec).spec for spec in plugins]
-    loaded += [load_plugin(spec, relative_to=folder).spec for spec in _plugin_specs(named)]
-    if named.get("trainer") is None:
-        raise ConfigurationError(
-            f"no trainer was given. Known trainers: {', '.join(TRAINERS.names())}. Choose one, for "
-            "instance --trainer ast_dpo."
-        )
-    trainer_name, scenario_name = str(named["trainer"]), named.get("scenario")
-    if scenario_name is not None:
-        # Its plug-in may register the trainer.
-        _load_plugin_of(find_scenario(str(scenario_name)))
-    trainer_class = _find_trainer(trainer_name, named, folder)
-    if file is None:
-        preset = preset_path(trainer_name, scenario_name)
-        if preset is not None:
-            file_layers = read_yaml_layers(preset, source=f"preset {preset.stem}")
-    known, _ = merge_layers([*file_layers, *top_layers], resolve=False)
-    scenario_name = str(known.get("scenario") or DEFAULT_SCENARIO)
+    loaded = _load_plugins([*plugins, *base.plugins], named, folder)
+    trainer_name, trainer_class = _find_trainer(named, folder)
+    preset = preset_path(trainer_name, named.get("scenario")) if file is None else None
+    if preset is not None:
+        file_layers = read_yaml_layers(preset, source=f"preset {preset.stem}")
+    low_layers = [] if preset is None else file_layers
+    scenario_name = str(
+        _merged(*low_layers, base_layer, *given).get("scenario") or DEFAULT_SCENARIO
+    )
     scenario_dir = find_scenario(scenario_name)
     scenario_layers, kind = _read_scenario(scenario_dir)
     scenario_class = _find_kind(kind, scenario_dir)
-    names = {"trainer": trainer_name, "scenario": scenario_name}
+    low_layers = [*scenario_layers, *low_layers]
+    base_layer = base.layer_about(base_layer, scenario_dir, scenario_class, kind)
+    protocol = _merged(*low_layers, base_layer, *given).get("interaction_protocol")
+    model = HyperParameters.with_sections(
+        {trainer_name: trainer_class.Parameters, kind: scenario_class.Parameters}
+        | {name: TRAINERS.get(name).Parameters for name in trainer_class.sections_of_others}
+        | _protocol_section(protocol, scenario_class, kind)
+    )
     resolved = resolve_parameters(
         [
-            Layer("default", names),
-            *scenario_layers,
-            *file_layers,
-            *top_layers,
+            Layer("default", {"trainer": trainer_name, "scenario": scenario_name}),
+            *low_layers,
+            only(base_layer, model.model_fields),
+            *given,
             *([Layer("--plugin", {"plugins": loaded})] if plugins else []),
         ],
-        HyperParameters.with_sections(
-            {trainer_name: trainer_class.Parameters, kind: scenario_class.Parameters}
-        ),
+        model,
+    )
+    if resolved.hyper_params.base_run.base_run_type == RERUN_TESTS:
+        check_rerun(base, given, trainer_class)
+    check_that_all_are_read(
+        [*file_layers, *top_layers], resolved.hyper_params, trainer_class, scenario_class, kind
     )
     hyper_params = _located(resolved.hyper_params, loaded, folder, scenario_dir)
     return ResolvedExperiment(hyper_params, resolved.sources, trainer_class, kind, scenario_dir)
+
+
+def _merged(*layers: Layer) -> dict[str, Any]:
+    return merge_layers(layers, resolve=False)[0]
+
+
+def _load_plugins(specs: Sequence[str], named: dict[str, Any], folder: Path | None) -> list[str]:
+    """Import plug-ins, also those that a file names and that of the scenario."""
+    loaded = [load_plugin(spec).spec for spec in specs]
+    loaded += [load_plugin(spec, relative_to=folder).spec for spec in _plugin_specs(named)]
+    if named.get("scenario") is not None:
+        # It may register the trainer.
+        _load_plugin_of(find_scenario(str(named["scenario"])))
+    return loaded
+
+
+def _protocol_section(
+    protocol: Any, scenario_class: type[Scenario], kind: str
+) -> dict[str, type[SubParameters]]:
+    """Give the section of the interaction protocol, if the scenario's agents play one."""
+    if not scenario_class.uses_protocol:
+        if protocol is not None:
+            raise ConfigurationError(
+                f"interaction_protocol {protocol!r} was asked for, but agents of a scenario of the "
+                f"kind {kind!r} play none. Leave it out, or choose another --scenario."
+            )
+        return {}
+    if not isinstance(protocol, str):
+        raise ConfigurationError(
+            f"a scenario of the kind {kind!r} needs an interaction protocol, but "
+            f"interaction_protocol is {protocol!r}. Choose one of: "
+            f"{', '.join(PROTOCOL_HANDLERS.names())}."
+        )
+    return {protocol: PROTOCOL_HANDLERS.get(protocol).Parameters}
 
 
 def _plugin_specs(named: dict[str, Any]) -> list[str]:
@@ -149,6 +192,8 @@ def _located(
         changes["custom_trainer_module_path"] = plugin.spec
     if hyper_params.scenario not in scenario_names():
         changes["scenario"] = str(scenario_dir)
+    if hyper_params.base_run.run is not None:
+        changes["base_run"] = located(hyper_params.base_run)
     return hyper_params.model_copy(update=changes)
 
 
@@ -164,14 +209,20 @@ def _named_layer(trainer: str | None, scenario: str | None, seed: int | None) ->
     )
 
 
-def _find_trainer(name: str, named: dict[str, Any], folder: Path | None) -> type[Trainer]:
-    """Give the registered trainer, or the class that the parameters name by file."""
+def _find_trainer(named: dict[str, Any], folder: Path | None) -> tuple[str, type[Trainer]]:
+    """Give the trainer's name and its class, which is registered or named by file."""
+    if named.get("trainer") is None:
+        raise ConfigurationError(
+            f"no trainer was given. Known trainers: {', '.join(TRAINERS.names())}. Choose one, for "
+            "instance --trainer ast_dpo."
+        )
+    name = str(named["trainer"])
     path, class_name = (
         named.get("custom_trainer_module_path"),
         named.get("custom_trainer_class_name"),
     )
     if path is None and class_name is None:
-        return TRAINERS.get(name)
+        return name, TRAINERS.get(name)
     if path is None or class_name is None:
         raise ConfigurationError(
             "a custom trainer needs both custom_trainer_module_path and "
@@ -184,7 +235,7 @@ def _find_trainer(name: str, named: dict[str, Any], folder: Path | None) -> type
             f"custom_trainer_class_name {class_name!r} was asked for, but {path} holds no Trainer "
             "of that name. Give the name of a subclass of nip_astra's Trainer."
         )
-    return found
+    return name, found
 
 
 def _find_kind(kind: str, scenario_dir: Path) -> type[Scenario]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nip_astra.base_runs import RERUN_TESTS, fetch_base_run
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import ConfigurationError, NipAstraError, RunDirectoryError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
@@ -168,7 +169,11 @@ def _run(
                 logger.info("resuming from %s", checkpoint.name)
                 _warn_of_changed_plugins(directory)
                 prepared.trainer.resume(checkpoint)
-            prepared.trainer.train()
+            base_run = resolved.hyper_params.base_run
+            if base_run.base_run_type == RERUN_TESTS:
+                prepared.trainer.rerun_tests(fetch_base_run(base_run, directory.path / "base_run"))
+            else:
+                prepared.trainer.train()
             if not (directory.path / files.RESULTS).exists():
                 directory.write_json(files.RESULTS, prepared.trainer.results)
             is_done = True

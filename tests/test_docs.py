@@ -25,6 +25,18 @@ SMALL = (
     "ast_chat.evaluation.num_dev_episodes=4",
 )
 """What is appended to every training command, beside --test-run."""
+SMALL_PROOF = ("rl.frames_per_batch=240",)
+"""The same where agents play an interaction protocol; a multiple of most numbers of rounds."""
+PROOF_WORDS = (
+    "graph_isomorphism",
+    "image_classification",
+    "mappo",
+    "reinforce",
+    "solo_agent",
+    "spg",
+    "vanilla_ppo",
+)
+"""Scenarios and trainers of such commands."""
 NOT_RUN = ("pip install ", "python -m venv ")
 """Lines that need a network or minutes; .ci/run executes the two that README begins with."""
 
@@ -105,7 +117,10 @@ def _made_short(command: Command) -> list[str]:
     is_training = arguments[:1] in ([], ["run"]) or arguments[0].startswith("-")
     if not is_training or "--help" in arguments or "--version" in arguments:
         return arguments
-    return [*arguments, "--test-run", *(word for pair in SMALL for word in ("--set", pair))]
+    small = SMALL_PROOF if any(word in PROOF_WORDS for word in arguments) else SMALL
+    if any(word.startswith("base_run.") for word in arguments):
+        small = ()  # the other run's parameters hold
+    return [*arguments, "--test-run", *(word for pair in small for word in ("--set", pair))]
 
 
 def _parse(arguments: list[str]) -> None:

@@ -16,11 +16,11 @@ FLOORS = [
     ["errors", "version", "lazy", "registry", "plugins", "progress", "tracking"],
     ["parameters", "experiment_settings"],
     ["rollouts", "rl_objectives", "checkpoints", "utils"],
-    ["language_models", "scorers", "reward_terms"],
+    ["language_models", "scorers", "reward_terms", "message_regressors"],
     ["protocols", "scenario_base", "samplers"],
     ["factory", "scenario_instance", "scenarios"],
     ["trainers", "evaluation", "report"],
-    ["run", "resolution", "sweep", "cli", "astra", "__main__"],
+    ["run", "resolution", "base_runs", "unread_parameters", "sweep", "cli", "astra", "__main__"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # The package itself offers names of every floor, so only the top may import from it.

@@ -15,11 +15,21 @@ import pytest
 from nip_astra.errors import DuplicateNameError, UnknownNameError
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.registry import LANGUAGE_MODELS, register_language_model
+from nip_astra.message_regressors.base import MessageRegressor
+from nip_astra.message_regressors.registry import register_message_regressor
 from nip_astra.parameters import types
+from nip_astra.parameters.message_regression import MESSAGE_REGRESSORS
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.protocols.protocol_base import ProtocolHandler
+from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.registry import REWARD_TERMS, register_reward_term
+from nip_astra.scenarios.images.pretrained.base import PretrainedModel
+from nip_astra.scenarios.images.pretrained.registry import (
+    PRETRAINED_MODELS,
+    register_pretrained_model,
+)
 from nip_astra.scenarios.registry import SCENARIOS, Scenario, register_scenario
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
@@ -32,6 +42,9 @@ ENUMS: dict[str, type[StrEnum]] = {
     "scorer": types.ScorerType,
     "language_model": types.LanguageModelType,
     "reward_term": types.RewardTermType,
+    "protocol_handler": types.InteractionProtocolType,
+    "message_regressor": types.MessageRegressorType,
+    "pretrained_model": types.PretrainedModelType,
 }
 BASES: dict[str, type] = {
     "trainer": Trainer,
@@ -39,6 +52,9 @@ BASES: dict[str, type] = {
     "scorer": Scorer,
     "language_model": LanguageModel,
     "reward_term": RewardTerm,
+    "protocol_handler": ProtocolHandler,
+    "message_regressor": MessageRegressor,
+    "pretrained_model": PretrainedModel,
 }
 DECORATORS: dict[str, Any] = {
     "trainer": register_trainer,
@@ -46,6 +62,9 @@ DECORATORS: dict[str, Any] = {
     "scorer": register_scorer,
     "language_model": register_language_model,
     "reward_term": register_reward_term,
+    "protocol_handler": register_protocol_handler,
+    "message_regressor": register_message_regressor,
+    "pretrained_model": register_pretrained_model,
 }
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
@@ -53,6 +72,9 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "scorer": SCORERS,
     "language_model": LANGUAGE_MODELS,
     "reward_term": REWARD_TERMS,
+    "protocol_handler": PROTOCOL_HANDLERS,
+    "message_regressor": MESSAGE_REGRESSORS,
+    "pretrained_model": PRETRAINED_MODELS,
 }
 KINDS = sorted(REGISTRIES)
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
@@ -180,7 +202,9 @@ def test_a_name_of_ones_own_needs_no_member(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("_restored")
-@pytest.mark.parametrize("kind", ["scorer", "language_model", "reward_term"])
+@pytest.mark.parametrize(
+    "kind", ["scorer", "language_model", "reward_term", "message_regressor", "pretrained_model"]
+)
 def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(kind: str) -> None:
     name = str(next(iter(ENUMS[kind])))
     parent = REGISTRIES[kind].get(name)

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from nip_astra.parameters.content import scenario_names
 from nip_astra.trainers.registry import TRAINERS
 from tests.command_line import CommandLine, refused
 
@@ -32,8 +33,9 @@ def test_no_trainer(cli: CommandLine) -> None:
 
 def test_an_unknown_scenario(cli: CommandLine) -> None:
     assert refused(cli("--trainer", "ast_dpo", "--scenario", "poket_chat")) == (
-        "unknown scenario 'poket_chat'. Did you mean 'pocket_chat'? Known scenarios: pocket_chat, "
-        "smollm2_chat. A scenario of your own is a folder with a scenario.yaml; give its path."
+        "unknown scenario 'poket_chat'. Did you mean 'pocket_chat'? Known scenarios: "
+        f"{', '.join(scenario_names())}. A scenario of your own is a folder with a scenario.yaml; "
+        "give its path."
     )
 
 
@@ -62,7 +64,7 @@ def test_an_unknown_kind_of_scenario(cli: CommandLine) -> None:
     assert "'ast_caht'. Did you mean 'ast_chat'?" in message
     cli.write("mine/scenario.yaml", "training: {lr: 1e-3}\n")
     message = refused(cli("--trainer", "ast_dpo", "--scenario", "mine"))
-    assert "scenario.yaml says no kind. Add `kind:` with one of: ast_chat." in message
+    assert "scenario.yaml says no kind. Add `kind:` with one of: ast_chat, " in message
 
 
 # ---- parameters

@@ -1,0 +1,91 @@
+"""The benchmark of interactive proofs compares ways that compute the same, and times them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from tensordict.nn import composite_lp_aggregate, set_composite_lp_aggregate
+
+from tests.documents import ROOT
+
+MODULES = ("interactive_proofs", "plain_proofs", "plain_proof_agents", "our_proofs", "hand_loop")
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> Iterator[ModuleType]:
+    patch = pytest.MonkeyPatch()
+    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    before = composite_lp_aggregate()
+    logging.getLogger("torchrl").setLevel(logging.ERROR)
+    yield importlib.import_module("interactive_proofs")
+    set_composite_lp_aggregate(before).set()
+    for name in MODULES:
+        sys.modules.pop(name)
+    patch.undo()
+
+
+def test_all_arms_are_timed_and_compute_the_same(
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, page = tmp_path / "figures.json", tmp_path / "figures.md"
+    num_threads = torch.get_num_threads()
+    benchmark.main(
+        [
+            *("--quick", "--repetitions", "1", "--num-threads", "1"),
+            *("--out", str(out), "--markdown", str(page)),
+        ]
+    )
+    assert torch.get_num_threads() == num_threads
+    figures = json.loads(out.read_text())
+    assert set(figures["agreement"]) == {"ours and plain", "game and hand"}
+    for differences in figures["agreement"].values():
+        assert differences["losses"] < 1e-4
+        assert differences["gradients"] < 1e-3
+    labels = [f"{name}, 1 thread" for name in benchmark.ARMS]
+    assert set(figures["arms"]) == set(labels)
+    for arm in figures["arms"].values():
+        seconds = arm["seconds"]
+        parts = ("forward", "backward", "clipping", "optimizer", "minibatches")
+        assert 0 < sum(seconds[part] for part in parts) < 1.01 * seconds["update"]
+        whole = seconds["collect"] + seconds["GAE"] + seconds["update"]
+        assert whole <= 1.01 * seconds["iteration"]
+        assert arm["trained_frames_per_second"] == pytest.approx(64 / seconds["iteration"])
+    pairs = {(row["ours"], row["other"]) for row in figures["ratios"]}
+    assert pairs == {(labels[0], labels[1]), (labels[2], labels[3])}
+    assert page.read_text() in capsys.readouterr().out
+    assert str(tmp_path) not in page.read_text()
+
+
+def test_ways_that_do_not_compute_the_same_are_not_timed(benchmark: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"differ by 2\.0e-03 .* Nothing was timed"):
+        benchmark._checked({"losses": 0.0, "gradients": 2e-3})
+    with pytest.raises(SystemExit, match="differ by nan"):
+        benchmark._checked({"losses": float("nan")})
+
+
+def test_the_comparison_sees_a_body_that_computes_something_else(benchmark: ModuleType) -> None:
+    plain_proofs = importlib.import_module("plain_proofs")
+    trainer = importlib.import_module("our_proofs").graph_trainer(64, 32, 1, 1)
+    plain = plain_proofs.PlainWay(trainer, num_epochs=1)
+    with torch.no_grad():
+        next(plain.critic.parameters()).mul_(1.5)
+    with pytest.raises(SystemExit):
+        benchmark._checked(plain_proofs.compare(trainer, plain))
+    plain.close()
+
+
+def test_what_another_game_by_hand_would_lose_is_seen(benchmark: ModuleType) -> None:
+    hand_loop = importlib.import_module("hand_loop")
+    trainer = hand_loop.game_trainer(64, 32, 1)
+    hand = hand_loop.HandLoop(trainer)
+    hand.ppo = hand.ppo.model_copy(update={"clip_epsilon": 0.01})
+    with pytest.raises(SystemExit):
+        benchmark._checked(hand_loop.compare(trainer, hand))

@@ -1,0 +1,72 @@
+"""What users of nip import is where they look for it, and what their guide names exists."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import pytest
+
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from tests.documents import ROOT
+
+GUIDE = ROOT / "doc" / "guides" / "coming-from-nip.md"
+KEPT = [
+    "experiment_settings.ExperimentSettings",
+    "factory.build_scenario_instance",
+    "parameters.HyperParameters",
+    "parameters.parameters_base.SubParameters",
+    "parameters.types.InteractionProtocolType",
+    "parameters.types.ScenarioType",
+    "parameters.types.TrainerType",
+    "protocols.registry.build_protocol_handler",
+    "protocols.registry.register_protocol_handler",
+    "protocols.protocol_base.DeterministicSingleVerifierProtocolHandler",
+    "protocols.protocol_base.ProtocolHandler",
+    "protocols.zero_knowledge.ZeroKnowledgeProtocol",
+    "rl_objectives.Objective",
+    "run.prepare_experiment",
+    "run.run_experiment",
+    "scenario_instance.ScenarioInstance",
+    "trainers.registry.register_trainer",
+    "trainers.reinforce.ReinforceTrainer",
+    "trainers.rl_tensordict_base.TensorDictRlTrainer",
+    "trainers.solo_agent.SoloAgentTrainer",
+    "trainers.spg.SpgTrainer",
+    "trainers.trainer_base.IterationContext",
+    "trainers.trainer_base.TensorDictTrainer",
+    "trainers.trainer_base.Trainer",
+    "trainers.trainer_base.attach_progress_bar",
+    "trainers.vanilla_ppo.VanillaPpoTrainer",
+]
+"""Paths of nip's, its own name left out."""
+NAMED = sorted(set(re.findall(r"\bnip_astra(?:\.\w+)+", GUIDE.read_text(encoding="utf-8"))))
+
+
+def find(path: str) -> Any:
+    """Import a dotted path: a module, or what a module holds."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        module, _, name = path.rpartition(".")
+        if not module:
+            raise
+        return getattr(find(module), name)
+
+
+@pytest.mark.parametrize("path", KEPT)
+def test_what_nip_offers_is_at_the_same_place(path: str) -> None:
+    assert find(f"nip_astra.{path}") is not None
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_what_the_guide_names_exists(path: str) -> None:
+    assert find(path) is not None
+
+
+def test_the_guide_places_every_group_of_parameters() -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    groups = [name for name in HyperParameters.model_fields if name not in ("plugins", "training")]
+    left_out = [name for name in groups if f"`{name}" not in text and "custom" not in name]
+    assert left_out == ["package_version"]
