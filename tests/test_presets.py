@@ -6,6 +6,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import yaml
@@ -119,12 +120,26 @@ def test_the_prompts_of_a_scenario_are_there_and_disjoint(scenario: str) -> None
 @pytest.mark.parametrize("preset", [_to_run(preset) for preset in PRESETS])
 def test_a_preset_runs_with_every_loop_cut_to_one_iteration(preset: Path, tmp_path: Path) -> None:
     kind = _resolve(preset).kind
-    resolved = _resolve(
-        preset, f"{kind}.evaluation.batch_size=2", "training.num_episodes_per_experience=1"
-    )
+    resolved = _resolve(preset, *CUT[kind], *(CUT_RL if _plays(preset) else ()))
     result = run_experiment(
         resolved, runs_dir=str(tmp_path), run_id="one", test_run=True, progress=False
     )
     results = json.loads((tmp_path / "one" / "results.json").read_text())
-    assert results["after"]["num_episodes"] == 2
+    assert results["after"].get("num_episodes") == (2 if kind == "ast_chat" else ANY)
     assert results == json.loads(json.dumps(result.results))
+
+
+def _plays(preset: Path) -> bool:
+    return "rl" in (_resolve(preset).trainer_class.parameter_groups or ())
+
+
+CUT = {
+    "ast_chat": ("ast_chat.evaluation.batch_size=2", "training.num_episodes_per_experience=1"),
+    "graph_isomorphism": (
+        "graph_isomorphism.dataset.num_train=60",
+        "graph_isomorphism.dataset.num_test=30",
+    ),
+    "image_classification": ("image_classification.dataset.max_train_size=60",),
+}
+CUT_RL = ("rl.frames_per_batch=48", "rl.minibatch_size=48", "rl.num_epochs=1")
+"""Short enough for a test; 48 is a multiple of the rounds of every preset."""
