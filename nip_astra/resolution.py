@@ -115,6 +115,7 @@ def resolve_experiment(
     low_layers = [*scenario_layers, *low_layers]
     base_layer = base.layer_about(base_layer, scenario_dir, scenario_class, kind)
     protocol = _merged(*low_layers, base_layer, *given).get("interaction_protocol")
+    low_layers = [_about_protocol(layer, protocol) for layer in low_layers]
     model = HyperParameters.with_sections(
         {trainer_name: trainer_class.Parameters, kind: scenario_class.Parameters}
         | {name: TRAINERS.get(name).Parameters for name in trainer_class.sections_of_others}
@@ -171,6 +172,12 @@ def _protocol_section(
             f"{', '.join(PROTOCOL_HANDLERS.names())}."
         )
     return {protocol: PROTOCOL_HANDLERS.get(protocol).Parameters}
+
+
+def _about_protocol(layer: Layer, protocol: Any) -> Layer:
+    """Give a scenario's or preset's layer without sections of protocols that are not played."""
+    others = set(PROTOCOL_HANDLERS.names()) - {protocol}
+    return only(layer, set(layer.values) - others)
 
 
 def _plugin_specs(named: dict[str, Any]) -> list[str]:

@@ -22,6 +22,7 @@ from nip_astra.scenario_base.tensordict_agents import (
     AgentBody,
     AgentPolicyHead,
     AgentValueHead,
+    ImpossibleSymbols,
     Observation,
     PolicyOutput,
     Representation,
@@ -67,8 +68,8 @@ class ToyBody(AgentBody):
 
 
 class ToyPolicyHead(AgentPolicyHead):
-    def __init__(self, shape: AgentShape) -> None:
-        super().__init__(shape)
+    def __init__(self, shape: AgentShape, impossible: ImpossibleSymbols | None = None) -> None:
+        super().__init__(shape, impossible)
         space, d_in = shape.message_space, shape.d_representation
         self.place = (shape.num_visible, space.message_size)
         places = shape.num_visible * space.message_size
@@ -141,7 +142,7 @@ class ToyProtocolScenario(TensorDictScenario):
 
     @classmethod
     def build_policy_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> AgentPolicyHead:
-        return ToyPolicyHead(shape)
+        return ToyPolicyHead(shape, cls.impossible_symbols)
 
     @classmethod
     def build_value_head(cls, parameters: Any, agent: Any, shape: AgentShape) -> AgentValueHead:

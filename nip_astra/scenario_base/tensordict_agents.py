@@ -90,6 +90,9 @@ class AgentBody(nn.Module, ABC):
     def forward(self, observation: Observation) -> dict[str, Tensor]:
         """Give the representation that the scenario's heads read."""
 
+    def after_initialisation(self) -> None:
+        """Called once, when all weights have their first values; does nothing here."""
+
     def history(self, observation: Observation) -> Tensor:
         """Give the visible messages so far, [B, R, V, P, S]."""
         return (self._seen(observation["message_history"], 2) - self.history_mean) * (

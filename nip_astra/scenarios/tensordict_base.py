@@ -293,6 +293,8 @@ class TensorDictScenario(Scenario):
         )
         if agent.use_orthogonal_initialisation:
             initialise_orthogonally(built, agent.orthogonal_initialisation_gain)
+        for body in built.bodies:
+            body.after_initialisation()
         return built
 
     @classmethod

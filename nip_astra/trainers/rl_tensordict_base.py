@@ -218,10 +218,11 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 key=(self.hyper_params.seed, "normalization"),
             )
         if self.rl.pretrain_agents:
+            solo = getattr(self.hyper_params, "solo_agent", None) or SoloParameters()
             pretrain_bodies(
                 {name: self.agents[name] for name in self.agents.names},
                 self.train_environment,
-                getattr(self.hyper_params, "solo_agent", None) or SoloParameters(),
+                solo.model_copy(update={"num_epochs": 1}) if self.settings.test_run else solo,
                 seed=self.hyper_params.seed,
                 runs_dir=self.settings.runs_dir,
             )

@@ -32,6 +32,8 @@ class SoloParameters(SubParameters):
     """Datapoints of one optimizer step. The last of an epoch may be smaller."""
     lr: float = Field(default=1e-3, gt=0)
     """Learning rate (Adam), of all weights. Larger learns faster and may diverge."""
+    anneal_lr: bool = True
+    """Whether the learning rate falls linearly, epoch by epoch, towards 0."""
     test_share: float = Field(default=0.2, ge=0, lt=1)
     """Share of the training datapoints that nothing is learned from and on which the accuracy is
     measured after every epoch. The test datapoints are measured once, at the end."""
@@ -103,6 +105,9 @@ class SoloTraining:
         """
         generator = derived_generator(*self._key, "epoch", epoch)
         order_N = self.learned_N[torch.randperm(len(self.learned_N), generator=generator)]
+        left = 1 - epoch / self.parameters.num_epochs if self.parameters.anneal_lr else 1.0
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.parameters.lr * left
         losses, right = [], []
         for rows_B in torch.split(order_N, self.parameters.batch_size):
             losses_B, right_B = self._judge(self.environment, rows_B)

@@ -39,7 +39,7 @@ def test_stopping_and_going_on_gives_the_same_frames(tmp_path: Path) -> None:
 
 def test_what_follows_a_frame_is_the_next_one() -> None:
     batch = sampler_of(build_game()).collect(8)
-    for name in ("round", "message_history", "features", "active_mask"):
+    for name in ("round", "message_history", "vector", "active_mask"):
         assert batch["next", name][:, :-1].equal(batch[name][:, 1:])
     done_ET = batch["next", "done"].squeeze(-1)
     assert done_ET.any()

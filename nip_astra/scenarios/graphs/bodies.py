@@ -79,6 +79,13 @@ class GraphBody(AgentBody):
         """Give the weights whose learning rate `gnn_lr_factor` multiplies."""
         return [*self.node_input.parameters(), *self.gnn_layers.parameters()]
 
+    @torch.no_grad()
+    def after_initialisation(self) -> None:
+        # A node named in one round looks at first as one named in any other. So where a question
+        # and its answer name nodes that correspond, isomorphic graphs still look the same.
+        said = self.node_input.weight[:, :-1]
+        said.copy_(said[:, :1].expand_as(said))
+
     def set_statistics(self, histories: Tensor, linear_histories: Tensor | None = None) -> None:
         # One mean and deviation for all nodes: with their own, nodes could be told by their number.
         of_any_node = histories.movedim(-1, 1).flatten(0, 1)[..., None]

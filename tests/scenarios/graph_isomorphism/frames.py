@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nip_astra.scenario_base.message_space import AgentShape, MessageSpace
 from nip_astra.scenario_base.tensordict_agents import initialise_orthogonally
 from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
 from nip_astra.scenarios.graphs.bodies import GraphBody
+from nip_astra.scenarios.graphs.layers import AttentionLayer
 
 NUM_ROUNDS = 3
 Frames = dict[str, Tensor]
@@ -50,7 +51,7 @@ def graph_frames(
     places = torch.Size((num_frames, shape.num_rounds, shape.num_channels, space.message_size))
     chances = node_mask.flatten(1).float()
     said = torch.multinomial(chances, places[1:].numel(), replacement=True, generator=generator)
-    history = torch.nn.functional.one_hot(said.view(places), 2 * n).float()
+    history = nn.functional.one_hot(said.view(places), 2 * n).float()
     is_past = torch.arange(shape.num_rounds) < rounds[:, None]
     history *= is_past[:, :, None, None, None]
     last = history[torch.arange(num_frames), (rounds - 1).clamp(min=0)]
@@ -94,5 +95,27 @@ def graph_body(shape: AgentShape, **parameters: object) -> GraphBody:
     initialise_orthogonally(body, 1.0)
     for parameter in body.parameters():
         if parameter.dim() == 1:
-            torch.nn.init.normal_(parameter.data, std=0.1)
+            nn.init.normal_(parameter.data, std=0.1)
     return body
+
+
+def as_torch_layer(layer: AttentionLayer) -> nn.TransformerEncoderLayer:
+    """Torch's own layer with the same weights."""
+    d, activation = layer.query.in_features, {"relu": "relu", "gelu": "gelu"}[layer.activation]
+    theirs = nn.TransformerEncoderLayer(
+        d, layer.num_heads, layer.inner.out_features, 0.0, activation, batch_first=True
+    )
+    attention = theirs.self_attn
+    with torch.no_grad():
+        weights = [layer.query.weight, layer.key.weight, layer.value.weight]
+        attention.in_proj_weight.copy_(torch.cat(weights))
+        attention.in_proj_bias.zero_()[:d].copy_(layer.query.bias)
+    for mine, other in (
+        (layer.output, attention.out_proj),
+        (layer.inner, theirs.linear1),
+        (layer.outer, theirs.linear2),
+        (layer.attention_norm, theirs.norm1),
+        (layer.norm, theirs.norm2),
+    ):
+        other.load_state_dict(mine.state_dict())
+    return theirs

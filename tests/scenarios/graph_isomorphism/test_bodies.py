@@ -15,6 +15,7 @@ from nip_astra.scenarios.graphs.pairs_file import as_dataset
 from tests.scenarios.graph_isomorphism.frames import (
     Frames,
     agent_shape,
+    as_torch_layer,
     graph_body,
     graph_frames,
     in_nodes_order,
@@ -96,6 +97,24 @@ def test_nodes_of_one_graph_attend_only_to_the_other_graph_and_the_graphs() -> N
     assert (difference[:, [0, 1, 3, 4, 5, 6]] < 1e-6).all(), "others of its graph"
     assert (difference[:, 7:] > 1e-5).all(), "the other graph"
     assert ((same[GRAPHS] - other[GRAPHS]).abs().amax(-1) > 1e-5).all()
+
+
+def test_attention_is_torchs_with_nodes_of_one_graph_hidden_from_one_another() -> None:
+    shape = agent_shape(7)
+    body = graph_body(shape, activation_function="gelu", num_transformer_layers=2)
+    frames = graph_frames(7, SIZES, shape)
+    graphs, nodes = body._tokens(body._passed(frames), frames)
+    kinds = torch.tensor([2, 3] + [0] * 7 + [1] * 7)
+    is_hidden = (kinds[:, None] == kinds) & (kinds < 2)
+    is_padding = torch.nn.functional.pad(~frames["node_mask"].flatten(1), (2, 0))
+    tokens = torch.cat([graphs, nodes], dim=1)
+    for layer in body.attention_layers:
+        torch_layer = as_torch_layer(layer)
+        tokens = torch_layer(tokens, src_mask=is_hidden, src_key_padding_mask=is_padding)
+    expected, given = body.output(tokens), body(frames)
+    close(given[GRAPHS], expected[:, :2])
+    is_real = frames["node_mask"].flatten(1)
+    close(given[NODES][is_real], expected[:, 2:][is_real])
 
 
 def test_nodes_are_computed_once_and_only_when_they_are_read() -> None:

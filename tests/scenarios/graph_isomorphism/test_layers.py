@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from nip_astra.scenarios.graphs.layers import MASKED_KEY, AttentionLayer, GinLayer, perceptron
+from tests.scenarios.graph_isomorphism.frames import as_torch_layer
 
 
 @pytest.mark.parametrize("name", ["tanh", "relu", "gelu"])
@@ -26,28 +27,6 @@ def test_a_gin_layer_sums_over_a_node_and_its_neighbours() -> None:
     sums = torch.stack([first + second, first + second + third, second + third])
     expected = layer.outer(torch.tanh(layer.inner(sums)))
     torch.testing.assert_close(layer(nodes, adjacency)[0], expected)
-
-
-def as_torch_layer(layer: AttentionLayer) -> nn.TransformerEncoderLayer:
-    """Torch's own layer with the same weights."""
-    d, activation = layer.query.in_features, {"relu": "relu", "gelu": "gelu"}[layer.activation]
-    theirs = nn.TransformerEncoderLayer(
-        d, layer.num_heads, layer.inner.out_features, 0.0, activation, batch_first=True
-    )
-    attention = theirs.self_attn
-    with torch.no_grad():
-        weights = [layer.query.weight, layer.key.weight, layer.value.weight]
-        attention.in_proj_weight.copy_(torch.cat(weights))
-        attention.in_proj_bias.zero_()[:d].copy_(layer.query.bias)
-    for mine, other in (
-        (layer.output, attention.out_proj),
-        (layer.inner, theirs.linear1),
-        (layer.outer, theirs.linear2),
-        (layer.attention_norm, theirs.norm1),
-        (layer.norm, theirs.norm2),
-    ):
-        other.load_state_dict(mine.state_dict())
-    return theirs
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 4])
