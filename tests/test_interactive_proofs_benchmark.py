@@ -58,8 +58,11 @@ def test_all_arms_are_timed_and_compute_the_same(
         whole = seconds["collect"] + seconds["GAE"] + seconds["update"]
         assert whole <= 1.01 * seconds["iteration"]
         assert arm["trained_frames_per_second"] == pytest.approx(64 / seconds["iteration"])
-    pairs = {(row["ours"], row["other"]) for row in figures["ratios"]}
-    assert pairs == {(labels[0], labels[1]), (labels[2], labels[3])}
+    pairs = {(row["arm"], row["than"]): row for row in figures["ratios"]}
+    assert set(pairs) == {(labels[1], labels[0]), (labels[2], labels[3])}
+    for (slower, faster), row in pairs.items():
+        slow, fast = (figures["arms"][label]["seconds"]["update"] for label in (slower, faster))
+        assert row["update"] == pytest.approx(slow / fast)
     assert page.read_text() in capsys.readouterr().out
     assert str(tmp_path) not in page.read_text()
 

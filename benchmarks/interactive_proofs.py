@@ -1,0 +1,281 @@
+"""How fast agents play interaction protocols and learn from it, beside two other ways.
+
+    python benchmarks/interactive_proofs.py --repetitions 5 --num-threads 1 2
+    python benchmarks/interactive_proofs.py --arms game hand
+
+Graph isomorphism at the published shapes, 2,048 frames an iteration and 10 epochs of minibatches of
+256: ours (`ours`) beside the usual way with TorchRL (`plain`, see `plain_proofs.py`). And a trivial
+game of two perceptrons, 2,048 frames and 4 epochs: our whole loop (`game`) beside a loop written by
+hand for that game alone (`hand`, see `hand_loop.py`), which shows what a general loop costs. Arms
+take turns in one process. Before anything is timed, loss and gradients of both ways are compared
+for equal weights and frames. Prints tables of medians, and writes them as Markdown and JSON; where
+"processors had" is below the number of threads that work, others used the machine too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hand_loop
+import plain_proofs
+from measuring import markdown_table, median_by_name
+from our_proofs import (
+    COLLECT,
+    GAE,
+    PARTS,
+    UPDATE,
+    WHOLE,
+    OurWay,
+    Seconds,
+    graph_trainer,
+    torch_threads,
+)
+
+from nip_astra.tracking.environment import describe_environment
+from nip_astra.utils.processor import keep_freed_memory
+
+OURS, PLAIN, GAME, HAND = ARMS = ("ours", "plain", "game", "hand")
+TOLERANCES = {"losses": 1e-4, "gradients": 1e-3}
+"""Differences, as shares of the largest value, up to which two ways count as one in float32."""
+PLAIN_EPOCHS = 1
+"""Epochs that the plain way is run for; the seconds of an update are those times all epochs."""
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Frames of an iteration and of a minibatch, and epochs of each task."""
+
+    num_frames: int = 2048
+    minibatch_size: int = 256
+    num_graph_epochs: int = 10
+    num_game_epochs: int = 4
+
+
+QUICK = Sizes(num_frames=64, minibatch_size=32, num_graph_epochs=2, num_game_epochs=2)
+
+
+@dataclass
+class Arm:
+    """One way of doing one task with a number of threads, and what it took so far."""
+
+    name: str
+    num_threads: int
+    iterate: Callable[[], Seconds]
+    seconds: list[Seconds] = field(default_factory=list)
+    processor_shares: list[float] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        """Name and number of threads."""
+        return f"{self.name}, {self.num_threads} thread{'s' * (self.num_threads > 1)}"
+
+    def run(self) -> Seconds:
+        """Run an iteration; torch has the arm's threads, which ours divides among the agents."""
+        with torch_threads(self.num_threads):
+            return self.iterate()
+
+    def time(self) -> None:
+        """Run an iteration, and keep what it took and how much of the processor it had."""
+        started, cpu_started = time.perf_counter(), time.process_time()
+        self.seconds.append(self.run())
+        wall = time.perf_counter() - started
+        self.processor_shares.append((time.process_time() - cpu_started) / wall)
+
+    def figures(self, num_frames: int) -> Figures:
+        """Give medians, and rates from them."""
+        medians = median_by_name(self.seconds)
+        played = medians[COLLECT]
+        return {
+            "arm": self.name,
+            "num_threads": self.num_threads,
+            "seconds": medians,
+            "collected_frames_per_second": num_frames / played,
+            "trained_frames_per_second": num_frames / medians[WHOLE],
+            "processors_had": statistics.median(self.processor_shares),
+            "runs": self.seconds,
+        }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write."""
+    options = _parser().parse_args(arguments)
+    warnings.simplefilter("ignore")
+    keep_freed_memory()
+    sizes = QUICK if options.quick else Sizes()
+    agreement: dict[str, dict[str, float]] = {}
+    arms = [*_graph_arms(options, sizes, agreement), *_game_arms(options, sizes, agreement)]
+    measure(arms, options.repetitions)
+    command = " ".join(["python benchmarks/interactive_proofs.py", *_shown(arguments)])
+    report = {
+        "command": command,
+        "sizes": vars(sizes),
+        "plain_epochs": PLAIN_EPOCHS,
+        "agreement": agreement,
+        "arms": {arm.label: arm.figures(sizes.num_frames) for arm in arms},
+        "ratios": ratios(arms),
+        "environment": describe_environment(),
+    }
+    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    text = markdown(report, arms)
+    options.markdown.write_text(text, encoding="utf-8")
+    print(text)
+    print(f"written to {options.out} and {options.markdown}")
+
+
+def _graph_arms(
+    options: argparse.Namespace, sizes: Sizes, agreement: dict[str, dict[str, float]]
+) -> list[Arm]:
+    shape = (sizes.num_frames, sizes.minibatch_size, sizes.num_graph_epochs)
+    arms = []
+    for count in options.num_threads:
+        trainer = graph_trainer(*shape, count)
+        if PLAIN in options.arms:
+            plain = plain_proofs.PlainWay(trainer, num_epochs=PLAIN_EPOCHS)
+            agreement[f"{OURS} and {PLAIN}"] = _checked(plain_proofs.compare(trainer, plain))
+            arms.append(Arm(PLAIN, count, plain.iterate))
+        if OURS in options.arms:
+            # Agents that learn at the same time share no clock.
+            way = OurWay(trainer, has_breakdown=count == 1)
+            arms.append(Arm(OURS, count, way.iterate))
+    return arms
+
+
+def _game_arms(
+    options: argparse.Namespace, sizes: Sizes, agreement: dict[str, dict[str, float]]
+) -> list[Arm]:
+    arms = []
+    trainer = hand_loop.game_trainer(sizes.num_frames, sizes.minibatch_size, sizes.num_game_epochs)
+    if HAND in options.arms:
+        hand = hand_loop.HandLoop(trainer)
+        agreement[f"{GAME} and {HAND}"] = _checked(hand_loop.compare(trainer, hand))
+        arms.append(Arm(HAND, 1, hand.iterate))
+    if GAME in options.arms:
+        arms.append(Arm(GAME, 1, OurWay(trainer).iterate))
+    return arms
+
+
+def _checked(differences: dict[str, float]) -> dict[str, float]:
+    """Stop where two ways do not compute the same."""
+    for name, difference in differences.items():
+        if not difference <= TOLERANCES[name]:
+            raise SystemExit(
+                f"two ways were to compute the same {name}, but they differ by {difference:.1e} "
+                f"of the largest, more than {TOLERANCES[name]:.0e}. Nothing was timed."
+            )
+    return differences
+
+
+def measure(arms: Sequence[Arm], num_repetitions: int) -> None:
+    """Run each arm once to warm up, then all in turns."""
+    for arm in arms:
+        arm.run()
+    for _ in range(num_repetitions):
+        for arm in arms:
+            arm.time()
+
+
+def ratios(arms: Sequence[Arm]) -> list[Figures]:
+    """Give how many times as long one arm takes as another, medians over the repetitions."""
+    rows = []
+    for slower, faster in ((PLAIN, OURS), (GAME, HAND)):
+        for one in arms:
+            for other in arms:
+                threads = one.num_threads, other.num_threads
+                if (one.name, other.name) != (slower, faster) or threads[0] != threads[1]:
+                    continue
+                pairs = list(zip(one.seconds, other.seconds, strict=True))
+                found = {
+                    part: statistics.median(a[part] / b[part] for a, b in pairs)
+                    for part in (WHOLE, COLLECT, GAE, UPDATE)
+                }
+                rows.append({"arm": one.label, "than": other.label, **found})
+    return rows
+
+
+# ---- what is shown
+
+
+def markdown(report: Mapping[str, Any], arms: Sequence[Arm]) -> str:
+    """Give all figures as Markdown tables."""
+    sizes = report["sizes"]
+    graph_arms = [arm for arm in arms if arm.name in (OURS, PLAIN)]
+    game_arms = [arm for arm in arms if arm.name in (GAME, HAND)]
+    graphs = (
+        f"Graph isomorphism, {sizes['num_frames']:,} frames, {sizes['num_graph_epochs']} epochs. "
+        f"The update of `{PLAIN}` is the time of {PLAIN_EPOCHS} epoch, measured, times "
+        f"{sizes['num_graph_epochs']}.\n"
+    )
+    game = f"Trivial game, {sizes['num_frames']:,} frames, {sizes['num_game_epochs']} epochs.\n"
+    parts = [
+        f"`{report['command']}`\n",
+        *([graphs, _table(report, graph_arms)] if graph_arms else []),
+        *([game, _table(report, game_arms)] if game_arms else []),
+        _ratio_table(report["ratios"]),
+        *(
+            f"Equal weights and frames, {name}: losses differ by {found['losses']:.0e} of the "
+            f"largest, gradients by {found['gradients']:.0e}.\n"
+            for name, found in report["agreement"].items()
+        ),
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _table(report: Mapping[str, Any], arms: Sequence[Arm]) -> str:
+    found = [report["arms"][arm.label] for arm in arms]
+    measured = [part for part in PARTS if any(part in of["seconds"] for of in found)]
+    rows: list[list[object]] = [
+        [f"{part}, ms", *(_in_ms(of["seconds"].get(part)) for of in found)] for part in measured
+    ]
+    for key in ("collected_frames_per_second", "trained_frames_per_second", "processors_had"):
+        rows.append([key.replace("_", " "), *(of[key] for of in found)])
+    return markdown_table(["", *(arm.label for arm in arms)], rows)
+
+
+def _in_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _ratio_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    header = ["times as long", "as", WHOLE, COLLECT, GAE, UPDATE]
+    return markdown_table(header, [list(row.values()) for row in rows])
+
+
+def _shown(arguments: Sequence[str] | None) -> list[str]:
+    """Give what was asked for, without the places of files."""
+    shown: list[str] = []
+    for word in sys.argv[1:] if arguments is None else arguments:
+        if shown and shown[-1] in ("--out", "--markdown"):
+            shown.pop()
+        else:
+            shown.append(word)
+    return shown
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repetitions", type=int, default=5, help="iterations timed of each arm")
+    parser.add_argument(
+        "--num-threads", type=int, nargs="+", default=[1, 2], help="threads for graph isomorphism"
+    )
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, help="what to time")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--out", type=Path, default=Path("interactive_proofs.json"))
+    parser.add_argument("--markdown", type=Path, default=Path("interactive_proofs.md"))
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""The usual way to train agents of a protocol with TorchRL, on our environment.
+
+TorchRL's collector, GAE, clipped loss and buffer around the agents of `plain_proof_agents.py`, with
+policies and values apart, one optimizer and one norm. Where two ways were open it has the faster
+one: weights stay in the modules, and values are computed without vmap.
+
+The weights are ours, and so are log-probabilities, values and the loss of a frame; `compare`
+checks it. Means differ: TorchRL's are over all frames of all agents, ours over the frames in which
+an agent acts, summed over agents; and so do the frames over which advantages are normalised.
+
+Shapes: B frames, A agents.
+"""
+
+from __future__ import annotations
+
+import torch
+from measuring import Stopwatch
+from our_proofs import BACKWARD, BUFFER, CLIP, COLLECT, FORWARD, GAE, STEP, UPDATE, WHOLE, Seconds
+from plain_proof_agents import build_actor, build_critic
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule, set_composite_lp_aggregate
+from torch import Tensor, nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
+from torchrl.modules import ProbabilisticActor
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.value import GAE as GaeOfTorchRl  # noqa: N811 - GAE is a part's name here
+
+from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
+from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.trainers.rl_optimizers import ADAM_EPS
+from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
+
+OF_UPDATE = (UPDATE, FORWARD, BACKWARD, CLIP, STEP, BUFFER)
+"""Parts whose seconds grow with the epochs."""
+STORE = "store"
+"""Filling the buffer, which is once an iteration; it counts among the minibatches."""
+
+
+class PlainWay:
+    """Collects and learns with TorchRL what a trainer of ours does, from the same weights.
+
+    Parameters
+    ----------
+    num_epochs : int
+        Epochs that are run. The seconds of the rest are taken to be as many an epoch.
+    """
+
+    def __init__(self, trainer: TensorDictRlTrainer, *, num_epochs: int) -> None:
+        self.rl, self.ppo = trainer.rl, trainer.hyper_params.ppo
+        self.num_epochs = min(num_epochs, self.rl.num_epochs)
+        self.num_frames = self.rl.frames_per_batch
+        # One log-probability a head: their sum over agents would be of no agent.
+        set_composite_lp_aggregate(False).set()
+        combined = trainer.agents
+        agents = [combined[name] for name in combined.names]
+        self.actor = build_actor(agents)
+        self.critic = build_critic(agents)
+        self.loss_module = build_loss(self.actor, self.critic, self.ppo, self.rl)
+        self.gae = GaeOfTorchRl(
+            gamma=self.rl.gamma,
+            lmbda=self.rl.lmbda,
+            value_network=self.critic,
+            deactivate_vmap=True,
+        )
+        self.gae.set_keys(
+            value=("agents", "value"),
+            advantage=("agents", "advantage"),
+            value_target=("agents", "value_target"),
+            reward=("agents", "reward"),
+            done=("agents", "done"),
+            terminated=("agents", "terminated"),
+        )
+        self.collector = Collector(
+            trainer.train_environment.with_key("plain"),
+            self.actor,
+            frames_per_batch=self.num_frames,
+            total_frames=-1,
+            trust_policy=True,
+            auto_register_policy_transforms=False,
+        )
+        self._batches = iter(self.collector)
+        self.buffer = TensorDictReplayBuffer(
+            storage=LazyTensorStorage(self.num_frames),
+            sampler=SamplerWithoutReplacement(),
+            batch_size=self.rl.minibatch_size,
+        )
+        self.optimizer = torch.optim.Adam(
+            self.loss_module.parameters(), lr=self.rl.lr, eps=ADAM_EPS
+        )
+
+    def iterate(self) -> Seconds:
+        """Play and learn once, and give the seconds of each part; see `num_epochs`."""
+        watch = Stopwatch()
+        with watch.phase(COLLECT):
+            batch = next(self._batches)
+        with watch.phase(GAE), torch.no_grad():
+            self.estimate(batch)
+        played = watch.seconds[COLLECT] + watch.seconds[GAE]
+        with watch.phase(STORE):
+            self.buffer.empty()
+            self.buffer.extend(batch.reshape(-1))
+        with watch.phase(UPDATE):
+            self.learn(watch)
+        more = self.rl.num_epochs / self.num_epochs
+        seconds = {
+            part: value * (more if part in OF_UPDATE else 1.0)
+            for part, value in watch.seconds.items()
+        }
+        stored = seconds.pop(STORE)
+        seconds[BUFFER] += stored
+        seconds[UPDATE] += stored
+        return {WHOLE: played + seconds[UPDATE], **seconds}
+
+    def estimate(self, batch: TensorDictBase) -> None:
+        """Write values, advantages and targets; ends are given to each agent first."""
+        shape = batch["next", "agents", "reward"].shape
+        for key in ("done", "terminated"):
+            batch["next", "agents", key] = batch["next", key].unsqueeze(-1).expand(shape)
+        self.gae(batch)
+
+    def learn(self, watch: Stopwatch) -> None:
+        """Take the steps of some epochs."""
+        num_minibatches = self.num_frames // self.rl.minibatch_size
+        for _ in range(self.num_epochs * num_minibatches):
+            with watch.phase(BUFFER):
+                frames = self.buffer.sample()
+            with watch.phase(FORWARD):
+                losses = self.loss_module(frames)
+                loss = (
+                    losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+                ).sum()
+            with watch.phase(BACKWARD):
+                loss.backward()
+            with watch.phase(CLIP):
+                nn.utils.clip_grad_norm_(
+                    self.loss_module.parameters(), self.rl.max_grad_norm or float("inf")
+                )
+            with watch.phase(STEP):
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        """Let go of the environment."""
+        self.collector.shutdown()
+
+
+def build_loss(
+    actor: ProbabilisticActor,
+    critic: TensorDictModule,
+    ppo: CommonPpoParameters,
+    rl: RlTrainerParameters,
+) -> ClipPPOLoss:
+    """Give TorchRL's clipped loss with the parameters of ours."""
+    loss_module = ClipPPOLoss(
+        actor,
+        critic,
+        clip_epsilon=ppo.clip_epsilon,
+        entropy_coeff=ppo.entropy_coef,
+        critic_coeff=ppo.critic_coef,
+        loss_critic_type=rl.loss_critic_type,
+        normalize_advantage=ppo.normalize_advantage,
+        normalize_advantage_exclude_dims=(-2,),
+        functional=False,
+    )
+    loss_module.set_keys(
+        advantage=("agents", "advantage"),
+        value_target=("agents", "value_target"),
+        value=("agents", "value"),
+        reward=("agents", "reward"),
+        action=[("agents", "message"), ("agents", "decision")],
+        sample_log_prob=[("agents", "message_log_prob"), ("agents", "decision_log_prob")],
+    )
+    return loss_module
+
+
+# ---- the same loss
+
+
+def compare(trainer: TensorDictRlTrainer, plain: PlainWay) -> dict[str, float]:
+    """Give the largest differences of losses and gradients, as shares of the largest value.
+
+    Weights and frames are the same. Advantages are 0 out of turn and not normalised, and our means
+    are weighted by the share of the frames in which the agent acts: the rest is equal. Sampled
+    log-probabilities are moved, so that ratios are not 1.
+    """
+    frames, shares = _frames_to_compare(trainer)
+    num_agents = len(trainer.agents.names)
+    ppo = trainer.hyper_params.ppo.model_copy(update={"normalize_advantage": False})
+    ours = IppoObjective(trainer.agents, ppo, trainer.rl)(frames)
+    theirs = build_loss(plain.actor, plain.critic, ppo, trainer.rl)(frames)
+    losses: list[tuple[Tensor, Tensor]] = []
+    for kind, name in (("policy", "objective"), ("value", "critic"), ("entropy", "entropy")):
+        weights = shares if kind != "value" else dict.fromkeys(shares, 1.0)
+        total = sum(ours[f"loss_{kind}_{agent}"] * weight for agent, weight in weights.items())
+        assert isinstance(total, Tensor)
+        losses.append((total, theirs[f"loss_{name}"].sum() * num_agents))
+    pairs = list(_same_weights(trainer, plain))
+    our_gradients = torch.autograd.grad(_sum([a for a, _ in losses]), [a for a, _ in pairs])
+    gradients = torch.autograd.grad(_sum([b for _, b in losses]), [b for _, b in pairs])
+    return {
+        "losses": max(_difference(a.detach(), b.detach()) for a, b in losses),
+        "gradients": max(map(_difference, our_gradients, gradients)),
+    }
+
+
+def _frames_to_compare(trainer: TensorDictRlTrainer) -> tuple[TensorDict, dict[str, float]]:
+    frames = trainer.collect().flatten().clone()
+    names = trainer.agents.names
+    acting_BA = torch.stack([trainer.agents.is_acting(name, frames) for name in names], dim=1)
+    generator = torch.Generator().manual_seed(0)
+    noise_BA = 0.2 * torch.randn(acting_BA.shape, generator=generator) * acting_BA
+    agents = frames["agents"]
+    agents["logprob"] = agents["logprob"] + noise_BA
+    agents["advantage"] = agents["advantage"] * acting_BA.unsqueeze(-1)
+    agents["message_log_prob"] = agents["logprob"]
+    agents["decision_log_prob"] = torch.zeros_like(agents["logprob"])
+    shares = acting_BA.float().mean(dim=0).tolist()
+    return frames, dict(zip(names, shares, strict=True))
+
+
+def _same_weights(
+    trainer: TensorDictRlTrainer, plain: PlainWay
+) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Give weights near the inputs, ours and the plain way's."""
+    pairs = []
+    for number, name in enumerate(trainer.agents.names):
+        agent = trainer.agents[name]
+        bodies = (agent.policy_body, plain.actor), (agent.value_body, plain.critic)
+        for body, module in bodies:
+            others = dict(module.named_parameters())
+            (weight,) = (
+                value
+                for key, value in others.items()
+                if key.endswith(f"{number}.node_input.weight")
+            )
+            pairs.append((body.node_input.weight, weight))
+    return pairs
+
+
+def _sum(values: list[Tensor]) -> Tensor:
+    return torch.stack(values).sum()
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-12))
