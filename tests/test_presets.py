@@ -104,6 +104,16 @@ def test_every_trainer_resolves_on_every_scenario_of_its_kind(trainer: str, scen
     assert bool(used) == (preset is not None)
 
 
+def test_a_preset_leaves_another_protocol_to_its_own_parameters() -> None:
+    preset = resolve_experiment(trainer="vanilla_ppo").hyper_params
+    resolved = resolve_experiment(
+        trainer="vanilla_ppo", overrides=["interaction_protocol=adp", "rl.num_iterations=1"]
+    )
+    assert preset.get("nip.max_message_rounds") == 3
+    assert not hasattr(resolved.hyper_params, "nip")
+    assert resolved.hyper_params.get("ppo.entropy_coef") == preset.get("ppo.entropy_coef")
+
+
 CONVERSATIONS = [one for one in SCENARIOS if _scenario_values(one)["kind"] == "ast_chat"]
 
 

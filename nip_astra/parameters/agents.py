@@ -40,4 +40,4 @@ class AgentParameters(SubParameters):
     """Scale of orthogonal weights. Larger starts with larger outputs."""
     load_from_run: str | None = None
     """Run directory whose trained agent of the same name this one starts from; null starts from
-    random weights. The networks must have the same shapes."""
+    random weights. The networks must have the same shapes. Such an agent is not pretrained."""

@@ -46,7 +46,7 @@ class RlTrainerParameters(SubParameters):
     loss_critic_type: LossCriticType = "smooth_l1"
     """Distance between value and value target."""
     clip_value: float | None = Field(default=None, gt=0)
-    """Furthest that a value moves from the one at collection without a charge; null for no bound."""
+    """Furthest that a value moves from that at collection without a charge; null for no bound."""
     use_shared_body: bool = False
     """Whether policy and value function of an agent share one body, which then runs once."""
     normalize_observations: bool = False

@@ -24,6 +24,7 @@ from nip_astra.rl_objectives.objective import (
     PlayingAgents,
     PolicyView,
     frames_of,
+    sum_of_losses,
 )
 from nip_astra.rl_objectives.shaping_losses import clipped_shaping_losses, shaping_losses
 from nip_astra.rl_objectives.stackelberg import AgentUpdate, agent_updates
@@ -32,6 +33,8 @@ from nip_astra.utils.seeding import SeedPart, derive_seed
 
 EPISODE_KEY = "episode"
 """Entry of a batch, long: which episode a frame is of."""
+_OF_POLICY = ("loss_policy", "loss_entropy", "loss_logits")
+"""Losses of an agent that others foresee."""
 
 
 class _Evaluations(NamedTuple):
@@ -49,10 +52,11 @@ class SpgObjective(Objective):
     `clipped_shaping_losses` for the clipped variants), and its entropy bonus belongs to what others
     foresee. `agent_updates` gives the directions in place of the gradients of
 
-        L_i = loss_policy_i - entropy_coef mean H_i
+        L_i = loss_policy_i - entropy_coef mean H_i [+ loss_logits_i]
 
-    and the gradient of `critic_coef mean distance(V, target)` is added to them. Frames of a
-    minibatch must be of whole episodes, as far as the batch holds them, and have `EPISODE_KEY`.
+    (the last where a protocol rewards logits, as zero knowledge does), and the gradient of
+    `critic_coef mean distance(V, target)` is added to them. Frames of a minibatch
+    must be of whole episodes, as far as the batch holds them, and have `EPISODE_KEY`.
 
     Parameters
     ----------
@@ -125,7 +129,9 @@ class SpgObjective(Objective):
             }
             own = [self._weights(name, names) for name in self.agents.names]
             losses = [
-                entries[name]["loss_policy"] + entries[name]["loss_entropy"]
+                sum_of_losses(
+                    (key, entries[name][key]) for key in _OF_POLICY if key in entries[name]
+                )
                 if name in entries
                 else policy_A[number]
                 for number, name in enumerate(self.agents.names)
@@ -214,7 +220,7 @@ class SpgObjective(Objective):
         )
         entropy = view.mean(view.evaluation.entropies_B)
         log_ratios_B = view.evaluation.logprobs_B.detach() - view.of_agent("logprob")
-        return {
+        return self.logit_losses(name, view) | {
             "loss_value": self.ppo.critic_coef * losses_B.mean(),
             "loss_entropy": -self.ppo.entropy_coef * entropy,
             "entropy": entropy.detach(),

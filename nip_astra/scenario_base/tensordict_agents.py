@@ -151,6 +151,12 @@ class AgentPolicyHead(nn.Module, ABC):
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
         """Give logits of all symbols, possible or not."""
 
+    def decide_as(self, solo_head: SoloAgentHead) -> None:
+        """Decide at first as a trained head of the same agent tells the label alone.
+
+        Called after bodies were pretrained; does nothing here, so that decisions start at random.
+        """
+
     def forward(self, representation: Representation, observation: Observation) -> PolicyOutput:
         output = self.logits(representation, observation)
         mask = self.impossible(observation, self.shape) if self.impossible else None
@@ -290,6 +296,22 @@ def mlp(d_in: int, d_hidden: int, num_layers: int, d_out: int, activation: str) 
         layers += [ACTIVATIONS[activation]()] if number else []
         layers.append(nn.Linear(size, next_size))
     return nn.Sequential(*layers)
+
+
+@torch.no_grad()
+def start_from(network: nn.Sequential, other: nn.Sequential) -> None:
+    """Have a network of `mlp` compute what another does from the inputs that both have.
+
+    Inputs and outputs that only `network` has count nothing and give 0. Widths between the layers
+    are the same.
+    """
+    layers = [[one for one in net if isinstance(one, nn.Linear)] for net in (network, other)]
+    for mine, its in zip(*layers, strict=True):
+        nn.init.zeros_(mine.weight)
+        nn.init.zeros_(mine.bias)
+        num_outputs, num_inputs = its.weight.shape
+        mine.weight[:num_outputs, :num_inputs] = its.weight
+        mine.bias[:num_outputs] = its.bias
 
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": Tanh, "relu": nn.ReLU, "gelu": nn.GELU}

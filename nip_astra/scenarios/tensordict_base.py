@@ -175,6 +175,7 @@ class TensorDictScenario(Scenario):
         scenario_dir: Path | None,
         trainer_type: str,
     ) -> ScenarioInstance:
+        _check_is_whole(cls)
         device = resolve_device(settings.device)
         protocol = build_protocol_handler(hyper_params)
         datasets = cls.build_datasets(parameters, seed=hyper_params.seed, scenario_dir=scenario_dir)
@@ -308,6 +309,16 @@ class TensorDictScenario(Scenario):
                 f"agents {', '.join(protocol.agent_names)}.{hint} Name one of them, or put what "
                 f"holds for all under agents.{DEFAULT_AGENT}."
             )
+
+
+def _check_is_whole(kind: type[TensorDictScenario]) -> None:
+    """Refuse a kind without one of its hooks, which Python, asked for no object of it, does not."""
+    missing = sorted(kind.__abstractmethods__) + ([] if hasattr(kind, "kind") else ["kind"])
+    if missing:
+        raise ConfigurationError(
+            f"a scenario of the class {kind.__name__} was to be built, but the class lacks "
+            f"{', '.join(missing)}. Define each; TensorDictScenario says what it gives."
+        )
 
 
 def _merged(default: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

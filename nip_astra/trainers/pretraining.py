@@ -38,6 +38,8 @@ def pretrain_bodies(
 ) -> None:
     """Train each agent's body alone, and give its policy and its value function the result.
 
+    Its decisions start as what it tells alone, where its policy head takes that over.
+    An agent that was loaded from a run stays as it was trained there.
     A body is read from the cache where one was trained from the same: first weights, data, seed,
     parameters and shape of the agent, and these parameters.
 
@@ -50,17 +52,21 @@ def pretrain_bodies(
     """
     data = digest_of_tensors(environment.dataset)
     for name, agent in agents.items():
-        if agent.is_random:
+        if agent.is_random or agent.parameters_of_agent.load_from_run is not None:
             continue
         assert agent.policy_body is not None
+        assert agent.solo_head is not None
+        trained = nn.ModuleDict({"body": agent.policy_body, "solo_head": agent.solo_head})
         path = Path(runs_dir) / CACHE_DIR / f"{_key(agent, data, parameters, seed)}.safetensors"
         if path.exists():
-            _load(agent.policy_body, path)
+            _load(trained, path)
             logger.info("the body of %s was trained before: %s", name, path)
         else:
             _train(agent, environment, parameters, seed)
-            _save(agent.policy_body, path)
+            _save(trained, path)
         _copy_to_value_body(agent)
+        if agent.policy_head is not None:
+            agent.policy_head.decide_as(agent.solo_head)
 
 
 def _train(
@@ -95,6 +101,7 @@ def _key(agent: Agent, data: str, parameters: SoloParameters, seed: int) -> str:
     assert agent.solo_head is not None
     what = {
         "version": __version__,
+        "parts": ["body", "solo_head"],
         "agent": agent.name,
         "shape": asdict(agent.shape),
         "parameters": agent.parameters_of_agent.to_dict(),
@@ -117,9 +124,9 @@ def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
     return digest.hexdigest()
 
 
-def _load(body: nn.Module, path: Path) -> None:
+def _load(trained: nn.Module, path: Path) -> None:
     try:
-        body.load_state_dict(load_file(path))
+        trained.load_state_dict(load_file(path))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(
             f"a pretrained body was to be read from {path}, but the file is broken: {error}. "
@@ -127,10 +134,11 @@ def _load(body: nn.Module, path: Path) -> None:
         ) from error
 
 
-def _save(body: nn.Module, path: Path) -> None:
+def _save(trained: nn.Module, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     weights: dict[str, Any] = {
-        name: value.detach().cpu().clone().contiguous() for name, value in body.state_dict().items()
+        name: value.detach().cpu().clone().contiguous()
+        for name, value in trained.state_dict().items()
     }
     temporary = path.with_suffix(".tmp")
     save_file(weights, temporary)

@@ -20,6 +20,8 @@ def normalize_observations(
 ) -> None:
     """Have all bodies shift and scale message histories by what random play shows.
 
+    An agent that was loaded from a run keeps the statistics that it was trained with.
+
     Parameters
     ----------
     environment : ProtocolEnvironment
@@ -40,6 +42,8 @@ def normalize_observations(
     frames = sampler.collect(num_steps).flatten()
     linear = frames.get("linear_message_history", None)
     for name in agents.names:
+        if agents[name].parameters_of_agent.load_from_run is not None:
+            continue
         for body in agents[name].bodies:
             body.set_statistics(frames["message_history"], linear)
 

@@ -168,6 +168,23 @@ def test_an_agent_starts_from_another_runs_agent(tmp_path: Path) -> None:
     assert not all(torch.equal(fresh[name], value) for name, value in other.items())
 
 
+def test_a_loaded_agent_is_neither_pretrained_nor_given_other_statistics(tmp_path: Path) -> None:
+    first = folder_run(tmp_path, "first")
+    agents = {"prover": {"load_from_run": "first", "agent_lr_factor": {"actor": 0, "critic": 0}}}
+    trainer = toy_trainer(
+        settings=ExperimentSettings(progress=False, runs_dir=str(tmp_path)),
+        toy_protocol={"agents": agents},
+        rl={"pretrain_agents": True, "normalize_observations": True, "num_iterations": 1},
+        solo_agent={"num_epochs": 1},
+    )
+    untrained = trainer.agents["verifier"].policy_body.history_mean.clone()
+    trainer.train()
+    stored = load_file(first / "model" / "prover.safetensors")
+    own = trainer.agents["prover"].state_dict()
+    assert all(torch.equal(own[name], value) for name, value in stored.items())
+    assert not torch.equal(trainer.agents["verifier"].policy_body.history_mean, untrained)
+
+
 def test_an_agent_of_another_shape_is_refused(tmp_path: Path) -> None:
     folder_run(tmp_path, "first")
     settings = ExperimentSettings(progress=False, runs_dir=str(tmp_path))

@@ -20,6 +20,7 @@ from nip_astra.scenario_base.tensordict_agents import (
     SoloAgentHead,
     mlp,
     round_one_hot,
+    start_from,
 )
 from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
 from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES
@@ -86,6 +87,10 @@ class GraphPolicyHead(AgentPolicyHead):
                 num_places * space.num_linear_symbols,
                 activation,
             )
+
+    def decide_as(self, solo_head: SoloAgentHead) -> None:
+        if self.decider is not None and isinstance(solo_head, GraphSoloHead):
+            start_from(self.decider, solo_head.network)
 
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
         space = self.shape.message_space

@@ -20,6 +20,7 @@ from nip_astra.scenario_base.tensordict_agents import (
     SoloAgentHead,
     mlp,
     round_one_hot,
+    start_from,
 )
 from nip_astra.scenarios.images.parameters import ImageClassificationAgentParameters
 
@@ -59,6 +60,10 @@ class ImagePolicyHead(AgentPolicyHead):
                 num_symbols_sent * shape.message_space.num_linear_symbols,
                 activation,
             )
+
+    def decide_as(self, solo_head: SoloAgentHead) -> None:
+        if self.decide is not None and isinstance(solo_head, ImageSoloHead):
+            start_from(self.decide, solo_head.network)
 
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
         latent_BSD, image_BD = representation["latent_pixels"], representation["image"]

@@ -244,3 +244,27 @@ def test_a_body_tells_apart_what_as_many_rounds_of_refinement_do(
         assert (distances > 1e-9).all()
     else:
         assert distances.max() < 1e-12
+
+
+@torch.no_grad()
+def test_at_first_isomorphic_graphs_look_the_same_where_nodes_that_correspond_were_named() -> None:
+    shape = agent_shape(7, visible=(0,), message_size=1)
+    body = graph_body(shape)
+    body.after_initialisation()
+    frames = graph_frames(7, [(7, 7)], shape)
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(0))
+    frames["adjacency"][:, 1] = frames["adjacency"][:, 0][:, order][:, :, order]
+    asked = torch.zeros_like(frames["message_history"])
+    # Node 2 of the first graph is asked for in round 0; each of the second is an answer.
+    asked[:, 0, 0, 0, 2] = 1
+
+    def difference(answer: int) -> float:
+        history = asked.clone()
+        history[:, 1, 0, 0, 7 + answer] = 1
+        nodes = body._passed(frames | {"message_history": history})
+        first, second = nodes.view(1, 2, 7, -1).sum(2).unbind(1)
+        return float((first - second).abs().max())
+
+    differences = [difference(answer) for answer in range(7)]
+    assert differences[int((order == 2).nonzero())] < 1e-4
+    assert max(differences) > 1e-2

@@ -124,3 +124,19 @@ def test_a_value_or_a_label_needs_no_nodes() -> None:
     GraphValueHead(PARAMETERS, shape)(representation, frames)
     assert GraphSoloHead(PARAMETERS, shape)(representation, frames).shape == (3, 2)
     assert list(representation) == ["graphs"]
+
+
+@pytest.mark.parametrize("sees_round", [True, False])
+def test_decisions_may_start_as_what_is_told_alone(sees_round: bool) -> None:
+    shape = agent_shape(3)
+    parameters = GraphIsomorphismAgentParameters(include_round_in_decider=sees_round)
+    body, solo = graph_body(shape), GraphSoloHead(parameters, shape)
+    head = GraphPolicyHead(parameters, shape)
+    frames = graph_frames(3, SIZES, shape)
+    read = body(frames)
+    head.decide_as(solo)
+    decision_logits = head(read, frames).decision_logits_B3
+    assert decision_logits is not None
+    torch.testing.assert_close(decision_logits[:, :2], solo(read, frames))
+    assert (decision_logits[:, 2] == 0).all()
+    assert not torch.allclose(decision_logits[:, 0], decision_logits[:, 1])
