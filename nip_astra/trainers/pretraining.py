@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from nip_astra.errors import CheckpointError, ConfigurationError
+from nip_astra.errors import CheckpointError
 from nip_astra.scenario_base.environment import ProtocolEnvironment
 from nip_astra.scenario_base.tensordict_agents import Agent
 from nip_astra.trainers.solo_training import SoloParameters, SoloTraining
@@ -38,7 +38,8 @@ def pretrain_bodies(
 ) -> None:
     """Train each agent's body alone, and give its policy and its value function the result.
 
-    Its decisions start as what it tells alone, where its policy head takes that over.
+    A value function that sees more than the policy has a body of another shape, which stays as it
+    was. An agent's decisions start as what it tells alone, where its policy head takes that over.
     An agent that was loaded from a run stays as it was trained there.
     A body is read from the cache where one was trained from the same: first weights, data, seed,
     parameters and shape of the agent, and these parameters.
@@ -47,8 +48,6 @@ def pretrain_bodies(
     ------
     CheckpointError
         When a file of the cache is broken.
-    ConfigurationError
-        When an agent's two bodies have different shapes.
     """
     data = digest_of_tensors(environment.dataset)
     for name, agent in agents.items():
@@ -85,14 +84,14 @@ def _copy_to_value_body(agent: Agent) -> None:
     if agent.value_body is None or agent.shares_body:
         return
     assert agent.policy_body is not None
-    try:
-        agent.value_body.load_state_dict(agent.policy_body.state_dict())
-    except RuntimeError as error:
-        raise ConfigurationError(
-            f"the pretrained body of {agent.name!r} was to be given to its value function as well, "
-            "but that has another shape, for it sees more. Set rl.pretrain_agents=false, or train "
-            "with vanilla_ppo."
-        ) from error
+    trained, own = agent.policy_body.state_dict(), agent.value_body.state_dict()
+    if any(trained[name].shape != own[name].shape for name in trained.keys() & own.keys()):
+        logger.info(
+            "the value function of %s sees more than its policy, so its body starts untrained",
+            agent.name,
+        )
+        return
+    agent.value_body.load_state_dict(trained)
 
 
 def _key(agent: Agent, data: str, parameters: SoloParameters, seed: int) -> str:
