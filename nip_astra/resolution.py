@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,7 +136,7 @@ def resolve_experiment(
     check_that_all_are_read(
         [*file_layers, *top_layers], resolved.hyper_params, trainer_class, scenario_class, kind
     )
-    hyper_params = _located(resolved.hyper_params, loaded, folder, scenario_dir)
+    hyper_params = _located(resolved.hyper_params, loaded, folder, scenario_dir, kind)
     return ResolvedExperiment(hyper_params, resolved.sources, trainer_class, kind, scenario_dir)
 
 
@@ -188,7 +188,11 @@ def _plugin_specs(named: dict[str, Any]) -> list[str]:
 
 
 def _located(
-    hyper_params: HyperParameters, loaded: list[str], folder: Path | None, scenario_dir: Path
+    hyper_params: HyperParameters,
+    loaded: list[str],
+    folder: Path | None,
+    scenario_dir: Path,
+    kind: str,
 ) -> HyperParameters:
     """Give the parameters with absolute paths, so that they mean the same in any folder."""
     changes: dict[str, Any] = {}
@@ -201,7 +205,23 @@ def _located(
         changes["scenario"] = str(scenario_dir)
     if hyper_params.base_run.run is not None:
         changes["base_run"] = located(hyper_params.base_run)
+    agents = _located_agents(getattr(hyper_params, kind))
+    if agents is not None:
+        changes[kind] = agents
     return hyper_params.model_copy(update=changes)
+
+
+def _located_agents(section: SubParameters) -> SubParameters | None:
+    """Give a section whose agents start from runs by absolute paths; None where none does."""
+    agents = getattr(section, "agents", None)
+    if not isinstance(agents, Mapping):
+        return None
+    moved = {
+        name: agent.model_copy(update={"load_from_run": str(Path(agent.load_from_run).resolve())})
+        for name, agent in agents.items()
+        if agent.load_from_run is not None and Path(agent.load_from_run).is_dir()
+    }
+    return section.model_copy(update={"agents": {**agents, **moved}}) if moved else None
 
 
 def _layer_of(hyper_params: HyperParameters) -> Layer:

@@ -94,8 +94,10 @@ class IppoObjective(Objective):
             }
             if self.ppo.loss_type == "kl_penalty":
                 # Agents write to different entries, so that several threads may.
+                # A minibatch in which the agent never acts says nothing of it.
+                acts = 1.0 if view.is_acting_B is None else view.is_acting_B.any().to(kl.dtype)
                 self._kl_sum[view.number] += metrics["kl"]
-                self._kl_count[view.number] += 1
+                self._kl_count[view.number] += acts
         return loss, metrics
 
     def _value_loss(self, number: int, values_B: Tensor, batch: Frames) -> Tensor:

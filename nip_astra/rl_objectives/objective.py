@@ -17,7 +17,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torchrl.objectives import LossModule, ValueEstimators
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.rl_objectives.episode_gae import EpisodeGae
 
 Frames = Mapping[Any, Tensor]
@@ -301,7 +301,20 @@ class Objective(LossModule):
         }
 
     def load_own_state(self, state: dict[str, Tensor]) -> None:
-        """Take up what `own_state` gave."""
+        """Take up what `own_state` gave.
+
+        Raises
+        ------
+        CheckpointError
+            When it is that of another objective.
+        """
+        own = self.own_state().keys()
+        if state.keys() != own:
+            raise CheckpointError(
+                f"the state of {type(self).__name__} was to be read from a checkpoint, but that "
+                f"holds {sorted(state) or 'nothing'} in place of {sorted(own) or 'nothing'}. "
+                "Resume with the trainer that wrote it."
+            )
         self.load_state_dict(state, strict=False)
 
 

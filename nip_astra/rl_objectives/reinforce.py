@@ -28,6 +28,8 @@ class ReinforceObjective(Objective):
         Entry of `agents` that holds `G`, of shape [B, A, 1]: "reward_to_go" or "advantage".
     critic_coef : float
         Weight of the value loss; there is none for rewards to go.
+    clip_value : float, optional
+        See `RlTrainerParameters`.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class ReinforceObjective(Objective):
         critic_coef: float = 1.0,
         entropy_coef: float = 0.0,
         loss_critic_type: LossCriticType = "smooth_l1",
+        clip_value: float | None = None,
     ) -> None:
         super().__init__(agents)
         self.weight = weight
         self.critic_coef = critic_coef
         self.entropy_coef = entropy_coef
         self.loss_critic_type: LossCriticType = loss_critic_type
+        self.clip_value = clip_value
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
         """Give `loss_policy`, `loss_entropy`, with advantages `loss_value`, and the entropy."""
@@ -62,6 +66,12 @@ class ReinforceObjective(Objective):
         found |= self.logit_losses(name, view)
         if values_B is not None:
             targets_B = batch["agents", "value_target"][:, view.number, 0]
-            losses_B = value_losses(values_B, targets_B, self.loss_critic_type)
+            losses_B = value_losses(
+                values_B,
+                targets_B,
+                self.loss_critic_type,
+                old_values_B=batch["agents", "value"][:, view.number, 0],
+                clip_value=self.clip_value,
+            )
             found["loss_value"] = self.critic_coef * losses_B.mean()
         return found

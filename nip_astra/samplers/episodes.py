@@ -66,6 +66,17 @@ class EpisodeSampler:
         self._frame = frame
         return _assemble(frames, moves, transitions)
 
+    def look_ahead(self, num_steps: int) -> TensorDict:
+        """Give what `collect` would give next, and play none of it."""
+        state = self.state()
+        batch = self.collect(num_steps)
+        self.load_state(state)
+        return batch
+
+    def begin_anew(self) -> None:
+        """Leave the episodes in progress; the next batch starts with new ones."""
+        self._frame = None
+
     def state(self) -> dict[str, Any]:
         """Give everything that decides what is played next."""
         return {

@@ -190,7 +190,9 @@ class TensorDictScenario(Scenario):
         agents = cls.build_agents(hyper_params, parameters, protocol, space, datasets, trainer_type)
         combined = CombinedAgents(agents, protocol, space).to(device)
         steps = hyper_params.rl.steps_per_env_per_iteration or protocol.max_message_rounds
-        num_environments = _num_environments(hyper_params.rl.frames_per_batch, steps)
+        num_environments = 1
+        if trainer_type != "solo_agent":
+            num_environments = _num_environments(hyper_params.rl.frames_per_batch, steps)
 
         def environment(split: str, dataset: TensorDict) -> ProtocolEnvironment:
             return ProtocolEnvironment(

@@ -57,6 +57,7 @@ class ReinforceTrainer(TensorDictRlTrainer):
             critic_coef=self.parameters.critic_coef,
             entropy_coef=self.parameters.entropy_coef,
             loss_critic_type=self.rl.loss_critic_type,
+            clip_value=self.rl.clip_value,
         )
         if not uses_critic:
             return loss_module, None

@@ -56,8 +56,14 @@ class EpisodeLedger:
     def __init__(self) -> None:
         self._running: tuple[Tensor, Tensor] | None = None
 
-    def ended(self, batch: TensorDict) -> EndedEpisodes:
-        """Give the episodes that ended in a batch [E, T] as the sampler gives it."""
+    def ended(self, batch: TensorDict, counts_ET: Tensor | None = None) -> EndedEpisodes:
+        """Give the episodes that ended in a batch [E, T] as the sampler gives it.
+
+        Parameters
+        ----------
+        counts_ET : Tensor, optional
+            bool; frames whose episodes count. All where it is not given.
+        """
         reward_ETA = batch["next", "agents", "reward"].squeeze(-1)
         is_end_ET = batch["next", "done"].squeeze(-1)
         num_environments, num_steps, num_agents = reward_ETA.shape
@@ -75,6 +81,7 @@ class EpisodeLedger:
             goes_on_E = (~is_end_ET[:, t]).to(reward_ETA.dtype)
             sum_EA, length_E = sum_EA * goes_on_E[:, None], length_E * goes_on_E
         self._running = sum_EA, length_E
+        is_end_ET = is_end_ET if counts_ET is None else is_end_ET & counts_ET
         decision_N = batch["next", "decision"][is_end_ET]
         label_N = batch["y"].squeeze(-1)[is_end_ET]
         return EndedEpisodes(
@@ -96,6 +103,13 @@ class EpisodeLedger:
         self._running = (
             (state["sum"].to(device), state["length"].to(device)) if "sum" in state else None
         )
+
+
+def first_episodes(batch: TensorDict) -> Tensor:
+    """Give the frames of each environment's first episode in a batch, bool [E, T]."""
+    is_end_ET: Tensor = batch["next", "done"].squeeze(-1).long()
+    num_ended_before_ET = is_end_ET.cumsum(dim=1) - is_end_ET
+    return num_ended_before_ET == 0
 
 
 def episode_statistics(episodes: EndedEpisodes, names: Sequence[str]) -> dict[str, Tensor]:
@@ -134,7 +148,7 @@ def frame_statistics(batch: TensorDict, names: Sequence[str]) -> dict[str, Tenso
     there is to foresee, 1 for constant ones; NaN where all targets are equal.
     """
     agents, found = batch["agents"], {}
-    reward_FA = batch["next", "agents", "reward"].squeeze(-1).flatten(0, 1)
+    reward_FA = batch["next", "agents", "reward"].flatten(0, -3).squeeze(-1)
     has_values = "value" in agents.keys()  # noqa: SIM118 - a TensorDict is no container of names
     for number, name in enumerate(names):
         found[f"{name}/mean_step_reward"] = reward_FA[:, number].mean()
@@ -160,7 +174,7 @@ def policy_figures(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]
     `max_message_prob`, the probability of the likeliest symbol, are means over the symbols sent in
     the frame; all are NaN where an agent had nothing to choose.
     """
-    frames, found = batch.flatten(), {}
+    frames, found = batch.reshape(-1), {}
     for number, name in enumerate(names):
         active_FC = frames["active_mask"][:, number]
         logs_FCPS = frames["agents", "message_logits"][:, number]

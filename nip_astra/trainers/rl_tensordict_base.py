@@ -110,7 +110,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
         self.train_environment = instance.train_environment
         self.test_environment = instance.test_environment
         by_name = {name: self.agents[name] for name in self.agents.names}
-        load_agents_from_runs(by_name.values(), self.settings.runs_dir)
+        if not self._has_checkpoint():
+            load_agents_from_runs(by_name.values(), self.settings.runs_dir)
         self.loss_module, self.gae = self._get_loss_module_and_gae()
         self.optimizers = AgentOptimizers(by_name, self.rl, self.loss_module.parameters())
         self.buffer = self._get_replay_buffer()
@@ -272,7 +273,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
         play = PlayStatistics(self.agents.names)
         for number in iteration_context.iterate(start):
             self._raise_if_stopped()
-            batch = sampler.collect(self._num_steps)
+            sampler.begin_anew()
+            batch = sampler.collect(self.test_environment.protocol.max_message_rounds)
             if self.gae is not None:
                 self.gae(batch)
             play.add(batch)
@@ -290,15 +292,22 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     @torch.no_grad()
     def collect(self) -> TensorDict:
-        """Play a training batch [E, T], with rewards to go, and advantages if there is a `gae`."""
+        """Play a training batch [E, T], with advantages, or with rewards to go where no `gae` is.
+
+        Rewards to go reach to the ends of episodes, also of those that go on after the batch: these
+        are played on, and played again in the next iteration.
+        """
         batch = self.sampler.collect(self._num_steps)
-        batch["agents", "reward_to_go"] = reward_to_go(
-            batch["next", "agents", "reward"].squeeze(-1),
-            ends_of(batch),
-            gamma=self.rl.gamma,
-        ).unsqueeze(-1)
         if self.gae is not None:
             self.gae(batch)
+            return batch
+        parts, num_left = [batch], self.train_environment.protocol.max_message_rounds - 1
+        if num_left:
+            parts.append(self.sampler.look_ahead(num_left))
+        rewards_ETA = torch.cat([part["next", "agents", "reward"] for part in parts], dim=1)
+        ends_ETA = torch.cat([ends_of(part) for part in parts], dim=1)
+        to_go_ETA = reward_to_go(rewards_ETA.squeeze(-1), ends_ETA, gamma=self.rl.gamma)
+        batch["agents", "reward_to_go"] = to_go_ETA[:, : batch.shape[1], :, None]
         return batch
 
     def _statistics(self, batch: TensorDict, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:

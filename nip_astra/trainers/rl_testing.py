@@ -15,6 +15,7 @@ from nip_astra.trainers.rl_statistics import (
     EpisodeLedger,
     MetricSums,
     episode_statistics,
+    first_episodes,
     frame_statistics,
     policy_figures,
     read,
@@ -23,7 +24,10 @@ from nip_astra.utils.statistics import clustered_wilson
 
 
 class PlayStatistics:
-    """Statistics of consecutive batches, taken together.
+    """Statistics of each environment's first episode in several batches, taken together.
+
+    Whichever episodes end within so many rounds, short ones are more among them than are played; an
+    environment's first episode is as long as it is.
 
     Parameters
     ----------
@@ -33,15 +37,19 @@ class PlayStatistics:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
-        self._ledger = EpisodeLedger()
         self._episodes: list[EndedEpisodes] = []
         self._sums = MetricSums()
 
     def add(self, batch: TensorDict) -> None:
-        """Take a batch [E, T] of the sampler, with advantages or without."""
-        self._episodes.append(self._ledger.ended(batch))
-        self._sums.add(frame_statistics(batch, self.names))
-        self._sums.add(policy_figures(batch, self.names))
+        """Take a batch [E, T] of the sampler, with advantages or without.
+
+        It starts with new episodes and is as long as the longest one may be.
+        """
+        counts_ET = first_episodes(batch)
+        self._episodes.append(EpisodeLedger().ended(batch, counts_ET))
+        frames = batch[counts_ET]
+        self._sums.add(frame_statistics(frames, self.names))
+        self._sums.add(policy_figures(frames, self.names))
 
     def report(self) -> dict[str, Any]:
         """Give the statistics, with `num_episodes` and an interval of the accuracy.
@@ -50,7 +58,7 @@ class PlayStatistics:
         alike.
 
         Figures of episodes and of single frames are those of all batches together; means over the
-        frames of a batch are averaged over the batches, which are of one size.
+        frames of a batch are averaged over the batches.
         """
         if not self._episodes:
             return {}

@@ -55,7 +55,8 @@ class SoloAgentTrainer(TensorDictTrainer):
             )
         self.test_environment = instance.test_environment
         self.agents = [agent for agent in instance.agents.values() if not agent.is_random]
-        load_agents_from_runs(self.agents, self.settings.runs_dir)
+        if not self._has_checkpoint():
+            load_agents_from_runs(self.agents, self.settings.runs_dir)
         key = (self.hyper_params.seed, "solo_agent")
         self.trainings = {
             agent.name: SoloTraining(

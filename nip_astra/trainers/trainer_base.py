@@ -149,6 +149,11 @@ class Trainer(ABC):
             self.run_directory.checkpoints_dir, self.settings.num_checkpoints_kept
         )
 
+    def _has_checkpoint(self) -> bool:
+        """Say whether the run goes on from a checkpoint, which holds what others start from."""
+        store = self._checkpoint_store()
+        return store is not None and store.latest() is not None
+
     def resume(self, checkpoint: Path) -> None:
         """Take up the state of a checkpoint; called before `train`.
 

@@ -71,3 +71,19 @@ def test_the_datapoints_of_an_iteration_are_all_played() -> None:
     batch = sampler_of(build_game("adp")).collect(8)
     ids = batch["datapoint_id"].flatten()
     assert set(ids.tolist()) == set(range(64))
+
+
+def test_looking_ahead_gives_what_is_played_next_and_plays_nothing() -> None:
+    sampler = sampler_of(build_game())
+    sampler.collect(5)
+    ahead, played = sampler.look_ahead(7), sampler.collect(7)
+    for key in ahead.keys(include_nested=True, leaves_only=True):
+        assert ahead[key].equal(played[key]), key
+
+
+def test_beginning_anew_leaves_the_episodes_in_progress() -> None:
+    sampler = sampler_of(build_game(protocol_common={"verifier_first": False}))
+    sampler.collect(5)
+    assert sampler.collect(1)["round"].any()
+    sampler.begin_anew()
+    assert not sampler.collect(1)["round"].any()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.toy_protocol_scenario import toy_kind, toy_trainer
 
@@ -51,3 +52,14 @@ def test_several_epochs_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         toy_trainer("reinforce", rl={"num_epochs": 3})
     assert "set rl.num_epochs=1 for the exact gradient" in caplog.text
+
+
+def test_a_reward_to_go_reaches_to_the_end_of_an_episode_that_the_batch_cuts() -> None:
+    rounds = {"nip": {"max_message_rounds": 5}, "protocol_common": {"shared_reward": False}}
+    short = {"steps_per_env_per_iteration": 2, "frames_per_batch": 64}
+    long = {"steps_per_env_per_iteration": 10, "frames_per_batch": 320}
+    cut = toy_trainer("reinforce", rl=short, **rounds).collect()
+    whole = toy_trainer("reinforce", rl=long, **rounds).collect()[:, :2]
+    assert cut["agents", "message"].equal(whole["agents", "message"]), "the same is played"
+    assert not cut["next", "done"][:, -1].all()
+    torch.testing.assert_close(cut["agents", "reward_to_go"], whole["agents", "reward_to_go"])

@@ -19,6 +19,7 @@ from nip_astra.trainers.rl_statistics import (
     EpisodeLedger,
     MetricSums,
     episode_statistics,
+    first_episodes,
     frame_statistics,
     policy_figures,
     read,
@@ -75,6 +76,13 @@ def test_episodes_are_counted_from_their_first_round_to_their_last() -> None:
     assert ended.num_rounds_N.tolist() == [2.0, 1.0, 1.0]
     assert ended.is_right_N.tolist() == [1.0, 0.0, 0.0]
     assert ended.is_undecided_N.tolist() == [0.0, 1.0, 0.0]
+
+
+def test_the_first_episode_of_each_environment_is_told_from_the_rest() -> None:
+    counts_ET = first_episodes(example())
+    assert counts_ET.tolist() == [[True, True, False], [True, False, False]]
+    ended = EpisodeLedger().ended(example(), counts_ET)
+    assert ended.num_rounds_N.tolist() == [2.0, 1.0]
 
 
 def test_an_episode_goes_on_into_the_next_batch() -> None:
