@@ -10,7 +10,13 @@ from torch import Tensor
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
 from nip_astra.rl_objectives.distances import value_losses
-from nip_astra.rl_objectives.objective import Frames, Objective, PlayingAgents, PolicyView
+from nip_astra.rl_objectives.objective import (
+    AgentLosses,
+    Frames,
+    Objective,
+    PlayingAgents,
+    PolicyView,
+)
 
 MIN_ADVANTAGE_STD = 1e-6
 """Advantages of a minibatch that differ by less are shifted to mean 0 and not scaled up further."""
@@ -60,16 +66,26 @@ class IppoObjective(Objective):
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
         """Give `loss_policy`, `loss_value`, `loss_entropy` and what to log."""
         view, values_B = self.policy_view_and_values(name, batch)
+        return self._policy_entries(name, view) | self._value_entries(name, values_B, batch)
+
+    def loss_parts(self, name: str) -> tuple[AgentLosses, ...]:
+        if self.agents[name].shares_body:
+            return (self.agent_losses,)
+        return (
+            lambda name, batch: self._value_entries(name, self.agents.values(name, batch), batch),
+            lambda name, batch: self._policy_entries(name, self.policy_view(name, batch)),
+        )
+
+    def _policy_entries(self, name: str, view: PolicyView) -> dict[str, Tensor]:
         log_ratios_B = view.evaluation.logprobs_B - view.of_agent("logprob")
         loss_policy, metrics = self._policy_loss(view, log_ratios_B)
         entropy = view.mean(view.evaluation.entropies_B)
-        losses = {
-            "loss_policy": loss_policy,
-            "loss_value": self._value_loss(view.number, values_B, batch),
-            "loss_entropy": -self.ppo.entropy_coef * entropy,
-        }
+        losses = {"loss_policy": loss_policy, "loss_entropy": -self.ppo.entropy_coef * entropy}
         losses |= self.logit_losses(name, view)
         return losses | metrics | {"entropy": entropy.detach()}
+
+    def _value_entries(self, name: str, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
+        return {"loss_value": self._value_loss(self.agents.number(name), values_B, batch)}
 
     def _policy_loss(
         self, view: PolicyView, log_ratios_B: Tensor

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -103,6 +103,10 @@ class PolicyView(NamedTuple):
         return (values_B * kept_B).sum() / kept_B.sum().clamp(min=1)
 
 
+AgentLosses = Callable[[str, Frames], dict[str, Tensor]]
+"""Gives losses of an agent in a minibatch, and what to log; see `Objective.agent_losses`."""
+
+
 class Objective(LossModule):
     """Losses of the agents of a protocol. A subclass gives `agent_losses`.
 
@@ -190,18 +194,29 @@ class Objective(LossModule):
         names : Sequence[str]
             Agents that learn.
         executor : Executor, optional
-            Runs several agents at the same time; they must share no weights.
+            Runs agents, and parts of an agent, at the same time; agents must share no weights.
         """
         frames = frames_of(batch)
-        if executor is None or len(names) < 2:
-            return {name: self._backward(name, frames) for name in names}
-        tasks = [(name, executor.submit(self._backward, name, frames)) for name in names]
-        return {name: task.result() for name, task in tasks}
+        if executor is None:
+            return {name: self._backward(self.agent_losses, name, frames) for name in names}
+        tasks = [
+            (name, executor.submit(self._backward, losses, name, frames))
+            for name in names
+            for losses in self.loss_parts(name)
+        ]
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+        for name, task in tasks:
+            found[name] |= task.result()
+        return found
 
-    def _backward(self, name: str, batch: Frames) -> dict[str, Tensor]:
+    def loss_parts(self, name: str) -> tuple[AgentLosses, ...]:
+        """Give functions that share no weights, and whose losses together are `agent_losses`."""
+        return (self.agent_losses,)
+
+    def _backward(self, losses: AgentLosses, name: str, batch: Frames) -> dict[str, Tensor]:
         # A new thread starts with gradients on; the caller's mode is its own.
         with torch.enable_grad():
-            entries = self.agent_losses(name, batch)
+            entries = losses(name, batch)
             total = sum_of_losses(entries.items())
             if total.requires_grad:
                 torch.autograd.backward(total)
