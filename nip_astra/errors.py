@@ -178,7 +178,7 @@ class TrackingError(NipAstraError, RuntimeError):
 
 
 class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not a fault
-    """A signal asked the run to stop; its work is saved.
+    """A signal asked the run to stop; its work is saved, if there was any.
 
     Attributes
     ----------
@@ -186,14 +186,16 @@ class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not
         "SIGINT" or "SIGTERM".
     run : str
         Path of the run directory.
+    is_saved : bool
+        Whether there is a checkpoint to go on from.
     """
 
-    def __init__(self, signal_name: str, run: str = "RUN") -> None:
-        self.signal_name, self.run = signal_name, run
+    def __init__(self, signal_name: str, run: str = "RUN", is_saved: bool = True) -> None:
+        self.signal_name, self.run, self.is_saved = signal_name, run, is_saved
+        what = "and its work is saved. Go on" if is_saved else "before its first checkpoint. Begin"
         super().__init__(
-            f"the run was stopped by {signal_name} and its work is saved. Go on with: "
-            f"nip-astra resume {run}"
+            f"the run was stopped by {signal_name} {what} with: nip-astra resume {run}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.signal_name, self.run)
+        return type(self), (self.signal_name, self.run, self.is_saved)

@@ -179,7 +179,8 @@ def _run(
             is_done = True
             _write_report(directory)
         except StopRequested as stopped:
-            raise StopRequested(stopped.signal_name, str(directory.path)) from None
+            is_saved = CheckpointStore(directory.checkpoints_dir).latest() is not None
+            raise StopRequested(stopped.signal_name, str(directory.path), is_saved) from None
         except Exception as error:
             logger.error("the run failed: %s", error)
             raise

@@ -116,6 +116,10 @@ def test_a_stopped_run_tells_how_to_go_on() -> None:
         "the run was stopped by SIGTERM and its work is saved. Go on with: "
         "nip-astra resume runs/one"
     )
+    assert str(StopRequested("SIGINT", "runs/one", is_saved=False)) == (
+        "the run was stopped by SIGINT before its first checkpoint. Begin with: "
+        "nip-astra resume runs/one"
+    )
 
 
 @pytest.mark.parametrize(

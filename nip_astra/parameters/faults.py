@@ -89,7 +89,9 @@ def faults_of(
 
 def suggest(name: str, siblings: Sequence[str], *, prefix: str = "") -> str:
     """Give a sentence with the known name nearest to a wrong one, or with all names."""
-    near = nearest_names(name, siblings, 1)
+    # nip_protocol is nearer to zk_protocol than to nip, and means the latter.
+    begun = [sibling for sibling in siblings if name.startswith(f"{sibling}_")]
+    near = begun[:1] or nearest_names(name, siblings, 1)
     if near:
         return f"Did you mean {prefix + near[0]!r}?"
     return f"Known here: {', '.join(siblings)}." if siblings else "Remove it."

@@ -251,6 +251,21 @@ class ProtocolHandler(ABC):
         can_decide_EA = self._look_up(can_decide_ORA, round_E, seed_E)
         return can_decide_EA if agent_decided_EA is None else can_decide_EA & ~agent_decided_EA
 
+    @property
+    def forced_names(self) -> tuple[str, ...]:
+        """Agents whose decisions are forced, so that their policies have none to make."""
+        return () if self.common.force_guess is None else self.verifier_names
+
+    def chooses(
+        self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
+    ) -> Tensor:
+        """Give whose policy makes a decision that counts, bool `[E, A]`; see `can_decide`."""
+        can_decide_EA = self.can_decide(round_E, seed_E, agent_decided_EA)
+        if not self.forced_names:
+            return can_decide_EA
+        is_free_A = [name not in self.forced_names for name in self.agent_names]
+        return can_decide_EA & torch.tensor(is_free_A, device=can_decide_EA.device)
+
     @abstractmethod
     def step(
         self, round_E: Tensor, seed_E: Tensor, y_E: Tensor, agent_decided_EA: Tensor, moves: Moves

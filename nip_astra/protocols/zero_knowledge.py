@@ -107,6 +107,11 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
         is_base = agent_name in self.base.agent_names
         return self.base.reward_mid_point_estimate(agent_name) if is_base else 0.0
 
+    @property
+    def forced_names(self) -> tuple[str, ...]:
+        """The verifier, where its decisions are forced; the adversarial one decides freely."""
+        return self.base.forced_names
+
     def logit_reward(
         self, agent_name: str, round_E: Tensor, seed_E: Tensor, decided_EA: Tensor, moves: Moves
     ) -> Tensor | None:

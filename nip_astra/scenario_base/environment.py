@@ -183,7 +183,7 @@ class ProtocolEnvironment(EnvBase):
         is_undecided_E = frame["decided"] == CONTINUE
         following["decided"] = torch.where(is_undecided_E, step.decision_E, frame["decided"])
         following |= self._turns(following)
-        return Transition(following, step, step.has_decided_E | step.is_out_of_rounds_E)
+        return Transition(following, step, step.is_done)
 
     def renew(self, frame: dict[str, Tensor], is_done_E: Tensor) -> dict[str, Tensor]:
         """Give the frame with ended episodes replaced by new ones."""
@@ -200,7 +200,7 @@ class ProtocolEnvironment(EnvBase):
         turn = frame["round"], frame["seed"], frame["has_decided"]
         return {
             "active_mask": self.protocol.active_mask(*turn),
-            "can_decide": self.protocol.can_decide(*turn),
+            "can_decide": self.protocol.chooses(*turn),
         }
 
     def _said(

@@ -318,12 +318,10 @@ ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": Tanh, "relu": nn.ReLU, "gelu"
 """Activation functions by the names that parameters use."""
 
 
-def initialise_orthogonally(
-    module: nn.Module, gain: float, generator: torch.Generator | None = None
-) -> None:
+def initialise_orthogonally(module: nn.Module, gain: float) -> None:
     """Set weight matrices and filters orthogonal and biases to 0; other weights stay."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv2d):
-            nn.init.orthogonal_(part.weight, gain=gain, generator=generator)
+            nn.init.orthogonal_(part.weight, gain=gain)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)

@@ -25,11 +25,10 @@ from nip_astra.errors import ConfigurationError, StopRequested
 from nip_astra.rl_objectives.episode_gae import ends_of, reward_to_go
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.trainers.agent_files import (
-    MODEL_DIR,
     agent_file_of_run,
     load_agent,
     load_agents_from_runs,
-    save_agents,
+    publish_agents,
 )
 from nip_astra.trainers.episode_samples import episode_rows, num_samples
 from nip_astra.trainers.message_regression import MessageRegression
@@ -188,7 +187,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
             with ExitStack() as stack:
                 self._build_test_context(stack)
                 self._run_test_loop()
-        self._save_models()
+        agents = [self.agents[name] for name in self.agents.names]
+        self.results |= publish_agents(agents, self.run_directory, self.tracker)
         self._write_results()
 
     def rerun_tests(self, base_run: Path) -> None:
@@ -366,16 +366,6 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def resume(self, checkpoint: Path) -> None:
         """Take up agents, optimizers, sampler, counters and generators of a checkpoint."""
         self.state = self.checkpoints.load(checkpoint)
-
-    def _save_models(self) -> None:
-        if self.run_directory is None:
-            return
-        model_dir = self.run_directory.path / MODEL_DIR
-        save_agents((self.agents[name] for name in self.agents.names), model_dir)
-        self.results["model_dir"] = str(model_dir)
-        self.tracker.log_artifact(
-            model_dir, name=f"agents-{self.run_directory.run_id}", type="model"
-        )
 
     def _write_results(self) -> None:
         self.results |= results_of(self)

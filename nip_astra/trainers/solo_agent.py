@@ -13,10 +13,10 @@ from nip_astra.errors import ConfigurationError, StopRequested
 from nip_astra.parameters.types import TrainerType
 from nip_astra.trainers.agent_files import (
     AGENTS_DIR,
-    MODEL_DIR,
     agent_file_of_run,
     load_agent,
     load_agents_from_runs,
+    publish_agents,
     save_agents,
 )
 from nip_astra.trainers.registry import register_trainer
@@ -81,7 +81,7 @@ class SoloAgentTrainer(TensorDictTrainer):
             with ExitStack() as stack:
                 self._build_test_context(stack)
                 self._run_test_loop()
-        self._save_models()
+        self.results |= publish_agents(self.agents, self.run_directory, self.tracker)
         self._write_results()
 
     def rerun_tests(self, base_run: Path) -> None:
@@ -168,15 +168,6 @@ class SoloAgentTrainer(TensorDictTrainer):
             training.load_state(content["optimizers"][name])
         self.num_epochs_done, self._last = content["num_epochs_done"], content["last"]
         self._content = content
-
-    def _save_models(self) -> None:
-        if self.run_directory is not None:
-            model_dir = self.run_directory.path / MODEL_DIR
-            save_agents(self.agents, model_dir)
-            self.results["model_dir"] = str(model_dir)
-            self.tracker.log_artifact(
-                model_dir, name=f"agents-{self.run_directory.run_id}", type="model"
-            )
 
     def _write_results(self) -> None:
         self.results |= {

@@ -62,6 +62,10 @@ def faults_of(values: dict[str, Any], sources: dict[str, str] | None = None) -> 
         ),
         ({"glos": 1}, "paint.glos: unknown parameter; given 1. Did you mean 'paint.gloss'?"),
         (
+            {"gloss_paint": 1},
+            "paint.gloss_paint: unknown parameter; given 1. Did you mean 'paint.gloss'?",
+        ),
+        (
             {"zzz": 1},
             "paint.zzz: unknown parameter; given 1. Known here: gloss, layers, colour, is_dry, "
             "thinner, label.",

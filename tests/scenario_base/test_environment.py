@@ -114,3 +114,20 @@ def test_an_agent_is_the_same_whatever_the_others_are() -> None:
             assert one.equal(other)
     first = next(nip.agents["prover"].parameters())
     assert not first.equal(next(nip.agents["verifier"].parameters()))
+
+
+@pytest.mark.parametrize("zero_knowledge", [False, True])
+def test_a_policy_has_no_decision_to_make_where_decisions_are_forced(zero_knowledge: bool) -> None:
+    common = {"force_guess": "y", "zero_knowledge": zero_knowledge}
+    game = build_game("nip", protocol_common=common)
+    environment, agents = game.train_environment, game.combined_agents
+    assert environment is not None
+    assert agents is not None
+    frame = environment.fresh(16)
+    moves = agents.act(frame, torch.Generator().manual_seed(0))
+    assert not frame["can_decide"][:, agents.number("verifier")].any()
+    assert (moves.decision_BA[:, agents.number("verifier")] == 2).all()
+    after = environment.advance(frame, moves).observation
+    assert after["decided"].equal(frame["y"].squeeze(1)), "the label is decided all the same"
+    if zero_knowledge:
+        assert frame["can_decide"][:, agents.number("adversarial_verifier")].all()

@@ -112,3 +112,15 @@ def test_each_parameter_of_a_head_changes_its_shape(kind: Any, agent: dict[str, 
         return [weight.shape for weight in make_head(shape, kind, **given).parameters()]
 
     assert shapes(**agent) != shapes()
+
+
+@pytest.mark.parametrize("include_round_in_decider", [True, False])
+def test_decisions_may_start_as_what_is_told_alone(include_round_in_decider: bool) -> None:
+    shape = make_shape(GRID)
+    head = make_head(shape, include_round_in_decider=include_round_in_decider)
+    solo = make_head(shape, ImageSoloHead)
+    read, frames = represent(shape), make_frames(GRID, shape)
+    head.decide_as(solo)
+    decision_logits = head(read, frames).decision_logits_B3
+    torch.testing.assert_close(decision_logits[:, :2], solo(read, frames))
+    assert (decision_logits[:, 2] == 0).all()
