@@ -56,6 +56,10 @@ class RlTrainerParameters(SubParameters):
     """Environment frames of that random play."""
     pretrain_agents: bool = False
     """Whether bodies are first trained to tell the label alone, by the solo_agent section."""
+    pretrain_decisions: bool = True
+    """Whether a verifier with a pretrained body decides at first as it tells alone, where its
+    policy head can. It then believes nothing that looks wrong to it: a prover that must convince
+    learns sooner, one that only wants to be understood may never be heard."""
 
 
 class CommonPpoParameters(SubParameters):

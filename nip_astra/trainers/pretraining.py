@@ -33,16 +33,22 @@ def pretrain_bodies(
     environment: ProtocolEnvironment,
     parameters: SoloParameters,
     *,
+    with_decisions: bool,
     seed: int,
     runs_dir: str,
 ) -> None:
     """Train each agent's body alone, and give its policy and its value function the result.
 
     A value function that sees more than the policy has a body of another shape, which stays as it
-    was. An agent's decisions start as what it tells alone, where its policy head takes that over.
-    An agent that was loaded from a run stays as it was trained there.
+    was. An agent that was loaded from a run stays as it was trained there.
     A body is read from the cache where one was trained from the same: first weights, data, seed,
     parameters and shape of the agent, and these parameters.
+
+    Parameters
+    ----------
+    with_decisions : bool
+        Whether an agent's decisions start as what it tells alone, where its policy head takes that
+        over.
 
     Raises
     ------
@@ -64,7 +70,7 @@ def pretrain_bodies(
             _train(agent, environment, parameters, seed)
             _save(trained, path)
         _copy_to_value_body(agent)
-        if agent.policy_head is not None:
+        if with_decisions and agent.policy_head is not None:
             agent.policy_head.decide_as(agent.solo_head)
 
 

@@ -224,6 +224,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 {name: self.agents[name] for name in self.agents.names},
                 self.train_environment,
                 solo.model_copy(update={"num_epochs": 1}) if self.settings.test_run else solo,
+                with_decisions=self.rl.pretrain_decisions,
                 seed=self.hyper_params.seed,
                 runs_dir=self.settings.runs_dir,
             )

@@ -50,6 +50,7 @@ def test_with_a_shared_reward_the_prover_gives_the_label_away_and_the_probe_sees
         "rl.num_iterations=80",
         "rl.frames_per_batch=2048",
         "rl.lr=0.002",
+        "rl.pretrain_decisions=false",
     )
     after = run(tmp_path, "vanilla_ppo", *overrides)["after"]
     assert after["mean_accuracy"] >= 0.95

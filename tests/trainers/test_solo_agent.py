@@ -20,7 +20,7 @@ from nip_astra.errors import (
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.pretraining import CACHE_DIR
-from tests.toy_protocol_scenario import toy_kind, toy_trainer
+from tests.toy_protocol_scenario import ToyPolicyHead, toy_kind, toy_trainer
 
 SOLO = {"num_epochs": 20, "batch_size": 10, "lr": 0.02}
 
@@ -144,6 +144,23 @@ def test_both_bodies_start_from_one_that_was_trained_alone(tmp_path: Path) -> No
         frames = environment.first_frames(torch.arange(32))
         right = agent.solo(frames).argmax(-1) == frames["y"].squeeze(-1)
     assert float(right.float().mean()) >= 0.95
+
+
+@pytest.mark.parametrize("pretrain_decisions", [True, False])
+def test_decisions_start_as_told_alone_where_that_is_asked_for(
+    pretrain_decisions: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken_over: list[Any] = []
+    monkeypatch.setattr(ToyPolicyHead, "decide_as", lambda head, solo: taken_over.append(solo))
+    trainer = toy_trainer(
+        "vanilla_ppo",
+        settings=ExperimentSettings(progress=False, runs_dir=str(tmp_path)),
+        rl={"pretrain_agents": True, "pretrain_decisions": pretrain_decisions},
+        solo_agent={**SOLO, "num_epochs": 1},
+    )
+    trainer._prepare()
+    heads = [trainer.agents[name].solo_head for name in trainer.agents.names]
+    assert taken_over == (heads if pretrain_decisions else [])
 
 
 def fresh_environment() -> Any:
