@@ -21,7 +21,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from nip_astra.errors import ConfigurationError, StopRequested
+from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.episode_gae import ends_of, reward_to_go
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.trainers.agent_files import (
@@ -336,17 +336,11 @@ class TensorDictRlTrainer(TensorDictTrainer):
             accuracy=statistics.get("mean_accuracy", float("nan")),
             frames_per_second=timings["time/frames_per_second"],
         )
-        is_last = self.state.iteration == context.num_iterations
-        every = self.settings.checkpoint_period
-        is_due = is_last or (every and self.state.iteration % every == 0)
-        if is_due:
-            self._save_checkpoint()
-        try:
-            self._raise_if_stopped()
-        except StopRequested:
-            if not is_due:
-                self._save_checkpoint()
-            raise
+        self._checkpoint_or_stop(
+            self.state.iteration,
+            is_last=self.state.iteration == context.num_iterations,
+            save=self._save_checkpoint,
+        )
 
     def _log_episodes(self, batch: TensorDict, table: str, step: int) -> None:
         """Record a sample of the whole episodes of a batch [E, T]."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.errors import ConfigurationError, StopRequested
+from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.trainers.agent_files import (
     AGENTS_DIR,
@@ -111,7 +111,9 @@ class SoloAgentTrainer(TensorDictTrainer):
             self._last = read(metrics)
             self.tracker.log_metrics(self._last, step=self.num_epochs_done)
             self._checkpoint_or_stop(
-                is_last=self.num_epochs_done == iteration_context.num_iterations
+                self.num_epochs_done,
+                is_last=self.num_epochs_done == iteration_context.num_iterations,
+                save=self._save_checkpoint,
             )
 
     @attach_progress_bar(lambda self: 1)
@@ -127,18 +129,6 @@ class SoloAgentTrainer(TensorDictTrainer):
             self.tracker.log_metrics(self.results["after"], step=self.num_epochs_done)
 
     # ---- saving
-
-    def _checkpoint_or_stop(self, *, is_last: bool) -> None:
-        every = self.settings.checkpoint_period
-        is_due = is_last or (every and self.num_epochs_done % every == 0)
-        if is_due:
-            self._save_checkpoint()
-        try:
-            self._raise_if_stopped()
-        except StopRequested:
-            if not is_due:
-                self._save_checkpoint()
-            raise
 
     def _save_checkpoint(self) -> None:
         store = self._checkpoint_store()

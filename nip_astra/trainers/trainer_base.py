@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -170,6 +170,34 @@ class Trainer(ABC):
     def dry_run(self) -> dict[str, Any]:
         """Run the smallest possible step and give what a whole run would cost."""
         return {"num_iterations": self.get_total_num_iterations()}
+
+    def _checkpoint_or_stop(
+        self, num_done: int, *, is_last: bool, save: Callable[[], None]
+    ) -> None:
+        """Save after an iteration where that is due, or where a signal asked the run to stop.
+
+        Parameters
+        ----------
+        num_done : int
+            Iterations done.
+        is_last : bool
+            Whether that was the last one, after which a checkpoint is always due.
+
+        Raises
+        ------
+        StopRequested
+            After saving, when a signal asked for it.
+        """
+        every = self.settings.checkpoint_period
+        is_due = is_last or (every > 0 and num_done % every == 0)
+        if is_due:
+            save()
+        try:
+            self._raise_if_stopped()
+        except StopRequested:
+            if not is_due:
+                save()
+            raise
 
     def _raise_if_stopped(self) -> None:
         """Raise `StopRequested` when a signal asked the run to stop."""
