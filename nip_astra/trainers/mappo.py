@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from torchrl.objectives import ValueEstimators
-
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
+from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 
 
 @register_trainer(TrainerType.MAPPO)
-class MappoTrainer(TensorDictRlTrainer):
+class MappoTrainer(VanillaPpoTrainer):
     """Each agent learns by PPO, with a value function that knows more than the agent (MAPPO).
 
     The loss is that of vanilla_ppo. The value function of an agent, which only training needs,
@@ -24,7 +21,6 @@ class MappoTrainer(TensorDictRlTrainer):
     """
 
     trainer_type: ClassVar[str] = "rl_central_critic"
-    parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "ppo", "message_regression")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -34,10 +30,3 @@ class MappoTrainer(TensorDictRlTrainer):
                 "value functions see what policies must not. Set rl.use_shared_body=false, or "
                 "train with vanilla_ppo."
             )
-
-    def _get_loss_module_and_gae(self) -> tuple[IppoObjective, Gae]:
-        loss_module = IppoObjective(self.agents, self.hyper_params.ppo, self.rl)
-        loss_module.make_value_estimator(
-            ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
-        )
-        return loss_module, loss_module.value_estimator
