@@ -41,3 +41,24 @@ class AgentParameters(SubParameters):
     load_from_run: str | None = None
     """Run directory whose trained agent of the same name this one starts from; null starts from
     random weights. The networks must have the same shapes. Such an agent is not pretrained."""
+
+
+class HeadParameters(AgentParameters):
+    """An agent whose heads are perceptrons; a scenario adds its body and what chooses messages."""
+
+    d_decider: int = Field(default=16, ge=1)
+    """Width of the hidden layers that decide, and that tell the label alone."""
+    num_decider_layers: int = Field(default=2, ge=1)
+    """Linear layers that decide, and that tell the label alone."""
+    include_round_in_decider: bool = True
+    """Whether what decides sees the number of the round."""
+    d_value: int = Field(default=16, ge=1)
+    """Width of the hidden layers of the value function."""
+    num_value_layers: int = Field(default=2, ge=1)
+    """Linear layers of the value function."""
+    include_round_in_value: bool = True
+    """Whether the value function sees the number of the round."""
+    d_linear_message_selector: int = Field(default=16, ge=1)
+    """Width of the hidden layers that choose a linear message."""
+    num_linear_message_selector_layers: int = Field(default=2, ge=1)
+    """Linear layers that choose a linear message."""

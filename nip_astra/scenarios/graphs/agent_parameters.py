@@ -6,10 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from nip_astra.parameters.agents import AgentParameters, LrFactors
+from nip_astra.parameters.agents import HeadParameters, LrFactors
 
 
-class GraphIsomorphismAgentParameters(AgentParameters):
+class GraphIsomorphismAgentParameters(HeadParameters):
     """An agent whose body is a graph network and a transformer."""
 
     activation_function: Literal["tanh", "relu", "gelu"] = "tanh"
@@ -33,22 +33,6 @@ class GraphIsomorphismAgentParameters(AgentParameters):
     """Width of the hidden layers that choose a node."""
     num_node_selector_layers: int = Field(default=2, ge=1)
     """Linear layers that choose a node."""
-    d_decider: int = Field(default=16, ge=1)
-    """Width of the hidden layers that decide, and that tell the label alone."""
-    num_decider_layers: int = Field(default=2, ge=1)
-    """Linear layers that decide, and that tell the label alone."""
-    include_round_in_decider: bool = True
-    """Whether what decides sees the number of the round."""
-    d_value: int = Field(default=16, ge=1)
-    """Width of the hidden layers of the value function."""
-    num_value_layers: int = Field(default=2, ge=1)
-    """Linear layers of the value function."""
-    include_round_in_value: bool = True
-    """Whether the value function sees the number of the round."""
-    d_linear_message_selector: int = Field(default=16, ge=1)
-    """Width of the hidden layers that choose a linear message."""
-    num_linear_message_selector_layers: int = Field(default=2, ge=1)
-    """Linear layers that choose a linear message."""
     use_pair_invariant_pooling: bool = True
     """Whether the two graphs become their mean and difference, so that their order is unseen."""
     gnn_lr_factor: LrFactors = LrFactors()

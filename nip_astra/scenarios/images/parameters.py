@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from nip_astra.parameters.agents import AgentParameters
+from nip_astra.parameters.agents import HeadParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.scenarios.images.pretrained.registry import PretrainedModelParameters
 
@@ -70,7 +70,7 @@ class ImageDatasetParameters(SubParameters):
         return self
 
 
-class ImageClassificationAgentParameters(AgentParameters):
+class ImageClassificationAgentParameters(HeadParameters):
     """An agent that looks at an image and at what was said about it."""
 
     activation_function: Literal["tanh", "relu", "gelu"] = "relu"
@@ -88,22 +88,6 @@ class ImageClassificationAgentParameters(AgentParameters):
     """Width of the hidden layers of what chooses a latent pixel."""
     num_latent_pixel_selector_layers: int = Field(default=2, ge=1)
     """Linear layers of what chooses a latent pixel; 1 has no hidden layer."""
-    d_decider: int = Field(default=16, ge=1)
-    """Width of the hidden layers of what decides, also alone."""
-    num_decider_layers: int = Field(default=2, ge=1)
-    """Linear layers of what decides, also alone."""
-    include_round_in_decider: bool = True
-    """Whether the decision may depend on the number of the round."""
-    d_value: int = Field(default=16, ge=1)
-    """Width of the hidden layers of the value function."""
-    num_value_layers: int = Field(default=2, ge=1)
-    """Linear layers of the value function."""
-    include_round_in_value: bool = True
-    """Whether the value may depend on the number of the round."""
-    d_linear_message_selector: int = Field(default=16, ge=1)
-    """Width of the hidden layers of what chooses a linear symbol."""
-    num_linear_message_selector_layers: int = Field(default=2, ge=1)
-    """Linear layers of what chooses a linear symbol."""
     pretrained_embeddings_model: PretrainedModelParameters | None = None  # type: ignore[valid-type]
     """A trained model whose view of the image the body reads beside the pixels; null for none."""
     pretrained_embedding_channels: int = Field(default=16, ge=1)
