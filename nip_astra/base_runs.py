@@ -10,7 +10,7 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault, UnknownNameError
 from nip_astra.parameters.content import find_scenario
 from nip_astra.parameters.conversion import convert
-from nip_astra.parameters.loading import Layer, flatten, merge_layers
+from nip_astra.parameters.loading import Layer, flatten, literal_layer, merge_layers
 from nip_astra.parameters.protocols import BaseRunParameters
 from nip_astra.scenarios.registry import Scenario
 from nip_astra.tracking import run_directory as files
@@ -61,9 +61,8 @@ class BaseRun:
         """
         is_other = asked.get("trainer", self.values.get("trainer")) != self.values.get("trainer")
         left_out = (*_NEVER_TAKEN_OVER, *(_OF_A_CUSTOM_TRAINER if is_other else ()))
-        return Layer(
-            self.source, {name: v for name, v in self.values.items() if name not in left_out}
-        )
+        values = {name: v for name, v in self.values.items() if name not in left_out}
+        return literal_layer(self.source, values)
 
     def layer_about(
         self, layer: Layer, scenario_dir: Path, scenario_class: type[Scenario], kind: str

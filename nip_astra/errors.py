@@ -137,6 +137,10 @@ class PluginError(ConfigurationError, ImportError):
     """A plug-in could not be loaded; nothing of it stays behind."""
 
 
+class AgentShapeError(ConfigurationError):
+    """A part of an agent gives a tensor of another shape than its protocol needs."""
+
+
 class MissingDependencyError(ConfigurationError, ImportError):
     """An optional package is needed and not installed."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nip_astra.base_runs import RERUN_TESTS, check_rerun, located, only, read_base_run
+from nip_astra.base_runs import RERUN_TESTS, BaseRun, check_rerun, located, only, read_base_run
 from nip_astra.errors import ConfigurationError, PluginError, UnknownNameError
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
@@ -18,6 +18,8 @@ from nip_astra.parameters.content import (
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.loading import (
     Layer,
+    ResolvedParameters,
+    literal_layer,
     merge_layers,
     parse_overrides,
     read_yaml_layers,
@@ -90,54 +92,139 @@ def resolve_experiment(
         When a name is unknown, a file is missing, or parameters are wrong; all faults of the
         parameters at once.
     """
-    file = None if parameter_file is None else Path(parameter_file)
-    folder = None if file is None else file.resolve().parent
-    file_layers = [] if file is None else read_yaml_layers(file, source=str(file))
-    top_layers = [] if hyper_params is None else [_layer_of(hyper_params)]
-    top_layers += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
-    given = [*file_layers, *top_layers]
-    base = read_base_run(given)
-    base_layer = base.layer(_merged(*given))
-    named = _merged(base_layer, *given)
-
-    loaded = _load_plugins([*plugins, *base.plugins], named, folder)
-    trainer_name, trainer_class = _find_trainer(named, folder)
-    preset = preset_path(trainer_name, named.get("scenario")) if file is None else None
-    if preset is not None:
-        file_layers = read_yaml_layers(preset, source=f"preset {preset.stem}")
-    low_layers = [] if preset is None else file_layers
-    scenario_name = str(
-        _merged(*low_layers, base_layer, *given).get("scenario") or DEFAULT_SCENARIO
+    top = [] if hyper_params is None else [_layer_of(hyper_params)]
+    top += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
+    stack = _Stack.of(parameter_file, top)
+    components = _find_components(stack, plugins)
+    resolved = _validate(stack, components, is_plugin_given=bool(plugins))
+    hyper_params = _located(resolved.hyper_params, components, stack.folder)
+    return ResolvedExperiment(
+        hyper_params,
+        resolved.sources,
+        components.trainer_class,
+        components.kind,
+        components.scenario_dir,
     )
-    scenario_dir = find_scenario(scenario_name)
-    scenario_layers, kind = _read_scenario(scenario_dir)
+
+
+@dataclass
+class _Stack:
+    """Layers of parameters, in the order in which the later wins, but the defaults of classes.
+
+    Attributes
+    ----------
+    base_run : BaseRun
+        What the layer `base` is of.
+    folder : Path or None
+        That of the parameter file.
+    """
+
+    scenario: list[Layer]
+    preset: list[Layer]
+    base: Layer
+    file: list[Layer]
+    top: list[Layer]
+    base_run: BaseRun
+    folder: Path | None
+
+    @classmethod
+    def of(cls, parameter_file: str | Path | None, top: list[Layer]) -> _Stack:
+        """Read the parameter file and the base run; scenario and preset are not known yet."""
+        path = None if parameter_file is None else Path(parameter_file)
+        file = [] if path is None else read_yaml_layers(path, source=str(path))
+        base_run = read_base_run([*file, *top])
+        base = base_run.layer(_merged(*file, *top))
+        folder = None if path is None else path.resolve().parent
+        return cls([], [], base, file, top, base_run, folder)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """All layers."""
+        return [*self.scenario, *self.preset, self.base, *self.file, *self.top]
+
+    def named(self) -> dict[str, Any]:
+        """Give what all layers say together."""
+        return _merged(*self.layers)
+
+
+@dataclass(frozen=True)
+class _Components:
+    """What the layers name, loaded.
+
+    Attributes
+    ----------
+    plugins : list[str]
+        Plug-ins that were loaded, by their paths.
+    """
+
+    trainer: str
+    trainer_class: type[Trainer]
+    scenario: str
+    scenario_dir: Path
+    scenario_class: type[Scenario]
+    kind: str
+    protocol: Any
+    plugins: list[str]
+
+
+def _find_components(stack: _Stack, plugins: Sequence[str]) -> _Components:
+    """Load plug-ins and find what is named; preset and scenario are put into the stack."""
+    loaded = _load_plugins([*plugins, *stack.base_run.plugins], stack.named(), stack.folder)
+    trainer, trainer_class = _find_trainer(stack.named(), stack.folder)
+    preset = None if stack.file else preset_path(trainer, stack.named().get("scenario"))
+    if preset is not None:
+        are_plugins_named = "plugins" in stack.named()
+        stack.preset = read_yaml_layers(preset, source=f"preset {preset.stem}")
+        if not are_plugins_named:
+            loaded += _load_all(_plugin_specs(stack.named()), preset.parent)
+    scenario = str(stack.named().get("scenario") or DEFAULT_SCENARIO)
+    scenario_dir = find_scenario(scenario)
+    stack.scenario, kind = _read_scenario(scenario_dir)
     scenario_class = _find_kind(kind, scenario_dir)
-    low_layers = [*scenario_layers, *low_layers]
-    base_layer = base.layer_about(base_layer, scenario_dir, scenario_class, kind)
-    protocol = _merged(*low_layers, base_layer, *given).get("interaction_protocol")
-    low_layers = [_about_protocol(layer, protocol) for layer in low_layers]
+    stack.base = stack.base_run.layer_about(stack.base, scenario_dir, scenario_class, kind)
+    protocol = stack.named().get("interaction_protocol")
+    return _Components(
+        trainer, trainer_class, scenario, scenario_dir, scenario_class, kind, protocol, loaded
+    )
+
+
+def _validate(
+    stack: _Stack, components: _Components, *, is_plugin_given: bool
+) -> ResolvedParameters:
+    """Give the validated parameters; what nothing reads is refused."""
+    trainer_class, kind = components.trainer_class, components.kind
+    scenario_class, protocol = components.scenario_class, components.protocol
     model = HyperParameters.with_sections(
-        {trainer_name: trainer_class.Parameters, kind: scenario_class.Parameters}
+        {components.trainer: trainer_class.Parameters, kind: scenario_class.Parameters}
         | {name: TRAINERS.get(name).Parameters for name in trainer_class.sections_of_others}
         | _protocol_section(protocol, scenario_class, kind)
     )
+    names = {"trainer": components.trainer, "scenario": components.scenario}
     resolved = resolve_parameters(
         [
-            Layer("default", {"trainer": trainer_name, "scenario": scenario_name}),
-            *low_layers,
-            only(base_layer, model.model_fields),
-            *given,
-            *([Layer("--plugin", {"plugins": loaded})] if plugins else []),
+            literal_layer("default", names),
+            *(_about_protocol(layer, protocol) for layer in (*stack.scenario, *stack.preset)),
+            only(stack.base, model.model_fields),
+            *stack.file,
+            *stack.top,
+            *(
+                [literal_layer("--plugin", {"plugins": components.plugins})]
+                if is_plugin_given
+                else []
+            ),
         ],
         model,
     )
     if resolved.hyper_params.base_run.base_run_type == RERUN_TESTS:
-        check_rerun(base, given, trainer_class)
+        check_rerun(stack.base_run, [*stack.file, *stack.top], trainer_class)
     check_that_all_are_read(
-        [*file_layers, *top_layers], resolved.hyper_params, trainer_class, scenario_class, kind
+        [*stack.preset, *stack.file, *stack.top],
+        resolved.hyper_params,
+        trainer_class,
+        scenario_class,
+        kind,
     )
-    hyper_params = _located(resolved.hyper_params, loaded, folder, scenario_dir, kind)
-    return ResolvedExperiment(hyper_params, resolved.sources, trainer_class, kind, scenario_dir)
+    return resolved
 
 
 def _merged(*layers: Layer) -> dict[str, Any]:
@@ -146,12 +233,15 @@ def _merged(*layers: Layer) -> dict[str, Any]:
 
 def _load_plugins(specs: Sequence[str], named: dict[str, Any], folder: Path | None) -> list[str]:
     """Import plug-ins, also those that a file names and that of the scenario."""
-    loaded = [load_plugin(spec).spec for spec in specs]
-    loaded += [load_plugin(spec, relative_to=folder).spec for spec in _plugin_specs(named)]
+    loaded = [*_load_all(specs, None), *_load_all(_plugin_specs(named), folder)]
     if named.get("scenario") is not None:
         # It may register the trainer.
         _load_plugin_of(find_scenario(str(named["scenario"])))
     return loaded
+
+
+def _load_all(specs: Sequence[str], folder: Path | None) -> list[str]:
+    return [load_plugin(spec, relative_to=folder).spec for spec in specs]
 
 
 def _protocol_section(
@@ -188,26 +278,22 @@ def _plugin_specs(named: dict[str, Any]) -> list[str]:
 
 
 def _located(
-    hyper_params: HyperParameters,
-    loaded: list[str],
-    folder: Path | None,
-    scenario_dir: Path,
-    kind: str,
+    hyper_params: HyperParameters, components: _Components, folder: Path | None
 ) -> HyperParameters:
     """Give the parameters with absolute paths, so that they mean the same in any folder."""
     changes: dict[str, Any] = {}
-    if loaded:
-        changes["plugins"] = list(dict.fromkeys(loaded))
+    if components.plugins:
+        changes["plugins"] = list(dict.fromkeys(components.plugins))
     if hyper_params.custom_trainer_module_path is not None:
         plugin = load_plugin(hyper_params.custom_trainer_module_path, relative_to=folder)
         changes["custom_trainer_module_path"] = plugin.spec
     if hyper_params.scenario not in scenario_names():
-        changes["scenario"] = str(scenario_dir)
+        changes["scenario"] = str(components.scenario_dir)
     if hyper_params.base_run.run is not None:
         changes["base_run"] = located(hyper_params.base_run)
-    agents = _located_agents(getattr(hyper_params, kind))
+    agents = _located_agents(getattr(hyper_params, components.kind))
     if agents is not None:
-        changes[kind] = agents
+        changes[components.kind] = agents
     return hyper_params.model_copy(update=changes)
 
 
@@ -226,12 +312,12 @@ def _located_agents(section: SubParameters) -> SubParameters | None:
 
 def _layer_of(hyper_params: HyperParameters) -> Layer:
     values = hyper_params.model_dump(mode="json", exclude_unset=True)
-    return Layer("hyper_params", values)
+    return literal_layer("hyper_params", values)
 
 
 def _named_layer(trainer: str | None, scenario: str | None, seed: int | None) -> Layer:
     given = {"trainer": trainer, "scenario": scenario, "seed": seed}
-    return Layer(
+    return literal_layer(
         "command line", {name: value for name, value in given.items() if value is not None}
     )
 

@@ -26,6 +26,7 @@ from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.environment import describe_environment
 from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
+from nip_astra.tracking.run_lock import run_lock
 from nip_astra.trainers.trainer_base import Trainer
 
 logger = logging.getLogger(__name__)
@@ -107,7 +108,8 @@ def run_experiment(
     directory.write_json(files.ENVIRONMENT, describe_environment())
     built: list[Trainer] = []
     try:
-        return _run(resolved, settings, directory, checkpoint=None, built=built)
+        with run_lock(directory.path):
+            return _run(resolved, settings, directory, checkpoint=None, built=built)
     finally:
         if not built:
             # A fault of building, such as a missing model: the run id is free for the next try.
@@ -122,29 +124,31 @@ def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResu
     Parameters
     ----------
     run : str or Path
-        The run directory.
+        The run directory, or its name in `runs_dir`.
     **settings_fields
         Settings that differ from those the run was started with.
 
     Raises
     ------
     RunDirectoryError
-        When it is no run, or the run has ended.
+        When it is no run, the run has ended, or another process is at work on it.
     CheckpointError
         When the latest checkpoint is corrupt.
     """
-    directory = RunDirectory.open(run)
-    if (directory.path / files.RESULTS).exists():
-        raise RunDirectoryError(
-            f"the run {directory.run_id!r} was to be resumed, but it has ended: "
-            f"{directory.path / files.RESULTS} holds its results. Start a new run."
-        )
-    resolved = resolve_experiment(parameter_file=directory.path / files.HYPER_PARAMETERS)
-    stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
-    settings = _settings(stored, settings_fields)
-    store = CheckpointStore(directory.checkpoints_dir, settings.num_checkpoints_kept)
-    checkpoint = store.open_latest()[0] if store.latest() is not None else None
-    return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
+    runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
+    directory = RunDirectory.find(run, runs_dir)
+    with run_lock(directory.path):
+        if (directory.path / files.RESULTS).exists():
+            raise RunDirectoryError(
+                f"the run {directory.run_id!r} was to be resumed, but it has ended: "
+                f"{directory.path / files.RESULTS} holds its results. Start a new run."
+            )
+        resolved = resolve_experiment(parameter_file=directory.path / files.HYPER_PARAMETERS)
+        stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
+        settings = _settings(stored, settings_fields)
+        store = CheckpointStore(directory.checkpoints_dir, settings.num_checkpoints_kept)
+        checkpoint = store.open_latest()[0] if store.latest() is not None else None
+        return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
 
 
 def _run(

@@ -23,6 +23,7 @@ BUILTINS = {
     "UnknownNameError": LookupError,
     "DuplicateNameError": ValueError,
     "PluginError": ImportError,
+    "AgentShapeError": ValueError,
     "MissingDependencyError": ImportError,
     "ModelLoadError": OSError,
     "DataError": ValueError,

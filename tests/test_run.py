@@ -36,6 +36,7 @@ from nip_astra.run import (
     run_experiment,
 )
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.run_lock import run_lock
 from tests.toy_scenario import toy_scenario_in
 from tests.tracking.wandb_log import WandbLog
 
@@ -181,6 +182,20 @@ def test_a_second_signal_stops_at_once(
     with pytest.raises(KeyboardInterrupt):
         run("one")
     assert CheckpointStore(tmp_path / "one" / "checkpoints").open_latest()[1]["step"] == 1
+
+
+def test_a_run_that_is_at_work_is_not_resumed(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOY_SIGNAL", "1:SIGTERM")
+    with pytest.raises(StopRequested):
+        run("one")
+    monkeypatch.delenv("TOY_SIGNAL")
+    message = rf"but process {os.getpid()} is at work on it\. Wait until"
+    with run_lock(tmp_path / "one"), pytest.raises(RunDirectoryError, match=message):
+        resume_experiment("one", runs_dir=str(tmp_path), progress=False)
+    resume_experiment("one", runs_dir=str(tmp_path), progress=False)
+    assert (tmp_path / "one" / "results.json").is_file()
 
 
 def test_a_run_outside_the_main_thread_leaves_signals_alone(run: Any, tmp_path: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated, ClassVar
+
 from pydantic import Field
 
+from nip_astra.parameters.conditions import ReadWhere, where, where_above
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.update_schedule import (
     ConstantUpdateSchedule,
@@ -26,17 +29,22 @@ class LrFactors(SubParameters):
 class AgentParameters(SubParameters):
     """An agent of a scenario with tensors; a scenario adds the shape of its networks."""
 
+    read_where: ClassVar[ReadWhere | None] = where("is_random", False)
+
     is_random: bool = False
     """Whether the agent plays uniformly at random, with no network, and learns nothing."""
     agent_lr_factor: LrFactors = LrFactors()
-    """Learning rate of the whole agent, as a multiple of rl.lr."""
+    """Learning rate of the whole agent, as a multiple of rl.lr, or of solo_agent.lr where
+    solo_agent is the trainer; the actor's there. Pretraining has no such factors."""
     body_lr_factor: LrFactors = LrFactors()
     """Learning rate of the agent's body, as a multiple of the agent's."""
     update_schedule: UpdateScheduleField = ConstantUpdateSchedule()  # type: ignore[valid-type]
-    """Iterations in which the agent learns."""
+    """Iterations in which the agent learns; epochs, of the trainer solo_agent."""
     use_orthogonal_initialisation: bool = True
     """Whether weight matrices start orthogonal and biases at 0, instead of torch's defaults."""
-    orthogonal_initialisation_gain: float = Field(default=1.0, gt=0)
+    orthogonal_initialisation_gain: Annotated[
+        float, where("use_orthogonal_initialisation", True)
+    ] = Field(default=1.0, gt=0)
     """Scale of orthogonal weights. Larger starts with larger outputs."""
     load_from_run: str | None = None
     """Run directory whose trained agent of the same name this one starts from; null starts from
@@ -46,19 +54,25 @@ class AgentParameters(SubParameters):
 class HeadParameters(AgentParameters):
     """An agent whose heads are perceptrons; a scenario adds its body and what chooses messages."""
 
-    d_decider: int = Field(default=16, ge=1)
+    d_decider: Annotated[int, where_above("num_decider_layers", 1)] = Field(default=16, ge=1)
     """Width of the hidden layers that decide, and that tell the label alone."""
     num_decider_layers: int = Field(default=2, ge=1)
     """Linear layers that decide, and that tell the label alone."""
     include_round_in_decider: bool = True
     """Whether what decides sees the number of the round."""
-    d_value: int = Field(default=16, ge=1)
+    d_value: Annotated[int, where_above("num_value_layers", 1)] = Field(default=16, ge=1)
     """Width of the hidden layers of the value function."""
     num_value_layers: int = Field(default=2, ge=1)
     """Linear layers of the value function."""
     include_round_in_value: bool = True
     """Whether the value function sees the number of the round."""
-    d_linear_message_selector: int = Field(default=16, ge=1)
+    d_linear_message_selector: Annotated[
+        int,
+        where("include_linear_message_space", True),
+        where_above("num_linear_message_selector_layers", 1),
+    ] = Field(default=16, ge=1)
     """Width of the hidden layers that choose a linear message."""
-    num_linear_message_selector_layers: int = Field(default=2, ge=1)
+    num_linear_message_selector_layers: Annotated[
+        int, where("include_linear_message_space", True)
+    ] = Field(default=2, ge=1)
     """Linear layers that choose a linear message."""

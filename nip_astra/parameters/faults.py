@@ -106,6 +106,11 @@ def show(value: Any) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
 
 
+def is_about_elements(values: Mapping[str, Any]) -> bool:
+    """Say whether all names are numbers, from 0, which name elements of a list."""
+    return bool(values) and all(str(name).isdecimal() for name in values)
+
+
 @dataclass(frozen=True)
 class _Found:
     """One error of pydantic at its place in the parameters.
@@ -204,10 +209,7 @@ def _explain(found: _Found, model: type[BaseModel], prefix: str) -> tuple[str, s
     if kind == "extra_forbidden":
         return "unknown parameter", _suggest_parameter(found, model, prefix)
     if kind == "missing":
-        # An assignment reaches into groups, not into lists.
-        is_in_list = any(part.isdecimal() for part in found.path.split("."))
-        where = "" if is_in_list else f" or with --set {found.path}=VALUE"
-        return "is required", f"Give it in a file{where}."
+        return "is required", f"Give it in a file or with --set {found.path}=VALUE."
     if kind in _NOUNS:
         return _explain_type(kind, given)
     if kind in _BOUNDS:
@@ -225,6 +227,10 @@ def _explain(found: _Found, model: type[BaseModel], prefix: str) -> tuple[str, s
 
 def _explain_type(kind: str, given: Any) -> tuple[str, str]:
     noun = _NOUNS[kind]
+    if kind == "list_type" and isinstance(given, Mapping) and is_about_elements(given):
+        return "is a list of which nothing gives the elements that are to be changed", (
+            "Give the whole list, as [first, second]."
+        )
     if kind == "int_type" and isinstance(given, float):
         whole = f"Write {int(given)}." if given.is_integer() else ""
         return f"must be {noun}", whole

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.conversion import convert, is_newer, release_of
 from nip_astra.parameters.message_regression import MessageRegressionParameters
 from nip_astra.parameters.parameters_base import SubParameters
@@ -47,7 +48,9 @@ class HyperParameters(SubParameters):
     """Registered name of the protocol, for scenarios whose agents play one."""
     protocol_common: CommonProtocolParameters = CommonProtocolParameters()
     """What interaction protocols share."""
-    zk_protocol: ZkProtocolParameters = ZkProtocolParameters()
+    zk_protocol: Annotated[ZkProtocolParameters, where("protocol_common.zero_knowledge", True)] = (
+        ZkProtocolParameters()
+    )
     """The zero-knowledge wrapper of protocols."""
     rl: RlTrainerParameters = RlTrainerParameters()
     """Reinforcement learning of agents that play a protocol."""

@@ -13,8 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault
 from nip_astra.parameters.conversion import convert
-from nip_astra.parameters.faults import TYPE_KEY
 from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.merging import Merger, default_lists
+from nip_astra.tracking.run_directory import escape_references
 
 DEFAULT_SOURCE = "default"
 """Source of a value that no layer gave."""
@@ -32,7 +33,7 @@ class Layer:
     source : str
         Where the values come from, for messages and for `show`.
     values : dict
-        Nested values by name.
+        Nested values by name; `${a.b}` in a text refers to another parameter.
     """
 
     source: str
@@ -45,6 +46,19 @@ class ResolvedParameters:
 
     hyper_params: HyperParameters
     sources: dict[str, str]
+
+
+def literal_layer(source: str, values: Mapping[str, Any]) -> Layer:
+    """Give a layer of values in which `${` is text, and refers to no other parameter."""
+    return Layer(source, {name: _literal(value) for name, value in values.items()})
+
+
+def _literal(value: Any) -> Any:
+    if isinstance(value, str):
+        return escape_references(value)
+    if isinstance(value, Mapping):
+        return {name: _literal(item) for name, item in value.items()}
+    return [_literal(item) for item in value] if isinstance(value, list) else value
 
 
 def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
@@ -80,12 +94,14 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
 def parse_overrides(overrides: Iterable[str]) -> Layer:
     """Read `a.b=c` assignments; values are YAML, so `1e-5` is a number and `null` is None.
 
+    An element of a list is named by its number, from 0: `a.b.0.c=d`.
+
     Raises
     ------
     ParameterError
         Naming every assignment that is none, or whose value is no YAML.
     """
-    merged: dict[str, Any] = {}
+    merger = Merger()
     faults: list[ParameterFault] = []
     for item in overrides:
         name, sign, _ = item.partition("=")
@@ -105,10 +121,11 @@ def parse_overrides(overrides: Iterable[str]) -> Layer:
             hint = "Quote a value with special characters: 'a.b=\"x: y\"'."
             faults.append(ParameterFault(name.strip(), repr(item), problem, hint, OVERRIDE_SOURCE))
             continue
-        _merge(merged, values, OVERRIDE_SOURCE, "", {})
+        merger.add(values, OVERRIDE_SOURCE)
+    faults += merger.faults
     if faults:
         raise ParameterError(faults)
-    return Layer(OVERRIDE_SOURCE, merged)
+    return Layer(OVERRIDE_SOURCE, merger.values)
 
 
 def merge_layers(
@@ -117,7 +134,7 @@ def merge_layers(
     """Give the merged values and the source of each leaf.
 
     A group whose `_type` a later layer changes is replaced as a whole: the parameters of the old
-    type mean nothing to the new one.
+    type mean nothing to the new one. A group whose names are numbers changes elements of a list.
 
     Parameters
     ----------
@@ -127,13 +144,17 @@ def merge_layers(
 
     Raises
     ------
+    ParameterError
+        When elements of a list are to be changed that it has not.
     ConfigurationError
         When a parameter refers to another that cannot be resolved.
     """
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
+    merger = Merger()
     for layer in layers:
-        _merge(values, layer.values, layer.source, "", sources)
+        merger.add(layer.values, layer.source)
+    if merger.faults:
+        raise ParameterError(merger.faults)
+    values, sources = merger.values, merger.sources
     if not resolve:
         return values, sources
     try:
@@ -159,7 +180,9 @@ def resolve_parameters(layers: Sequence[Layer], model: type[HyperParameters]) ->
     ParameterError
         With every fault, each with its dotted path, what was given, and from where.
     """
-    values, sources = merge_layers(layers)
+    given, _ = merge_layers(layers, resolve=False)
+    defaults = Layer(DEFAULT_SOURCE, default_lists(given, model, DEFAULT_SOURCE))
+    values, sources = merge_layers([defaults, *layers])
     faults = [
         ParameterFault(
             path,
@@ -193,34 +216,6 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from flatten(value, f"{path}.")
         else:
             yield path, value
-
-
-def _merge(
-    into: dict[str, Any],
-    values: Mapping[str, Any],
-    source: str,
-    prefix: str,
-    sources: dict[str, str],
-) -> None:
-    for key, value in values.items():
-        name = str(key)
-        path = f"{prefix}{name}"
-        old = into.get(name)
-        if isinstance(value, Mapping) and isinstance(old, dict) and not _is_other_type(old, value):
-            _merge(old, value, source, f"{path}.", sources)
-            continue
-        for known in [known for known in sources if known.startswith(f"{path}.")]:
-            del sources[known]
-        sources[path] = source
-        if isinstance(value, Mapping):
-            into[name] = {}
-            _merge(into[name], value, source, f"{path}.", sources)
-        else:
-            into[name] = value
-
-
-def _is_other_type(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    return TYPE_KEY in new and new[TYPE_KEY] != old.get(TYPE_KEY)
 
 
 def _parent_of(path: Path, parent: Any) -> Path:

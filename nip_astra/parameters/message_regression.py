@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from nip_astra.parameters.conditions import where_given
 from nip_astra.parameters.parameters_base import (
     PolymorphicParameters,
     SubParameters,
@@ -33,8 +34,8 @@ class MessageRegressionParameters(SubParameters):
     regressor: RegressorField | None = None  # type: ignore[valid-type]
     """What is fitted from message to label, by its `_type`, for instance `{_type: mlp}`; null fits
     nothing."""
-    period: int = Field(default=1, ge=1)
+    period: Annotated[int, where_given("regressor")] = Field(default=1, ge=1)
     """Iterations between fits. Larger is faster."""
-    test_share: float = Field(default=0.2, gt=0, lt=1)
+    test_share: Annotated[float, where_given("regressor")] = Field(default=0.2, gt=0, lt=1)
     """Share of the datapoints whose messages the accuracy is measured on; the others are learnt
     from. Larger measures more exactly what was learnt from less."""

@@ -19,6 +19,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError
+from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.faults import (
     NESTED,
     TYPE_KEY,
@@ -37,6 +38,9 @@ class SubParameters(BaseModel):
     `Literal`, a list, another group, or null. Nothing is converted but whole numbers to floats.
     Each field has a docstring under it with its unit and consequence.
     """
+
+    read_where: ClassVar[ReadWhere | None] = None
+    """Where the group is read at all; the parameter that this asks for is read always."""
 
     model_config = ConfigDict(
         strict=True,

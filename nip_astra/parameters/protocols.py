@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 
 
 class CommonProtocolParameters(SubParameters):
     """Rewards and order that hold for every interaction protocol."""
 
-    prover_reward: float = 1.0
+    prover_reward: Annotated[float, where("shared_reward", False)] = 1.0
     """Reward of a prover that the verifier's decision favours."""
     verifier_reward: float = 1.0
     """Reward of the verifier for a right decision."""

@@ -5,10 +5,11 @@ What one trainer alone reads stands in its nested class `Parameters`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import SubParameters
 
 LossCriticType = Literal["l1", "l2", "smooth_l1"]
@@ -37,7 +38,9 @@ class RlTrainerParameters(SubParameters):
     """Whether the learning rate falls linearly to 0 over the iterations."""
     max_grad_norm: float | None = Field(default=0.5, gt=0)
     """Gradients are scaled down to this norm; null leaves them as they are."""
-    grad_clipping: Literal["per_agent", "joint"] = "per_agent"
+    grad_clipping: Annotated[Literal["per_agent", "joint"], where_given("max_grad_norm")] = (
+        "per_agent"
+    )
     """Whether the norm is that of each agent's gradient, or of those of all agents that learn."""
     gamma: float = Field(default=0.95, ge=0, le=1)
     """Discount per round. Smaller cares less for later rewards."""
@@ -52,11 +55,13 @@ class RlTrainerParameters(SubParameters):
     normalize_observations: bool = False
     """Whether message histories are shifted and scaled to mean 0 and deviation 1, measured on
     random play before training."""
-    num_normalization_steps: int = Field(default=1000, ge=2)
+    num_normalization_steps: Annotated[int, where("normalize_observations", True)] = Field(
+        default=1000, ge=2
+    )
     """Environment frames of that random play."""
     pretrain_agents: bool = False
     """Whether bodies are first trained to tell the label alone, by the solo_agent section."""
-    pretrain_decisions: bool = True
+    pretrain_decisions: Annotated[bool, where("pretrain_agents", True)] = True
     """Whether a verifier with a pretrained body decides at first as it tells alone, where its
     policy head can. It then believes nothing that looks wrong to it: a prover that must convince
     learns sooner, one that only wants to be understood may never be heard."""
@@ -69,13 +74,15 @@ class CommonPpoParameters(SubParameters):
     """Clipped ratios (arXiv:1707.06347, eq. 7), or a charge for the divergence (eq. 8)."""
     clip_epsilon: float = Field(default=0.2, gt=0)
     """Furthest that a ratio moves from 1 with a gain. Larger takes larger steps."""
-    kl_target: float = Field(default=0.01, gt=0)
+    kl_target: Annotated[float, where("loss_type", "kl_penalty")] = Field(default=0.01, gt=0)
     """Divergence, in nats, that the charge aims at (kl_penalty only)."""
-    kl_beta: float = Field(default=1.0, ge=0)
+    kl_beta: Annotated[float, where("loss_type", "kl_penalty")] = Field(default=1.0, ge=0)
     """First weight of the charge (kl_penalty only)."""
-    kl_decrement: float = Field(default=0.5, gt=0, lt=1)
+    kl_decrement: Annotated[float, where("loss_type", "kl_penalty")] = Field(
+        default=0.5, gt=0, lt=1
+    )
     """Factor of the weight when the divergence is below the target by 1.5 times or more."""
-    kl_increment: float = Field(default=2.0, gt=1)
+    kl_increment: Annotated[float, where("loss_type", "kl_penalty")] = Field(default=2.0, gt=1)
     """Factor of the weight when the divergence is above the target by 1.5 times or more."""
     critic_coef: float = Field(default=1.0, ge=0)
     """Weight of the value loss. It matters where policy and value function share a body."""

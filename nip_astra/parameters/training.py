@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.parameters_base import SubParameters
 
 
@@ -40,7 +41,9 @@ class TrainingConfiguration(SubParameters):
     """Optimizer steps over which the learning rate rises linearly to lr."""
     eval_period: int = Field(default=0, ge=0)
     """Iterations between dev evaluations, by which the best checkpoint is chosen; 0 for none."""
-    dev_metric: Literal["mean_reward", "failure_rate", "mean_score"] = "mean_reward"
+    dev_metric: Annotated[
+        Literal["mean_reward", "failure_rate", "mean_score"], where_above("eval_period", 0)
+    ] = "mean_reward"
     """Figure of a dev evaluation that the best checkpoint has most of."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """Training ends after so many dev evaluations in a row that were no better than the best; null

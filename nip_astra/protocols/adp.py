@@ -14,6 +14,7 @@ class AdpProtocol(DeterministicSingleVerifierProtocolHandler):
     agent_names = ("prover", "verifier")
     message_channel_names = ("main",)
     agent_channel_visibility = (("prover", "main"), ("verifier", "main"))
+    never_reads = ("protocol_common.verifier_first", "protocol_common.verifier_no_guess_reward")
     max_message_rounds = 2
     min_message_rounds = 1
 

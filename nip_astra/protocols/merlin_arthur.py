@@ -26,6 +26,7 @@ class MerlinArthurProtocol(DeterministicSingleVerifierProtocolHandler):
     message_channel_names = ("main",)
     agent_channel_visibility = (("prover0", "main"), ("prover1", "main"), ("verifier", "main"))
     favoured_decisions = {"prover0": REJECT, "prover1": ACCEPT}
+    never_reads = ("protocol_common.verifier_first", "protocol_common.verifier_no_guess_reward")
     max_message_rounds = 2
     min_message_rounds = 1
 

@@ -36,6 +36,7 @@ class MultiChannelTestProtocol(DeterministicSingleVerifierProtocolHandler):
         ("prover1", "prover_chat"),
         ("prover2", "prover_chat"),
     )
+    never_reads = ("protocol_common.verifier_first",)
 
     class Parameters(MessageRounds):
         """How long conversations are."""

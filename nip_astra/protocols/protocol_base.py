@@ -130,6 +130,9 @@ class ProtocolHandler(ABC):
     """Whether `step` reads the logits of the moves."""
     num_verifiers: ClassVar[int | None] = None
     """How many verifiers `step` is for; None for any number."""
+    never_reads: ClassVar[tuple[str, ...]] = ()
+    """Shared parameters that mean nothing to the protocol, such as `protocol_common.verifier_first`
+    where the order of play is fixed; values given to them are refused."""
     favoured_decisions: Mapping[str, int] = {}
     """The decision that pays a prover, by its name; accept for provers that are not named here."""
 

@@ -14,6 +14,13 @@ class SoloVerifierProtocol(DeterministicSingleVerifierProtocolHandler):
     agent_names = ("verifier",)
     message_channel_names = ("main",)
     agent_channel_visibility = (("verifier", "main"),)
+    never_reads = (
+        "protocol_common.verifier_first",
+        "protocol_common.verifier_no_guess_reward",
+        "protocol_common.prover_reward",
+        "protocol_common.shared_reward",
+        "zk_protocol.aux_prover_reward_coefficient",
+    )
     max_message_rounds = 1
     min_message_rounds = 1
 

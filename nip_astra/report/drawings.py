@@ -21,7 +21,9 @@ MAX_PIXELS = 64
 """Width and height from which an image is thinned out, and its grid not drawn."""
 _SHADES = 32
 """Steps of a colour's part, so that neighbours of almost equal colour are drawn as one."""
-_LAYOUT_STEPS = 60
+_LAYOUT_STEPS = 100
+_SPAN = 6.0
+"""Edges that fit beside each other into the picture; a longer graph is bent."""
 _PUSHES = 40
 _LEAST_GAP = 0.15
 """Distance that two nodes keep, as a share of the picture's longer side."""
@@ -214,28 +216,39 @@ def _marks(node: Node, choices: Sequence[Choice], radius: float, middle: float) 
 def layout(num_nodes: int, edges: Iterable[Edge]) -> tuple[list[tuple[float, float]], float]:
     """Place the nodes so that distances on the page are like those in the graph; and the height.
 
-    Classical scaling, then steps of stress majorisation (Gansner et al. 2004) with equal weights.
-    It begins with what the graph alone says, so that isomorphic graphs look alike but for a turn or
-    a reflection.
+    Classical scaling, then steps of stress majorisation (Gansner et al. 2004). In a graph that is
+    longer than the picture is wide, far nodes are wanted nearer than they are, by a power of their
+    distance, so that a long path becomes a bow or a spiral and neighbours keep their room. All
+    begins with what the graph alone says, so that isomorphic graphs look alike but for a turn or a
+    reflection.
     """
     if num_nodes == 1:
         return [(WIDTH / 2, MARGIN)], 2 * MARGIN
     wanted = _distances(num_nodes, edges)
+    wanted **= min(1.0, math.log(_SPAN) / math.log(max(wanted.max(), 2.0)))
     centring = np.eye(num_nodes) - 1.0 / num_nodes
     values, vectors = np.linalg.eigh(-0.5 * centring @ wanted**2 @ centring)
     points: Points = vectors[:, [-1, -2]] * np.sqrt(np.maximum(values[[-1, -2]], 0.0))
     # Nodes with the same neighbours would lie on one another for ever.
     angles = 2.0 * math.pi * np.arange(num_nodes) / num_nodes
     points = points + 0.02 * np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return _fitted(_apart(_with_less_stress(points, wanted)))
+
+
+def _with_less_stress(points: Points, wanted: Points) -> Points:
+    """Move nodes to less `sum w (gap - wanted)^2`, where `w = wanted^-2`: what is near counts."""
+    weights = np.where(wanted > 0.0, np.maximum(wanted, 1.0) ** -2.0, 0.0)
+    solve = np.linalg.pinv(np.diag(weights.sum(axis=1)) - weights)
     for _ in range(_LAYOUT_STEPS):
-        ratios = wanted / np.maximum(_gaps(points), 1e-9)
-        np.fill_diagonal(ratios, 0.0)
-        points = (ratios.sum(axis=1, keepdims=True) * points - ratios @ points) / num_nodes
-    return _fitted(_apart(points))
+        ratios = weights * wanted / np.maximum(_gaps(points), 1e-9)
+        points = solve @ (ratios.sum(axis=1, keepdims=True) * points - ratios @ points)
+    return points
 
 
 def _distances(num_nodes: int, edges: Iterable[Edge]) -> Points:
-    """Give the lengths of shortest paths; between parts that do not hang together, one more."""
+    """Give the lengths of shortest paths; between parts that do not hang together, half the longest
+    and two more.
+    """
     is_near = np.zeros((num_nodes, num_nodes), dtype=bool)
     for start, end in edges:
         is_near[start, end] = is_near[end, start] = True
@@ -248,7 +261,7 @@ def _distances(num_nodes: int, edges: Iterable[Edge]) -> Points:
         found[is_new] = length
         is_reached |= is_new
     longest = found[np.isfinite(found)].max()
-    return np.where(np.isfinite(found), found, longest + 1.0)
+    return np.where(np.isfinite(found), found, longest / 2.0 + 2.0)
 
 
 def _gaps(points: Points) -> Points:

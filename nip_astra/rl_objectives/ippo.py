@@ -82,7 +82,7 @@ class IppoObjective(Objective):
         entropy = view.mean(view.evaluation.entropies_B)
         losses = {"loss_policy": loss_policy, "loss_entropy": -self.ppo.entropy_coef * entropy}
         losses |= self.logit_losses(name, view)
-        return losses | metrics | {"entropy": entropy.detach()}
+        return losses | metrics | {"entropy": view.figure(view.evaluation.entropies_B)}
 
     def _value_entries(self, name: str, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
         return {"loss_value": self._value_loss(self.agents.number(name), values_B, batch)}
@@ -104,15 +104,15 @@ class IppoObjective(Objective):
         with torch.no_grad():
             is_clipped_B = (ratios_B - 1).abs() > self.ppo.clip_epsilon
             metrics = {
-                "kl": kl.detach(),
-                "clip_fraction": view.mean(is_clipped_B.to(ratios_B.dtype)),
+                "kl": view.figure(-log_ratios_B),
+                "clip_fraction": view.figure(is_clipped_B.to(ratios_B.dtype)),
                 "ess": _effective_share(view, ratios_B),
             }
             if self.ppo.loss_type == "kl_penalty":
                 # Agents write to different entries, so that several threads may.
                 # A minibatch in which the agent never acts says nothing of it.
                 acts = 1.0 if view.is_acting_B is None else view.is_acting_B.any().to(kl.dtype)
-                self._kl_sum[view.number] += metrics["kl"]
+                self._kl_sum[view.number] += kl.detach()
                 self._kl_count[view.number] += acts
         return loss, metrics
 
@@ -161,4 +161,4 @@ def normalise(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:
 
 def _effective_share(view: PolicyView, ratios_B: Tensor) -> Tensor:
     """Give the effective sample size as a share of the frames, 1 where all ratios are equal."""
-    return view.mean(ratios_B).square() / view.mean(ratios_B.square()).clamp(min=1e-12)
+    return view.figure(ratios_B).square() / view.figure(ratios_B.square()).clamp(min=1e-12)

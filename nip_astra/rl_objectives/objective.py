@@ -102,6 +102,14 @@ class PolicyView(NamedTuple):
         kept_B = self.is_acting_B.to(values_B.dtype)
         return (values_B * kept_B).sum() / kept_B.sum().clamp(min=1)
 
+    def figure(self, values_B: Tensor) -> Tensor:
+        """Give the mean to be logged, without grad; NaN where the agent acts in no frame."""
+        values_B = values_B.detach()
+        if self.is_acting_B is None:
+            return values_B.mean()
+        kept_B = self.is_acting_B.to(values_B.dtype)
+        return (values_B * kept_B).sum() / kept_B.sum()
+
 
 AgentLosses = Callable[[str, Frames], dict[str, Tensor]]
 """Gives losses of an agent in a minibatch, and what to log; see `Objective.agent_losses`."""
@@ -168,7 +176,7 @@ class Objective(LossModule):
         -------
         dict[str, Tensor]
             Scalars. Those named `loss_*` have grad, are summed and minimised; the others have none
-            and are logged.
+            and are logged, but where they are NaN.
         """
         raise NotImplementedError
 

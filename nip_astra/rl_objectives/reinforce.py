@@ -61,7 +61,7 @@ class ReinforceObjective(Objective):
         found = {
             "loss_policy": -view.mean(logprobs_B * view.of_agent(self.weight)),
             "loss_entropy": -self.entropy_coef * entropy,
-            "entropy": entropy.detach(),
+            "entropy": view.figure(view.evaluation.entropies_B),
         }
         found |= self.logit_losses(name, view)
         if values_B is not None:

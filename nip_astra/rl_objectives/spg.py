@@ -223,8 +223,8 @@ class SpgObjective(Objective):
         return self.logit_losses(name, view) | {
             "loss_value": self.ppo.critic_coef * losses_B.mean(),
             "loss_entropy": -self.ppo.entropy_coef * entropy,
-            "entropy": entropy.detach(),
-            "kl": view.mean(-log_ratios_B),
+            "entropy": view.figure(view.evaluation.entropies_B),
+            "kl": view.figure(-log_ratios_B),
         }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
@@ -19,9 +19,8 @@ from nip_astra.language_models.base import (
     SamplingOptions,
     Turns,
 )
-from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.registry import LANGUAGE_MODELS
-from nip_astra.language_models.sources import DTYPES
+from nip_astra.parameters.conditions import where, where_above
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.scenario_base.conversation import (
     ChatFormat,
@@ -41,11 +40,11 @@ class ConversationAgentParameters(SubParameters):
     """The backend and its weights."""
     format: Literal["chat", "plain"] = "chat"
     """chat: the tokenizer's chat template. plain: turns one after the other."""
-    system_prompt: str | None = None
+    system_prompt: Annotated[str | None, where("format", "chat")] = None
     """System message before the conversation (chat only)."""
-    preamble: str | None = None
+    preamble: Annotated[str | None, where("format", "chat")] = None
     """User turn before the conversation, for chat templates that demand one."""
-    turn_separator: str = "\n"
+    turn_separator: Annotated[str, where("format", "plain")] = "\n"
     """What stands between turns in the plain format."""
     max_new_tokens: int = Field(default=32, ge=1)
     """Longest turn, in tokens."""
@@ -53,9 +52,9 @@ class ConversationAgentParameters(SubParameters):
     """Shortest turn, in tokens, before the turn may end."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
-    top_k: int | None = Field(default=None, ge=1)
+    top_k: Annotated[int | None, where_above("temperature", 0)] = Field(default=None, ge=1)
     """Draw from the k most likely tokens only; null for all."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Annotated[float, where_above("temperature", 0)] = Field(default=1.0, gt=0, le=1)
     """Draw from the smallest set of likely tokens that holds this mass."""
 
     @field_validator("min_new_tokens")
@@ -180,24 +179,18 @@ def load_language_model(
 
 def load_target(
     target: ConversationAgentParameters,
-    attacker: ConversationAgentParameters,
     attacker_model: LanguageModel,
     *,
     device: torch.device,
     scenario_dir: Path | None,
 ) -> LanguageModel:
     """Load the target, or share the attacker's base weights where both are the same model."""
-    mine: Any = target.language_model
-    theirs: Any = attacker.language_model
-    if (
-        isinstance(attacker_model, HuggingFaceLanguageModel)
-        and attacker_model.has_adapter
-        and getattr(mine, "model", None) == theirs.model
-        # A target computes in float32 unless it is told otherwise.
-        and attacker_model.dtype == DTYPES.get(mine.dtype, torch.float32)
-    ):
-        return attacker_model.frozen_reference()
-    return load_language_model(mine, device=device, scenario_dir=scenario_dir, trainable=False)
+    shared = attacker_model.base_for(target.language_model)
+    if shared is not None:
+        return shared
+    return load_language_model(
+        target.language_model, device=device, scenario_dir=scenario_dir, trainable=False
+    )
 
 
 def _build_format(parameters: ConversationAgentParameters, tokenizer: Any) -> ConversationFormat:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, field_validator
 
 from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
@@ -48,7 +49,9 @@ class EvaluationParameters(SubParameters):
 
     num_episodes: int = Field(default=200, ge=1)
     """Episodes of an evaluation; prompts are used in order, again from the first when they end."""
-    num_dev_episodes: int = Field(default=100, ge=1)
+    num_dev_episodes: Annotated[int, where_above("training.eval_period", 0)] = Field(
+        default=100, ge=1
+    )
     """Episodes of a dev evaluation."""
     num_bootstrap_resamples: int = Field(default=2000, ge=100)
     """Resamples of opening prompts for an interval."""
@@ -56,11 +59,19 @@ class EvaluationParameters(SubParameters):
     """Whether to spend as many target queries on the untrained attacker, for comparison."""
     batch_size: int = Field(default=256, ge=1)
     """Episodes played at once."""
+    labelled_responses: str | None = None
+    """JSON lines of responses with `is_failure`, by which `nip-astra evaluate` and `score` tell how
+    well scorers find failures: a path, or a file of the scenario; null for none."""
 
 
 @register_scenario(ScenarioType.AST_CHAT)
 class AstChatScenario(Scenario):
     """An attacker and a frozen target converse from an opening prompt; a scorer rates responses."""
+
+    # An adapter is there to be trained.
+    never_reads: ClassVar[tuple[str, ...]] = (
+        f"{ScenarioType.AST_CHAT}.target.language_model.lora",
+    )
 
     class Parameters(Scenario.Parameters):
         """Who talks, how conversations branch, and what counts as a failure."""
@@ -114,7 +125,6 @@ class AstChatScenario(Scenario):
         )
         target_model = load_target(
             parameters.target,
-            parameters.attacker,
             attacker_model,
             device=device,
             scenario_dir=scenario_dir,

@@ -23,6 +23,8 @@ class Scenario(ABC):
     parameter_groups: ClassVar[tuple[str, ...]] = ()
     """Groups of the hyper-parameters, or single ones such as `rl.frames_per_batch`, that the kind
     reads beside its own section."""
+    never_reads: ClassVar[tuple[str, ...]] = ()
+    """Parameters that the kind takes and has no use for; values given to them are refused."""
 
     class Parameters(SubParameters):
         """Parameters of the kind; a subclass adds its own."""

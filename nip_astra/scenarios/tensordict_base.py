@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -17,6 +17,7 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, DataError, nearest_names
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.agents import DEFAULT_AGENT, AgentParameters
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.protocol_base import ProtocolHandler
@@ -28,6 +29,7 @@ from nip_astra.scenario_base.central_critic import (
 )
 from nip_astra.scenario_base.combined import CombinedAgents
 from nip_astra.scenario_base.environment import ProtocolEnvironment
+from nip_astra.scenario_base.head_shapes import check_agents
 from nip_astra.scenario_base.message_space import AgentShape, MessageSpace
 from nip_astra.scenario_base.tensordict_agents import (
     Agent,
@@ -85,7 +87,9 @@ class TensorDictScenario(Scenario):
         """Symbols that an agent sends in a channel at once."""
         include_linear_message_space: bool = False
         """Whether a symbol without a meaning in the scenario is sent beside each other symbol."""
-        d_linear_message_space: int = Field(default=2, ge=2)
+        d_linear_message_space: Annotated[int, where("include_linear_message_space", True)] = Field(
+            default=2, ge=2
+        )
         """Number of such symbols. Larger lets agents agree on more."""
         d_representation: int = Field(default=16, ge=1)
         """Width of what a body gives to its heads."""
@@ -203,6 +207,8 @@ class TensorDictScenario(Scenario):
                 key=(hyper_params.seed, split),
             )
 
+        train_environment = environment("train", datasets.train)
+        check_agents(agents, train_environment)
         return ScenarioInstance(
             kind=cls.kind,
             agents=agents,
@@ -210,7 +216,7 @@ class TensorDictScenario(Scenario):
             test_dataset=datasets.test,
             protocol_handler=protocol,
             combined_agents=combined,
-            train_environment=environment("train", datasets.train),
+            train_environment=train_environment,
             test_environment=environment("test", datasets.test),
             scenario_dir=scenario_dir,
             describe_datapoint=partial(cls.describe_datapoint, parameters),

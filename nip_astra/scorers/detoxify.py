@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
 from nip_astra.errors import MissingDependencyError, ModelLoadError
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.model_base import ModelScorer, find_label, reason_of
@@ -37,10 +38,11 @@ class DetoxifyScorer(ModelScorer):
     class Parameters(ModelScorer.Parameters):
         """Which model, from where, and which of its categories is the failure."""
 
-        variant: Literal[
-            "original", "unbiased", "multilingual", "original-small", "unbiased-small"
+        variant: Annotated[
+            Literal["original", "unbiased", "multilingual", "original-small", "unbiased-small"],
+            where("checkpoint", None),
         ] = "original"
-        """Published model to fetch; not read where `checkpoint` is given."""
+        """Published model to fetch, where no `checkpoint` is given."""
         category: str = "toxicity"
         """Category whose probability is the score: toxicity, severe_toxicity, obscene, threat,
         insult, identity_attack; "unbiased" and "multilingual" have sexual_explicit too."""

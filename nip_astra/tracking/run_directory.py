@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from nip_astra.errors import RunDirectoryError
+from nip_astra.errors import RunDirectoryError, nearest_names
 
 HYPER_PARAMETERS = "hyper_parameters.yaml"
 PARAMETER_SOURCES = "parameter_sources.json"
@@ -60,6 +60,12 @@ def write_atomically(path: Path, text: str) -> None:
 def to_yaml(values: Mapping[str, Any]) -> str:
     """Give YAML that OmegaConf, which reads parameter files, reads back to the same values."""
     return yaml.dump(dict(values), Dumper=_OmegaConfDumper, sort_keys=False, allow_unicode=True)
+
+
+def escape_references(text: str) -> str:
+    """Give a text in which OmegaConf takes `${` for text and not for a reference."""
+    # An odd number of backslashes makes ${ plain text.
+    return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)
 
 
 class RunDirectory:
@@ -122,6 +128,27 @@ class RunDirectory:
             )
         return cls(found)
 
+    @classmethod
+    def find(cls, run: str | Path, runs_dir: str | Path) -> RunDirectory:
+        """Open the directory of an existing run by its path, or by its name in `runs_dir`.
+
+        Raises
+        ------
+        RunDirectoryError
+            When neither is a run.
+        """
+        named = Path(runs_dir) / run
+        is_path = len(Path(run).parts) != 1 or (Path(run) / HYPER_PARAMETERS).is_file()
+        if is_path or named.is_dir():
+            return cls.open(run if is_path else named)
+        names = sorted(path.parent.name for path in Path(runs_dir).glob(f"*/{HYPER_PARAMETERS}"))
+        near = nearest_names(str(run), names, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise RunDirectoryError(
+            f"the run {str(run)!r} was asked for, but {runs_dir} holds no run of that name.{hint} "
+            "Give the name of one of its runs, or the path of a run directory."
+        )
+
     @property
     def run_id(self) -> str:
         """Name of the run."""
@@ -174,8 +201,7 @@ class _OmegaConfDumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # An odd number of backslashes makes ${ plain text.
-    escaped = re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)
+    escaped = escape_references(text)
     # 1e-5 and .5 are text to PyYAML and numbers to OmegaConf.
     style = '"' if escaped[:1] in set("+-.0123456789") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style=style)

@@ -110,8 +110,7 @@ def agent_file_of_run(run: str, name: str, runs_dir: str) -> Path:
     CheckpointError
         When the run has saved no agent of that name.
     """
-    is_name = not Path(run).exists() and (Path(runs_dir) / run).is_dir()
-    directory = RunDirectory.open(Path(runs_dir) / run if is_name else run)
+    directory = RunDirectory.find(run, runs_dir)
     folders = [directory.path / MODEL_DIR]
     latest = CheckpointStore(directory.checkpoints_dir).latest()
     folders += [] if latest is None else [latest / AGENTS_DIR]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import group_advantages
@@ -45,7 +46,7 @@ class AstReinforceTrainer(AstTrainer):
         baseline: Literal["siblings", "iteration", "none"] = "iteration"
         """With what a probe's credit is compared: the mean of its siblings, of all other probes of
         the iteration, or nothing."""
-        divides_by_std: bool = True
+        divides_by_std: Annotated[bool, where("baseline", "siblings", "iteration")] = True
         """Whether advantages are divided by the standard deviation of what they are compared
         with, so that the scale of the reward does not matter."""
         entropy_weight: float = Field(default=0.0, ge=0)

@@ -8,12 +8,13 @@ node.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 from nip_astra.rl_objectives.credit import best_child_backup, mean_child_return
@@ -27,7 +28,9 @@ class CreditParameters(SubParameters):
     """own: the node's reward alone. best_child: reward + decay * the best child's credit, which
     rewards a probe for the best continuation found. mean_child: reward + decay * the mean of the
     children's credits, the discounted return of the turns that follow."""
-    decay: float = Field(default=0.9, ge=0, le=1)
+    decay: Annotated[float, where("kind", "best_child", "mean_child")] = Field(
+        default=0.9, ge=0, le=1
+    )
     """Weight of a turn's credit in that of the turn before. Larger looks further ahead."""
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from tensordict import TensorDict
 
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -19,6 +20,9 @@ from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.ast_rewards import CreditParameters
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.utils.seeding import derived_generator
+
+FINDS_ITS_OWN = where("probes", None)
+"""Condition of what says which probes are the best so far."""
 
 
 @register_trainer(TrainerType.AST_SFT)
@@ -36,13 +40,13 @@ class AstSftTrainer(AstTrainer):
 
         probes: str | None = None
         """File of probes, in the formats of prompt files; null for the best so far."""
-        num_best: int = Field(default=256, ge=1)
+        num_best: Annotated[int, FINDS_ITS_OWN] = Field(default=256, ge=1)
         """Most probes kept as the best so far. Larger is more varied and slower to improve."""
-        num_samples: int = Field(default=64, ge=1)
+        num_samples: Annotated[int, FINDS_ITS_OWN] = Field(default=64, ge=1)
         """Probes imitated an iteration, drawn from those kept without replacement."""
-        min_score: float = Field(default=0.5, ge=0, le=1)
+        min_score: Annotated[float, FINDS_ITS_OWN] = Field(default=0.5, ge=0, le=1)
         """A probe is kept where its response scores at least this."""
-        credit: CreditParameters = CreditParameters()
+        credit: Annotated[CreditParameters, FINDS_ITS_OWN] = CreditParameters()
         """By what the best are ranked."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 from pydantic import Field
 from torch import nn
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.ihvp import IhvpVariant, InverseMethod
 from nip_astra.rl_objectives.stackelberg_variants import (
@@ -17,6 +19,9 @@ from nip_astra.rl_objectives.stackelberg_variants import (
 )
 from nip_astra.scenario_base.tensordict_agents import Agent
 from nip_astra.trainers.rl_optimizers import parts_of
+
+FORESEES_ANSWERS = where("variant", "spg", "pspg")
+"""Condition of what only variants read that foresee an answer in full."""
 
 
 class SpgParameters(SubParameters):
@@ -28,30 +33,42 @@ class SpgParameters(SubParameters):
     stackelberg_sequence: list[list[str]] | None = None
     """Groups of agents by name, leaders first, each agent once; null takes the protocol's, the
     verifiers before all others."""
-    ihvp_variant: IhvpVariant = "nystrom"
+    ihvp_variant: Annotated[IhvpVariant, FORESEES_ANSWERS] = "nystrom"
     """How spg and pspg invert the Hessian of the followers."""
-    ihvp_num_iterations: int = Field(default=5, ge=1)
+    ihvp_num_iterations: Annotated[
+        int, FORESEES_ANSWERS, where("ihvp_variant", "conjugate_gradient", "neumann")
+    ] = Field(default=5, ge=1)
     """Products with the Hessian, for conjugate_gradient and neumann. Larger is more exact and
     slower."""
-    ihvp_rank: int = Field(default=5, ge=1)
+    ihvp_rank: Annotated[int, FORESEES_ANSWERS, where("ihvp_variant", "nystrom")] = Field(
+        default=5, ge=1
+    )
     """Columns of the Hessian that nystrom draws. Larger is more exact and slower."""
-    ihvp_rho: float = Field(default=0.1, ge=0)
+    ihvp_rho: Annotated[float, FORESEES_ANSWERS] = Field(default=0.1, ge=0)
     """What is added to the Hessian's diagonal, for nystrom > 0. Larger foresees smaller answers
     and is safer where the Hessian is nearly singular."""
-    ihvp_step_size: float = Field(default=0.1, gt=0)
+    ihvp_step_size: Annotated[float, FORESEES_ANSWERS, where("ihvp_variant", "neumann")] = Field(
+        default=0.1, gt=0
+    )
     """Step of neumann. Larger is more exact, up to 1 over the Hessian's largest eigenvalue; beyond
     twice that it diverges."""
-    additional_lola_term: bool = True
+    additional_lola_term: Annotated[bool, where("variant", "lola", "pola")] = True
     """Whether leaders of lola and pola also count what the followers' present step will change;
     sos and psos always do."""
-    foreseen_step_factor: float = Field(default=1.0, ge=0)
+    foreseen_step_factor: Annotated[float, where("variant", "lola", "pola", "sos", "psos")] = Field(
+        default=1.0, ge=0
+    )
     """Step that leaders of lola, pola, sos and psos foresee a follower to take along its gradient,
     as a multiple of its learning rate. Larger shapes more; Adam's steps are often far longer than
     the learning rate times the gradient."""
-    sos_scaling_factor: float = Field(default=0.5, gt=0, lt=1)
+    sos_scaling_factor: Annotated[float, where("variant", "sos", "psos")] = Field(
+        default=0.5, gt=0, lt=1
+    )
     """Most that shaping may take back of the direction without it, as a share. Larger shapes
     more."""
-    sos_threshold_factor: float = Field(default=0.1, gt=0, lt=1)
+    sos_threshold_factor: Annotated[float, where("variant", "sos", "psos")] = Field(
+        default=0.1, gt=0, lt=1
+    )
     """Norm of the gradient below which shaping fades. Larger fades earlier."""
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from nip_astra.parameters.conditions import where_given
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.kl import AdaptiveKl, KlKind
 
@@ -21,7 +22,7 @@ class KlParameters(SubParameters):
     """Whether the divergence lowers the reward of each token, or is added to the loss."""
     target: float | None = Field(default=None, gt=0)
     """Divergence per token, in nats, that the weight is adapted to hold; null keeps it."""
-    horizon: float = Field(default=2000.0, gt=0)
+    horizon: Annotated[float, where_given("target")] = Field(default=2000.0, gt=0)
     """Probes over which an adapted weight changes by at most a fifth."""
 
 

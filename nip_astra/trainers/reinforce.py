@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 from torchrl.objectives import ValueEstimators
 
+from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.reinforce import ReinforceObjective
@@ -15,6 +17,9 @@ from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
 
 logger = logging.getLogger(__name__)
+
+WITH_CRITIC = where("reinforce.use_advantage_and_critic", True)
+"""Condition of what says how values are learned."""
 
 
 @register_trainer(TrainerType.REINFORCE)
@@ -31,6 +36,12 @@ class ReinforceTrainer(TensorDictRlTrainer):
     """
 
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "message_regression")
+    reads_where: ClassVar[Mapping[str, ReadWhere]] = {
+        **TensorDictRlTrainer.reads_where,
+        "rl.lmbda": WITH_CRITIC,
+        "rl.loss_critic_type": WITH_CRITIC,
+        "rl.clip_value": WITH_CRITIC,
+    }
 
     class Parameters(SubParameters):
         """What moves are weighted by."""
@@ -38,7 +49,9 @@ class ReinforceTrainer(TensorDictRlTrainer):
         use_advantage_and_critic: bool = False
         """Whether moves are weighted by advantages instead of rewards to go: less variance, and a
         value function to be learned."""
-        critic_coef: float = Field(default=1.0, ge=0)
+        critic_coef: Annotated[float, where("use_advantage_and_critic", True)] = Field(
+            default=1.0, ge=0
+        )
         """Weight of the value loss. It matters where policy and value function share a body."""
         entropy_coef: float = Field(default=0.0, ge=0)
         """Weight of the entropy bonus. Larger explores more."""

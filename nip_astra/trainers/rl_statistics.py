@@ -209,11 +209,14 @@ class MetricSums:
             self._values.setdefault(name, []).append(value.detach())
 
     def result(self) -> dict[str, Tensor]:
-        """Give means of scalars, and `mean_*` and `std_*` of figures of frames, NaN left out."""
+        """Give means of scalars, and `mean_*` and `std_*` of figures of frames, NaN left out.
+
+        A figure of an agent is NaN in minibatches, or frames, that say nothing of it.
+        """
         found: dict[str, Tensor] = {}
         for name, values in self._values.items():
             if values[0].ndim == 0:
-                found[name] = torch.stack(values).mean()
+                found[name] = torch.stack(values).nanmean()
             else:
                 found |= mean_and_std(name, torch.cat(values))
         return found
@@ -233,12 +236,12 @@ def mean_and_std(name: str, values_F: Tensor) -> dict[str, Tensor]:
 def mean_over_agents(
     metrics: Mapping[str, Tensor], names: Iterable[str], figures: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Give means of figures over those agents that have them."""
+    """Give means of figures over those agents that have them, NaN left out."""
     found = {}
     for figure in figures:
         values = [metrics[f"{name}/{figure}"] for name in names if f"{name}/{figure}" in metrics]
         if values:
-            found[figure] = torch.stack(values).mean()
+            found[figure] = torch.stack(values).nanmean()
     return found
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.rl_objectives.episode_gae import ends_of, reward_to_go
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.trainers.agent_files import (
@@ -91,6 +92,9 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "message_regression")
     sections_of_others: ClassVar[tuple[str, ...]] = ("solo_agent",)
+    reads_where: ClassVar[Mapping[str, ReadWhere]] = {
+        "solo_agent": where("rl.pretrain_agents", True)
+    }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.protocols import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.trainers.agent_files import (
     AGENTS_DIR,
@@ -29,18 +30,28 @@ from nip_astra.trainers.trainer_base import (
     attach_progress_bar,
 )
 
+OF_PLAY = set(CommonProtocolParameters.model_fields) - {"zero_knowledge"}
+"""What a protocol's agents know nothing of before they play."""
+
 
 @register_trainer(TrainerType.SOLO_AGENT)
 class SoloAgentTrainer(TensorDictTrainer):
     """Each agent learns to tell the label by itself, before anything is said.
 
     `L = mean cross_entropy(logits(body(x)), y)` over the datapoints, for body and head, with an
-    Adam for each agent. It says what an agent can do without a conversation. Agents that play at
-    random are left out.
+    Adam for each agent, the agent's learning-rate factors of the actor, and in the epochs of its
+    update schedule. It says what an agent can do without a conversation. Agents that play at random
+    are left out.
     """
 
     trainer_type: ClassVar[str] = "solo_agent"
     parameter_groups: ClassVar[tuple[str, ...] | None] = ()
+    never_reads: ClassVar[tuple[str, ...]] = (
+        "rl",
+        "zk_protocol",
+        *(f"protocol_common.{name}" for name in OF_PLAY),
+        "*.agents.*.*_lr_factor.critic",
+    )
 
     class Parameters(SoloParameters):
         """Supervised training of agents alone."""
@@ -60,7 +71,12 @@ class SoloAgentTrainer(TensorDictTrainer):
         key = (self.hyper_params.seed, "solo_agent")
         self.trainings = {
             agent.name: SoloTraining(
-                agent, instance.train_environment, self.parameters, *key, agent.name
+                agent,
+                instance.train_environment,
+                self.parameters,
+                *key,
+                agent.name,
+                is_as_agent_says=True,
             )
             for agent in self.agents
         }

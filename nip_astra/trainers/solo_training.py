@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 
 from nip_astra.errors import NonFiniteLossError
 from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.update_schedule import ConstantUpdateSchedule, UpdateSchedule
 from nip_astra.scenario_base.environment import ProtocolEnvironment
 from nip_astra.scenario_base.tensordict_agents import Agent
-from nip_astra.trainers.rl_optimizers import ADAM_EPS
+from nip_astra.trainers.rl_optimizers import ADAM_EPS, Part, parts_of
 from nip_astra.utils.seeding import SeedPart, derived_generator
 
 GROUP_KEY = "wl_score"
@@ -31,7 +32,7 @@ class SoloParameters(SubParameters):
     batch_size: int = Field(default=256, ge=1)
     """Datapoints of one optimizer step. The last of an epoch may be smaller."""
     lr: float = Field(default=1e-3, gt=0)
-    """Learning rate (Adam), of all weights. Larger learns faster and may diverge."""
+    """Learning rate (Adam), before the factors of agents. Larger learns faster and may diverge."""
     anneal_lr: bool = True
     """Whether the learning rate falls linearly, epoch by epoch, towards 0."""
     test_share: float = Field(default=0.2, ge=0, lt=1)
@@ -68,6 +69,9 @@ class SoloTraining:
         Its dataset is learned from; agents see a datapoint before anything is said.
     key : SeedPart
         Path of names that the split and the orders derive from.
+    is_as_agent_says : bool
+        Whether the agent's learning-rate factors and its update schedule hold, epochs counting as
+        iterations. Without, all weights learn in every epoch.
 
     Attributes
     ----------
@@ -81,6 +85,7 @@ class SoloTraining:
         environment: ProtocolEnvironment,
         parameters: SoloParameters,
         *key: SeedPart,
+        is_as_agent_says: bool = False,
     ) -> None:
         self.agent = agent
         self.environment = environment
@@ -92,8 +97,21 @@ class SoloTraining:
         self.held_out_N, self.learned_N = order_N[:num_held_out], order_N[num_held_out:]
         assert agent.policy_body is not None
         assert agent.solo_head is not None
-        weights = [*agent.policy_body.parameters(), *agent.solo_head.parameters()]
-        self.optimizer = torch.optim.Adam(weights, lr=parameters.lr, eps=ADAM_EPS, fused=True)
+        parts = [part for part in parts_of(agent) if part.name in ("actor_gnn", "actor_body")]
+        head = list(agent.solo_head.parameters())
+        parts.append(Part("solo_head", head, agent.parameters_of_agent.agent_lr_factor.actor))
+        self._schedule: UpdateSchedule = (
+            agent.parameters_of_agent.update_schedule
+            if is_as_agent_says
+            else ConstantUpdateSchedule()
+        )
+        self._lr_factors = [part.lr_factor if is_as_agent_says else 1.0 for part in parts]
+        self.optimizer = torch.optim.Adam(
+            [{"params": part.parameters} for part in parts],
+            lr=parameters.lr,
+            eps=ADAM_EPS,
+            fused=True,
+        )
 
     def run_epoch(self, epoch: int) -> SoloScore:
         """Go once over what is learned from; the score is that of the minibatches as they came.
@@ -106,14 +124,17 @@ class SoloTraining:
         generator = derived_generator(*self._key, "epoch", epoch)
         order_N = self.learned_N[torch.randperm(len(self.learned_N), generator=generator)]
         left = 1 - epoch / self.parameters.num_epochs if self.parameters.anneal_lr else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.parameters.lr * left
+        for group, factor in zip(self.optimizer.param_groups, self._lr_factors, strict=True):
+            group["lr"] = self.parameters.lr * factor * left
+        learns = self._schedule.is_active(epoch)
         losses, right = [], []
         for rows_B in torch.split(order_N, self.parameters.batch_size):
-            losses_B, right_B = self._judge(self.environment, rows_B)
-            self.optimizer.zero_grad(set_to_none=True)
-            torch.autograd.backward(losses_B.mean())
-            self.optimizer.step()
+            with torch.set_grad_enabled(learns):
+                losses_B, right_B = self._judge(self.environment, rows_B)
+            if learns:
+                self.optimizer.zero_grad(set_to_none=True)
+                torch.autograd.backward(losses_B.mean())
+                self.optimizer.step()
             losses.append(losses_B.detach())
             right.append(right_B)
         score = SoloScore(torch.cat(losses).mean(), torch.cat(right))

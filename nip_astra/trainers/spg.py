@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from tensordict import TensorDict
 from torchrl.objectives import ValueEstimators
 
+from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.spg import EPISODE_KEY, SpgObjective
 from nip_astra.rl_objectives.stackelberg_variants import VARIANTS
@@ -54,6 +56,12 @@ class SpgTrainer(TensorDictRlTrainer):
         "ppo.normalize_advantage",
         "message_regression",
     )
+    reads_where: ClassVar[Mapping[str, ReadWhere]] = {
+        **TensorDictRlTrainer.reads_where,
+        "ppo.clip_epsilon": where(
+            "spg.variant", *(name for name, variant in VARIANTS.items() if variant.is_clipped)
+        ),
+    }
 
     class Parameters(SpgParameters):
         """Who foresees whom, and how."""

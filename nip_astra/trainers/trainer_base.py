@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ import torch
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError, ConfigurationError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.progress import (
@@ -68,6 +69,11 @@ class Trainer(ABC):
     its own section. Values given to others are refused; None refuses nothing."""
     sections_of_others: ClassVar[tuple[str, ...]] = ()
     """Trainers whose sections of the hyper-parameters this trainer reads beside its own."""
+    reads_where: ClassVar[Mapping[str, ReadWhere]] = {}
+    """Groups or parameters of those that this trainer reads under a condition only."""
+    never_reads: ClassVar[tuple[str, ...]] = ()
+    """Groups or parameters that no run of this trainer reads, though its scenario may name them;
+    `*` stands for any name."""
 
     class Parameters(SubParameters):
         """The trainer's own parameters; a subclass adds its own."""

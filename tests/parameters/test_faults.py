@@ -116,7 +116,8 @@ def test_a_wrong_value_is_told(values: dict[str, Any], fault: str) -> None:
         ),
         (
             {"more": [SHAPE, {"_type": "ring"}]},
-            "more.1.radius: is required; given nothing. Give it in a file.",
+            "more.1.radius: is required; given nothing. Give it in a file or with --set "
+            "more.1.radius=VALUE.",
         ),
         (
             {"more": [SHAPE, {"_type": "ring", "radius": 1, "radios": 2}]},

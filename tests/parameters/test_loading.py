@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nip_astra.parameters.loading import (
     read_yaml_layers,
     resolve_parameters,
 )
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.parameters.groups import Drawing, Paint
 
@@ -190,6 +192,64 @@ def test_a_later_layer_wins_value_by_value() -> None:
     assert sources["training.lr"] == "--set"
     assert sources["paint.colour"] == sources["training.batch_size"] == "default"
     assert sources["trainer"] == "base.yaml"
+
+
+LIST = {"more": [{"_type": "circle", "radius": 1}, {"_type": "ring", "radius": 2}]}
+
+
+def test_an_element_of_a_list_is_changed_by_its_number() -> None:
+    file = Layer("file", {**deepcopy(LIST), "sizes": [[1, 2], [3]]})
+    later = parse_overrides(["more.1.radius=5", "sizes.0.1=7", "more.0._type=ring", "more.0.a=2"])
+    values, sources = merge_layers([file, later])
+    assert values["more"] == [{"_type": "ring", "a": 2}, {"_type": "ring", "radius": 5}]
+    assert values["sizes"] == [[1, 7], [3]]
+    assert sources["more"] == "file, --set"
+    assert sources["more.1.radius"] == "--set"
+    assert file.values["more"] == LIST["more"], "layers stay as they are"
+    whole = Layer("whole", {"more": []})
+    assert merge_layers([file, later, whole])[1] == {
+        "more": "whole",
+        "sizes": "file, --set",
+        "sizes.0.1": "--set",
+    }
+
+
+def test_an_element_beyond_the_end_is_told_with_what_there_is() -> None:
+    file = Layer("file", {**LIST, "empty": []})
+    overrides = ["more.2.radius=5", "empty.0=1", "more.1.radius=5"]
+    with pytest.raises(ParameterError) as caught:
+        merge_layers([file, parse_overrides(overrides)])
+    assert [str(fault) for fault in caught.value.faults] == [
+        'more.2: is beyond the end of a list of 2; given {"radius": 5} (from --set). Its elements '
+        "are 0 to 1; to lengthen it, give the whole list as more.",
+        "empty.0: is beyond the end of a list of 0; given 1 (from --set). To lengthen it, give the "
+        "whole list as empty.",
+    ]
+
+
+class Row(SubParameters):
+    width: int = 1
+
+
+class Listed(HyperParameters):
+    rows: list[Row] = [Row(), Row(width=2)]
+    more: list[int] | None = None
+
+
+def test_elements_of_a_default_are_changed_too() -> None:
+    base = Layer("file", {"trainer": "a", "scenario": "b"})
+    found = resolve_parameters([base, parse_overrides(["rows.1.width=3"])], Listed)
+    assert [row.width for row in found.hyper_params.rows] == [1, 3]
+    assert found.sources["rows"] == "default, --set"
+    with pytest.raises(ParameterError) as caught:
+        resolve_parameters([base, parse_overrides(["rows.2.width=3"])], Listed)
+    assert caught.value.faults[0].path == "rows.2"
+    with pytest.raises(ParameterError) as caught:
+        resolve_parameters([base, parse_overrides(["more.0=3"])], Listed)
+    assert str(caught.value.faults[0]) == (
+        'more: is a list of which nothing gives the elements that are to be changed; given {"0": '
+        "3} (from --set). Give the whole list, as [first, second]."
+    )
 
 
 def test_every_value_has_a_source() -> None:

@@ -81,6 +81,29 @@ def test_a_graph_of_one_node_is_drawn() -> None:
     assert [node.label for node in picture.graphs[0].nodes] == ["0"]
 
 
+def do_cross(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> bool:
+    def side(start: tuple[float, float], end: tuple[float, float], at: tuple[float, float]) -> bool:
+        cross = (end[0] - start[0]) * (at[1] - start[1]) - (end[1] - start[1]) * (at[0] - start[0])
+        return cross > 0
+
+    parts = [
+        {side(*line, point) for point in others} for line, others in ((one, other), (other, one))
+    ]
+    return all(len(part) == 2 for part in parts)
+
+
+@pytest.mark.parametrize("num_nodes", [6, 11, 20, 40])
+def test_a_long_path_is_bent_and_does_not_cross_itself(num_nodes: int) -> None:
+    points, _ = layout(num_nodes, [(node, node + 1) for node in range(num_nodes - 1)])
+    edges = [[points[node], points[node + 1]] for node in range(num_nodes - 1)]
+    pairs = combinations(range(num_nodes - 1), 2)
+    assert not any(do_cross(edges[a], edges[b]) for a, b in pairs if b > a + 1)
+    gaps = [math.dist(*edge) for edge in edges]
+    assert min(gaps) > 14
+    if num_nodes <= 20:
+        assert max(gaps) / min(gaps) < 1.6
+
+
 def test_the_layout_is_always_the_same() -> None:
     assert layout(6, PATHS_AND_A_LEAF) == layout(6, list(reversed(PATHS_AND_A_LEAF)))
 

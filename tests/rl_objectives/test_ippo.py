@@ -260,6 +260,19 @@ def test_an_agent_that_never_acts_gets_no_policy_gradient_and_no_nan(num_frames:
     assert all(bool(gradient.isfinite().all()) for gradient in found.values())
 
 
+def test_a_minibatch_in_which_an_agent_never_acts_says_nothing_of_its_policy() -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents)
+    batch["is_acting"][:, 0] = False
+    objective = objective_of(agents)
+    figures = ("kl", "clip_fraction", "ess", "entropy")
+    for name, is_told in (("first", False), ("second", True)):
+        found = objective.agent_losses(name, frames_of(batch))
+        assert {key: bool(found[key].isfinite()) for key in figures} == dict.fromkeys(
+            figures, is_told
+        )
+
+
 def test_a_minibatch_of_one_frame_has_advantage_zero_after_normalisation() -> None:
     one = torch.tensor([3.0])
     assert normalise(one).tolist() == [0.0]

@@ -73,6 +73,33 @@ def test_a_run_is_opened_again(directory: RunDirectory) -> None:
     assert RunDirectory.open(directory.path).run_id == "one"
 
 
+def test_a_run_is_found_by_its_name_and_by_its_path(
+    directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory.write_yaml("hyper_parameters.yaml", {"trainer": "ast_dpo"})
+    runs = directory.path.parent
+    # A folder of that name that is no run does not stand before it.
+    (tmp_path / "one").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for run in ("one", directory.path, str(directory.path)):
+        assert RunDirectory.find(run, runs).path == directory.path
+    monkeypatch.chdir(runs)
+    assert RunDirectory.find("one", tmp_path / "none").path == Path("one")
+
+
+def test_a_name_that_no_run_has_is_told_with_the_nearest(directory: RunDirectory) -> None:
+    directory.write_yaml("hyper_parameters.yaml", {"trainer": "ast_dpo"})
+    runs = directory.path.parent
+    with pytest.raises(RunDirectoryError) as caught:
+        RunDirectory.find("onee", runs)
+    assert str(caught.value) == (
+        f"the run 'onee' was asked for, but {runs} holds no run of that name. Did you mean 'one'? "
+        "Give the name of one of its runs, or the path of a run directory."
+    )
+    with pytest.raises(RunDirectoryError, match=r"holds no hyper_parameters.yaml"):
+        RunDirectory.find("elsewhere/one", runs)
+
+
 def test_what_is_no_run_is_not_opened(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         with pytest.raises(RunDirectoryError) as caught:

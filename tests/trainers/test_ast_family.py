@@ -334,6 +334,7 @@ def test_supervised_training_imitates_a_given_file(tiny_scenario: Path, tmp_path
         "ast_sft",
         tiny_scenario,
         f"ast_sft.probes={tmp_path / 'given.txt'}",
+        "ast_sft.min_score=0.5",
         "training.training_steps=30",
         "training.lr=1e-2",
         "ast_chat.tree_depth=1",

@@ -21,6 +21,7 @@ from nip_astra.trainers.rl_statistics import (
     episode_statistics,
     first_episodes,
     frame_statistics,
+    mean_over_agents,
     policy_figures,
     read,
 )
@@ -145,6 +146,16 @@ def test_figures_of_frames_leave_out_frames_without_one() -> None:
     sums.add({"a/x": torch.tensor([1.0, math.nan]), "loss": torch.tensor(1.0)})
     sums.add({"a/x": torch.tensor([3.0]), "loss": torch.tensor(2.0)})
     assert read(sums.result()) == {"a/mean_x": 2.0, "a/std_x": 1.0, "loss": 1.5}
+
+
+def test_minibatches_that_say_nothing_of_an_agent_do_not_count() -> None:
+    sums = MetricSums()
+    for ess, kl in ((1.0, math.nan), (math.nan, math.nan), (0.5, math.nan)):
+        sums.add({"a/ess": torch.tensor(ess), "a/kl": torch.tensor(kl)})
+    found = sums.result()
+    assert read(found) == {"a/ess": 0.75}
+    found |= {"b/ess": torch.tensor(0.25), "b/kl": torch.tensor(2.0)}
+    assert read(mean_over_agents(found, ("a", "b"), ("ess", "kl"))) == {"ess": 0.5, "kl": 2.0}
 
 
 @pytest.fixture

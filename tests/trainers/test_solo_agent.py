@@ -24,6 +24,8 @@ from tests.toy_protocol_scenario import ToyPolicyHead, toy_kind, toy_trainer
 
 SOLO = {"num_epochs": 20, "batch_size": 10, "lr": 0.02}
 
+NEVER = {"_type": "constant", "is_on": False}
+
 
 @pytest.fixture(autouse=True)
 def _kind() -> Iterator[None]:
@@ -49,6 +51,61 @@ def test_bodies_are_trained_and_not_the_heads_alone() -> None:
     unmoved = [name for name, value in agent.named_parameters() if torch.equal(before[name], value)]
     assert unmoved == []
     assert {name.partition(".")[0] for name in before} == {"policy_body", "solo_head"}
+
+
+def moved(agent: torch.nn.Module, before: dict[str, Tensor]) -> dict[str, float]:
+    """Give how far the weights of each part of an agent have moved at most."""
+    found: dict[str, float] = {}
+    for name, value in agent.named_parameters():
+        part = name.partition(".")[0]
+        distance = float((value.detach() - before[name]).abs().max())
+        found[part] = max(found.get(part, 0.0), distance)
+    return found
+
+
+def test_learning_rate_factors_and_schedules_of_agents_hold() -> None:
+    idle = {"_type": "contiguous", "period": 2, "start": 1, "stop": 2}
+    trainer = toy_trainer(
+        "solo_agent",
+        solo_agent={**SOLO, "num_epochs": 2, "batch_size": 32, "anneal_lr": False},
+        toy_protocol={
+            "agents": {
+                "prover": {
+                    "agent_lr_factor": {"actor": 0.5},
+                    "body_lr_factor": {"actor": 0.0, "critic": 3.0},
+                },
+                "verifier": {"update_schedule": idle},
+            }
+        },
+    )
+    agents = trainer.scenario_instance.agents
+    before = {
+        name: {key: value.detach().clone() for key, value in agents[name].named_parameters()}
+        for name in agents
+    }
+    trainer.trainings["prover"].run_epoch(0)
+    trainer.trainings["verifier"].run_epoch(0)
+    prover = moved(agents["prover"], before["prover"])
+    assert prover["policy_body"] == 0.0
+    # The first step of Adam is its learning rate.
+    assert prover["solo_head"] == pytest.approx(0.5 * SOLO["lr"], rel=0.05)
+    assert set(moved(agents["verifier"], before["verifier"]).values()) == {0.0}
+    trainer.trainings["verifier"].run_epoch(1)
+    assert min(moved(agents["verifier"], before["verifier"]).values()) > 0.01
+
+
+def test_pretraining_trains_bodies_that_reinforcement_learning_leaves_alone() -> None:
+    frozen = {"body_lr_factor": {"actor": 0.0, "critic": 0.0}, "update_schedule": NEVER}
+    trainer = toy_trainer(
+        "vanilla_ppo",
+        rl={"pretrain_agents": True},
+        solo_agent={**SOLO, "num_epochs": 1},
+        toy_protocol={"agents": {"default": frozen}},
+    )
+    body = trainer.agents["prover"].policy_body
+    before = [value.detach().clone() for value in body.parameters()]
+    trainer._prepare()
+    assert not any(torch.equal(*pair) for pair in zip(before, body.parameters(), strict=True))
 
 
 def test_accuracy_is_told_for_each_score_of_the_dataset() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nip_astra.parameters.agents import HeadParameters, LrFactors
+from nip_astra.parameters.conditions import where_above
 
 
 class GraphIsomorphismAgentParameters(HeadParameters):
@@ -29,7 +30,9 @@ class GraphIsomorphismAgentParameters(HeadParameters):
     """Width of a token."""
     d_transformer_mlp: int = Field(default=64, ge=1)
     """Width of the hidden layer within each layer of attention."""
-    d_node_selector: int = Field(default=16, ge=1)
+    d_node_selector: Annotated[int, where_above("num_node_selector_layers", 1)] = Field(
+        default=16, ge=1
+    )
     """Width of the hidden layers that choose a node."""
     num_node_selector_layers: int = Field(default=2, ge=1)
     """Linear layers that choose a node."""

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, NamedTuple, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from nip_astra.errors import DataError
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.scenarios.graphs.wl import (
     BEYOND_WL,
@@ -61,24 +62,28 @@ _BATCH = 2048
 class GraphPairParameters(SubParameters):
     """Pairs of graphs, made from a seed."""
 
-    num_train: int = Field(default=10_000, ge=1)
+    num_train: Annotated[int, where("file", None)] = Field(default=10_000, ge=1)
     """Pairs to train on."""
-    num_test: int = Field(default=1_000, ge=1)
+    num_test: Annotated[int, where("file", None)] = Field(default=1_000, ge=1)
     """Pairs to test on. Larger measures more exactly."""
-    sizes: list[int] = Field(default=[7, 8, 9, 10, 11], min_length=1)
+    sizes: Annotated[list[int], where("file", None)] = Field(
+        default=[7, 8, 9, 10, 11], min_length=1
+    )
     """Numbers of nodes, each as likely; the largest sets the number of symbols of a message."""
-    edge_probabilities: list[float] = Field(default=[0.2, 0.4, 0.6, 0.8], min_length=1)
+    edge_probabilities: Annotated[list[float], where("file", None)] = Field(
+        default=[0.2, 0.4, 0.6, 0.8], min_length=1
+    )
     """Probabilities that two nodes of a random graph are joined, each as likely."""
-    isomorphic_share: float = Field(default=0.5, ge=0, le=1)
+    isomorphic_share: Annotated[float, where("file", None)] = Field(default=0.5, ge=0, le=1)
     """Share of the pairs that are isomorphic."""
-    score_1_share: float = Field(default=0.1, ge=0, le=1)
+    score_1_share: Annotated[float, where("file", None)] = Field(default=0.1, ge=0, le=1)
     """Share of the other pairs whose degrees differ. Larger is easier."""
-    score_2_share: float = Field(default=0.2, ge=0, le=1)
+    score_2_share: Annotated[float, where("file", None)] = Field(default=0.2, ge=0, le=1)
     """Share of the other pairs that the second round tells apart; what is left takes 3 to 5."""
-    isomorphic_graphs: Literal["matched", "independent"] = "matched"
+    isomorphic_graphs: Annotated[Literal["matched", "independent"], where("file", None)] = "matched"
     """Graphs of isomorphic pairs that are in no other pair: drawn as those of the other pairs are,
     or plain random graphs, from which alone an agent can guess that a pair is isomorphic."""
-    seed: int = Field(default=0, ge=0)
+    seed: Annotated[int, where("file", None)] = Field(default=0, ge=0)
     """Seed of the pairs. That of the experiment leaves them as they are."""
     file: str | None = None
     """File of pairs to read instead, as `save_pairs` writes it; scenario:// is the scenario's

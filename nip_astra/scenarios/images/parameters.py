@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from nip_astra.parameters.agents import HeadParameters
+from nip_astra.parameters.conditions import where, where_above, where_given
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.scenarios.images.pretrained.registry import PretrainedModelParameters
 
@@ -31,7 +32,9 @@ class ImageDatasetParameters(SubParameters):
     """How classes become two labels. merge: classes are shuffled; the first half of them is 0, the
     rest 1. select_two: two classes are 0 and 1, all others are left out. random: each image has a
     label of its own that never changes, so that it can only be learned by heart."""
-    binarification_seed: int = Field(default=0, ge=0)
+    binarification_seed: Annotated[int, where("binarification_method", "merge", "random")] = Field(
+        default=0, ge=0
+    )
     """Root of what merge and random draw."""
     selected_classes: list[int] | None = None
     """The class that select_two labels 0, and the one that it labels 1."""
@@ -84,13 +87,17 @@ class ImageClassificationAgentParameters(HeadParameters):
     stride: Literal[1, 2] = 1
     """1: the maximum of 2 x 2 pixels halves the image after each group of blocks. 2: the first
     convolution of a group halves it instead, which is faster and coarser."""
-    d_latent_pixel_selector: int = Field(default=16, ge=1)
+    d_latent_pixel_selector: Annotated[int, where_above("num_latent_pixel_selector_layers", 1)] = (
+        Field(default=16, ge=1)
+    )
     """Width of the hidden layers of what chooses a latent pixel."""
     num_latent_pixel_selector_layers: int = Field(default=2, ge=1)
     """Linear layers of what chooses a latent pixel; 1 has no hidden layer."""
     pretrained_embeddings_model: PretrainedModelParameters | None = None  # type: ignore[valid-type]
     """A trained model whose view of the image the body reads beside the pixels; null for none."""
-    pretrained_embedding_channels: int = Field(default=16, ge=1)
+    pretrained_embedding_channels: Annotated[int, where_given("pretrained_embeddings_model")] = (
+        Field(default=16, ge=1)
+    )
     """Channels that such a view is reduced to, before it is brought to the image's size."""
 
     @field_validator("kernel_size")

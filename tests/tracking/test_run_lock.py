@@ -1,0 +1,101 @@
+"""One process at a time works on a run."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import RunDirectoryError
+from nip_astra.tracking import run_lock as module
+from nip_astra.tracking.run_lock import LOCK, run_lock
+
+HOLDER = """
+import sys
+from pathlib import Path
+from nip_astra.tracking.run_lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(RunDirectoryError) as caught, run_lock(directory):
+        pass
+    return str(caught.value)
+
+
+def test_a_second_one_is_told_who_is_at_work_and_what_to_do(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        assert refusal(tmp_path) == (
+            f"the run {tmp_path.name!r} was to be worked on, but process {os.getpid()} is at work "
+            f"on it. Wait until it ends, or stop it by `kill {os.getpid()}`, which saves its work "
+            "first."
+        )
+    with run_lock(tmp_path):
+        pass
+
+
+def test_the_lock_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        assert f"but process {holder.pid} is at work on it" in refusal(tmp_path)
+        holder.kill()
+        holder.wait()
+        with run_lock(tmp_path):
+            assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+
+
+def test_a_process_on_another_machine_is_to_be_stopped_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with run_lock(tmp_path):
+        monkeypatch.setattr(module.socket, "gethostname", lambda: "elsewhere")
+        assert refusal(tmp_path).endswith("is at work on it. Wait until it ends, or stop it there.")
+
+
+def test_an_owner_that_has_not_said_who_it_is_yet(tmp_path: Path) -> None:
+    with run_lock(tmp_path):
+        (tmp_path / LOCK).write_text("")
+        assert "but another process is at work on it" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_worked_on_with_a_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+) -> None:
+    def no_lock(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(module.fcntl, "flock", no_lock)
+    with run_lock(tmp_path), run_lock(tmp_path):
+        pass
+    assert "is not protected from a second process: its file system gives no lock" in caplog.text
+    assert os.strerror(number) in caplog.text
+
+
+def test_a_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "fcntl", None)
+    with run_lock(tmp_path):
+        pass
+    assert "this system has no locks of files" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    assert ".lock cannot be written: No such file or directory" in refusal(tmp_path / "none")
