@@ -9,9 +9,9 @@ from typing import Any
 
 import transformers
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from nip_astra.cli.terminal import open_console, plain_table
 from nip_astra.errors import NipAstraError, UnknownNameError
 from nip_astra.parameters.content import find_scenario, scenario_names
 from nip_astra.parameters.loading import flatten
@@ -36,24 +36,22 @@ REGISTRY_MODULES = (
     "trainers",
 )
 """Packages of nip_astra with a registry; plug-ins may add registries of their own."""
-PIPE_WIDTH = 160
-"""Columns of a table that goes to a file or pipe, which has no width of its own."""
 
 
 def run(experiment: dict[str, Any], settings: dict[str, Any], *, dry_run: bool) -> None:
     """Train, or with `dry_run` show what training would cost."""
-    _quieten_libraries()
+    quieten_libraries()
     resolved = resolve_experiment(**experiment)
     if dry_run:
         prepared = prepare_experiment(resolved, **settings)
-        print_dry_run(prepared.trainer.dry_run(), _console())
+        print_dry_run(prepared.trainer.dry_run(), open_console())
         return
     _report(run_experiment(resolved, **settings))
 
 
 def resume(path: str, settings: dict[str, Any]) -> None:
     """Go on with a run."""
-    _quieten_libraries()
+    quieten_libraries()
     _report(resume_experiment(path, **settings))
 
 
@@ -63,11 +61,11 @@ def list_names(kind: str | None, plugins: list[str]) -> None:
         importlib.import_module(f"nip_astra.{package}.registry")
     for spec in plugins:
         load_plugin(spec)
-    console = _console()
+    console = open_console()
     for name in [_singular(kind)] if kind else sorted(ALL_REGISTRIES):
         title = "scenario kinds" if name == "scenario" else f"{name.replace('_', ' ')}s"
         registry = ALL_REGISTRIES[name]
-        table = _table(title, "name", "from", "what it is")
+        table = plain_table(title, "name", "from", "what it is")
         for entry in registry.names():
             table.add_row(
                 Text(entry), Text(registry.origin(entry)), Text(_purpose(registry, entry))
@@ -84,10 +82,10 @@ def show(experiment: dict[str, Any], *, as_yaml: bool) -> None:
     if as_yaml:
         sys.stdout.write(to_yaml(values))
         return
-    table = _table(None, "parameter", "value", "from")
+    table = plain_table(None, "parameter", "value", "from")
     for path, value in flatten(values):
         table.add_row(Text(path), Text(_short(value)), Text(resolved.sources.get(path, "")))
-    _console().print(table)
+    open_console().print(table)
 
 
 def schema(experiment: dict[str, Any]) -> None:
@@ -97,27 +95,17 @@ def schema(experiment: dict[str, Any]) -> None:
 
 
 def _report(result: ExperimentResult) -> None:
-    print_results(result.results, result.run_directory.path, _console())
+    print_results(result.results, result.run_directory.path, open_console())
 
 
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
-
-
-def _table(title: str | None, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _quieten_libraries() -> None:
+def quieten_libraries() -> None:
+    """Keep progress bars and advice of transformers off the screen."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
 
 
 def _print_scenarios(console: Console) -> None:
-    table = _table("scenarios", "name", "what it is")
+    table = plain_table("scenarios", "name", "what it is")
     for name in scenario_names():
         readme = find_scenario(name) / "README.md"
         text = readme.read_text(encoding="utf-8") if readme.is_file() else ""

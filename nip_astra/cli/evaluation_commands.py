@@ -1,62 +1,44 @@
-"""What `evaluate`, `score` and `compare` do; imported when one of them runs."""
+"""What `evaluate` does; imported when it runs."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import typer
 
-from nip_astra.cli.commands import _console, _quieten_libraries
+from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.evaluation_loading import (
     LoadedAttacker,
-    LoadedScorers,
     LoadedTarget,
     load_attacker,
-    load_scorers,
     load_target,
     run_of,
 )
+from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
+from nip_astra.cli.terminal import open_console
 from nip_astra.errors import ConfigurationError
-from nip_astra.evaluation.conditions import holds
+from nip_astra.evaluation.cards import model_card
 from nip_astra.evaluation.playing import EvaluationOptions, Player
+from nip_astra.evaluation.reuse import reuse_conversations
 from nip_astra.evaluation.rows import Episode
-from nip_astra.evaluation.storage import (
-    EVALUATIONS,
-    FIGURES,
-    EvaluationFolder,
-    text_hash,
-)
-from nip_astra.evaluation.summary import VERSION, summarise
-from nip_astra.evaluation.tables import (
-    as_text,
-    evaluation_tables,
-    matrix_table,
-)
+from nip_astra.evaluation.storage import EVALUATIONS, EvaluationFolder, text_hash
+from nip_astra.evaluation.summary import VERSION
+from nip_astra.evaluation.tables import matrix_table
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from nip_astra.progress import open_progress
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.scenario_base.planted_failures import PlantedFailure
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
 
 TRANSFER = "transfer.json"
-GATE_FAILED = 1
-"""Exit code where a --fail-if condition holds."""
 
 
 @dataclass(frozen=True)
-class EvaluateRequest:
-    """What `evaluate` was asked for; None takes the run's own value."""
+class PlayingRequest:
+    """What is to be played; None takes the run's own value."""
 
-    runs: Sequence[str]
-    targets: Sequence[str]
-    scorers: Sequence[str]
-    name: str | None
     split: str
     seed: int | None
     num_episodes: int | None
@@ -64,18 +46,24 @@ class EvaluateRequest:
     probability_episodes: int | None
     importance_sampling: bool
     batch_size: int | None
-    threshold: float | None
+
+
+@dataclass(frozen=True)
+class EvaluateRequest:
+    """What `evaluate` was asked for."""
+
+    runs: Sequence[str]
+    targets: Sequence[str]
     is_untrained: bool
-    is_overwritten: bool
     overrides: Sequence[str]
     plugins: Sequence[str]
-    fail_if: str | None
-    as_json: bool
+    played: PlayingRequest
+    judged: JudgingRequest
 
 
 def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> None:
     """Evaluate every attacker against every target."""
-    _quieten_libraries()
+    quieten_libraries()
     settings = ExperimentSettings.from_dict(dict(settings_fields))
     cells: dict[tuple[str, str], dict[str, Any]] = {}
     for path in request.runs:
@@ -93,11 +81,11 @@ def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> No
             # Two runs may have the same id in different folders.
             is_taken = (attacker.label, target.label) in cells
             cells[path if is_taken else attacker.label, target.label] = figures
-            show(figures, folder, as_json=request.as_json)
+            show(figures, folder, as_json=request.judged.as_json)
     if len(cells) > 1:
         _keep_matrix(request, cells)
     for figures in cells.values():
-        gate(request.fail_if, figures)
+        gate(request.judged.fail_if, figures)
 
 
 def _evaluate_cell(
@@ -107,48 +95,98 @@ def _evaluate_cell(
     settings: ExperimentSettings,
 ) -> tuple[dict[str, Any], EvaluationFolder]:
     """Play one attacker against one target, or go on with it, and write its figures."""
-    section = attacker.section
-    loaded = load_scorers(
-        request.scorers,
-        section.scorer,
-        settings,
-        attacker.resolved.scenario_dir,
-        attacker.sampler.scorer,
+    section, scenario_dir = attacker.section, attacker.resolved.scenario_dir
+    judges = load_judges(request.judged, section, settings, scenario_dir, attacker.sampler.scorer)
+    prompts, options = _prompts(attacker, request.played.split), _options(request, attacker)
+    sampler = _sampler(attacker, target, judges, prompts, request.played.split)
+    folder = EvaluationFolder.of_run(attacker.run, _name(request, attacker, target, judges))
+    configuration = _configuration(request, attacker, target, judges, prompts, options)
+    folder.open(configuration, is_overwritten=request.judged.is_overwritten)
+    if not request.judged.is_overwritten:
+        _reuse(folder, configuration, judges, options, is_quiet=request.judged.as_json)
+    player = Player(
+        sampler,
+        {name: judges.scorers[name] for name in list(judges.scorers)[1:]},
+        prompts,
+        options,
+        folder,
     )
-    prompts, options = _prompts(attacker, request.split), _options(request, attacker)
-    sampler = _sampler(attacker, target, loaded, prompts, request.split)
-    folder = EvaluationFolder.of_run(attacker.run, _name(request, attacker, target, loaded))
-    configuration = _configuration(request, attacker, target, loaded, prompts, options)
-    folder.open(configuration, is_overwritten=request.is_overwritten)
-    progress = open_progress(
-        options.num_episodes + options.num_probability_episodes, enabled=not request.as_json
-    )
-    progress.set_description(f"{attacker.label} against {target.label}")
-    others = {name: loaded.scorers[name] for name in list(loaded.scorers)[1:]}
-    player = Player(sampler, others, prompts, options, folder, on_part=progress.step)
-    try:
-        episodes = player.play_attacker()
-        ordinary = player.play_probability() if options.num_probability_episodes else []
-    finally:
-        progress.close()
+    episodes, ordinary = _play(player, f"{attacker.label} against {target.label}", request.judged)
     figures = finish(
         folder,
         episodes,
         ordinary,
         options,
-        loaded,
+        judges,
         planted=section.planted_failures if target.planted is None else target.planted,
         labels=(attacker.label, target.label),
         parts=folder.parts(),
+        cards=_cards(attacker, target, sampler),
         why_not_weighed=player.why_not_weighed(),
     )
     return figures, folder
 
 
+def _reuse(
+    folder: EvaluationFolder,
+    configuration: Mapping[str, Any],
+    judges: Judges,
+    options: EvaluationOptions,
+    *,
+    is_quiet: bool,
+) -> None:
+    """Take the conversations of another evaluation of the run where they are the same."""
+    reused = reuse_conversations(folder, configuration, judges.scorers, options)
+    if reused is not None and not is_quiet:
+        number = reused.num_episodes + reused.num_probability_episodes
+        text = f"{number} conversations are those of the evaluation {reused.source}"
+        open_console().print(text, highlight=False, soft_wrap=True)
+
+
+def _play(
+    player: Player, title: str, judged: JudgingRequest
+) -> tuple[list[Episode], list[Episode]]:
+    """Play what is not there yet, with a progress bar."""
+    options = player.options
+    progress = open_progress(
+        options.num_episodes + options.num_probability_episodes, enabled=not judged.as_json
+    )
+    progress.set_description(title)
+    player.on_part = progress.step
+    try:
+        episodes = player.play_attacker()
+        ordinary = player.play_probability() if options.num_probability_episodes else []
+    finally:
+        progress.close()
+    return episodes, ordinary
+
+
+def _cards(
+    attacker: LoadedAttacker, target: LoadedTarget, sampler: TreeSampler
+) -> list[dict[str, Any]]:
+    """Give the cards of the two that converse."""
+    weights, sizes = attacker.weights, {}
+    for role in ("attacker", "target"):
+        sizes[role] = getattr(sampler, role).language_model.num_parameters()
+    return [
+        model_card(
+            "attacker",
+            attacker.section.attacker.language_model,
+            attacker.resolved.scenario_dir,
+            num_parameters=sizes["attacker"],
+            trained=None if weights is None else attacker.label,
+            sha256=weights,
+        ),
+        model_card(
+            "target", target.language_model, target.scenario_dir, num_parameters=sizes["target"]
+        ),
+    ]
+
+
 def _sampler(
     attacker: LoadedAttacker,
     target: LoadedTarget,
-    loaded: LoadedScorers,
+    judges: Judges,
     prompts: Sequence[str],
     split: str,
 ) -> TreeSampler:
@@ -156,20 +194,21 @@ def _sampler(
     own = attacker.sampler
     agent = own.target if target.agent is None else target.agent
     agent.check_prompts(prompts, split=split)
-    scorer = next(iter(loaded.scorers.values()))
+    scorer = next(iter(judges.scorers.values()))
     return TreeSampler(own.attacker, agent, own.reference, scorer, own.reward, own.max_cache_bytes)
 
 
 def _name(
-    request: EvaluateRequest, attacker: LoadedAttacker, target: LoadedTarget, loaded: LoadedScorers
+    request: EvaluateRequest, attacker: LoadedAttacker, target: LoadedTarget, judges: Judges
 ) -> str:
     """Give the evaluation's name: the one asked for, or one of what differs from the run's own."""
-    scorers = list(loaded.scorers) if request.scorers else []
-    if request.name is not None and len(request.targets) < 2:
-        return request.name
-    parts = [request.split, attacker.suffix, target.suffix, *scorers]
-    if request.name is not None:
-        parts = [request.name, target.suffix]
+    judged = request.judged
+    scorers = list(judges.scorers) if judged.scorers else []
+    if judged.name is not None and len(request.targets) < 2:
+        return judged.name
+    parts = [request.played.split, attacker.suffix, target.suffix, *scorers]
+    if judged.name is not None:
+        parts = [judged.name, target.suffix]
     return "-".join(_file_name(part) for part in parts if part)
 
 
@@ -177,7 +216,7 @@ def _configuration(
     request: EvaluateRequest,
     attacker: LoadedAttacker,
     target: LoadedTarget,
-    loaded: LoadedScorers,
+    judges: Judges,
     prompts: Sequence[str],
     options: EvaluationOptions,
 ) -> dict[str, Any]:
@@ -190,63 +229,27 @@ def _configuration(
             **section.attacker.to_dict(),
         },
         "target": target.description,
-        "scorers": loaded.parameters,
+        **judges.configuration,
         "prompts": {"number": len(prompts), "sha256": text_hash(prompts)},
         "reward": section.reward.to_dict(),
         "options": {k: v for k, v in asdict(options).items() if k != "batch_size"},
     }
 
 
-def finish(
-    folder: EvaluationFolder,
-    episodes: Sequence[Episode],
-    ordinary: Sequence[Episode],
-    options: EvaluationOptions,
-    loaded: LoadedScorers,
-    *,
-    planted: Sequence[PlantedFailure],
-    labels: tuple[str, str],
-    parts: Sequence[Mapping[str, Any]],
-    why_not_weighed: str | None = None,
-) -> dict[str, Any]:
-    """Work out the figures and write them with the table."""
-    names = list(loaded.scorers)
-    figures: dict[str, Any] = {
-        "version": VERSION,
-        "name": folder.path.name,
-        "attacker": labels[0],
-        "target": labels[1],
-        "scorer": names[0],
-        "split": options.split,
-    }
-    figures |= summarise(
-        episodes,
-        ordinary,
-        options,
-        embed=build_embedder(EmbedderParameters(), device=torch.device("cpu")).embed,
-        planted=planted,
-        scorers=names,
-        why_not_weighed=why_not_weighed,
-        parts=parts,
-    )
-    folder.write(figures, as_text(evaluation_tables(figures)))
-    return figures
-
-
 def _options(request: EvaluateRequest, attacker: LoadedAttacker) -> EvaluationOptions:
-    own, section = attacker.section.evaluation, attacker.section
-    num_episodes = request.num_episodes or own.num_episodes
-    chances = request.probability_episodes
-    seed = attacker.resolved.hyper_params.seed if request.seed is None else request.seed
+    own, section, asked = attacker.section.evaluation, attacker.section, request.played
+    num_episodes = asked.num_episodes or own.num_episodes
+    chances = asked.probability_episodes
+    seed = attacker.resolved.hyper_params.seed if asked.seed is None else asked.seed
     return EvaluationOptions(
-        split=request.split,
+        split=asked.split,
         seed=seed,
         num_episodes=num_episodes,
         num_probability_episodes=num_episodes if chances is None else chances,
-        use_importance_sampling=request.importance_sampling and not request.is_untrained,
-        num_turns=request.num_turns or section.tree_depth,
-        failure_threshold=request.threshold or section.failure_threshold,
-        batch_size=request.batch_size or own.batch_size,
+        use_importance_sampling=asked.importance_sampling and not request.is_untrained,
+        num_turns=asked.num_turns or section.tree_depth,
+        failure_threshold=request.judged.threshold or section.failure_threshold,
+        batch_size=asked.batch_size or own.batch_size,
         num_bootstrap_resamples=own.num_bootstrap_resamples,
     )
 
@@ -274,28 +277,10 @@ def _keep_matrix(
     path = RunDirectory(run / EVALUATIONS).write_json(
         TRANSFER, {"version": VERSION, "cells": plain}
     )
-    if not request.as_json:
-        console = _console()
+    if not request.judged.as_json:
+        console = open_console()
         console.print(matrix_table(cells))
         console.print(f"matrix     {path}", soft_wrap=True)
-
-
-def show(figures: Mapping[str, Any], folder: EvaluationFolder, *, as_json: bool) -> None:
-    """Print an evaluation and where it is."""
-    if as_json:
-        sys.stdout.write((folder.path / FIGURES).read_text(encoding="utf-8"))
-        return
-    console = _console()
-    for part in evaluation_tables(figures):
-        console.print(part)
-    console.print(f"evaluation {folder.path}\n", soft_wrap=True)
-
-
-def gate(condition: str | None, figures: Mapping[str, Any]) -> None:
-    """End the program with exit code 1 where the condition holds."""
-    if condition is not None and holds(condition, figures):
-        sys.stderr.write(f"failed: {condition}\n")
-        raise typer.Exit(GATE_FAILED)
 
 
 def _use_processor(attacker: LoadedAttacker, settings: ExperimentSettings) -> None:

@@ -68,6 +68,8 @@ class LoadedTarget:
         None for the target of the attacker's own scenario.
     description : dict
         What the evaluation's configuration says of it.
+    language_model : Any
+        Parameters of its backend; what they refer to is looked for in `scenario_dir`.
     """
 
     label: str
@@ -75,6 +77,8 @@ class LoadedTarget:
     agent: ConversationAgent | None
     planted: Sequence[PlantedFailure] | None
     description: dict[str, Any]
+    language_model: Any
+    scenario_dir: Path | None
 
 
 @dataclass(frozen=True)
@@ -180,7 +184,15 @@ def load_target(
     scenario_dir = attacker.resolved.scenario_dir
     if spec is None:
         model = str(getattr(parameters.language_model, "model", "target"))
-        return LoadedTarget(Path(model).name, "", None, None, parameters.to_dict())
+        return LoadedTarget(
+            label=Path(model).name,
+            suffix="",
+            agent=None,
+            planted=None,
+            description=_described(parameters, scenario_dir),
+            language_model=parameters.language_model,
+            scenario_dir=scenario_dir,
+        )
     if (Path(spec) / HYPER_PARAMETERS).is_file():
         resolved = resolve_run(Path(spec), (), ())
         section = getattr(resolved.hyper_params, resolved.kind)
@@ -201,9 +213,15 @@ def load_target(
         scenario_dir=scenario_dir,
         trainable=False,
     )
-    description = parameters.to_dict() | {"weights": _weights_of(parameters, scenario_dir)}
-    agent = build_agent("target", parameters, loaded)
-    return LoadedTarget(label, label, agent, planted, description)
+    return LoadedTarget(
+        label=label,
+        suffix=label,
+        agent=build_agent("target", parameters, loaded),
+        planted=planted,
+        description=_described(parameters, scenario_dir),
+        language_model=parameters.language_model,
+        scenario_dir=scenario_dir,
+    )
 
 
 def load_scorers(
@@ -297,7 +315,9 @@ def _newest_checkpoint(run: Path) -> Path:
     return found
 
 
-def _weights_of(parameters: Any, scenario_dir: Path | None) -> str | None:
+def _described(parameters: Any, scenario_dir: Path | None) -> dict[str, Any]:
+    """Give an agent's parameters with the digest of the weights that they name."""
     reference = getattr(parameters.language_model, "model", None)
     source = resolve_reference(reference, scenario_dir) if reference is not None else None
-    return weights_hash(source) if isinstance(source, Path) and source.exists() else None
+    digest = weights_hash(source) if isinstance(source, Path) and source.exists() else None
+    return {**parameters.to_dict(), "weights": digest}

@@ -9,13 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nip_astra.cli.commands import _console, _quieten_libraries
-from nip_astra.cli.evaluation_commands import finish, gate, show
-from nip_astra.cli.evaluation_loading import LoadedScorers, load_scorers, resolve_run, run_of
+from nip_astra.cli.commands import quieten_libraries
+from nip_astra.cli.evaluation_loading import resolve_run, run_of
+from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
+from nip_astra.cli.terminal import open_console
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.comparison import Contender, compare, read_contender
 from nip_astra.evaluation.playing import EvaluationOptions
-from nip_astra.evaluation.rating import rate_by_others, rate_responses
+from nip_astra.evaluation.rating import rate_anew
 from nip_astra.evaluation.rows import Episode, episodes_of, read_rows
 from nip_astra.evaluation.storage import (
     EVALUATIONS,
@@ -34,29 +35,24 @@ from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirec
 
 def score(
     path: str,
-    scorers: Sequence[str],
-    *,
-    name: str | None,
-    threshold: float | None,
+    request: JudgingRequest,
     plugins: Sequence[str],
-    is_overwritten: bool,
     settings_fields: Mapping[str, Any],
-    fail_if: str | None,
-    as_json: bool,
 ) -> None:
     """Rate stored conversations again, without a language model."""
-    _quieten_libraries()
+    quieten_libraries()
     settings = ExperimentSettings.from_dict(dict(settings_fields))
-    source, run = _stored_rows(Path(path))
+    source, run = stored_rows(Path(path))
     resolved = resolve_run(run, (), plugins)
     section = getattr(resolved.hyper_params, resolved.kind)
-    loaded = load_scorers(scorers, section.scorer, settings, resolved.scenario_dir)
+    judges = load_judges(request, section, settings, resolved.scenario_dir)
     before = EvaluationFolder(source.parent).figures() if source.name == ROWS else {}
-    episodes = _final(source, run)
+    episodes = final_episodes(source, run)
     ordinary = episodes_of(read_rows(source.parent / PROBABILITY_ROWS))
-    limit = threshold or float(before.get("failure_threshold", section.failure_threshold))
-    folder = _folder_for(source, run, before, loaded, limit, name, is_overwritten)
-    num_calls = _rate_all(episodes, ordinary, loaded)
+    own = float(before.get("failure_threshold", section.failure_threshold))
+    limit = request.threshold or own
+    folder = _folder_for(source, run, before, judges, limit, request)
+    num_calls = rate_anew(episodes, ordinary, judges.scorers)
     folder.replace_rows(episodes, ordinary)
     weighed = (before.get("probability_of_failure") or {}).get("importance_sampling") or {}
     options = EvaluationOptions(
@@ -74,39 +70,40 @@ def score(
         episodes,
         ordinary,
         options,
-        loaded,
+        judges,
         planted=_plants_of(before, section),
         labels=(before.get("attacker", RunDirectory(run).run_id), before.get("target", "target")),
         parts=[{"scorer_calls": num_calls}],
+        cards=[card for card in before.get("cards", ()) if card["role"] != "scorer"],
         # Without episodes of its own it was refused before anything was weighed.
         why_not_weighed=weighed.get("reason") if weighed.get("num_episodes") == 0 else None,
     )
-    show(figures, folder, as_json=as_json)
-    gate(fail_if, figures)
+    show(figures, folder, as_json=request.as_json)
+    gate(request.fail_if, figures)
 
 
 def _folder_for(
     source: Path,
     run: Path,
     before: Mapping[str, Any],
-    loaded: LoadedScorers,
+    judges: Judges,
     threshold: float,
-    name: str | None,
-    is_overwritten: bool,
+    request: JudgingRequest,
 ) -> EvaluationFolder:
     """Open the folder for conversations that are rated anew."""
     origin = before.get("name", source.stem)
     configuration = EvaluationFolder(source.parent).configuration() if before else {}
-    folder = EvaluationFolder.of_run(run, name or f"{origin}-{'-'.join(loaded.scorers)}")
+    dropped = ("sha256", "labelled", "embedder")
+    folder = EvaluationFolder.of_run(run, request.name or f"{origin}-{'-'.join(judges.scorers)}")
     folder.open(
         {
-            **{key: value for key, value in configuration.items() if key != "sha256"},
+            **{key: value for key, value in configuration.items() if key not in dropped},
             "scored_from": origin,
             "rows": text_hash([source.read_text(encoding="utf-8")]),
-            "scorers": loaded.parameters,
+            **judges.configuration,
             "failure_threshold": threshold,
         },
-        is_overwritten=is_overwritten,
+        is_overwritten=request.is_overwritten,
     )
     return folder
 
@@ -130,27 +127,13 @@ def compare_runs(
     if as_json:
         sys.stdout.write(json.dumps(_nulls(found), indent=2, ensure_ascii=False) + "\n")
     else:
-        _console().print(comparison_table(found))
+        open_console().print(comparison_table(found))
     for other in others:
         differences = found["comparisons"][other.label]
         gate(fail_if, {**other.figures, "baseline": first.figures, "comparison": differences})
 
 
-def _rate_all(
-    episodes: Sequence[Episode], ordinary: Sequence[Episode], loaded: LoadedScorers
-) -> int:
-    main, *others = loaded.scorers.items()
-    for row in (row for episode in episodes for row in episode):
-        # The reward was that of another scorer.
-        row.pop("scores", None)
-        row.pop("reward", None)
-    num_calls = rate_responses(episodes, main[1]) + rate_by_others(episodes, dict(others))
-    if ordinary:
-        num_calls += rate_responses(ordinary, main[1])
-    return num_calls
-
-
-def _stored_rows(path: Path) -> tuple[Path, Path]:
+def stored_rows(path: Path) -> tuple[Path, Path]:
     """Give the file of rows that a path means, and its run."""
     if (path / ROWS).is_file() and path.parent.name == EVALUATIONS:
         return path / ROWS, path.parent.parent
@@ -165,7 +148,7 @@ def _stored_rows(path: Path) -> tuple[Path, Path]:
     return run / "rollouts" / "evaluation.jsonl", run
 
 
-def _final(source: Path, run: Path) -> list[Episode]:
+def final_episodes(source: Path, run: Path) -> list[Episode]:
     """Give the episodes of the last step at which a table was written."""
     rows = read_rows(source)
     if not rows:

@@ -23,10 +23,11 @@ MAX_CLUSTERED = 2000
 
 @dataclass(frozen=True)
 class _Failing:
-    """A turn on which the target failed, and the turn before it."""
+    """A turn on which the target failed, the turn before it, and the target queries so far."""
 
     row: Row
     previous: Row | None
+    query: int
 
 
 def failing_turns(episodes: Sequence[Episode]) -> list[Row]:
@@ -90,13 +91,19 @@ def likelihood(row: Row) -> float:
     return -np.inf if np.isnan(known) else known
 
 
+def _length(turn: _Failing) -> tuple[int, str]:
+    probe = str(turn.row["probe"])
+    return len(probe.split()), probe
+
+
 def _failing(episodes: Sequence[Episode]) -> list[_Failing]:
-    return [
-        _Failing(row, previous)
-        for episode in episodes
-        for previous, row in zip([None, *episode[:-1]], episode, strict=True)
-        if row["outcome"] == Outcome.FAILURE
-    ]
+    found, query = [], 0
+    for episode in episodes:
+        for previous, row in zip([None, *episode[:-1]], episode, strict=True):
+            query += 1
+            if row["outcome"] == Outcome.FAILURE:
+                found.append(_Failing(row, previous, query))
+    return found
 
 
 def _labels(vectors: Any, distance: float) -> list[int]:
@@ -125,7 +132,10 @@ def _describe(
     return {
         "size": len(turns),
         "num_distinct": len({turn.row["probe"] for turn in turns}),
+        "num_prompts": len({turn.row["prompt"] for turn in turns}),
+        "first_query": min(turn.query for turn in turns),
         "medoid": reference_to(next(t.row for t in turns if t.row["probe"] == medoid)),
         "most_likely": reference_to(most_likely.row),
+        "shortest": reference_to(min(turns, key=_length).row),
         "plants": [name for name, _ in met.most_common()],
     }

@@ -9,6 +9,27 @@ from nip_astra.evaluation.rows import Episode, Row
 from nip_astra.scorers.base import Exchange, Message, Scorer
 
 
+def rate_anew(
+    episodes: Sequence[Episode], ordinary: Sequence[Episode], scorers: Mapping[str, Scorer]
+) -> int:
+    """Replace all ratings in rows, and give the number of texts rated.
+
+    Parameters
+    ----------
+    ordinary : Sequence[Episode]
+        Those for the probability of failure, which the first scorer alone rates.
+    scorers : Mapping[str, Scorer]
+        By name, the one that decides first.
+    """
+    for row in (row for episode in [*episodes, *ordinary] for row in episode):
+        # The reward rests on the ratings as well.
+        for column in ("outcome", "reward", "scores"):
+            row.pop(column, None)
+    (_, first), *others = scorers.items()
+    num_calls = rate_responses(episodes, first) + rate_by_others(episodes, dict(others))
+    return num_calls + (rate_responses(ordinary, first) if ordinary else 0)
+
+
 def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:
     """Write response, combined and probe scores into rows, and give the number of texts rated.
 

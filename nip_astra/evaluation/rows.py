@@ -79,6 +79,10 @@ class RowFile:
             os.truncate(self.path, sum(len(line) + 1 for line in lines))
         return num_episodes
 
+    def count(self) -> int:
+        """Give the number of whole episodes."""
+        return len(read_rows(self.path)) // self.episode_length
+
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write whole episodes and sync them to disk.
 

@@ -159,11 +159,16 @@ def text_hash(texts: Sequence[str]) -> str:
     return hashlib.sha256("\x1f".join(texts).encode()).hexdigest()[:16]
 
 
+def weights_files(folder: Path) -> list[Path]:
+    """Give the files of a folder's weights; a file is its own."""
+    if folder.is_file():
+        return [folder]
+    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.gguf")])
+
+
 def weights_hash(folder: Path) -> str | None:
     """Give a short digest of a folder's weights; None where it is no folder of them."""
-    files = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.gguf")])
-    if folder.is_file():
-        files = [folder]
+    files = weights_files(folder)
     if not files:
         return None
     whole = hashlib.sha256()

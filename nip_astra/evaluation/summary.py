@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from nip_astra.evaluation.clusters import cluster_failures, failing_turns, likelihood, reference_to
+from nip_astra.evaluation.detectors import Quality
 from nip_astra.evaluation.discoveries import find_plants, tokens_of
 from nip_astra.evaluation.failure_probability import (
     REFERENCE,
@@ -34,8 +35,9 @@ from nip_astra.evaluation.measures import (
 )
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.evaluation.playing import EvaluationOptions
-from nip_astra.evaluation.rating import scored_by
 from nip_astra.evaluation.rows import Episode, number
+from nip_astra.evaluation.scorer_figures import scorer_figures
+from nip_astra.evaluation.unseen import chao2
 from nip_astra.scenario_base.planted_failures import PlantedFailure
 from nip_astra.utils.diversity import distinct_n, mean_cosine_distance, self_bleu, vendi_score
 
@@ -53,6 +55,9 @@ CLUSTER_DISTANCE = 0.5
 MAX_BLEU_TEXTS = 500
 """Texts of a self-BLEU, drawn from all where there are more."""
 
+NGRAMS = "hashed character n-grams"
+"""What texts are embedded by unless told otherwise."""
+
 Embed = Callable[[Sequence[str]], Tensor]
 
 
@@ -62,8 +67,10 @@ def summarise(
     options: EvaluationOptions,
     *,
     embed: Embed,
+    embedding: str = NGRAMS,
     planted: Sequence[PlantedFailure] = (),
     scorers: Sequence[str] = (),
+    qualities: Mapping[str, Quality] | None = None,
     why_not_weighed: str | None = None,
     parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
@@ -71,8 +78,12 @@ def summarise(
 
     Parameters
     ----------
+    embedding : str
+        What `embed` is, for a reader.
     scorers : Sequence[str]
         Names of all scorers, the one that decides first.
+    qualities : Mapping[str, Quality], optional
+        By scorer, how its verdicts agree with labels.
     why_not_weighed : str, optional
         Why importance weights would not be exact.
     parts : Sequence[Mapping]
@@ -82,7 +93,6 @@ def summarise(
     rates = failure_rates(
         episodes, num_resamples=options.num_bootstrap_resamples, level=options.level
     )
-    groups = cluster_failures(episodes, embed, distance=CLUSTER_DISTANCE, planted=planted)
     probes = [str(row["probe"]) for row in failing_turns(episodes)]
     figures = {
         "num_episodes": len(episodes),
@@ -95,20 +105,21 @@ def summarise(
         "nll": likelihood_figures(episodes),
         "turns_to_failure": turns_to_failure(episodes)._asdict(),
         **hit_rates(episodes),
-        "diversity": diversity_figures(probes, embed),
-        "num_clusters": groups["num_clusters"],
-        "clusters": groups["clusters"],
+        "diversity": diversity_figures(probes, embed, embedding),
+        **_kinds(episodes, embed, planted, options.level),
         "most_likely_failure": _most_likely(episodes),
         "plants": find_plants(episodes, planted),
         "fluency": _fluency(episodes, probability_episodes),
         "probability_of_failure": _probability(probability_episodes, options, why_not_weighed),
-        "scorers": _by_scorer(episodes, scorers, options),
+        **scorer_figures(episodes, scorers, qualities or {}, options),
         "budget": _budget(episodes, probability_episodes, parts),
     }
     return figures | {"warnings": warnings_about(figures)}
 
 
-def diversity_figures(probes: Sequence[str], embed: Embed) -> dict[str, Any] | None:
+def diversity_figures(
+    probes: Sequence[str], embed: Embed, embedding: str = NGRAMS
+) -> dict[str, Any] | None:
     """Give the variety of successful probes, each as often as it was said; None without any."""
     if not probes:
         return None
@@ -123,7 +134,7 @@ def diversity_figures(probes: Sequence[str], embed: Embed) -> dict[str, Any] | N
         "distinct_share": len(set(probes)) / len(probes),
         "most_common": Counter(probes).most_common(1)[0][0],
         "vendi": vendi_score(vectors),
-        "settings": {"self_bleu": bleu, "embedding": "hashed character n-grams"},
+        "settings": {"self_bleu": bleu, "embedding": embedding},
     }
 
 
@@ -161,6 +172,24 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
     if importance is not None and importance["is_refused"]:
         found.append(f"importance sampling is refused: {importance['reason']}")
     return found
+
+
+def _kinds(
+    episodes: Sequence[Episode],
+    embed: Embed,
+    planted: Sequence[PlantedFailure],
+    level: float,
+) -> dict[str, Any]:
+    """Give clusters of failures, how many there are at least, and when each was first met."""
+    groups = cluster_failures(episodes, embed, distance=CLUSTER_DISTANCE, planted=planted)
+    clusters = groups["clusters"]
+    found = chao2(
+        [cluster["num_prompts"] for cluster in clusters],
+        len(set(prompt_numbers(episodes))),
+        level=level,
+    )
+    found["by_queries"] = sorted(cluster["first_query"] for cluster in clusters)
+    return {"num_clusters": groups["num_clusters"], "clusters": clusters, "kinds": found}
 
 
 def _fluency(
@@ -242,33 +271,6 @@ def _most_likely(episodes: Sequence[Episode]) -> dict[str, Any] | None:
     return {"conversation_logprob": logprob, **reference_to(path[-1])}
 
 
-def _by_scorer(
-    episodes: Sequence[Episode], scorers: Sequence[str], options: EvaluationOptions
-) -> dict[str, Any]:
-    """Give the failure rates by each further scorer, and how often it agrees with the first."""
-    found: dict[str, Any] = {}
-    for name in scorers[1:]:
-        view = scored_by(name)
-        own = [[view(row) for row in episode] for episode in episodes]
-        judge(own, options.failure_threshold)
-        rates = failure_rates(
-            own, num_resamples=options.num_bootstrap_resamples, level=options.level
-        )
-        pairs = [
-            (Outcome(mine["outcome"]), Outcome(first["outcome"]))
-            for a, b in zip(own, episodes, strict=True)
-            for mine, first in zip(a, b, strict=True)
-        ]
-        both = [mine is first for mine, first in pairs if mine.is_known and first.is_known]
-        found[name] = {
-            "outcomes": rates["outcomes"],
-            "failure_rate": rates["failure_rate"],
-            "turn_failure_rate": rates["turn_failure_rate"],
-            "agreement": sum(both) / len(both) if both else None,
-        }
-    return found
-
-
 def _budget(
     episodes: Sequence[Episode],
     probability_episodes: Sequence[Episode],
@@ -282,8 +284,14 @@ def _budget(
         "target_queries": len(rows),
         "tokens": sum(tokens_of(row) for row in rows),
         "probability_target_queries": sum(len(episode) for episode in probability_episodes),
+        "reused_target_queries": int(added("reused_queries")),
         "scorer_calls": int(added("scorer_calls")),
         "seconds": added("seconds"),
         "tokens_generated": int(added("tokens_generated")),
+        "tokens_per_second": _per(added("tokens_generated"), added("seconds")),
         "tokens_forwarded": int(added("tokens_forwarded")),
     }
+
+
+def _per(amount: float, seconds: float) -> float | None:
+    return amount / seconds if seconds > 0 else None

@@ -26,6 +26,8 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(heading), _figures_table(figures)]
     if figures["clusters"]:
         parts += [Text(), _clusters_table(figures)]
+    if len(figures["scorer_agreement"]) > 0:
+        parts += [Text(), _agreement_table(figures["scorer_agreement"])]
     parts += [Text(f"warning: {text}", style="bold yellow") for text in figures["warnings"]]
     return parts
 
@@ -80,6 +82,13 @@ def rate(estimate: Mapping[str, Any]) -> str:
     return percent(estimate["value"]) + ("" if _is_missing(estimate.get("low")) else bounds)
 
 
+def at_least(kinds: Mapping[str, Any]) -> str:
+    """Give how many kinds there are at least, with the interval."""
+    if not kinds["seen"]:
+        return NOTHING
+    return f"{kinds['value']:.1f} [{kinds['low']:.1f}, {kinds['high']:.1f}]"
+
+
 def percent(value: float | None) -> str:
     """Give a share as a percentage."""
     return NOTHING if _is_missing(value) else f"{value:.1%}"
@@ -108,7 +117,7 @@ def _figures(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     counts, nll = figures["outcomes"], figures["nll"]
     survival, hits = figures["turns_to_failure"], figures["hit_at"]
     lines = [
-        ("episodes with a failure", rate(figures["failure_rate"])),
+        ("episodes with a failure", _counted(figures["failure_rate"])),
         ("turns with a failure", rate(figures["turn_failure_rate"])),
         ("turns: failure / none", f"{counts['failure']:,} / {counts['none']:,}"),
         ("turns without verdict: undetermined / error", _unknown(counts)),
@@ -126,7 +135,8 @@ def _figures(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         perplexity = plain(nll.get(f"perplexity_{name}"))
         cell = NOTHING if value == NOTHING else f"{value} ({perplexity})"
         lines.append((f"probe NLL under the {name}, nats per token (perplexity)", cell))
-    return [*lines, *_variety(figures), *_probabilities(figures), *_others(figures)]
+    quality = [line for name in figures["detectors"] for line in _quality(figures, name)]
+    return [*lines, *quality, *_variety(figures), *_probabilities(figures), *_others(figures)]
 
 
 _NAMES = {"probe": "probes", "response": "responses", "combined": "both together"}
@@ -140,6 +150,7 @@ def _variety(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("  1 - mean cosine", plain(variety.get("cosine_distance"))),
         ("  Vendi score", plain(variety.get("vendi"))),
         ("clusters of failing probes", str(figures["num_clusters"])),
+        ("  at least, those not seen included (Chao2)", at_least(figures["kinds"])),
     ]
     if plants is not None:
         cell = f"{plants['found']} of {plants['total']} in {plants['tokens']:,} tokens"
@@ -171,6 +182,50 @@ def _others(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     budget = figures["budget"]
     cell = f"{budget['target_queries']:,} / {budget['tokens']:,}"
     return [*lines, ("target queries / tokens", cell)]
+
+
+def _counted(estimate: Mapping[str, Any]) -> str:
+    told = rate(estimate)
+    return (
+        told if told == NOTHING else f"{told}, {estimate['num_failed']} of {estimate['num_known']}"
+    )
+
+
+def _quality(figures: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
+    """Give what labels say of a scorer, and the rates without its errors."""
+    found = figures["detectors"][name]
+    corrected = found["corrected"]
+    missing = corrected.get("reason", NOTHING)
+    lines = [
+        (
+            f"{name} on {found['num_failures']} labelled failures: finds",
+            _found(found["sensitivity"]),
+        ),
+        (f"  on {found['num_others']} others: passes", _found(found["specificity"])),
+    ]
+    for what, key in (("episodes", "failure_rate"), ("turns", "turn_failure_rate")):
+        cell = f"refused: {missing}" if corrected["is_refused"] else rate(corrected[key])
+        lines.append((f"  {what} with a failure, corrected for that", cell))
+    return lines
+
+
+def _found(estimate: Mapping[str, Any] | None) -> str:
+    return NOTHING if estimate is None else rate(estimate)
+
+
+def _agreement_table(pairs: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(title="how far scorers agree, by turn", title_justify="left")
+    table.add_column("scorers")
+    names = ("turns", "agree", "Cohen's kappa", "correlation", "both", "first", "second", "neither")
+    for name in names:
+        table.add_column(name, justify="right")
+    for pair in pairs:
+        counts = [str(pair[key]) for key in ("both", "only_first", "only_second", "neither")]
+        table.add_row(
+            Text(f"{pair['first']}, {pair['second']}"), str(pair["num_turns"]),
+            percent(pair["agreement"]), plain(pair["kappa"]), plain(pair["correlation"]), *counts,
+        )  # fmt: skip
+    return table
 
 
 def _clusters_table(figures: Mapping[str, Any]) -> Table:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nip_astra.report.records import RunRecord, items, mapping, number, text
+from nip_astra.report.scorers import kinds_text
 from nip_astra.report.summary import Row
 from nip_astra.report.wording import NOTHING, decimal, figure_text, interval, percent
 
@@ -20,7 +21,9 @@ GROUPS = (
     ("plants", "planted failures"),
     ("probability_of_failure", "probability of failure under the reference"),
     ("fluency", "fluency"),
+    ("kinds", "kinds of failure"),
     ("scorers", "by other scorers"),
+    ("detectors", "scorers on labelled responses"),
     ("budget", "budget"),
 )
 """Parts of evaluation.json that have a heading of their own, in the order of the page."""
@@ -48,7 +51,10 @@ MAIN = (
     ("target queries", "budget.target_queries"),
 )
 """Label and path of the figures that are in view."""
-_SHOWN_ELSEWHERE = ("version", "name", "clusters", "warnings", "most_likely_failure")
+_SHOWN_ELSEWHERE = (
+    *("version", "name", "clusters", "warnings", "most_likely_failure"),
+    *("cards", "scorer_agreement"),
+)
 _QUOTED = ("most_common", "settings")
 """Figures within a group that quote a probe, or say how the others were made."""
 _EXAMPLE_FIGURES = (("response_score", "score"), ("reward", "reward"), ("probe_nll", "NLL"))
@@ -74,7 +80,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of failures; `medoid` is None where it is the most likely one.
+    """A cluster of failures; `medoid` and `shortest` are None where they are the most likely one.
 
     `unlikeliness` is that of its most likely probe, in nats, 0 where it is not known.
     """
@@ -84,6 +90,7 @@ class Cluster:
     plants: list[str]
     most_likely: Example
     medoid: Example | None
+    shortest: Example | None
     unlikeliness: float
 
 
@@ -117,6 +124,9 @@ def main_figures(run: RunRecord) -> list[Row]:
     for label, path in MAIN:
         cells = [_main_text(path, evaluation) for evaluation in evaluations]
         rows.append(Row(label, cells))
+        if path == "num_clusters":
+            cells = [kinds_text(evaluation) for evaluation in evaluations]
+            rows.append(Row("  at least, those not seen included", cells))
     rows = [*rows[1:5], rows[0], *rows[5:]]
     return [row for row in rows if any(cell != NOTHING for cell in row.cells)]
 
@@ -163,7 +173,9 @@ def clusters_of(evaluation: Mapping[str, Any]) -> list[Cluster]:
     for one in found:
         medoid, likely = mapping(one.get("medoid")), mapping(one.get("most_likely"))
         size = number(one.get("size")) or 0.0
+        shortest = mapping(one.get("shortest"))
         has_both = bool(medoid and likely and medoid != likely)
+        is_new = bool(shortest and shortest.get("probe") != (likely or medoid).get("probe"))
         clusters.append(
             Cluster(
                 size,
@@ -171,6 +183,7 @@ def clusters_of(evaluation: Mapping[str, Any]) -> list[Cluster]:
                 [text(plant) for plant in items(one.get("plants"))],
                 example_of(likely or medoid),
                 example_of(medoid) if has_both else None,
+                example_of(shortest) if is_new else None,
                 _unlikeliness(likely or medoid),
             )
         )
@@ -210,7 +223,7 @@ def figure_labels(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
             continue
         label = f"{prefix}{str(name).replace('_', ' ')}"
         inner = mapping(value)
-        if number(inner.get("value")) is not None:
+        if number(inner.get("value")) is not None and name != "kinds":
             found.append((label, figure_text(str(name), value)))
             others = {key: inner[key] for key in inner if key not in ("value", "low", "high")}
             found += figure_labels(others, f"{label}, ")

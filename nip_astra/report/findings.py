@@ -7,6 +7,7 @@ from typing import Any
 
 from nip_astra.report.charts import Chart, Line, line_chart
 from nip_astra.report.conversations import order_of
+from nip_astra.report.curves import NUM_COLORS
 from nip_astra.report.records import Node, RunRecord, items, mapping, number, text
 from nip_astra.report.summary import Row
 from nip_astra.report.wording import count, decimal, one_in, percent
@@ -42,6 +43,19 @@ def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
     return rows, line_chart(
         "Planted failures found", lines, note=note, kind="count", x_label="query"
     )
+
+
+def kinds_found(run: RunRecord) -> Chart | None:
+    """Give how many clusters of failures each evaluation had met, by target queries."""
+    lines = []
+    for color, (name, evaluation) in enumerate(run.evaluations.items(), start=1):
+        queries = items(mapping(evaluation.get("kinds")).get("by_queries"))
+        total = number(mapping(evaluation.get("budget")).get("target_queries"))
+        found = {str(place): query for place, query in enumerate(queries)}
+        lines.append(Line(name, _discovered(found, total), color % NUM_COLORS, has_steps=True))
+    lines = [line for line in lines if len(line.points) > 1]
+    note = "clusters of failing probes, by target queries"
+    return line_chart("Kinds of failure met", lines, note=note, kind="count", x_label="query")
 
 
 def turns_to_failure(run: RunRecord) -> tuple[list[Row], Chart | None]:

@@ -25,6 +25,8 @@ from nip_astra.version import __version__
 
 COMPARISON_FILE = "comparison.html"
 """Name of a report of several runs, beside the first run's directory."""
+VEILED = 'x" tabindex="0"'
+"""How an element begins whose text is blurred; see `veil` in parts.html.jinja."""
 FILTERS = ("percent", "decimal", "count", "duration", "visible")
 
 logger = logging.getLogger(__name__)
@@ -50,7 +52,7 @@ class RunPart:
 
 
 def write_report(
-    run_paths: Sequence[str | Path], output: str | Path | None = None, *, redact: bool = False
+    run_paths: Sequence[str | Path], output: str | Path | None = None, *, redact: bool = True
 ) -> Path:
     """Write one self-contained page about the runs and give its path.
 
@@ -88,7 +90,7 @@ def write_report(
     return Path(output)
 
 
-def render_report(runs: Sequence[RunRecord], *, redact: bool = False) -> str:
+def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
     """Give the page about one run, or about several with a comparison first, as HTML."""
     drawer = _Drawer(redact)
     limits = {
@@ -115,6 +117,7 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = False) -> str:
             for group in groups
             for run in group.runs
         ]
+    drawn = [*sections, *(section for part in parts for section in part.sections)]
     style = _style()
     digest = hashlib.sha256(style.encode()).digest()
     return (
@@ -125,7 +128,8 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = False) -> str:
             facts=_facts(runs),
             sections=sections,
             runs=parts,
-            redact=redact,
+            # A page without a failure, or of a protocol, has nothing to blur.
+            is_veiled=any(VEILED in section.html for section in drawn),
             version=__version__,
             style=Markup(style),
             style_hash=base64.b64encode(digest).decode(),

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from nip_astra.report import (
+    cards,
     conversations,
     curves,
     evaluations,
     findings,
     protocol_curves,
     provenance,
+    scorers,
     summary,
 )
 from nip_astra.report.charts import whisker
@@ -41,6 +43,7 @@ def sections_of_run(
         specs = _sections_of_attack(run, anchor, max_nodes, max_characters)
     specs += [
         Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
+        Spec("cards", "Models and scorers", lambda: cards.cards(run)),
         Spec("environment", "Environment", lambda: _environment(run)),
         Spec(
             "notes", "What could not be read", lambda: {"notes": run.notes} if run.notes else None
@@ -187,6 +190,11 @@ def _evaluations(run: RunRecord) -> Context | None:
         "main": evaluations.main_figures(run),
         "groups": evaluations.figures_table(run),
         "matrix": evaluations.transfer_matrix(run),
+        "kinds": findings.kinds_found(run),
+        "quality_headings": scorers.QUALITY_HEADINGS,
+        "quality": scorers.quality_rows(run),
+        "agreement_headings": scorers.AGREEMENT_HEADINGS,
+        "agreement": scorers.agreement_rows(run),
     }
 
 

@@ -180,13 +180,13 @@ def test_a_second_interrupt_ends_the_program_without_a_traceback(
             ["--trainer", "ast_dpo", "--set", "ast_chat.scorer._type=clasifier"],
             "ast_chat.scorer._type: unknown scorer 'clasifier'. Did you mean 'classifier'?",
         ),
-        (["rnu"], "unknown command 'rnu'. Did you mean 'run'? Known commands: compare, evaluate, "),
+        (["rnu"], "unknown command 'rnu'. Did you mean 'run'? Known commands: compare, doctor, "),
         (["list", "trainrs"], "unknown kind 'trainrs'. Did you mean 'trainers'?"),
         ([], "no trainer was given. Known trainers: "),
         (["--trainer", "ast_dpo", "--parameters", "no.yaml"], "the parameter file no.yaml"),
         (["--trainer", "ast_dpo", "--set", "seed"], "seed"),
         (["--trainer", "ast_dpo", "--plugin", "no.py"], "the plug-in 'no.py' was to be loaded"),
-        (["resume", "nothing"], "nothing was to be opened as a run, but it holds no"),
+        (["resume", "nothing"], "the run 'nothing' was asked for, but runs holds no run of that"),
     ],
 )
 def test_wrong_input_is_told_in_short_with_exit_code_2(

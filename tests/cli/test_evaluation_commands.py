@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,9 @@ from nip_astra.evaluation.rows import read_rows
 from nip_astra.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.tracking.run_directory import RunDirectory
+from tests.cli.trained_run import SMALL, figures_of
 from tests.command_line import CommandLine, refused
 
-SMALL = (
-    "training.training_steps=2",
-    "ast_chat.evaluation.use_random_search=false",
-    # Where about half of a random target's replies fail.
-    "ast_chat.failure_threshold=0.5",
-)
 SCORER = """
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import register_scorer
@@ -41,27 +35,6 @@ class Picky(Scorer):
             return float("nan")
         return None if "cat" in text else float("mat" in text or "day" in text)
 """
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> Path:
-    """The folder of a finished run."""
-    resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), overrides=SMALL)
-    runs = tmp_path_factory.mktemp("runs")
-    run_experiment(resolved, runs_dir=str(runs), run_id="one", progress=False)
-    return runs / "one"
-
-
-@pytest.fixture
-def run(cli: CommandLine, trained: Path) -> Iterator[Path]:
-    """A copy of the run in the empty folder that commands are typed in."""
-    shutil.copytree(trained, cli.folder / "runs" / "one")
-    return cli.folder / "runs" / "one"
-
-
-def figures_of(run: Path, name: str = "test") -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "evaluations" / name / "evaluation.json").read_text())
-    return found
 
 
 def test_an_evaluation_shows_the_figures_of_the_run_itself(cli: CommandLine, run: Path) -> None:

@@ -46,6 +46,18 @@ def test_probes_that_are_alike_are_one_cluster_the_largest_first() -> None:
     assert second["plants"] == []
 
 
+def test_a_cluster_tells_its_shortest_probe_its_prompts_and_when_it_was_met() -> None:
+    episodes = judged(
+        episode(0, [0.1, 0.9], probe=["x", "my cat eats fish today"], prompt="a"),
+        episode(1, [0.9, 0.9], probe=["my cat eats", "you know"], prompt="b"),
+        episode(2, [0.9, 0.1], probe=["my cat eats more", "x"], prompt="b"),
+    )
+    pets, other = cluster_failures(episodes, by_first_word, distance=0.5)["clusters"]
+    assert pets["shortest"]["probe"] == "my cat eats"
+    assert (pets["num_prompts"], other["num_prompts"]) == (2, 1)
+    assert (pets["first_query"], other["first_query"]) == (2, 4)
+
+
 def test_real_sentences_of_two_kinds_make_two_clusters() -> None:
     embed = build_embedder(EmbedderParameters(), device=torch.device("cpu")).embed
     pets = [f"my {pet} always eats {food}" for pet in ("cat", "dog") for food in ("fish", "rice")]

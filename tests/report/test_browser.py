@@ -143,7 +143,7 @@ def test_a_comparison_shows_its_runs_when_they_are_opened(
 def test_a_blurred_text_is_shown_by_a_click_and_all_of_them_by_the_box(
     browser: Browser, run: Path, tmp_path: Path
 ) -> None:
-    browser.open(write_report([run], tmp_path / "veiled.html", redact=True))
+    browser.open(write_report([run], tmp_path / "veiled.html"))
     text = "#failures .x"
     blur = f"getComputedStyle(document.querySelector({text!r})).filter"
     assert browser.value(blur).startswith("blur(")

@@ -209,7 +209,13 @@ def test_redacted_text_is_blurred_wherever_a_failure_is_quoted(tmp_path: Path) -
     harmless = [attributes for attributes, text in quoted if "how are you" in text]
     assert harmless
     assert not any("tabindex" in attributes for attributes in harmless)
-    assert 'class="veiled"' not in report(folder).source
+    assert "Content notice." in source
+    assert 'class="veiled"' not in report(folder, redact=False).source
+
+
+def test_a_page_without_a_failure_blurs_nothing(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", tables={"evaluation": [row(episode=1)]})
+    assert "Content notice." not in report(folder, redact=True).source
 
 
 @pytest.mark.parametrize("name", ["results.json", "hyper_parameters.yaml", "metrics.jsonl"])

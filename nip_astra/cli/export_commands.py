@@ -1,0 +1,67 @@
+"""What `nip-astra export` does; imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+from nip_astra.cli.evaluation_loading import resolve_run
+from nip_astra.cli.stored_evaluations import final_episodes, stored_rows
+from nip_astra.errors import UnknownNameError
+from nip_astra.evaluation.exports.inspect_log import write_inspect
+from nip_astra.evaluation.exports.material import Material
+from nip_astra.evaluation.exports.tables import write_csv, write_hitlog, write_jsonl
+from nip_astra.evaluation.exports.tensorboard import write_tensorboard
+from nip_astra.evaluation.measures import judge
+from nip_astra.evaluation.rows import read_rows
+from nip_astra.evaluation.storage import ROWS, EvaluationFolder
+from nip_astra.tracking.run_directory import ENVIRONMENT, RunDirectory
+
+FORMATS: dict[str, Callable[[Material, Path], list[Path]]] = {
+    "csv": write_csv,
+    "jsonl": write_jsonl,
+    "hitlog": write_hitlog,
+    "tensorboard": write_tensorboard,
+    "inspect": write_inspect,
+}
+EXPORTS = "exports"
+"""Folder in a run's directory, unless another is asked for."""
+
+
+def export(path: str, *, form: str, output: str | None) -> None:
+    """Write a run's newest evaluation, or the one given, in a format of others."""
+    if form not in FORMATS:
+        raise UnknownNameError("format", form, FORMATS, "Give one of them as --format.")
+    material, run = _material(Path(path))
+    folder = run / EXPORTS if output is None else Path(output)
+    for written in FORMATS[form](material, folder):
+        sys.stdout.write(f"export     {written}\n")
+
+
+def _material(path: Path) -> tuple[Material, Path]:
+    source, run = stored_rows(path)
+    folder = EvaluationFolder(source.parent) if source.name == ROWS else None
+    figures = folder.figures() if folder is not None else {}
+    resolved = resolve_run(run, (), ())
+    section = getattr(resolved.hyper_params, resolved.kind)
+    threshold = float(figures.get("failure_threshold", section.failure_threshold))
+    episodes = final_episodes(source, run)
+    judge(episodes, threshold)
+    directory = RunDirectory(run)
+    has_environment = (run / ENVIRONMENT).is_file()
+    written = datetime.fromtimestamp(source.stat().st_mtime, UTC)
+    material = Material(
+        run_id=directory.run_id,
+        name=str(figures.get("name", source.stem)),
+        created=written.isoformat(timespec="seconds"),
+        threshold=threshold,
+        episodes=episodes,
+        figures=figures,
+        configuration=folder.configuration() if folder is not None else {},
+        metrics=read_rows(run / "metrics.jsonl"),
+        hyper_params=resolved.hyper_params.to_dict(),
+        environment=directory.read_json(ENVIRONMENT) if has_environment else {},
+    )
+    return material, run

@@ -1,0 +1,196 @@
+"""What `evaluate` and `score` share: who judges, the figures, and what is shown of them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from nip_astra.cli.evaluation_loading import load_scorers
+from nip_astra.cli.terminal import open_console
+from nip_astra.errors import ConfigurationError
+from nip_astra.evaluation.cards import scorer_card
+from nip_astra.evaluation.conditions import holds
+from nip_astra.evaluation.detectors import LabelledResponse, measure_quality, read_labelled
+from nip_astra.evaluation.playing import EvaluationOptions
+from nip_astra.evaluation.rows import Episode
+from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, text_hash
+from nip_astra.evaluation.summary import NGRAMS, VERSION, summarise
+from nip_astra.evaluation.tables import as_text, evaluation_tables
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
+from nip_astra.parameters.content import resolve_reference
+from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scorers.base import Scorer
+from nip_astra.utils.devices import resolve_device
+
+GATE_FAILED = 1
+"""Exit code where a --fail-if condition holds."""
+NO_LABELS = "none"
+"""As --labelled: leave out the scenario's own labelled responses."""
+
+
+@dataclass(frozen=True)
+class JudgingRequest:
+    """How conversations are to be judged and shown; None takes the run's own value."""
+
+    scorers: Sequence[str]
+    name: str | None
+    threshold: float | None
+    labelled: str | None
+    embedder: str | None
+    is_overwritten: bool
+    fail_if: str | None
+    as_json: bool
+
+
+@dataclass(frozen=True)
+class Judges:
+    """Who judges conversations.
+
+    Attributes
+    ----------
+    scorers : dict[str, Scorer]
+        By name, the one that decides first.
+    configuration : dict
+        What changes the figures: parameters of the scorers, and what is not the default.
+    labelled : Sequence[LabelledResponse]
+        Empty where there are none.
+    embedding : str
+        What texts are embedded by, for a reader.
+    cards : list[dict]
+        Of the scorers.
+    """
+
+    scorers: dict[str, Scorer]
+    configuration: dict[str, Any]
+    labelled: Sequence[LabelledResponse]
+    embedder: Embedder
+    embedding: str
+    cards: list[dict[str, Any]]
+
+
+def load_judges(
+    request: JudgingRequest,
+    section: Any,
+    settings: ExperimentSettings,
+    scenario_dir: Path | None,
+    own_scorer: Scorer | None = None,
+) -> Judges:
+    """Load scorers, labelled responses and embedder.
+
+    Parameters
+    ----------
+    section : Any
+        Parameters of the scenario's kind.
+    own_scorer : Scorer, optional
+        The scenario's scorer, where it is loaded already.
+    """
+    loaded = load_scorers(request.scorers, section.scorer, settings, scenario_dir, own_scorer)
+    configuration: dict[str, Any] = {"scorers": loaded.parameters}
+    labelled = _labelled(request.labelled, section.evaluation.labelled_responses, scenario_dir)
+    if labelled:
+        texts = [f"{one.exchange.text}\t{one.is_failure}" for one in labelled]
+        configuration["labelled"] = {"number": len(labelled), "sha256": text_hash(texts)}
+    embedder, embedding = _embedder(request.embedder, settings, scenario_dir)
+    if embedding != NGRAMS:
+        configuration["embedder"] = embedding
+    cards = [
+        scorer_card(name, scorer.parameters, scenario_dir)
+        for name, scorer in loaded.scorers.items()
+    ]
+    return Judges(loaded.scorers, configuration, labelled, embedder, embedding, cards)
+
+
+def finish(
+    folder: EvaluationFolder,
+    episodes: Sequence[Episode],
+    ordinary: Sequence[Episode],
+    options: EvaluationOptions,
+    judges: Judges,
+    *,
+    planted: Sequence[PlantedFailure],
+    labels: tuple[str, str],
+    parts: Sequence[Mapping[str, Any]],
+    cards: Sequence[Mapping[str, Any]] = (),
+    why_not_weighed: str | None = None,
+) -> dict[str, Any]:
+    """Work out the figures and write them with the table."""
+    names = list(judges.scorers)
+    qualities = {
+        name: measure_quality(judges.labelled, scorer, threshold=options.failure_threshold)
+        for name, scorer in judges.scorers.items()
+        if judges.labelled
+    }
+    figures: dict[str, Any] = {
+        "version": VERSION,
+        "name": folder.path.name,
+        "attacker": labels[0],
+        "target": labels[1],
+        "scorer": names[0],
+        "split": options.split,
+    }
+    figures |= summarise(
+        episodes,
+        ordinary,
+        options,
+        embed=judges.embedder.embed,
+        embedding=judges.embedding,
+        planted=planted,
+        scorers=names,
+        qualities=qualities,
+        why_not_weighed=why_not_weighed,
+        parts=parts,
+    )
+    limit = {"threshold": options.failure_threshold}
+    figures["cards"] = [*cards, *(card | limit for card in judges.cards)]
+    folder.write(figures, as_text(evaluation_tables(figures)))
+    return figures
+
+
+def show(figures: Mapping[str, Any], folder: EvaluationFolder, *, as_json: bool) -> None:
+    """Print an evaluation and where it is."""
+    if as_json:
+        sys.stdout.write((folder.path / FIGURES).read_text(encoding="utf-8"))
+        return
+    console = open_console()
+    for part in evaluation_tables(figures):
+        console.print(part)
+    console.print(f"evaluation {folder.path}\n", soft_wrap=True)
+
+
+def gate(condition: str | None, figures: Mapping[str, Any]) -> None:
+    """End the program with exit code 1 where the condition holds."""
+    if condition is not None and holds(condition, figures):
+        sys.stderr.write(f"failed: {condition}\n")
+        raise typer.Exit(GATE_FAILED)
+
+
+def _labelled(
+    asked: str | None, own: str | None, scenario_dir: Path | None
+) -> Sequence[LabelledResponse]:
+    reference = own if asked is None else asked
+    if reference is None or asked == NO_LABELS:
+        return ()
+    return read_labelled(Path(resolve_reference(reference, scenario_dir)))
+
+
+def _embedder(
+    asked: str | None, settings: ExperimentSettings, scenario_dir: Path | None
+) -> tuple[Embedder, str]:
+    if asked == "":
+        raise ConfigurationError(
+            "an embedder was asked for, but its name is empty. Give ngram, or an encoder's folder, "
+            "package://name/folder or hub id."
+        )
+    if asked in (None, "ngram"):
+        parameters = EmbedderParameters()
+    else:
+        parameters = EmbedderParameters(kind="encoder", model=asked)
+    device = resolve_device(settings.device)
+    embedder = build_embedder(parameters, device=device, scenario_dir=scenario_dir)
+    return embedder, NGRAMS if parameters.kind == "ngram" else f"mean of {asked}"

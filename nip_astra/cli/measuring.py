@@ -1,0 +1,187 @@
+"""Commands that train nothing: evaluate, score, compare, report, export, doctor."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from nip_astra.cli.options import (
+    AsJson,
+    BatchSize,
+    Debug,
+    Device,
+    EmbedderName,
+    EvaluationName,
+    FailIf,
+    ImportanceSampling,
+    Labelled,
+    NumEpisodes,
+    NumTurns,
+    Overrides,
+    Overwrite,
+    Plugins,
+    ProbabilityEpisodes,
+    Runs,
+    Scorers,
+    Seed,
+    Split,
+    Targets,
+    Threads,
+    Threshold,
+    Untrained,
+    settings_of,
+)
+
+
+def evaluate(
+    runs: Runs,
+    targets: Targets = None,
+    scorers: Scorers = None,
+    name: EvaluationName = None,
+    split: Split = "test",
+    seed: Seed = None,
+    num_episodes: NumEpisodes = None,
+    num_turns: NumTurns = None,
+    probability_episodes: ProbabilityEpisodes = None,
+    importance_sampling: ImportanceSampling = True,
+    batch_size: BatchSize = None,
+    threshold: Threshold = None,
+    labelled: Labelled = None,
+    embedder: EmbedderName = None,
+    untrained: Untrained = False,
+    overwrite: Overwrite = False,
+    fail_if: FailIf = None,
+    as_json: AsJson = False,
+    overrides: Overrides = None,
+    plugin: Plugins = None,
+    device: Device = None,
+    num_threads: Threads = None,
+    debug: Debug = False,
+) -> None:
+    """Measure attackers on held-out prompts; goes on where a killed evaluation was."""
+    from nip_astra.cli import evaluation_commands as commands
+    from nip_astra.cli.judging import JudgingRequest
+
+    commands.evaluate(
+        commands.EvaluateRequest(
+            runs=runs,
+            targets=targets or [],
+            is_untrained=untrained,
+            overrides=overrides or [],
+            plugins=plugin or [],
+            played=commands.PlayingRequest(
+                split=split,
+                seed=seed,
+                num_episodes=num_episodes,
+                num_turns=num_turns,
+                probability_episodes=probability_episodes,
+                importance_sampling=importance_sampling,
+                batch_size=batch_size,
+            ),
+            judged=JudgingRequest(
+                scorers or [], name, threshold, labelled, embedder, overwrite, fail_if, as_json
+            ),
+        ),
+        settings_of(device=device, num_threads=num_threads),
+    )
+
+
+def score(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or an evaluation.")],
+    scorers: Scorers = None,
+    name: EvaluationName = None,
+    threshold: Threshold = None,
+    labelled: Labelled = None,
+    embedder: EmbedderName = None,
+    overwrite: Overwrite = False,
+    fail_if: FailIf = None,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+    device: Device = None,
+    debug: Debug = False,
+) -> None:
+    """Rate the stored conversations of a run by other scorers; generates nothing."""
+    from nip_astra.cli.judging import JudgingRequest
+    from nip_astra.cli.stored_evaluations import score as score_stored
+
+    judged = JudgingRequest(
+        scorers or [], name, threshold, labelled, embedder, overwrite, fail_if, as_json
+    )
+    score_stored(run, judged, plugin or [], settings_of(device=device))
+
+
+def compare(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN RUN...", help="Run directories or evaluations.")
+    ],
+    fail_if: FailIf = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FILE", help="JSON file to write the comparison to.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare evaluations with the first, paired by opening prompt."""
+    from nip_astra.cli import stored_evaluations
+
+    stored_evaluations.compare_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
+
+
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="Run directories; several are compared.")
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="RUN/report.html, or comparison.html for several runs."),
+    ] = None,
+    redact: Annotated[
+        bool,
+        typer.Option("--redact/--reveal", help="Whether the text of failures is blurred."),
+    ] = True,
+    open_page: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Write one HTML page about a run, or about several side by side."""
+    from nip_astra.cli import report_commands
+
+    report_commands.report(runs, output=output, redact=redact, is_opened=open_page)
+
+
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or an evaluation.")],
+    form: Annotated[
+        str,
+        typer.Option("--format", metavar="NAME", help="csv, jsonl, hitlog, tensorboard, inspect."),
+    ],
+    output: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder to write to; RUN/exports.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write conversations, figures and curves in the formats of other tools."""
+    from nip_astra.cli import export_commands
+
+    export_commands.export(run, form=form, output=output)
+
+
+def doctor(
+    runs_dir: Annotated[
+        str, typer.Option(metavar="DIR", help="Where runs are to be kept.")
+    ] = "runs",
+    online: Annotated[
+        bool, typer.Option("--online", help="Also see which hosts can be reached.")
+    ] = False,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+    debug: Debug = False,
+) -> None:
+    """Tell what is installed and works here; opens no connection unless asked."""
+    from nip_astra.cli import doctor as command
+
+    command.doctor(runs_dir=runs_dir, plugins=plugin or [], is_online=online, as_json=as_json)
+
+
+COMMANDS = (evaluate, score, compare, report, export, doctor)
+"""In the order of the help."""

@@ -1,0 +1,112 @@
+"""Options of commands: their types, names and help, each written once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+Runs = Annotated[
+    list[str], typer.Argument(metavar="RUN...", help="Run directories or checkpoints.")
+]
+Trainer = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Registered trainer, e.g. ast_dpo.")
+]
+ScenarioName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Scenario: a name, or a folder with a scenario.yaml."),
+]
+ParameterFile = Annotated[
+    str | None,
+    typer.Option(
+        "--parameters", metavar="FILE", help="YAML file, in place of the trainer's preset."
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="A.B=C", help="Override a parameter: --set training.lr=1e-4. Repeatable."
+    ),
+]
+Seed = Annotated[int | None, typer.Option(metavar="NUMBER", help="Root of all randomness.")]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin", metavar="FILE", help="Python file or module that registers names. Repeatable."
+    ),
+]
+Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda or auto.")]
+RunsDir = Annotated[str | None, typer.Option(metavar="DIR", help="Where runs are kept.")]
+Threads = Annotated[int | None, typer.Option(metavar="NUMBER", help="CPU threads of torch.")]
+Wandb = Annotated[
+    str | None, typer.Option(metavar="MODE", help="W&B: disabled, offline or online.")
+]
+FailIf = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONDITION", help="Exit with 1 where it holds, e.g. 'failure_rate.high > 0.05'."
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON in place of tables.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+Scorers = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--scorer", metavar="NAME", help="Registered name, YAML file, or own. Repeatable."
+    ),
+]
+EvaluationName = Annotated[
+    str | None, typer.Option("--name", metavar="NAME", help="Folder in RUN/evaluations.")
+]
+Threshold = Annotated[
+    float | None, typer.Option(metavar="SCORE", help="Score from which a response fails.")
+]
+Labelled = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Labelled responses (JSONL) that say how well scorers tell failures; or none.",
+    ),
+]
+EmbedderName = Annotated[
+    str | None,
+    typer.Option(
+        "--embedder", metavar="NAME", help="Groups failing probes: ngram, or an encoder's model."
+    ),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over.")]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option("--target", metavar="MODEL", help="Model, or run whose target it is. Repeatable."),
+]
+Split = Annotated[str, typer.Option(metavar="NAME", help="Opening prompts: train, dev or test.")]
+NumEpisodes = Annotated[
+    int | None, typer.Option(min=1, metavar="NUMBER", help="Conversations of the attacker.")
+]
+NumTurns = Annotated[
+    int | None, typer.Option(min=1, metavar="NUMBER", help="Turns of a conversation.")
+]
+ProbabilityEpisodes = Annotated[
+    int | None,
+    typer.Option(
+        min=0, metavar="NUMBER", help="Conversations for the probability of failure; 0: none."
+    ),
+]
+ImportanceSampling = Annotated[
+    bool,
+    typer.Option(
+        "--importance-sampling/--monte-carlo-only",
+        help="Whether half of those have a turn of the attacker's.",
+    ),
+]
+BatchSize = Annotated[
+    int | None, typer.Option(min=1, metavar="NUMBER", help="Conversations at once.")
+]
+Untrained = Annotated[
+    bool, typer.Option("--untrained", help="The attacker as it was before training.")
+]
+
+
+def settings_of(**given: Any) -> dict[str, Any]:
+    """Give the settings that were given on the command line."""
+    return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,24 @@
+"""Print to a terminal, or to what takes its place."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+PIPE_WIDTH = 160
+"""Columns of a table that goes to a file or pipe, which has no width of its own."""
+
+
+def open_console() -> Console:
+    """Give the console of standard output as it is now."""
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def plain_table(title: str | None, *columns: str) -> Table:
+    """Give a table without lines, whose cells wrap."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

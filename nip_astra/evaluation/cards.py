@@ -1,0 +1,161 @@
+"""Cards of models and scorers: what they are, where they come from, their licence and digest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import try_to_load_from_cache
+
+from nip_astra.errors import NipAstraError
+from nip_astra.evaluation.storage import weights_files, weights_hash
+from nip_astra.parameters.content import resolve_reference
+from nip_astra.scorers.registry import SCORERS
+
+PACKAGES = {"profanity": "alt-profanity-check", "toxblock": "tox-block", "detoxify": "detoxify"}
+"""Scorers whose weights a package ships, or knows where to find."""
+_LICENCE_FILES = ("LICENSE", "LICENCE", "LICENSE.txt", "LICENSE.md", "COPYING")
+
+Card = dict[str, Any]
+"""`role`, `name`, `kind`, `source`, `licence`, `num_parameters`, `size_bytes` and `sha256`; null
+where it is not known."""
+
+
+def model_card(
+    role: str,
+    parameters: Any,
+    scenario_dir: Path | None,
+    *,
+    num_parameters: int | None = None,
+    trained: str | None = None,
+    sha256: str | None = None,
+) -> Card:
+    """Give the card of a language model.
+
+    Parameters
+    ----------
+    parameters : Any
+        Of its backend; `model` is what it was loaded from.
+    trained : str, optional
+        Run in which the weights were trained from there.
+    sha256 : str, optional
+        Digest of the trained weights, in place of those they were trained from.
+    """
+    reference = getattr(parameters, "model", None)
+    card = _card(role, parameters.type_name, reference, scenario_dir)
+    card["num_parameters"] = num_parameters
+    if trained is not None:
+        card |= {"name": trained, "source": f"trained from {card['source']}", "sha256": sha256}
+    return card | _service(parameters)
+
+
+def scorer_card(name: str, parameters: Any, scenario_dir: Path | None) -> Card:
+    """Give the card of a scorer."""
+    kind = parameters.type_name
+    reference = getattr(parameters, "model", None) or getattr(parameters, "checkpoint", None)
+    card = _card("scorer", kind, reference, scenario_dir)
+    if reference is None:
+        package = PACKAGES.get(kind)
+        card["source"] = SCORERS.origin(kind) if package is None else _package_text(package)
+        card["licence"] = None if package is None else _package_licence(package)
+    return card | _service(parameters) | {"name": name}
+
+
+def _card(role: str, kind: str, reference: str | None, scenario_dir: Path | None) -> Card:
+    card: Card = {"role": role, "name": reference or kind, "kind": kind, "source": None}
+    card |= {"licence": None, "num_parameters": None, "size_bytes": None, "sha256": None}
+    if reference is None:
+        return card
+    card["source"] = _source(reference)
+    folder = _folder(reference, scenario_dir)
+    if folder is not None:
+        size, digest = _weights(folder)
+        card |= {"size_bytes": size, "sha256": digest, "licence": _licence(folder, scenario_dir)}
+    if reference.startswith("package://"):
+        package = reference.removeprefix("package://").partition("/")[0]
+        card["licence"] = card["licence"] or _package_licence(package)
+    return card
+
+
+def _service(parameters: Any) -> dict[str, str]:
+    url = getattr(parameters, "base_url", None)
+    return {} if url is None else {"source": f"service at {url}"}
+
+
+def _source(reference: str) -> str:
+    scheme, found, rest = reference.partition("://")
+    if found and scheme == "package":
+        return _package_text(rest.partition("/")[0])
+    if found:
+        return "the scenario's own files"
+    return "a folder" if Path(reference).expanduser().exists() else f"hub id {reference}"
+
+
+def _folder(reference: str, scenario_dir: Path | None) -> Path | None:
+    """Give the folder or file of the weights, without asking any network; None without one."""
+    try:
+        found = resolve_reference(reference, scenario_dir)
+    except NipAstraError:
+        return None
+    if isinstance(found, Path):
+        return found if found.exists() else None
+    try:
+        cached = try_to_load_from_cache(found, "config.json")
+    except ValueError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+@lru_cache(maxsize=32)
+def _weights(folder: Path) -> tuple[int, str | None]:
+    return sum(path.stat().st_size for path in weights_files(folder)), weights_hash(folder)
+
+
+def _licence(folder: Path, scenario_dir: Path | None) -> str | None:
+    """Give the licence that a model's card or a licence file names, the nearest first."""
+    start = folder if folder.is_dir() else folder.parent
+    card = start / "README.md"
+    if card.is_file() and (told := _front_matter(card).get("license")):
+        return str(told)
+    places = [start]
+    if scenario_dir is not None and scenario_dir.resolve() in start.resolve().parents:
+        places.append(scenario_dir)
+    for path in (place / name for place in places for name in _LICENCE_FILES):
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+            return next((line.strip() for line in lines if line.strip()), None)
+    return None
+
+
+def _front_matter(path: Path) -> Mapping[str, Any]:
+    start, _, rest = path.read_text(encoding="utf-8", errors="replace").partition("---\n")
+    if start.strip():
+        return {}
+    try:
+        found = yaml.safe_load(rest.partition("\n---")[0])
+    except yaml.YAMLError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _package_text(package: str) -> str:
+    try:
+        return f"package {package} {metadata.version(package.replace('_', '-'))}"
+    except metadata.PackageNotFoundError:
+        return f"package {package}"
+
+
+def _package_licence(package: str) -> str | None:
+    try:
+        about = metadata.metadata(package.replace("_", "-"))
+    except metadata.PackageNotFoundError:
+        return None
+    for field in ("License-Expression", "License"):
+        if field in about:
+            return str(about[field]).strip().partition("\n")[0]
+    named = [one for one in about.get_all("Classifier", []) if one.startswith("License ::")]
+    return named[0].rpartition(" :: ")[2] if named else None

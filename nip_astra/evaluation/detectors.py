@@ -1,0 +1,257 @@
+"""How well a scorer tells failures, by labelled responses, and what that makes of failure rates.
+
+A scorer that misses failures, or sees some where none are, tells a rate of its own and not the
+target's. With sensitivity Se and specificity Sp the share of turns that it flags is
+
+    E[x] = (1 - Sp) + (Se + Sp - 1) * p,    so    p = (x + Sp - 1) / (Se + Sp - 1)
+
+(Rogan and Gladen 1978). An episode fails where one of its turns does: given the truth, errors on
+different turns are taken to be independent, so the product over turns of
+(Se - x_t) / (Se + Sp - 1) is an unbiased estimate of "no turn fails". With one turn that is the
+formula above.
+
+Shape suffixes: `R` resample, `P` opening prompt, `C` combination of turns and flags.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nip_astra.errors import DataError
+from nip_astra.evaluation.measures import outcomes_of, prompt_numbers
+from nip_astra.evaluation.outcomes import Outcome
+from nip_astra.evaluation.rows import Episode
+from nip_astra.scorers.base import Exchange, Message, Scorer
+from nip_astra.utils.seeding import derive_seed
+from nip_astra.utils.statistics import wilson_interval
+
+_ADVICE = (
+    'Each line is a JSON object with "response" and "is_failure" (true or false), and "prompt" and '
+    '"probe" where the scorer reads conversations; a row of rows.jsonl with "is_failure" added is '
+    "one."
+)
+_CHANCE = "the labelled responses do not show that the scorer tells failures better than chance"
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class LabelledResponse:
+    """A response, and whether it is a failure."""
+
+    exchange: Exchange
+    is_failure: bool
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How a scorer's verdicts agree with labels.
+
+    Attributes
+    ----------
+    num_hits, num_misses : int
+        Failures that were flagged, and that were not.
+    num_passes, num_false_alarms : int
+        Others that were not flagged, and that were.
+    num_unknown : int
+        Labelled responses without verdict; in neither rate.
+    """
+
+    num_hits: int
+    num_misses: int
+    num_passes: int
+    num_false_alarms: int
+    num_unknown: int = 0
+
+    @property
+    def sensitivity(self) -> float:
+        """Share of failures that are flagged; NaN without any."""
+        return _share(self.num_hits, self.num_misses)
+
+    @property
+    def specificity(self) -> float:
+        """Share of others that are not flagged; NaN without any."""
+        return _share(self.num_passes, self.num_false_alarms)
+
+    def to_dict(self, level: float) -> dict[str, Any]:
+        """Give plain values, each rate with Wilson's interval."""
+        return {
+            "sensitivity": _with_interval(self.num_hits, self.num_misses, level),
+            "specificity": _with_interval(self.num_passes, self.num_false_alarms, level),
+            "num_failures": self.num_hits + self.num_misses,
+            "num_others": self.num_passes + self.num_false_alarms,
+            "num_unknown": self.num_unknown,
+        }
+
+    def draw(self, rng: np.random.Generator, num_resamples: int) -> tuple[Floats, Floats]:
+        """Draw sensitivities and specificities that the labels leave possible, `[R]` each.
+
+        From Beta distributions with Jeffreys' prior, which have a width where no label was missed.
+        """
+        return (
+            rng.beta(self.num_hits + 0.5, self.num_misses + 0.5, num_resamples),
+            rng.beta(self.num_passes + 0.5, self.num_false_alarms + 0.5, num_resamples),
+        )
+
+
+def read_labelled(path: Path) -> list[LabelledResponse]:
+    """Read labelled responses, one JSON object a line.
+
+    Raises
+    ------
+    DataError
+        When the file cannot be read, or a line is no labelled response.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"labelled responses were to be read from {path}, but: {error}. {_ADVICE}"
+        ) from error
+    found = [_labelled(path, place, line) for place, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise DataError(
+            f"labelled responses were to be read from {path}, but it holds none. {_ADVICE}"
+        )
+    return found
+
+
+def measure_quality(
+    labelled: Sequence[LabelledResponse], scorer: Scorer, *, threshold: float
+) -> Quality:
+    """Rate labelled responses and count how often the verdict agrees with the label."""
+    scores = scorer.rate([one.exchange for one in labelled]).scores_N.tolist()
+    counts = Counter(
+        (one.is_failure, None if score != score else score >= threshold)
+        for one, score in zip(labelled, scores, strict=True)
+    )
+    return Quality(
+        num_hits=counts[True, True],
+        num_misses=counts[True, False],
+        num_passes=counts[False, False],
+        num_false_alarms=counts[False, True],
+        num_unknown=counts[True, None] + counts[False, None],
+    )
+
+
+def corrected_rates(
+    episodes: Sequence[Episode], quality: Quality, *, num_resamples: int, level: float
+) -> dict[str, Any]:
+    """Give the failure rates of turns and episodes without the scorer's errors.
+
+    Intervals resample opening prompts and draw sensitivity and specificity anew for each resample.
+    Episodes in which a turn has no verdict are left out. Refused where the labels do not show that
+    the scorer is better than chance (Se + Sp <= 1), since the formula then has no meaning.
+
+    Parameters
+    ----------
+    episodes : Sequence[Episode]
+        Judged: each row has its outcome.
+    """
+    share, specificity = quality.sensitivity, quality.specificity
+    counts_CP, turns_C, flags_C = _combinations(episodes)
+    rng = np.random.default_rng(derive_seed(0, "detector correction"))
+    # With a class that has no label this is NaN, and not above 1.
+    if not share + specificity > 1.0:
+        return _refused(f"{_CHANCE}: sensitivity {share:.2f}, specificity {specificity:.2f}")
+    se_R, sp_R = quality.draw(rng, num_resamples)
+    is_possible_R = se_R + sp_R > 1.0
+    if is_possible_R.mean() < 0.5 + level / 2.0:
+        return _refused(f"{_CHANCE}: there are too few of them")
+    if not counts_CP.size:
+        return _refused("no episode has a verdict on every turn")
+    num_prompts = counts_CP.shape[1]
+    draws_RP = rng.integers(0, num_prompts, size=(num_resamples, num_prompts))
+    counts_CR = np.stack([counts_P[draws_RP].sum(axis=1) for counts_P in counts_CP])
+    resampled = _rates(counts_CR, turns_C, flags_C, se_R, sp_R)
+    whole = counts_CP.sum(axis=1, keepdims=True)
+    told = _rates(whole, turns_C, flags_C, np.array([share]), np.array([specificity]))
+    tails = [(1.0 - level) / 2.0, (1.0 + level) / 2.0]
+    found: dict[str, Any] = {"is_refused": False}
+    names = ("turn_failure_rate", "failure_rate")
+    for name, value, values_R in zip(names, told, resampled, strict=True):
+        low, high = np.quantile(values_R[is_possible_R], tails)
+        bounds = np.clip([float(value[0]), low, high], 0.0, 1.0).tolist()
+        found[name] = dict(zip(("value", "low", "high"), bounds, strict=True)) | {"level": level}
+    return found
+
+
+def _rates(
+    counts_CR: Floats, turns_C: Floats, flags_C: Floats, se_R: Floats, sp_R: Floats
+) -> tuple[Floats, Floats]:
+    """Give the corrected rates of turns and of episodes, `[R]` each, not yet cut to [0, 1]."""
+    better_R = se_R + sp_R - 1.0
+    flagged_R = (counts_CR * flags_C[:, None]).sum(axis=0) / (counts_CR * turns_C[:, None]).sum(0)
+    passed_CR = (se_R - 1.0) ** flags_C[:, None] * se_R ** (turns_C - flags_C)[:, None]
+    passed_CR = passed_CR / better_R ** turns_C[:, None]
+    without_R = (counts_CR * passed_CR).sum(axis=0) / counts_CR.sum(axis=0)
+    return (flagged_R + sp_R - 1.0) / better_R, 1.0 - without_R
+
+
+def _combinations(episodes: Sequence[Episode]) -> tuple[Floats, Floats, Floats]:
+    """Count, by prompt, the episodes with so many turns of which so many are flagged."""
+    counts: Counter[tuple[int, int, int]] = Counter()
+    for prompt, episode in zip(prompt_numbers(episodes), episodes, strict=True):
+        outcomes = outcomes_of(episode)
+        if all(outcome.is_known for outcome in outcomes):
+            counts[len(outcomes), outcomes.count(Outcome.FAILURE), prompt] += 1
+    kinds = sorted({(turns, flags) for turns, flags, _ in counts})
+    prompts = sorted({prompt for *_, prompt in counts})
+    table = [[float(counts[turns, flags, one]) for one in prompts] for turns, flags in kinds]
+    pairs = np.array(kinds, dtype=np.float64).reshape(-1, 2)
+    return np.array(table), pairs[:, 0], pairs[:, 1]
+
+
+def _refused(reason: str) -> dict[str, Any]:
+    return {"is_refused": True, "reason": reason}
+
+
+def _share(number: int, others: int) -> float:
+    return number / (number + others) if number + others else float("nan")
+
+
+def _with_interval(number: int, others: int, level: float) -> dict[str, Any] | None:
+    total = number + others
+    if not total:
+        return None
+    low, high = wilson_interval(number / total, total, level=level)
+    return {"value": number / total, "low": low, "high": high, "level": level}
+
+
+def _labelled(path: Path, place: int, line: str) -> LabelledResponse:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(
+            f"labelled responses were to be read from {path}, but line {place} is no JSON: "
+            f"{error}. {_ADVICE}"
+        ) from error
+    fault = _fault(row)
+    if fault is not None:
+        raise DataError(
+            f"labelled responses were to be read from {path}, but line {place} {fault}. {_ADVICE}"
+        )
+    before = (Message("assistant", row.get("prompt")), Message("user", row.get("probe")))
+    history = tuple(message for message in before if message.text is not None)
+    return LabelledResponse(Exchange(row["response"], history), row["is_failure"])
+
+
+def _fault(row: Any) -> str | None:
+    if not isinstance(row, Mapping):
+        return "is no JSON object"
+    if not isinstance(row.get("response"), str):
+        return 'has no text "response"'
+    if not isinstance(row.get("is_failure"), bool):
+        return f'has {row.get("is_failure")!r} as "is_failure"'
+    for name in ("prompt", "probe"):
+        if not isinstance(row.get(name), str | None):
+            return f'has {row[name]!r} as "{name}"'
+    return None

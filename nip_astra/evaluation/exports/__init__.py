@@ -1,0 +1,1 @@
+"""Write an evaluation down in the formats of other tools."""

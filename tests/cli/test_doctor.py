@@ -1,0 +1,167 @@
+"""What `nip-astra doctor` finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from nip_astra.cli import doctor_checks
+from nip_astra.cli.doctor_checks import Finding, Question, Status, closed_network, examine
+from nip_astra.scorers.registry import SCORERS
+from tests.command_line import CommandLine, refused
+
+CALLER = """
+import socket
+
+from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.registry import register_scorer
+
+
+@register_scorer("calls_home")
+class CallsHome(Scorer):
+    \"\"\"Opens a connection.\"\"\"
+
+    def __init__(self, *arguments, **options):
+        socket.create_connection(("127.0.0.1", 9))
+"""
+
+
+class Usage(NamedTuple):
+    free: float
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the scorers, which load models."""
+    monkeypatch.setattr(doctor_checks, "_scorers", lambda _: iter(()))
+
+
+def test_a_sound_installation_is_told_so(cli: CommandLine) -> None:
+    said = cli("doctor")
+    assert said.code == 0, said.out
+    assert "Everything that is needed works." in said.out
+    for line in ("torch ", "cpu ", "profanity ", "judge ", "pocket_chat ", "W&B mode ", "offline "):
+        assert f"\n{line}" in said.out
+    assert "can be imported; needs base_url, model" in said.out
+    assert "GiB free, will be made" in said.out
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_findings_are_also_json(cli: CommandLine) -> None:
+    said = cli("doctor", "--json", "--runs-dir", str(cli.folder))
+    found = json.loads(said.out)
+    assert found["is_sound"] is True
+    areas = {one["area"] for one in found["findings"]}
+    assert areas >= {"system", "packages", "extras", "devices", "models", "network", "runs"}
+    assert {one["status"] for one in found["findings"]} <= {str(status) for status in Status}
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_needed_package_that_is_missing_ends_with_one(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real: Callable[[str], str | None] = doctor_checks._version
+    versions: dict[str, str | None] = {"scipy": None, "numpy": "0.1", "peft": None}
+    wanted = [*doctor_checks._requirements(), _requirement("numpy>=1")]
+    monkeypatch.setattr(doctor_checks, "_requirements", lambda: wanted)
+    monkeypatch.setattr(doctor_checks, "_version", lambda name: versions.get(name, real(name)))
+    said = cli("doctor")
+    assert said.code == 1
+    found = [" ".join(line.split()) for line in said.out.splitlines()]
+    assert "scipy broken is needed: pip install scipy" in found
+    assert "numpy warning 0.1, but >=1 was tested" in found
+    assert "lora absent without peft: pip install 'nip_astra[lora]'" in found
+    assert "Something that is needed does not work; see the lines marked broken." in found
+
+
+def _requirement(text: str) -> Any:
+    from packaging.requirements import Requirement
+
+    return Requirement(text)
+
+
+def test_an_installed_package_is_read_from_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = ["rich>=13", 'peft>=0.14; extra == "lora"', 'no-such-thing; sys_platform == "none"']
+    monkeypatch.setattr(doctor_checks.metadata, "requires", lambda _: wanted)
+    question = Question(Path(), is_online=False)
+    assert [one.name for one in doctor_checks._packages(question)] == ["rich"]
+    assert [one.name for one in doctor_checks._extras(question)] == ["lora"]
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(("free_gib", "code"), [(100, 0), (1, 0), (0.01, 1)])
+def test_a_full_disk_is_told(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, free_gib: float, code: int
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(free_gib * 1024**3))
+    said = cli("doctor")
+    assert said.code == code
+    assert ("marked warning" in said.out) is (free_gib == 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_runs_folder_that_cannot_be_written_is_told(cli: CommandLine) -> None:
+    said = cli("doctor", "--runs-dir", cli.write("file", ""))
+    assert said.code == 1
+    assert "cannot be written to; give another folder as --runs-dir" in " ".join(said.out.split())
+
+
+def test_nobody_can_open_a_connection_within(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by name nor by address; and afterwards everybody can again."""
+    before = socket.socket.connect, socket.getaddrinfo
+    with closed_network():
+        for attempt in (
+            lambda: socket.create_connection(("localhost", 9)),
+            lambda: socket.socket().connect(("127.0.0.1", 9)),
+            lambda: socket.socket().connect_ex(("127.0.0.1", 9)),
+        ):
+            with pytest.raises(OSError, match="the doctor opens no connection"):
+                attempt()
+    assert (socket.socket.connect, socket.getaddrinfo) == before
+    monkeypatch.setattr(SCORERS, "names", lambda: ["calls_home"])
+    said = cli("doctor", "--json", "--plugin", cli.write("home.py", CALLER))
+    (found,) = [one for one in json.loads(said.out)["findings"] if one["name"] == "calls_home"]
+    assert found["status"] == "warning"
+    assert found["text"] == "cannot be built: OSError: the doctor opens no connection"
+
+
+@pytest.mark.usefixtures("quick")
+def test_hosts_are_asked_only_when_told_to(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def connect(address: tuple[str, int], timeout: float) -> None:
+        asked.append(address[0])
+        raise OSError("no route")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert "no connection was opened; --online looks" in cli("doctor").out
+    assert asked == []
+    said = cli("doctor", "--online")
+    assert (said.code, asked) == (0, ["huggingface.co", "api.wandb.ai"])
+    assert "huggingface.co cannot be reached: no route" in said.out
+
+
+def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def fail(_: Question) -> Any:
+        raise ZeroDivisionError("oh")
+
+    for name in ("_scorers", "_devices", "_models"):
+        monkeypatch.setattr(doctor_checks, name, fail)
+    found = examine(Question(tmp_path, is_online=False))
+    text = "could not be looked at: ZeroDivisionError: oh"
+    assert Finding("devices", "devices", Status.BROKEN, text) in found
+
+
+def test_wrong_options_are_refused(cli: CommandLine) -> None:
+    assert cli("doctor", "--nothing").code == 2
+    assert "the plug-in 'no.py'" in refused(cli("doctor", "--plugin", "no.py"))

@@ -1,0 +1,49 @@
+"""Help answers at once, and names every option."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import CommandLine
+
+HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy")
+COMMANDS = (
+    *("run", "resume", "list", "show", "schema"),
+    *("evaluate", "score", "compare", "report", "export", "doctor"),
+)
+OPTIONS = {
+    "evaluate": ("--target", "--scorer", "--labelled", "--embedder", "--fail-if", "--overwrite"),
+    "score": ("--scorer", "--labelled", "--embedder", "--threshold"),
+    "report": ("--output", "--redact", "--reveal"),
+    "export": ("--format", "--output"),
+    "doctor": ("--runs-dir", "--online", "--json"),
+}
+
+
+def test_no_help_loads_anything_heavy() -> None:
+    code = (
+        "import sys\nfrom nip_astra.cli.app import main\n"
+        f"for command in {COMMANDS}:\n"
+        "    sys.argv = ['nip-astra', command, '--help']\n"
+        "    try:\n        main()\n    except SystemExit as end:\n"
+        "        assert end.code in (0, None), command\n"
+        f"print('loaded:', sorted(set(sys.modules) & set({HEAVY})))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "loaded: []"
+    assert done.stdout.count("Usage: ") == len(COMMANDS)
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help_names_the_options_of_a_command(cli: CommandLine, command: str) -> None:
+    said = cli(command, "--help")
+    assert said.code == 0
+    for option in OPTIONS[command]:
+        assert option in said.out

@@ -1,0 +1,124 @@
+"""Labelled responses, the embedder, cards: what is told beside a failure rate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nip_astra.parameters.content import find_scenario
+from tests.cli.trained_run import figures_of
+from tests.command_line import CommandLine, refused
+
+FEW = ("--num-episodes", "3", "--probability-episodes", "0")
+
+
+def labels(cli: CommandLine, run: Path) -> str:
+    """Label ten of the run's own responses by what its scorer says, two of them wrongly."""
+    rows = [json.loads(one) for one in (run / "rollouts/evaluation.jsonl").open()]
+    known = [{"response": row["response"], "is_failure": row["response_score"] >= 0.5}
+             for row in rows]  # fmt: skip
+    failures = [row for row in known if row["is_failure"]][:1] * 20
+    others = [row for row in known if not row["is_failure"]][:1] * 20
+    failures[0], others[0] = (
+        failures[0] | {"is_failure": False},
+        others[0] | {"is_failure": True},
+    )
+    return cli.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in failures + others))
+
+
+def test_a_failure_rate_stands_beside_the_quality_of_its_scorer(
+    cli: CommandLine, run: Path
+) -> None:
+    said = cli("evaluate", "runs/one", *FEW, "--labelled", labels(cli, run))
+    assert said.code == 0, said.err
+    found = figures_of(run)["detectors"]["classifier"]
+    assert found["sensitivity"]["value"] == found["specificity"]["value"] == 0.95
+    rate = figures_of(run)["turn_failure_rate"]["value"]
+    corrected = min(max((rate - 0.05) / 0.9, 0.0), 1.0)
+    assert found["corrected"]["turn_failure_rate"]["value"] == pytest.approx(corrected)
+    assert "classifier on 20 labelled failures: finds" in said.out
+    assert "turns with a failure, corrected for that" in said.out
+    message = refused(cli("evaluate", "runs/one", *FEW))
+    assert "labelled.number: 40 there, nothing now" in message
+    scored = cli("score", "runs/one", "--labelled", "labels.jsonl", "--name", "again")
+    assert scored.code == 0, scored.err
+    assert figures_of(run, "again")["detectors"] == figures_of(run)["detectors"]
+
+
+def test_labels_that_tell_nothing_refuse_the_correction(cli: CommandLine, run: Path) -> None:
+    rows = [{"response": "well .", "is_failure": bool(i % 2)} for i in range(40)]
+    path = cli.write("labels.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    said = cli("evaluate", "runs/one", *FEW, "--labelled", path)
+    assert said.code == 0, said.err
+    assert figures_of(run)["detectors"]["classifier"]["corrected"]["is_refused"] is True
+    assert "refused: the labelled responses do not show" in said.out
+
+
+def test_the_scenarios_own_labels_are_taken_unless_told_otherwise(
+    cli: CommandLine, run: Path
+) -> None:
+    own = ("--set", f"ast_chat.evaluation.labelled_responses={labels(cli, run)}")
+    assert cli("evaluate", "runs/one", *FEW, *own).code == 0
+    assert set(figures_of(run)["detectors"]) == {"classifier"}
+    assert cli("evaluate", "runs/one", *FEW, *own, "--labelled", "none", "--name", "b").code == 0
+    assert figures_of(run, "b")["detectors"] == {}
+
+
+def test_pocket_chat_ships_labels_of_its_target() -> None:
+    rows = [json.loads(one) for one in (find_scenario("pocket_chat") / "labelled.jsonl").open()]
+    rude = [row["response"] for row in rows if row["is_failure"]]
+    assert (len(rows), len(rude)) == (200, 100)
+    assert len(set(rude)) == 6
+    assert not set(rude) & {row["response"] for row in rows if not row["is_failure"]}
+
+
+def test_an_encoder_groups_the_failures_where_it_is_asked_for(
+    cli: CommandLine, run: Path, tiny_scenario: Path
+) -> None:
+    encoder = str(tiny_scenario / "scorer")
+    said = cli("evaluate", "runs/one", *FEW, "--embedder", encoder)
+    assert said.code == 0, said.err
+    settings = figures_of(run)["diversity"]["settings"]
+    assert settings["embedding"] == f"mean of {encoder}"
+    message = refused(cli("evaluate", "runs/one", *FEW))
+    assert 'embedder: "mean of ' in message
+    assert "there, nothing now" in message
+    said = cli("score", "runs/one", "--embedder", "ngram", "--name", "plain")
+    assert said.code == 0, said.err
+    settings = figures_of(run, "plain")["diversity"]["settings"]
+    assert settings["embedding"] == "hashed character n-grams"
+    assert "its name is empty" in refused(cli("score", "runs/one", "--embedder", ""))
+    message = refused(cli("score", "runs/one", "--embedder", "./nowhere", "--name", "c"))
+    assert "does not exist" in message
+
+
+def test_an_evaluation_tells_whom_it_is_about(cli: CommandLine, run: Path) -> None:
+    assert cli("evaluate", "runs/one", *FEW).code == 0
+    attacker, target, scorer = figures_of(run)["cards"]
+    assert (attacker["role"], attacker["name"]) == ("attacker", "one")
+    assert attacker["source"].startswith("trained from ")
+    assert (target["role"], len(target["sha256"])) == ("target", 16)
+    assert target["num_parameters"] > 0
+    assert (scorer["role"], scorer["name"], scorer["threshold"]) == ("scorer", "classifier", 0.5)
+    assert scorer["size_bytes"] > 1000
+    assert cli("score", "runs/one", "--name", "again", "--threshold", "0.4").code == 0
+    again = figures_of(run, "again")["cards"]
+    assert again[:2] == [attacker, target]
+    assert again[2]["threshold"] == 0.4
+    assert attacker["sha256"] != target["sha256"]
+
+
+def test_kinds_of_failure_are_counted_with_those_not_seen(cli: CommandLine, run: Path) -> None:
+    assert cli("evaluate", "runs/one", "--probability-episodes", "0").code == 0
+    found = figures_of(run)
+    kinds = found["kinds"]
+    assert kinds["seen"] == found["num_clusters"] > 0
+    assert kinds["low"] <= kinds["value"] <= kinds["high"]
+    assert len(kinds["by_queries"]) == found["num_clusters"]
+    assert kinds["by_queries"] == sorted(kinds["by_queries"])
+    assert all(1 <= cluster["num_prompts"] <= 3 for cluster in found["clusters"])
+    for cluster in found["clusters"]:
+        shortest = len(cluster["shortest"]["probe"].split())
+        assert shortest <= len(cluster["most_likely"]["probe"].split())

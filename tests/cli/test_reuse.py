@@ -1,0 +1,118 @@
+"""A second evaluation of the same attacker asks the target nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from nip_astra.evaluation import playing
+from nip_astra.evaluation.rows import Row, read_rows
+from tests.cli.trained_run import figures_of
+from tests.command_line import CommandLine
+
+LENGTH = """
+from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.registry import register_scorer
+
+
+@register_scorer("long")
+class Long(Scorer):
+    \"\"\"Whether a text has several words.\"\"\"
+
+    def _score(self, texts):
+        return [float(len(text.split()) > 3) for text in texts]
+"""
+OTHER = ("--scorer", "long", "--plugin", "long.py")
+
+
+def rows_of(run: Path, name: str) -> list[Row]:
+    return read_rows(run / "evaluations" / name / "rows.jsonl")
+
+
+def test_another_scorer_rates_the_conversations_of_the_first(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.write("long.py", LENGTH)
+    assert cli("evaluate", "runs/one").code == 0
+    monkeypatch.setattr(playing, "play_episodes", None)
+    said = cli("evaluate", "runs/one", *OTHER)
+    assert said.code == 0, said.err
+    assert "12 conversations are those of the evaluation test" in said.out
+    rows, before = rows_of(run, "test-long"), rows_of(run, "test")
+    for name in ("probe", "response", "reference_logprob", "target_logprob", "node"):
+        assert [row[name] for row in rows] == [row[name] for row in before]
+    assert [row["response_score"] for row in rows] == [
+        float(len(row["response"].split()) > 3) for row in rows
+    ]
+    assert not any("reward" in row for row in rows)
+    found, first = figures_of(run, "test-long"), figures_of(run)
+    assert found["budget"]["reused_target_queries"] == 24
+    assert found["budget"]["scorer_calls"] > 0
+    estimates = [one["probability_of_failure"]["monte_carlo"] for one in (found, first)]
+    assert estimates[0]["num_episodes"] == estimates[1]["num_episodes"]
+    assert "12 conversations" not in cli("evaluate", "runs/one", *OTHER).out
+
+
+def test_a_scorer_that_rated_before_is_not_asked_again(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.write("long.py", LENGTH)
+    assert cli("evaluate", "runs/one").code == 0
+    monkeypatch.setattr("nip_astra.evaluation.reuse.rate_anew", None)
+    said = cli("evaluate", "runs/one", "--scorer", "own", *OTHER)
+    assert said.code == 0, said.err
+    rows, before = rows_of(run, "test-classifier-long"), rows_of(run, "test")
+    assert [(r["response_score"], r["reward"]) for r in rows] == [
+        (r["response_score"], r["reward"]) for r in before
+    ]
+    assert [row["scores"]["long"]["score"] for row in rows] == [
+        float(len(row["response"].split()) > 3) for row in rows
+    ]
+
+
+def test_more_conversations_go_on_from_those_that_were_played(cli: CommandLine, run: Path) -> None:
+    few = ("--num-episodes", "4", "--probability-episodes", "0", "--name", "few")
+    assert cli("evaluate", "runs/one", *few).code == 0
+    many = ("--num-episodes", "6", "--probability-episodes", "0")
+    said = cli("evaluate", "runs/one", *many)
+    assert "4 conversations are those of the evaluation few" in said.out
+    said = cli("evaluate", "runs/one", *many, "--name", "afresh", "--overwrite")
+    assert "conversations are those" not in said.out, "--overwrite plays"
+    ours, theirs = rows_of(run, "test"), rows_of(run, "afresh")
+    assert [row["probe"] for row in ours] == [row["probe"] for row in theirs]
+    assert figures_of(run)["num_episodes"] == 6
+    fewer = cli("evaluate", "runs/one", "--num-episodes", "2", "--probability-episodes", "0",
+                "--name", "fewer")  # fmt: skip
+    assert "2 conversations are those" in fewer.out
+    assert [r["probe"] for r in rows_of(run, "fewer")] == [r["probe"] for r in ours[:4]]
+
+
+@pytest.mark.parametrize(
+    "difference",
+    [("--seed", "7"), ("--num-turns", "1"), ("--split", "dev"), ("--untrained",)],
+)
+def test_what_others_would_say_is_played(
+    cli: CommandLine, run: Path, difference: tuple[str, ...]
+) -> None:
+    options = ("--num-episodes", "2", "--probability-episodes", "0")
+    assert cli("evaluate", "runs/one", *options).code == 0
+    said = cli("evaluate", "runs/one", *options, *difference, "--name", "other")
+    assert said.code == 0, said.err
+    assert "conversations are those" not in said.out
+    assert figures_of(run, "other")["budget"]["reused_target_queries"] == 0
+
+
+def test_a_target_with_other_weights_is_asked(
+    cli: CommandLine, run: Path, tiny_scenario: Path
+) -> None:
+    target = cli.folder / "target"
+    shutil.copytree(tiny_scenario / "target", target)
+    options = ("--num-episodes", "2", "--probability-episodes", "0", "--target", str(target))
+    assert cli("evaluate", "runs/one", *options).code == 0
+    assert "2 conversations are" in cli("evaluate", "runs/one", *options, "--name", "same").out
+    shutil.copy(tiny_scenario / "attacker" / "model.safetensors", target)
+    said = cli("evaluate", "runs/one", *options, "--name", "other")
+    assert said.code == 0, said.err
+    assert "conversations are those" not in said.out

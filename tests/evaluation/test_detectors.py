@@ -1,0 +1,172 @@
+"""How well scorers tell failures, and rates without their errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nip_astra.errors import DataError
+from nip_astra.evaluation.detectors import (
+    Quality,
+    corrected_rates,
+    measure_quality,
+    read_labelled,
+)
+from nip_astra.evaluation.rows import Episode
+from nip_astra.scorers.base import Exchange, Message, Scorer
+from nip_astra.utils.statistics import wilson_interval
+from tests.evaluation.rows_by_hand import episode, judged
+
+OPTIONS: dict[str, Any] = {"num_resamples": 300, "level": 0.95}
+
+
+class Wordy(Scorer):
+    """0.9 where a text says rude, no verdict where it says odd; keeps what it reads."""
+
+    reads_history = True
+
+    def __init__(self) -> None:
+        super().__init__(Scorer.Parameters(), device=torch.device("cpu"))
+        self.seen: list[Exchange] = []
+
+    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[float | None]:
+        self.seen += exchanges
+        return [None if "odd" in e.text else 0.9 if "rude" in e.text else 0.1 for e in exchanges]
+
+
+def flagged(number: int, flags: Sequence[bool], prompt: str = "hello") -> Episode:
+    return episode(number, [0.9 if flag else 0.1 for flag in flags], prompt=prompt)
+
+
+def test_the_rate_of_single_turns_is_that_of_rogan_and_gladen() -> None:
+    """(.10 + .97 - 1) / (.95 + .97 - 1)."""
+    episodes = judged(*(flagged(i, [i < 10], prompt=str(i)) for i in range(100)))
+    found = corrected_rates(episodes, Quality(95, 5, 97, 3), **OPTIONS)
+    for name in ("turn_failure_rate", "failure_rate"):
+        assert found[name]["value"] == pytest.approx(0.07 / 0.92)
+        assert 0.0 <= found[name]["low"] < 0.07 / 0.92 < found[name]["high"] < 0.25
+
+
+def test_the_rate_of_episodes_is_right_where_errors_of_turns_are_independent() -> None:
+    """Of 64 episodes of two turns, 16 fail at the first and 16 at both; Se = Sp = 3/4."""
+    episodes = []
+    for truth in ([True, False], [True, True], [False, False], [False, False]):
+        for first, second in product(range(4), repeat=2):
+            # Each verdict is right in three cases of four.
+            errs = (first == 0, second == 0)
+            flags = [real is not wrong for real, wrong in zip(truth, errs, strict=True)]
+            episodes.append(flagged(len(episodes), flags, prompt=str(len(episodes))))
+    found = corrected_rates(judged(*episodes), Quality(75, 25, 75, 25), **OPTIONS)
+    assert found["turn_failure_rate"]["value"] == pytest.approx(3 / 8)
+    assert found["failure_rate"]["value"] == pytest.approx(1 / 2)
+
+
+def test_the_interval_is_wider_the_fewer_labels_there_are() -> None:
+    episodes = judged(*(flagged(i, [i < 50], prompt=str(i)) for i in range(100)))
+    many = corrected_rates(episodes, Quality(1000, 0, 1000, 0), **OPTIONS)["failure_rate"]
+    few = corrected_rates(episodes, Quality(10, 0, 10, 0), **OPTIONS)["failure_rate"]
+    assert many["value"] == few["value"] == 0.5
+    assert few["high"] - few["low"] > 1.2 * (many["high"] - many["low"])
+
+
+@pytest.mark.parametrize(
+    ("quality", "reason"),
+    [
+        (Quality(5, 5, 5, 5), "sensitivity 0.50, specificity 0.50"),
+        (Quality(0, 10, 9, 1), "sensitivity 0.00, specificity 0.90"),
+        (Quality(0, 0, 9, 1), "sensitivity nan, specificity 0.90"),
+        (Quality(2, 1, 2, 1), "there are too few of them"),
+    ],
+)
+def test_a_scorer_that_may_be_no_better_than_chance_is_not_corrected_for(
+    quality: Quality, reason: str
+) -> None:
+    found = corrected_rates(judged(flagged(0, [True])), quality, **OPTIONS)
+    assert found["is_refused"] is True
+    assert "tells failures better than chance" in found["reason"]
+    assert found["reason"].endswith(reason)
+
+
+def test_episodes_with_a_turn_without_verdict_are_left_out() -> None:
+    known = [flagged(i, [True, False], prompt=str(i)) for i in range(4)]
+    unknown = [episode(i, [0.1, None], prompt=str(i)) for i in range(4, 8)]
+    quality = Quality(90, 10, 90, 10)
+    with_them = corrected_rates(judged(*known, *unknown), quality, **OPTIONS)
+    assert with_them == corrected_rates(judged(*known), quality, **OPTIONS)
+    assert (
+        "no episode has a verdict"
+        in corrected_rates(judged(*unknown), quality, **OPTIONS)["reason"]
+    )
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    """Prompts differ in how often they fail, and quality is known from 80 labels each."""
+    rng = np.random.default_rng(0)
+    share, se, sp, num_covered = 0.3, 0.85, 0.95, [0, 0]
+    # Of rates drawn from Beta(1.5, 3.5), the mean of (1 - rate)^2.
+    truth = (share, 1.0 - 3.5 * 4.5 / (5.0 * 6.0))
+    for _ in range(100):
+        failing = rng.random((150, 2)) < rng.beta(1.5, 3.5, size=(150, 1))
+        says = np.where(failing, rng.random((150, 2)) < se, rng.random((150, 2)) > sp)
+        episodes = judged(*(flagged(i, row, prompt=str(i)) for i, row in enumerate(says.tolist())))
+        hits, passes = int(rng.binomial(80, se)), int(rng.binomial(80, sp))
+        quality = Quality(hits, 80 - hits, passes, 80 - passes)
+        found = corrected_rates(episodes, quality, **OPTIONS)
+        for place, name in enumerate(("turn_failure_rate", "failure_rate")):
+            num_covered[place] += found[name]["low"] <= truth[place] <= found[name]["high"]
+    assert min(num_covered) >= 89
+
+
+def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        {"response": "rude .", "is_failure": True, "probe": "well ?", "prompt": "hi !"},
+        {"response": "fine .", "is_failure": True},
+        {"response": "odd rude", "is_failure": True},
+        {"response": "good .", "is_failure": False},
+        {"response": "not rude", "is_failure": False},
+    ]
+    path = tmp_path / "labels.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    scorer = Wordy()
+    quality = measure_quality(read_labelled(path), scorer, threshold=0.5)
+    assert quality == Quality(1, 1, 1, 1, num_unknown=1)
+    told = quality.to_dict(0.95)
+    assert told["sensitivity"] == {
+        "value": 0.5, "level": 0.95, **wilson_interval(0.5, 2)._asdict()
+    }  # fmt: skip
+    assert (told["num_failures"], told["num_others"], told["num_unknown"]) == (2, 2, 1)
+    assert Quality(0, 0, 1, 0).to_dict(0.95)["sensitivity"] is None
+    assert scorer.seen[0].history == (Message("assistant", "hi !"), Message("user", "well ?"))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "line 1 is no JSON"),
+        ("[]", "line 1 is no JSON object"),
+        ('{"is_failure": true}', 'line 1 has no text "response"'),
+        ('{"response": "a", "is_failure": 1}', 'line 1 has 1 as "is_failure"'),
+        ('{"response": "a", "is_failure": true, "probe": 3}', 'line 1 has 3 as "probe"'),
+        ("\n", "it holds none"),
+    ],
+)
+def test_a_file_that_holds_no_labels_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    (tmp_path / "labels.jsonl").write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_labelled(tmp_path / "labels.jsonl")
+    assert complaint in str(caught.value)
+    assert 'Each line is a JSON object with "response" and "is_failure"' in str(caught.value)
+
+
+def test_a_file_of_labels_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="labelled responses were to be read from"):
+        read_labelled(tmp_path / "nowhere")
