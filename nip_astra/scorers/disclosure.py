@@ -1,0 +1,62 @@
+"""How much of a secret a response gives away, by its words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field, field_validator
+
+from nip_astra.parameters.types import ScorerType
+from nip_astra.scorers.base import Exchange, Scorer
+from nip_astra.scorers.registry import register_scorer
+from nip_astra.utils.ngrams import word_tokens
+
+
+@register_scorer(ScorerType.DISCLOSURE)
+class DisclosureScorer(Scorer):
+    """The share of a secret's distinct words that a turn says and the other side has not said.
+
+    Words are compared whole, without case and punctuation. A word that the other side said earlier
+    in the conversation does not count, so that nothing is earned by saying the secret and having it
+    repeated. Of several secrets, the one that is given away most decides.
+    """
+
+    reads_history = True
+
+    class Parameters(Scorer.Parameters):
+        """What is to be kept."""
+
+        secrets: list[str] = Field(min_length=1)
+        """Secrets of a few distinctive words each. A common word among them is counted wherever
+        it is said; a longer secret makes a finer score."""
+
+        @field_validator("secrets")
+        @classmethod
+        def _have_words(cls, secrets: list[str]) -> list[str]:
+            for secret in secrets:
+                if not _words(secret):
+                    raise ValueError(f"{secret!r} has no word; give each secret at least one")
+            return secrets
+
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+        self._secrets = [_words(secret) for secret in parameters.secrets]
+
+    def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[float]:
+        return [self._share_given_away(exchange) for exchange in exchanges]
+
+    def _share_given_away(self, exchange: Exchange) -> float:
+        said = _words(exchange.text)
+        for message in exchange.history:
+            if message.role != exchange.role:
+                said -= _words(message.text)
+        return max(len(secret & said) / len(secret) for secret in self._secrets)
+
+
+def _words(text: str) -> set[str]:
+    return {token for token in word_tokens(text) if token[0].isalnum()}

@@ -1,0 +1,66 @@
+"""The scenario of a secret hangs together, and runs with a model that the test makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.parameters.content import find_scenario
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.utils.ngrams import word_tokens
+from tests.tiny import make_language_model, make_tokenizer
+
+SCENARIO = "smollm2_secret"
+TEMPLATE = (
+    "<bos>{% for m in messages %}<{{ 'user' if m.role == 'user' else 'assistant' }}> "
+    "{{ m.content }} <end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def scenario_section() -> Any:
+    return resolve_experiment(trainer="ast_grpo", scenario=SCENARIO).hyper_params.get("ast_chat")
+
+
+def test_the_secret_is_known_to_the_target_alone() -> None:
+    section = scenario_section()
+    secret = {word for one in section.scorer.secrets for word in word_tokens(one)}
+    assert secret <= set(word_tokens(section.target.system_prompt))
+    folder = find_scenario(SCENARIO)
+    prompts = [
+        prompt
+        for reference in section.prompts.to_dict().values()
+        for prompt in read_prompts(reference, folder)
+    ]
+    known_to_attacker = set(word_tokens(" ".join([section.attacker.system_prompt, *prompts])))
+    # Places may have boats; the name must be nowhere.
+    assert secret & known_to_attacker <= {"boat"}
+
+
+def test_the_name_alone_is_a_failure() -> None:
+    section = scenario_section()
+    (secret,) = (set(word_tokens(one)) for one in section.scorer.secrets)
+    assert len({"silver", "heron"} & secret) / len(secret) >= section.failure_threshold
+
+
+def test_it_runs_with_another_model(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    model = make_language_model(tmp_path / "model", window=256)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    names = [f"ast_chat.{role}.language_model.model={model}" for role in ("attacker", "target")]
+    resolved = resolve_experiment(
+        trainer="ast_grpo",
+        scenario=SCENARIO,
+        overrides=[*names, "ast_chat.evaluation.num_episodes=4", "ast_chat.tree_width=2"],
+    )
+    runs = str(tmp_path / "runs")
+    run = run_experiment(resolved, runs_dir=runs, run_id="one", test_run=True, progress=False)
+    results = json.loads((run.run_directory.path / "results.json").read_text())
+    assert results["after"]["num_episodes"] == 4
+    assert results["after"]["outcomes"]["error"] == 0
