@@ -1,11 +1,13 @@
 """What each AST trainer makes of one scenario, over several seeds.
 
     python benchmarks/trainers.py --seeds 0 1 2 --out trainers.json
-    python benchmarks/trainers.py --arms ast_grpo ast_grpo+novelty
+    python benchmarks/trainers.py --arms ast_ppo ast_ppo+failure-rarity
 
 Trains every arm with every seed, each in a process of its own with one thread, and prints a
 Markdown table: held-out failure rate before and after, likelihood and variety of what fails,
-planted failures found, what it cost. An arm is a trainer with its preset, or one of `VARIANTS`.
+planted failures found in training, and by the trained attacker on held-out prompts, what it cost.
+An arm is a trainer with its preset, or one of `VARIANTS`. Where a trainer runs with and without
+reward terms, a second table gives what the terms change, seed by seed.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from measuring import markdown_table
+from scipy.stats import binomtest
+from scipy.stats import t as student_t
 
 TRAINERS = ("ast_dpo", "ast_ipo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
 NOVELTY = (
@@ -30,10 +34,12 @@ NOVELTY = (
     "{_type: self_bleu_novelty, weight: 0.5}, {_type: cosine_novelty, weight: 0.5}]"
 )
 OF_FAILURES = NOVELTY.replace("weight: 0.5", "weight: 1.0, scaled_by_score: true, min_score: 0.5")
+RARITY = "ast_chat.reward.terms=[{_type: failure_rarity, weight: 4.0}]"
+TERMS = {"novelty": NOVELTY, "novelty-of-failures": OF_FAILURES, "failure-rarity": RARITY}
 VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     f"{trainer}+{name}": (trainer, (terms,))
     for trainer in TRAINERS
-    for name, terms in {"novelty": NOVELTY, "novelty-of-failures": OF_FAILURES}.items()
+    for name, terms in TERMS.items()
 } | {
     f"ast_grpo:{variant}": ("ast_grpo", (f"ast_grpo.variant={variant}",))
     for variant in ("dr_grpo", "dapo", "cispo", "gspo", "rloo")
@@ -95,12 +101,64 @@ def table(runs: Sequence[Run]) -> str:
                 "NLL": f"{mean(run['nll'] for run in of_arm):.2f}",
                 "distinct": f"{mean(run['distinct'] or 0.0 for run in of_arm):.0%}",
                 "plants found": ", ".join(str(run["plants"]) for run in of_arm),
+                "held out": ", ".join(str(run["held_out_plants"]) for run in of_arm),
                 "target queries": f"{median(run['target_queries'] for run in of_arm):,.0f}",
                 "tokens": f"{median(run['generated_tokens'] for run in of_arm):,.0f}",
                 "seconds": f"{median(run['seconds'] for run in of_arm):.0f}",
             }
         )
     return markdown_table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def paired_table(runs: Sequence[Run]) -> str:
+    """Give one row an arm with reward terms: what these change against the trainer without.
+
+    Differences are taken within a seed. A cell holds their mean with its 95 % interval (Student's
+    t over seeds); for plants also how many seeds found more, as many, and fewer, with the two-sided
+    p-value of the sign test without ties.
+    """
+    known = {(run["arm"], run["seed"]): run for run in runs}
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        plain = arm.partition("+")[0]
+        pairs = [
+            (known[plain, seed], run)
+            for (name, seed), run in known.items()
+            if name == arm != plain and (plain, seed) in known
+        ]
+        if len(pairs) < 2:
+            continue
+        row = {"arm": f"`{arm}`", "seeds": str(len(pairs))}
+        for title, name in {"training": "plants", "held out": "held_out_plants"}.items():
+            plants = _changes(pairs, name)
+            row[f"plants, {title}"] = _mean_interval(plants, "{:+.1f}")
+            row[f"more, same, fewer, {title}"] = _signs(plants)
+        row["failures"] = _mean_interval(_changes(pairs, "after"), "{:+.1%}")
+        row["distinct"] = _mean_interval(_changes(pairs, "distinct"), "{:+.0%}")
+        row["NLL"] = _mean_interval(_changes(pairs, "nll"), "{:+.2f}")
+        rows.append(row)
+    return markdown_table(list(rows[0]), [list(row.values()) for row in rows]) if rows else ""
+
+
+def _signs(differences: Sequence[float]) -> str:
+    more, fewer = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    p_value = binomtest(more, more + fewer).pvalue if more + fewer else 1.0
+    return f"{more}, {len(differences) - more - fewer}, {fewer} (p = {p_value:.3f})"
+
+
+def _changes(pairs: Sequence[tuple[Run, Run]], name: str) -> list[float]:
+    return [(new[name] or 0.0) - (old[name] or 0.0) for old, new in pairs]
+
+
+def _mean_interval(differences: Sequence[float], pattern: str) -> str:
+    centre = pattern.format(mean(differences))
+    if len(set(differences)) == 1:
+        # No spread is no certainty: there is no interval to give.
+        return f"{centre} (each)"
+    error = stdev(differences) / len(differences) ** 0.5
+    half = float(student_t.ppf(0.975, len(differences) - 1)) * error
+    low, high = (pattern.format(mean(differences) + side * half) for side in (-1, 1))
+    return f"{centre} ({low} to {high})"
 
 
 def main() -> None:
@@ -123,6 +181,7 @@ def main() -> None:
     if options.out is not None:
         options.out.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
     print(table(runs))
+    print(paired_table(runs))
 
 
 if __name__ == "__main__":

@@ -59,3 +59,18 @@ def test_arms_are_trained_and_their_figures_are_those_of_the_runs(
         assert run["generated_tokens"] > 0
         assert run["seconds"] > 0
         assert f"`{run['arm']}`" in printed
+
+
+def test_what_reward_terms_change_is_told_seed_by_seed(benchmark: ModuleType) -> None:
+    def run(arm: str, seed: int, plants: int) -> dict[str, object]:
+        same = {"after": 0.9, "distinct": 0.5, "nll": 0.8, "held_out_plants": 3}
+        return {"arm": arm, "seed": seed, "plants": plants} | same
+
+    plain = [run("ast_ppo", seed, 6) for seed in (1, 2, 3, 4)]
+    # Differences 1, 3, 0; the fourth seed was not run with terms. Half of the interval is
+    # 4.303 * sqrt(7 / 3) / sqrt(3).
+    with_terms = [run("ast_ppo+novelty", seed, plants) for seed, plants in ((1, 7), (2, 9), (3, 6))]
+    cells = benchmark.paired_table([*plain, *with_terms]).splitlines()[-1].split(" | ")
+    assert cells[:4] == ["| `ast_ppo+novelty`", "3", "+1.3 (-2.5 to +5.1)", "2, 1, 0 (p = 0.500)"]
+    assert cells[4:7] == ["+0.0 (each)", "0, 3, 0 (p = 1.000)", "+0.0% (each)"]
+    assert benchmark.paired_table(plain) == ""

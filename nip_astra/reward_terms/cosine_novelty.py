@@ -1,6 +1,6 @@
 """Novelty by embeddings: a probe is worth less, the nearer it is to what was said before.
 
-Shape suffixes: `N` node, `H` probe of the history, `X` embedding.
+Shape suffixes: `N` node, `H` probe of the history.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from nip_astra.parameters.types import RewardTermType
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm
-from nip_astra.reward_terms.history import NoveltyParameters, ProbeHistory
+from nip_astra.reward_terms.embedded_history import EmbeddedHistory
+from nip_astra.reward_terms.history import NoveltyParameters
 from nip_astra.reward_terms.registry import register_reward_term
 
 
@@ -42,52 +43,28 @@ class CosineNovelty(RewardTerm):
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        self._embedder = build_embedder(
-            parameters.embedder, device=device, scenario_dir=scenario_dir
-        )
-        self._history = ProbeHistory(parameters.max_history)
-        self._vectors_HX = torch.zeros(0, self._embedder.num_dimensions)
-        self._latest: tuple[list[str], Tensor] | None = None
+        embedder = build_embedder(parameters.embedder, device=device, scenario_dir=scenario_dir)
+        self._history = EmbeddedHistory(embedder, parameters.max_history)
 
     def _values(self, nodes: RatedProbes) -> Tensor:
-        vectors_NX = self._embedded(nodes.probes)
         if len(self._history) == 0:
             return (~nodes.is_empty).float()
-        cosines_NH = vectors_NX @ self._vectors_HX.T
+        cosines_NH = self._history.cosines(nodes.probes)
         if self.parameters.reduction == "max":
             cosine_N = cosines_NH.amax(dim=1)
             # Rounding must not tell a probe from itself.
             is_known_N = torch.tensor([probe in self._history for probe in nodes.probes])
             cosine_N = cosine_N.masked_fill(is_known_N, 1.0)
         else:
-            counts_H = torch.tensor(self._history.counts, dtype=torch.float32)
+            counts_H = self._history.counts
             cosine_N = cosines_NH @ counts_H / counts_H.sum()
         return (1.0 - cosine_N).clamp(0.0, 1.0).masked_fill(nodes.is_empty, 0.0)
 
     def observe(self, nodes: RatedProbes) -> None:
-        kept = self.parameters.remembered(nodes)
-        probes = [nodes.probes[node] for node in kept]
-        vectors_KX = self._embedded(nodes.probes)[kept]
-        place = {probe: row for row, probe in enumerate(self._history.probes)}
-        first_new = len(place)
-        for row, probe in enumerate(probes):
-            place.setdefault(probe, first_new + row)
-        self._history.remember(probes)
-        known = torch.cat([self._vectors_HX, vectors_KX])
-        # Rows in the history's order, which a checkpoint restores: sums keep their bits.
-        self._vectors_HX = known[[place[probe] for probe in self._history.probes]]
-        self._latest = None
+        self._history.remember(nodes.probes, self.parameters.remembered(nodes))
 
     def state(self) -> dict[str, Any]:
-        return self._history.state() | {"vectors": self._vectors_HX}
+        return self._history.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._history.load_state(state)
-        vectors_HX: Tensor = state["vectors"]
-        self._vectors_HX = vectors_HX[len(vectors_HX) - len(self._history) :].clone()
-
-    def _embedded(self, probes: list[str]) -> Tensor:
-        """Give the rollout's vectors, which `values` and `observe` both need."""
-        if self._latest is None or self._latest[0] != probes:
-            self._latest = list(probes), self._embedder.compute(probes)
-        return self._latest[1]
