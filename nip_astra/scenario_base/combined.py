@@ -20,6 +20,8 @@ from nip_astra.scenario_base.agent_actions import (
     PolicyEvaluation,
     draw,
     evaluate_moves,
+    logprobs_of,
+    normalised,
     num_uniforms,
 )
 from nip_astra.scenario_base.message_space import MASKED, MessageSpace
@@ -149,23 +151,21 @@ class CombinedAgents(nn.Module):
     ) -> None:
         """Write an agent's moves in some frames into the moves of all."""
         agent = self[name]
-        output = agent.policy(observation)
-        drawn = draw(output, uniforms_BU)
+        logs = normalised(agent.policy(observation))
+        drawn = draw(logs, uniforms_BU)
         active_BC = observation["active_mask"][:, number]
         active_BV = self._seen_by(agent, active_BC)
         can_decide_B = observation["can_decide"][:, number]
-        moves.logprobs_BA[rows, number] = evaluate_moves(
-            output, drawn, active_BV, can_decide_B
-        ).logprobs_B
+        moves.logprobs_BA[rows, number] = logprobs_of(logs, drawn, active_BV, can_decide_B)
         self._write(
             moves.message_BACP, agent, number, rows, drawn.message_BVP * active_BV[..., None]
         )
         if drawn.linear_BVP is not None and moves.linear_BACP is not None:
             linear_BVP = drawn.linear_BVP * active_BV[..., None]
             self._write(moves.linear_BACP, agent, number, rows, linear_BVP)
-        logits = self.log_probabilities(name, output, observation)
-        moves.message_logits_BACPS[rows, number] = logits.message_logits_BCPS
-        moves.decision_logits_BA3[rows, number] = logits.decision_logits_B3
+        found = self._of_all_channels(agent, logs, active_BV)
+        moves.message_logits_BACPS[rows, number] = found.message_logits_BCPS
+        moves.decision_logits_BA3[rows, number] = found.decision_logits_B3
         if drawn.decision_B is not None:
             moves.decision_BA[rows, number] = torch.where(can_decide_B, drawn.decision_B, CONTINUE)
 
@@ -175,16 +175,19 @@ class CombinedAgents(nn.Module):
         """Give what a policy's output says of all channels, with grad."""
         agent = self[name]
         active_BV = self._seen_by(agent, observation["active_mask"][:, self.number(name)])
-        logits = output.message_logits_BVPS.log_softmax(dim=-1).clamp(min=MASKED)
-        logits = logits * active_BV[..., None, None]
+        return self._of_all_channels(agent, normalised(output), active_BV)
+
+    def _of_all_channels(
+        self, agent: Agent, logs: PolicyOutput, active_BV: Tensor
+    ) -> AgentLogProbabilities:
+        message = logs.message_logits_BVPS.clamp(min=MASKED) * active_BV[..., None, None]
         if agent.shape.num_visible < agent.shape.num_channels:
-            unseen = logits.new_zeros(len(logits), agent.shape.num_channels, *logits.shape[2:])
-            channels = torch.tensor(agent.shape.visible_channels, device=logits.device)
-            logits = unseen.index_copy(1, channels, logits)
-        decision = output.decision_logits_B3
+            unseen = message.new_zeros(len(message), agent.shape.num_channels, *message.shape[2:])
+            channels = torch.tensor(agent.shape.visible_channels, device=message.device)
+            message = unseen.index_copy(1, channels, message)
+        decision = logs.decision_logits_B3
         return AgentLogProbabilities(
-            logits,
-            logits.new_zeros(len(logits), 3) if decision is None else decision.log_softmax(dim=-1),
+            message, message.new_zeros(len(message), 3) if decision is None else decision
         )
 
     def logit_reward(self, name: str, output: PolicyOutput, frames: TensorDict) -> Tensor | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from nip_astra.parameters.agents import LrFactors
 from nip_astra.parameters.trainers import RlTrainerParameters
 from nip_astra.scenario_base.tensordict_agents import Agent, AgentBody
+from nip_astra.trainers.group_adam import GroupAdam
 
 ADAM_EPS = 1e-5
 """Added to the root of the second moment, as is usual for PPO; torch's default is 1e-8."""
@@ -92,7 +92,7 @@ class AgentOptimizers:
 
     Attributes
     ----------
-    optimizers : dict[str, Adam]
+    optimizers : dict[str, GroupAdam]
         By agent, `OTHERS` for the rest.
     are_disjoint : bool
         Whether no two agents share weights.
@@ -105,7 +105,7 @@ class AgentOptimizers:
         more: Iterable[nn.Parameter] = (),
     ) -> None:
         self.rl = rl
-        self.optimizers: dict[str, torch.optim.Adam] = {}
+        self.optimizers: dict[str, GroupAdam] = {}
         self.are_disjoint = not _share_weights(agents)
         self._schedules = {
             name: agent.parameters_of_agent.update_schedule for name, agent in agents.items()
@@ -136,9 +136,7 @@ class AgentOptimizers:
             if weights
         ]
         if groups:
-            self.optimizers[name] = torch.optim.Adam(
-                groups, lr=self.rl.lr, eps=ADAM_EPS, fused=True
-            )
+            self.optimizers[name] = GroupAdam(groups, lr=self.rl.lr, eps=ADAM_EPS)
 
     def learning(self, iteration: int) -> tuple[str, ...]:
         """Give the agents that learn in an iteration, counted from 0."""
@@ -177,16 +175,20 @@ class AgentOptimizers:
         for name, optimizer in self.optimizers.items():
             if name not in names:
                 optimizer.zero_grad(set_to_none=True)
-        bound = math.inf if self.rl.max_grad_norm is None else self.rl.max_grad_norm
-        weights = {name: self._weights(name) for name in names}
-        if self.rl.grad_clipping == "per_agent":
-            return {name: nn.utils.clip_grad_norm_(group, bound) for name, group in weights.items()}
-        norms = {
-            name: nn.utils.get_total_norm([p.grad for p in group if p.grad is not None])
-            for name, group in weights.items()
-        }
-        nn.utils.clip_grad_norm_([p for group in weights.values() for p in group], bound)
+        gradients = {name: self._gradients(name) for name in names}
+        norms = {name: _norm(of_agent) for name, of_agent in gradients.items()}
+        if self.rl.max_grad_norm is None or not norms:
+            return norms
+        joint = torch.linalg.vector_norm(torch.stack([*norms.values()]))
+        for name, of_agent in gradients.items():
+            norm = norms[name] if self.rl.grad_clipping == "per_agent" else joint
+            if of_agent:
+                factor = (self.rl.max_grad_norm / (norm + 1e-6)).clamp(max=1)
+                torch._foreach_mul_(of_agent, factor)
         return norms
+
+    def _gradients(self, name: str) -> list[Tensor]:
+        return [p.grad for p in self._weights(name) if p.grad is not None]
 
     def _weights(self, name: str) -> list[nn.Parameter]:
         return [p for group in self.optimizers[name].param_groups for p in group["params"]]
@@ -209,6 +211,14 @@ class AgentOptimizers:
         """Take up what `state_dict` gave."""
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state[name])
+
+
+def _norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Give the norm of all numbers together; of one long vector, in a third of the time."""
+    if not tensors:
+        return torch.zeros(())
+    norm: Tensor = torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+    return norm
 
 
 def _share_weights(agents: Mapping[str, Agent]) -> bool:

@@ -7,7 +7,13 @@ import math
 import pytest
 import torch
 
-from nip_astra.scenario_base.agent_actions import AgentMoves, draw, evaluate_moves, num_uniforms
+from nip_astra.scenario_base.agent_actions import (
+    AgentMoves,
+    draw,
+    evaluate_moves,
+    normalised,
+    num_uniforms,
+)
 from nip_astra.scenario_base.message_space import MASKED
 from nip_astra.scenario_base.tensordict_agents import PolicyOutput
 
@@ -30,7 +36,7 @@ def test_the_shares_of_what_is_drawn_are_the_probabilities() -> None:
         logits_S.expand(count, 1, 1, 4), torch.tensor([2.0, 0, 0]).expand(count, 3)
     )
     uniforms = torch.rand(count, 2, generator=torch.Generator().manual_seed(0))
-    moves = draw(output, uniforms)
+    moves = draw(normalised(output), uniforms)
     shares = torch.bincount(moves.message_BVP.flatten(), minlength=4) / count
     torch.testing.assert_close(shares, logits_S.softmax(0), atol=0.01, rtol=0)
     assert shares[2] == 0
@@ -41,18 +47,18 @@ def test_the_shares_of_what_is_drawn_are_the_probabilities() -> None:
 
 def test_the_largest_uniform_number_draws_a_possible_symbol() -> None:
     output = PolicyOutput(torch.tensor([0.0, 0.0, MASKED]).view(1, 1, 1, 3))
-    moves = draw(output, torch.full((1, 2), 1 - 2**-24))
+    moves = draw(normalised(output), torch.full((1, 2), 1 - 2**-24))
     assert moves.message_BVP.item() == 1
 
 
 def test_decision_symbols_and_linear_symbols_take_numbers_of_their_own() -> None:
     output = output_of(200, has_linear=True)
     uniforms = torch.rand(200, num_uniforms(2, 3, True), dtype=torch.float64)
-    moves = draw(output, uniforms)
+    moves = draw(normalised(output), uniforms)
     for column in range(uniforms.shape[1]):
         changed = uniforms.clone()
         changed[:, column] = (changed[:, column] + 0.5) % 1
-        other = draw(output, changed)
+        other = draw(normalised(output), changed)
         assert moves.decision_B is not None
         assert other.decision_B is not None
         assert moves.linear_BVP is not None
@@ -67,7 +73,7 @@ def test_decision_symbols_and_linear_symbols_take_numbers_of_their_own() -> None
 
 def test_a_joint_log_probability_is_the_sum_over_what_the_agent_may_do() -> None:
     output = output_of(6, has_linear=True)
-    moves = draw(output, torch.rand(6, num_uniforms(2, 3, True), dtype=torch.float64))
+    moves = draw(normalised(output), torch.rand(6, num_uniforms(2, 3, True), dtype=torch.float64))
     active = torch.tensor([[1, 1], [1, 0], [0, 1], [0, 0], [1, 1], [0, 0]], dtype=torch.bool)
     decides = torch.tensor([1, 1, 0, 1, 0, 0], dtype=torch.bool)
     got = evaluate_moves(output, moves, active, decides)

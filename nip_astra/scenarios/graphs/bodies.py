@@ -24,12 +24,23 @@ GRAPHS, NODES = "graphs", "nodes"
 class GraphRepresentation(dict[str, Tensor]):
     """A representation whose nodes are computed when they are first asked for.
 
-    A value function and a solo head read only the graphs.
+    A value function and a solo head read only the graphs, a prover often the nodes of one.
+
+    Attributes
+    ----------
+    nodes_of : Callable
+        Gives the nodes of one graph a frame, [B, n, D], from its number, 0 or 1, [B] long.
     """
 
-    def __init__(self, graphs_B2D: Tensor, nodes: Callable[[], Tensor]) -> None:
+    def __init__(
+        self,
+        graphs_B2D: Tensor,
+        nodes: Callable[[], Tensor],
+        nodes_of: Callable[[Tensor], Tensor],
+    ) -> None:
         super().__init__({GRAPHS: graphs_B2D})
         self._nodes = nodes
+        self.nodes_of = nodes_of
 
     def __missing__(self, key: str) -> Tensor:
         if key != NODES:
@@ -101,7 +112,9 @@ class GraphBody(AgentBody):
             graphs_B2D, nodes_BSD = attention.graphs(), attention.nodes()
         attention = _Attention(last, graphs_B2D, nodes_BSD, *masks)
         return GraphRepresentation(
-            self.output(attention.graphs()), lambda: self.output(attention.nodes())
+            self.output(attention.graphs()),
+            lambda: self.output(attention.nodes()),
+            lambda graph_B: self.output(attention.nodes_of(graph_B)),
         )
 
     def _passed(self, observation: Observation) -> Tensor:
@@ -114,8 +127,10 @@ class GraphBody(AgentBody):
         )
         nodes_GnD = nodes.reshape(2 * num_frames, num_nodes // 2, -1)
         adjacency_Gnn = observation["adjacency"].flatten(0, 1)
+        # Every node is a neighbour of itself: epsilon is 0.
+        closed_Gnn = adjacency_Gnn + torch.eye(num_nodes // 2, device=adjacency_Gnn.device)
         for layer in self.gnn_layers:
-            nodes_GnD = layer(nodes_GnD, adjacency_Gnn)
+            nodes_GnD = layer(nodes_GnD, closed_Gnn)
         return nodes_GnD.view(num_frames, num_nodes, -1)
 
     def _tokens(self, nodes_BSD: Tensor, observation: Observation) -> tuple[Tensor, Tensor]:
@@ -167,14 +182,27 @@ class _Attention:
 
     def nodes(self) -> Tensor:
         """Give the tokens of the nodes, [B, S, D]."""
-        num_frames, num_keys, d = self.keys_BKD.shape
+        tokens: Tensor = self.layer(*self._by_graph(), self.node_mask_GK1, self.weights)
+        return tokens.view_as(self.nodes_BSD)
+
+    def nodes_of(self, graph_B: Tensor) -> Tensor:
+        """Give the tokens of the nodes of one graph a frame, [B, n, D]."""
+        rows_B = 2 * torch.arange(len(graph_B), device=graph_B.device) + graph_B
+        tokens_GnD, keys_GKD = self._by_graph()
         tokens: Tensor = self.layer(
-            self.nodes_BSD.reshape(2 * num_frames, -1, d),
-            self.keys_BKD.view(2 * num_frames, num_keys // 2, d),
-            self.node_mask_GK1,
+            tokens_GnD.index_select(0, rows_B),
+            keys_GKD.index_select(0, rows_B),
+            self.node_mask_GK1.index_select(0, rows_B),
             self.weights,
         )
-        return tokens.view_as(self.nodes_BSD)
+        return tokens
+
+    def _by_graph(self) -> tuple[Tensor, Tensor]:
+        num_frames, num_keys, d = self.keys_BKD.shape
+        return (
+            self.nodes_BSD.reshape(2 * num_frames, -1, d),
+            self.keys_BKD.view(2 * num_frames, num_keys // 2, d),
+        )
 
 
 def _key_masks(node_mask_B2n: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

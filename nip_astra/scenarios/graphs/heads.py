@@ -23,29 +23,34 @@ from nip_astra.scenario_base.tensordict_agents import (
     start_from,
 )
 from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
-from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES
+from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES, GraphRepresentation
 
 
 def impossible_symbols(observation: Observation, shape: AgentShape) -> Tensor:
     """Give the nodes that an agent cannot send, True, [B, V or 1, P or 1, S].
 
-    Nobody sends padding. A prover answers with a node of the graph opposite to the one that the
-    last message in the same channel and position is of, and of the first graph where there was no
-    message.
+    Nobody sends padding, and a prover no node of a graph that is closed to it.
     """
-    node_mask_B2n = observation["node_mask"]
-    is_padding_BS = ~node_mask_B2n.flatten(1)
+    is_padding_BS = ~observation["node_mask"].flatten(1)
     if shape.is_verifier:
         return is_padding_BS[:, None, None]
-    message_BCPS = observation["message"]
+    n = observation["node_mask"].shape[-1]
+    is_closed_BVP2 = closed_graphs(observation, shape)
+    return is_padding_BS[:, None, None] | is_closed_BVP2.repeat_interleave(n, dim=-1)
+
+
+def closed_graphs(observation: Observation, shape: AgentShape) -> Tensor:
+    """Give the graphs of which a prover cannot send a node, True, [B, V, P, 2].
+
+    It answers with a node of the graph opposite to the one that the last message in the same
+    channel and position is of, and of the first graph where there was no message.
+    """
+    message_BCPS, n = observation["message"], observation["node_mask"].shape[-1]
     if shape.num_visible < shape.num_channels:
         message_BCPS = message_BCPS[:, list(shape.visible_channels)]
-    n = node_mask_B2n.shape[-1]
     is_said_BVP2 = message_BCPS.view(*message_BCPS.shape[:-1], 2, n).sum(-1) > 0
     is_first_said, is_second_said = is_said_BVP2.unbind(-1)
-    is_first_closed = is_first_said & ~is_second_said
-    is_closed_BVP2 = torch.stack([is_first_closed, ~is_first_said], dim=-1)
-    return is_padding_BS[:, None, None] | is_closed_BVP2.repeat_interleave(n, dim=-1)
+    return torch.stack([is_first_said & ~is_second_said, ~is_first_said], dim=-1)
 
 
 class GraphPolicyHead(AgentPolicyHead):
@@ -94,9 +99,8 @@ class GraphPolicyHead(AgentPolicyHead):
 
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
         space = self.shape.message_space
-        nodes_BSF: Tensor = self.node_selector(representation[NODES])
-        places = (len(nodes_BSF), self.shape.num_visible, space.message_size)
-        message_logits_BVPS = nodes_BSF.transpose(1, 2).reshape(*places, space.num_symbols)
+        message_logits_BVPS = self._message_logits(representation, observation)
+        places = message_logits_BVPS.shape[:3]
         decision_logits_B3, linear_logits_BVPL = None, None
         if self.decider is not None:
             decision_logits_B3 = self.decider(
@@ -106,6 +110,29 @@ class GraphPolicyHead(AgentPolicyHead):
             linear = self.linear_message_selector(representation[GRAPHS].flatten(1))
             linear_logits_BVPL = linear.view(*places, space.num_linear_symbols)
         return PolicyOutput(message_logits_BVPS, decision_logits_B3, linear_logits_BVPL)
+
+    def _message_logits(self, representation: Representation, observation: Observation) -> Tensor:
+        graph_B = self._only_open_graph(observation)
+        if graph_B is None or not isinstance(representation, GraphRepresentation):
+            nodes_BSF: Tensor = self.node_selector(representation[NODES])
+            num_visible, space = self.shape.num_visible, self.shape.message_space
+            places = (len(nodes_BSF), num_visible, space.message_size)
+            return nodes_BSF.transpose(1, 2).reshape(*places, space.num_symbols)
+        nodes_Bn1: Tensor = self.node_selector(representation.nodes_of(graph_B))
+        # Both graphs get the logits of the open one: those of the other are masked.
+        return nodes_Bn1.transpose(1, 2).repeat(1, 1, 2).unsqueeze(1)
+
+    def _only_open_graph(self, observation: Observation) -> Tensor | None:
+        """Give the number of the one graph whose nodes can be sent, [B], or None."""
+        shape = self.shape
+        num_places = shape.num_visible * shape.message_space.message_size
+        if self.impossible is not impossible_symbols or shape.is_verifier or num_places > 1:
+            return None
+        if observation["message"].device.type != "cpu":
+            # Elsewhere a host would wait for its device to learn which graphs are open.
+            return None
+        is_closed_B2 = closed_graphs(observation, shape).flatten(1)
+        return is_closed_B2[:, 0].long() if bool(is_closed_B2.any(1).all()) else None
 
 
 class GraphValueHead(AgentValueHead):

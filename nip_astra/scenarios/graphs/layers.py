@@ -9,26 +9,12 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from nip_astra.scenario_base.tensordict_agents import ACTIVATIONS
+from nip_astra.scenarios.graphs.derivatives import Attention, TanhGin, TanhResidual, apply
 
 MASKED_KEY = -1e9
 """What is added to the score of a key that is padding."""
-
-
-def perceptron(values: Tensor, inner: nn.Linear, outer: nn.Linear, activation: str) -> Tensor:
-    """Apply two linear layers with an activation between them to `values`, [rows, width]."""
-    if activation != "tanh":
-        hidden = inner(values)
-        hidden = torch.relu(hidden) if activation == "relu" else functional.gelu(hidden)
-        result: Tensor = outer(hidden)
-        return result
-    # As tanh(x) is 2 sigmoid(2 x) - 1, its factors and its shift are left to the weights.
-    hidden = torch.sigmoid(functional.linear(values, 2 * inner.weight, 2 * inner.bias))
-    # The weight of the second product in rows: its gradient is then the faster of two products.
-    weight = (2 * outer.weight).t().contiguous()
-    return torch.addmm(outer.bias - outer.weight.sum(1), hidden, weight)
 
 
 class GinLayer(nn.Module):
@@ -44,11 +30,22 @@ class GinLayer(nn.Module):
         self.activation = activation
         self.activate = ACTIVATIONS[activation]()
 
-    def forward(self, nodes_GnD: Tensor, adjacency_Gnn: Tensor) -> Tensor:
-        nodes_GnD = self.activate(nodes_GnD)
-        sums_GnD = torch.baddbmm(nodes_GnD, adjacency_Gnn, nodes_GnD)
-        result = perceptron(sums_GnD.flatten(0, 1), self.inner, self.outer, self.activation)
-        return result.view_as(nodes_GnD)
+    def forward(self, nodes_GnD: Tensor, closed_Gnn: Tensor) -> Tensor:
+        """Give the nodes after the layer.
+
+        Parameters
+        ----------
+        closed_Gnn : Tensor
+            The adjacency, with every node a neighbour of itself.
+        """
+        inner, outer = self.inner, self.outer
+        if self.activation == "tanh":
+            return apply(
+                TanhGin, nodes_GnD, closed_Gnn, inner.weight, inner.bias, outer.weight, outer.bias
+            )
+        sums_GnD = torch.bmm(closed_Gnn, self.activate(nodes_GnD))
+        result: Tensor = outer(self.activate(inner(sums_GnD)))
+        return result
 
 
 class AttentionLayer(nn.Module):
@@ -73,6 +70,7 @@ class AttentionLayer(nn.Module):
         self.outer = nn.Linear(d_hidden, d_token)
         self.norm = nn.LayerNorm(d_token)
         self.activation = activation
+        self.activate = ACTIVATIONS[activation]()
 
     def joint_weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """Give the weight and bias of queries, [H D, D] and [H D], and of outputs, [H D, D]."""
@@ -101,24 +99,17 @@ class AttentionLayer(nn.Module):
         weights : tuple
             From `joint_weights`, once for all calls of a pass.
         """
-        groups, num_queries, d = tokens_GQD.shape
-        weight, bias, output = weights
-        tokens = tokens_GQD.reshape(-1, d)
-        queries = functional.linear(tokens, weight, bias).view(groups, -1, d)
-        shares_GQK = _shares(queries, keys_GKD, mask_GK1)
-        read = torch.bmm(shares_GQK, keys_GKD).view(groups * num_queries, -1)
-        attended = torch.addmm(self.output.bias, read, output)
-        tokens = self.attention_norm(tokens + attended)
-        changed = perceptron(tokens, self.inner, self.outer, self.activation)
-        result: Tensor = self.norm(tokens + changed).view(groups, num_queries, d)
-        return result
-
-
-def _shares(queries_GQD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor) -> Tensor:
-    """Give how much of each key a query reads, [G, Q, K]."""
-    # The longer dimension last: softmax is many times slower where that is short.
-    if queries_GQD.shape[1] > keys_GKD.shape[1]:
-        scores_GKQ = torch.baddbmm(mask_GK1, keys_GKD, queries_GQD.transpose(1, 2))
-        return torch.softmax(scores_GKQ, dim=1).transpose(1, 2)
-    scores_GQK = torch.baddbmm(mask_GK1.transpose(1, 2), queries_GQD, keys_GKD.transpose(1, 2))
-    return torch.softmax(scores_GQK, dim=2)
+        query, query_bias, output = weights
+        attended_GQD: Tensor = apply(
+            Attention,
+            *(tokens_GQD, keys_GKD, mask_GK1, query, query_bias, output, self.output.bias),
+            *(self.attention_norm.weight, self.attention_norm.bias),
+        )
+        inner, outer, norm = self.inner, self.outer, self.norm
+        tokens = attended_GQD.flatten(0, 1)
+        if self.activation == "tanh":
+            perceptron = (inner.weight, inner.bias, outer.weight, outer.bias)
+            result = apply(TanhResidual, tokens, *perceptron, norm.weight, norm.bias)
+        else:
+            result = norm(tokens + outer(self.activate(inner(tokens))))
+        return result.view_as(tokens_GQD)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from nip_astra.scenario_base.message_space import MASKED
 from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
+from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES
 from nip_astra.scenarios.graphs.heads import (
     GraphPolicyHead,
     GraphSoloHead,
@@ -140,3 +141,29 @@ def test_decisions_may_start_as_what_is_told_alone(sees_round: bool) -> None:
     torch.testing.assert_close(decision_logits[:, :2], solo(read, frames))
     assert (decision_logits[:, 2] == 0).all()
     assert not torch.allclose(decision_logits[:, 0], decision_logits[:, 1])
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_prover_reads_only_the_graph_that_it_answers_from(num_layers: int) -> None:
+    shape = agent_shape(3, is_verifier=False, visible=[1], message_size=1)
+    frames = graph_frames(3, [*SIZES, (3, 3)], shape)
+    frames["message"] = torch.zeros(4, 2, 1, 6)
+    frames["message"][0, 1, 0, 1] = frames["message"][1, 1, 0, 4] = 1
+    body = graph_body(shape, num_transformer_layers=num_layers)
+    head = GraphPolicyHead(PARAMETERS, shape)
+    read = body(frames)
+    given = head(read, frames).message_logits_BVPS
+    assert NODES not in read, "the nodes of both graphs were not computed"
+    expected = head({GRAPHS: read[GRAPHS], NODES: read[NODES]}, frames).message_logits_BVPS
+    torch.testing.assert_close(given, expected)
+
+
+def test_a_prover_reads_both_graphs_where_it_may_answer_from_both() -> None:
+    shape = agent_shape(3, is_verifier=False, visible=[1], message_size=1)
+    frames = graph_frames(3, SIZES, shape)
+    frames["message"] = torch.zeros(3, 2, 1, 6)
+    frames["message"][0, 1, 0, [0, 5]] = 1
+    head = GraphPolicyHead(PARAMETERS, shape)
+    logits_S = head(graph_body(shape)(frames), frames).message_logits_BVPS[0].flatten()
+    assert (logits_S != MASKED).all()
+    assert not torch.equal(logits_S[:3], logits_S[3:])
