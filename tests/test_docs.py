@@ -22,7 +22,6 @@ SMALL = (
     "training.batch_size=4",
     "ast_chat.tree_depth=2",
     "ast_chat.evaluation.num_episodes=4",
-    "ast_chat.evaluation.num_dev_episodes=4",
 )
 """What is appended to every training command, beside --test-run."""
 SMALL_PROOF = ("rl.frames_per_batch=240",)
@@ -118,8 +117,8 @@ def _made_short(command: Command) -> list[str]:
     if not is_training or "--help" in arguments or "--version" in arguments:
         return arguments
     small = SMALL_PROOF if any(word in PROOF_WORDS for word in arguments) else SMALL
-    if any(word.startswith("base_run.") for word in arguments):
-        small = ()  # the other run's parameters hold
+    if "solo_agent" in arguments or any(word.startswith("base_run.") for word in arguments):
+        small = ()  # nothing is played, or the other run's parameters hold
     return [*arguments, "--test-run", *(word for pair in small for word in ("--set", pair))]
 
 

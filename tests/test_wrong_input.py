@@ -50,8 +50,8 @@ def test_an_unknown_scorer(cli: CommandLine) -> None:
     assert message.startswith("1 parameter is wrong: ast_chat.scorer._type: unknown scorer")
     assert (
         "unknown scorer 'clasifier'. Did you mean 'classifier'? Known scorers: classifier, "
-        "detoxify, judge, llama_guard, profanity, python, toxblock, weighted. A scorer of your own "
-        "is loaded with --plugin path/to/file.py"
+        "detoxify, disclosure, judge, llama_guard, profanity, python, toxblock, weighted. A scorer "
+        "of your own is loaded with --plugin path/to/file.py"
     ) in message
     assert '"clasifier" (from --set)' in message
 

@@ -8,17 +8,24 @@ share keys.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nip_astra.language_models.block_attention import Block, block_attention, blocks_of
 from nip_astra.language_models.token_trie import TokenTrie
+
+SMALLEST_IN_BLOCKS = 1 << 26
+"""Multiplications that scores of a row take, below which one product is as fast as blocks."""
 
 
 class TrieAttention:
     """Attention within the rows of a trie; gradients flow.
+
+    On a CPU long rows are attended to in blocks that leave strangers out.
 
     Parameters
     ----------
@@ -29,13 +36,24 @@ class TrieAttention:
     """
 
     def __init__(self, trie: TokenTrie, dtype: torch.dtype) -> None:
+        self.trie = trie
+        self.dtype = dtype
         self.row_lengths = trie.row_lengths
-        self.biases = [_as_bias(mask, dtype) for mask in trie.row_masks()]
+        self._blocks: list[Block] | None = None
+
+    @cached_property
+    def biases(self) -> list[Tensor]:
+        """What each row adds to its scores: 0 where a token is seen, -inf where not."""
+        return [_as_bias(mask, self.dtype) for mask in self.trie.row_masks()]
 
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
         """Give the attended values `[N, H * D]`; the queries carry the scale."""
+        if self._is_in_blocks(queries_NHD):
+            if self._blocks is None:
+                self._blocks = blocks_of(self.trie, queries_NHD.shape[1] // keys_NKD.shape[1])
+            return block_attention(queries_NHD, keys_NKD, values_NKD, self._blocks)
         rows = []
         inputs = (queries_NHD, keys_NKD, values_NKD)
         splits = (torch.split(x, self.row_lengths) for x in inputs)
@@ -53,6 +71,11 @@ class TrieAttention:
             )
             rows.append(attended_KGLD.permute(2, 0, 1, 3).reshape(length, -1))
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def _is_in_blocks(self, queries_NHD: Tensor) -> bool:
+        _, num_heads, dim = queries_NHD.shape
+        size = num_heads * dim * max(self.row_lengths, default=0) ** 2
+        return queries_NHD.device.type == "cpu" and size >= SMALLEST_IN_BLOCKS
 
 
 def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:

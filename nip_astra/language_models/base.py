@@ -308,6 +308,24 @@ class LanguageModel(ABC):
     def frozen_reference(self) -> LanguageModel:
         """Give a model that stays as this one is now; shares weights where it can."""
 
+    def base_for(self, parameters: Any) -> LanguageModel | None:
+        """Give a frozen model on this one's weights where that is what `parameters` describe.
+
+        None where it is another model, or where training changes the weights that would be shared.
+        """
+        return None
+
+    @property
+    def samples_as_it_scores(self) -> bool:
+        """Whether `generate` gives the log-probabilities that `logprobs` would, up to rounding of
+        float32. Where it does not, what is compared with a loss's is scored again.
+        """
+        return True
+
+    def take_metrics(self) -> dict[str, float]:
+        """Give what the backend has to log about its sampling since it was last asked."""
+        return {}
+
     @abstractmethod
     def save(self, directory: Path) -> None:
         """Write what training changes, exactly, in Hugging Face layout."""

@@ -12,25 +12,17 @@ Shape suffixes: `N` token, `X` hidden unit, `H` query head, `K` key-value head, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from nip_astra.language_models.attention import TrieAttention
-from nip_astra.language_models.kernels import (
-    LinearMap,
-    OneDnnLinear,
-    dense_linear,
-    has_onednn,
-    is_packing_faster,
-    packed_linear,
-)
+from nip_astra.language_models.elementwise import rms_norm, silu_gated, unsaved
 from nip_astra.language_models.token_trie import build_trie
+from nip_astra.language_models.weights import Layer, Weights, live_weights
 
 logger = logging.getLogger(__name__)
 
@@ -39,36 +31,8 @@ FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3Fo
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings that do not depend on the length of the sequence."""
 
-SMALLEST_UNSAVED = 1 << 18
-"""Elementwise functions of fewer numbers keep what they need for the backward pass."""
-
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """`(layer, queries_NHD, keys_NKD, values_NKD) -> [N, H * D]`; the queries are scaled."""
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The weights of one layer as functions; norms are vectors."""
-
-    input_norm: Tensor
-    mlp_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    qkv: LinearMap
-    output: LinearMap
-    gate_up: LinearMap
-    down: LinearMap
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a model, ready to compute with in one precision."""
-
-    embedding_VX: Tensor
-    layers: Sequence[Layer]
-    final_norm: Tensor
-    head: LinearMap
-    dtype: torch.dtype
 
 
 def why_unsupported(module: Any) -> str | None:
@@ -107,6 +71,7 @@ class Decoder:
         self.num_layers = int(config.num_hidden_layers)
         self.eps = float(config.rms_norm_eps)
         self.activation: Callable[[Tensor], Tensor] = module.model.layers[0].mlp.act_fn
+        self._is_silu = config.hidden_act in ("silu", "swish")
         self.scale = self.head_dim**-0.5
         self.cache_numbers_per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
         self._padding_id: int | None = module.model.embed_tokens.padding_idx
@@ -118,29 +83,48 @@ class Decoder:
             config.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
             + 3 * config.hidden_size * config.intermediate_size
         )
-        self.pair_cost = pair / per_token
+        self.pair_cost: float = pair / per_token
 
     def hidden(
-        self, weights: Weights, ids_N: Tensor, positions_N: Tensor, attend: Attend
+        self,
+        weights: Weights,
+        ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        *,
+        num_positions: int | None = None,
     ) -> Tensor:
-        """Give the normalised last hidden state of every token, `[N, X]` in the weights' dtype."""
+        """Give the normalised last hidden state of every token, `[N, X]` in the weights' dtype.
+
+        Parameters
+        ----------
+        num_positions : int, optional
+            More than any of the positions; where it is not said, the device is asked and waited
+            for.
+        """
         # As in the module, the padding token's own row gets no gradient from being read.
         x = F.embedding(ids_N, weights.embedding_VX, padding_idx=self._padding_id)
-        cos, sin = self._rotation(positions_N, weights.dtype)
         num_tokens = len(ids_N)
+        if num_positions is None:
+            num_positions = int(positions_N.max()) + 1 if num_tokens else 1
+        tables = self.rotations(num_positions, weights.dtype, ids_N.device)
+        cos, sin = (table[positions_N] for table in tables)
         for index, layer in enumerate(weights.layers):
-            joined = layer.qkv(_unsaved(self._norm, x, layer.input_norm))
-            queries, keys = _unsaved(self._place, joined, layer, cos, sin)
+            joined = layer.qkv(rms_norm(x, layer.input_norm, self.eps))
+            queries, keys = self._place(joined, layer, cos, sin)
             values = joined.view(num_tokens, -1, self.head_dim)[:, -self.num_kv_heads :]
             x = x + layer.output(attend(index, queries, keys, values))
-            gate_up = layer.gate_up(_unsaved(self._norm, x, layer.mlp_norm))
-            x = x + layer.down(_unsaved(self._gated, gate_up))
-        return self._norm(x, weights.final_norm)
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
+            gate_up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.eps))
+            x = x + layer.down(self._gated(gate_up))
+        return rms_norm(x, weights.final_norm, self.eps)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
+        if self._is_silu:
+            return silu_gated(gate_up)
+        gated: Tensor = unsaved(self._gated_by_another, gate_up)
+        return gated
+
+    def _gated_by_another(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return self.activation(gate) * up
 
@@ -151,7 +135,7 @@ class Decoder:
         num_rotated = self.num_heads + self.num_kv_heads
         heads = joined.view(len(joined), -1, self.head_dim)[:, :num_rotated]
         if layer.query_norm is not None and layer.key_norm is not None:
-            heads = self._norm_heads(heads, layer.query_norm, layer.key_norm)
+            heads = unsaved(self._norm_heads, heads, layer.query_norm, layer.key_norm)
         first, second = heads.chunk(2, dim=-1)
         rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
         queries, keys = torch.split(rotated, [self.num_heads, self.num_kv_heads], dim=1)
@@ -168,145 +152,18 @@ class Decoder:
             dim=1,
         )
 
-    def _rotation(self, positions_N: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Give cos and sin of each token's rotation, `[N, 1, D]` each."""
-        longest = int(positions_N.max()) + 1 if len(positions_N) else 1
+    def rotations(
+        self, num_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Give cos and sin of the rotation at each position, `[num_positions or more, 1, D]`."""
         tables = self._cos_sin.get(dtype)
-        if tables is None or len(tables[0]) < longest:
+        if tables is None or len(tables[0]) < num_positions:
             # To the next power of two, so that a growing conversation seldom needs another.
-            positions = torch.arange(1 << (longest - 1).bit_length(), device=positions_N.device)
-            like = torch.empty(0, dtype=dtype, device=positions_N.device)
+            positions = torch.arange(1 << (num_positions - 1).bit_length(), device=device)
+            like = torch.empty(0, dtype=dtype, device=device)
             cos, sin = self._rotary(like, position_ids=positions.unsqueeze(0))
             tables = self._cos_sin[dtype] = (cos[0].unsqueeze(1), sin[0].unsqueeze(1))
-        return tables[0][positions_N], tables[1][positions_N]
-
-
-def _unsaved(function: Callable[..., Any], *inputs: Any) -> Any:
-    """Compute without keeping what is inside for the backward pass, which computes it again.
-
-    For elementwise functions: they cost little time, and what they would keep is most of the
-    memory of an update.
-    """
-    if not torch.is_grad_enabled() or inputs[0].numel() < SMALLEST_UNSAVED:
-        return function(*inputs)
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
-def frozen_weights(
-    module: Any, dtype: torch.dtype, *, use_adapter: bool, release: bool = False
-) -> Weights:
-    """Give a snapshot for sampling: adapters merged, matrices that are used together joined.
-
-    On a CPU the matrices are copied into oneDNN's layout where that is faster; elsewhere they are
-    joined copies in `dtype`.
-
-    Parameters
-    ----------
-    release : bool
-        Free the module's own matrices one by one; it cannot compute afterwards.
-    """
-
-    def joined(*linears: Any) -> LinearMap:
-        with torch.no_grad():
-            matrix = torch.cat([_merged(linear, use_adapter) for linear in linears]).to(dtype)
-            biases = [_base(linear).bias for linear in linears]
-            # A model has biases in all of these or in none.
-            bias = None if biases[0] is None else torch.cat(biases).to(dtype)
-        for linear in linears if release else ():
-            linear.weight = torch.nn.Parameter(
-                torch.empty(linear.weight.shape, device="meta"), requires_grad=False
-            )
-        if has_onednn(matrix.device) and is_packing_faster(matrix.shape, dtype):
-            return packed_linear(matrix, bias)
-        return dense_linear(matrix, bias)
-
-    return _weights(module, dtype, joined)
-
-
-def live_weights(module: Any, dtype: torch.dtype, *, use_adapter: bool) -> Weights:
-    """Give the weights as they are, with gradients, computing in `dtype`; nothing is copied."""
-
-    def joined(*linears: Any) -> LinearMap:
-        maps = [_live_linear(linear, dtype, use_adapter) for linear in linears]
-        if len(maps) == 1:
-            return maps[0]
-        return lambda x: torch.cat([linear(x) for linear in maps], dim=-1)
-
-    return _weights(module, dtype, joined)
-
-
-def _weights(module: Any, dtype: torch.dtype, joined: Callable[..., LinearMap]) -> Weights:
-    layers = [
-        Layer(
-            input_norm=layer.input_layernorm.weight.to(dtype),
-            mlp_norm=layer.post_attention_layernorm.weight.to(dtype),
-            query_norm=_optional_norm(layer.self_attn, "q_norm", dtype),
-            key_norm=_optional_norm(layer.self_attn, "k_norm", dtype),
-            qkv=joined(layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),
-            output=joined(layer.self_attn.o_proj),
-            gate_up=joined(layer.mlp.gate_proj, layer.mlp.up_proj),
-            down=joined(layer.mlp.down_proj),
-        )
-        for layer in module.model.layers
-    ]
-    return Weights(
-        embedding_VX=module.model.embed_tokens.weight.to(dtype),
-        layers=layers,
-        final_norm=module.model.norm.weight.to(dtype),
-        head=joined(module.lm_head),
-        dtype=dtype,
-    )
-
-
-def _optional_norm(attention: Any, name: str, dtype: torch.dtype) -> Tensor | None:
-    norm = getattr(attention, name, None)
-    return None if norm is None else norm.weight.to(dtype)
-
-
-def _base(linear: Any) -> Any:
-    """Give the plain linear layer under an adapter."""
-    return getattr(linear, "base_layer", linear)
-
-
-def _adapters(linear: Any) -> Iterable[str]:
-    return linear.active_adapters if hasattr(linear, "base_layer") else ()
-
-
-def _merged(linear: Any, use_adapter: bool) -> Tensor:
-    weight: Tensor = _base(linear).weight.detach()
-    for name in _adapters(linear) if use_adapter else ():
-        weight = weight + linear.get_delta_weight(name)
-    return weight
-
-
-def _live_linear(linear: Any, dtype: torch.dtype, use_adapter: bool) -> LinearMap:
-    base = _base(linear)
-    weight = base.weight.to(dtype)
-    bias = None if base.bias is None else base.bias.to(dtype)
-    multiply = _gradient_kernel(weight)
-    deltas = [
-        (linear.lora_A[name].weight, linear.lora_B[name].weight, linear.scaling[name])
-        for name in (_adapters(linear) if use_adapter else ())
-    ]
-
-    def apply(x: Tensor) -> Tensor:
-        found = multiply(x, weight, bias)
-        for down, up, scaling in deltas:
-            found = found + F.linear(F.linear(x, down.to(dtype)), up.to(dtype)) * scaling
-        return found
-
-    return apply
-
-
-def _gradient_kernel(weight: Tensor) -> Callable[..., Tensor]:
-    """Give torch's product, or oneDNN's where torch would use a slower library."""
-    if (
-        weight.dtype == torch.float32
-        and has_onednn(weight.device)
-        and is_packing_faster(weight.shape, weight.dtype)
-    ):
-        return OneDnnLinear.apply
-    return F.linear
+        return tables
 
 
 def build_decoder(module: Any) -> Decoder | None:

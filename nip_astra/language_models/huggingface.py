@@ -4,7 +4,8 @@ A model of the Llama family is read by `Decoder`, which forwards each token of a
 other causal language model goes through its own `forward` and `generate`, at the price of reading
 shared tokens again.
 
-Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vocabulary, `N` token.
+Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vocabulary,
+`S` scored position.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.errors import CheckpointError, ModelLoadError
+from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.adapters import LoraParameters, add_adapter, merged_copy
-from nip_astra.language_models.attention import TrieAttention
 from nip_astra.language_models.base import (
     Generation,
     GenerationSession,
@@ -31,17 +31,12 @@ from nip_astra.language_models.base import (
     TokenCount,
     TokenScores,
 )
-from nip_astra.language_models.decoder import (
-    Decoder,
-    Weights,
-    build_decoder,
-    frozen_weights,
-    live_weights,
-)
+from nip_astra.language_models.decode_graphs import DecodeGraphs, build_fixed_steps
+from nip_astra.language_models.decoder import Decoder, build_decoder
 from nip_astra.language_models.plain_forward import generate_turns, score_rows, spread
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import sample_tokens
-from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
+from nip_astra.language_models.saved_weights import has_adapter, restore_weights, save_weights
 from nip_astra.language_models.sessions import CachedSession
 from nip_astra.language_models.sources import (
     DTYPES,
@@ -49,8 +44,18 @@ from nip_astra.language_models.sources import (
     load_causal_lm,
     load_tokenizer,
     resolve_model,
+    round_weights,
 )
-from nip_astra.language_models.token_trie import TokenTrie, build_trie
+from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
+from nip_astra.language_models.token_trie import build_trie
+from nip_astra.language_models.tree_scores import (
+    pair_cost_of,
+    score_trie,
+    sequences_to_read,
+    share_never_drawn,
+)
+from nip_astra.language_models.weight_snapshot import WeightSnapshot
+from nip_astra.language_models.weights import Weights, live_weights
 from nip_astra.parameters.types import LanguageModelType
 
 logger = logging.getLogger(__name__)
@@ -82,6 +87,9 @@ class HuggingFaceLanguageModel(LanguageModel):
         max_batch_tokens: int = Field(default=8192, ge=256)
         """Most positions in one forward pass without gradients. Larger is faster on a GPU and takes
         more memory."""
+        decode_graphs: DecodeGraphs = "auto"
+        """Whether decoding steps are captured as CUDA graphs. auto: on a GPU, where that can be
+        done; always: demanded; never. It changes speed, and log-probabilities by rounding."""
 
     def __init__(
         self,
@@ -94,6 +102,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         max_batch_tokens: int = 8192,
         dtype: torch.dtype | None = None,
         decoder: Decoder | None = None,
+        decode_graphs: DecodeGraphs = "auto",
     ) -> None:
         self.module = module.to(device).eval()
         self.tokenizer = tokenizer
@@ -104,9 +113,9 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.dtype = dtype or next(module.parameters()).dtype
         self.token_count = TokenCount()
         self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
-        self.end_ids = _end_ids(module, tokenizer)
+        self.end_ids = find_end_ids(module.generation_config, tokenizer)
         self._banned_ids = torch.tensor(
-            _banned_ids(tokenizer, self.end_ids, module.config.vocab_size), device=device
+            find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size), device=device
         )
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
@@ -114,8 +123,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         self._decoder = decoder or build_decoder(self._causal_lm)
         if self._decoder is not None:
             self.cache_bytes_per_token = self._decoder.cache_numbers_per_token * self.dtype.itemsize
-        self._snapshot: tuple[tuple[int, ...], Weights] | None = None
-        self._is_released = False
+        self.source: str | None = None
+        self._decode_graphs = decode_graphs
+        self._steps = build_fixed_steps(self._decoder, device, decode_graphs)
+        self._end_ids: dict[tuple[int, ...], Tensor] = {}
+        self._snapshot = self._new_snapshot()
 
     @classmethod
     def load(
@@ -130,7 +142,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             dtype = torch.bfloat16
         is_full = trainable and parameters.lora is None
         if not is_full:
-            module = module.to(dtype)
+            round_weights(module, dtype)
         if trainable and parameters.lora is not None:
             module = add_adapter(module, parameters.lora)
         model = cls(
@@ -141,15 +153,23 @@ class HuggingFaceLanguageModel(LanguageModel):
             max_batch_tokens=parameters.max_batch_tokens,
             dtype=dtype,
             decoder=decoder,
+            decode_graphs=parameters.decode_graphs,
         )
-        if not trainable:
-            model._release()
+        model.source = parameters.model
+        is_large = model._num_parameters >= SMALLEST_RELEASED
+        if not trainable and decoder is not None and is_large:
+            model._snapshot.release()
         return model
+
+    @property
+    def samples_as_it_scores(self) -> bool:
+        # In bfloat16 a pass over single tokens and one over a tree differ by up to 0.2 nats.
+        return self.dtype == torch.float32
 
     @property
     def has_adapter(self) -> bool:
         """Whether the module carries a LoRA adapter (of this model or of one sharing it)."""
-        return hasattr(self.module, "peft_config")
+        return has_adapter(self.module)
 
     @property
     def _causal_lm(self) -> Any:
@@ -159,8 +179,18 @@ class HuggingFaceLanguageModel(LanguageModel):
         """Give the base model under the adapter, on the same weights."""
         twin = copy.copy(self)
         twin.use_adapter, twin.trainable, twin.token_count = False, False, TokenCount()
-        twin._snapshot = None
+        twin._steps = self._steps.anew() if self._steps is not None else None
+        twin._snapshot = twin._new_snapshot()
         return twin
+
+    def base_for(self, parameters: Any) -> LanguageModel | None:
+        if parameters.type_name != LanguageModelType.HUGGINGFACE:
+            return None
+        is_same = self.has_adapter and parameters.model == self.source
+        # What never learns computes in float32 unless it is told otherwise.
+        if is_same and self.dtype == DTYPES.get(parameters.dtype, torch.float32):
+            return self.without_adapter()
+        return None
 
     def frozen_reference(self) -> HuggingFaceLanguageModel:
         if self.has_adapter:
@@ -174,6 +204,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             trainable=False,
             max_batch_tokens=self.max_batch_tokens,
             dtype=self.dtype,
+            decode_graphs=self._decode_graphs,
         )
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -190,32 +221,21 @@ class HuggingFaceLanguageModel(LanguageModel):
             return super().open_session()
         return CachedSession(
             self._decoder,
-            self._weights_for_sampling(self._decoder),
+            self._snapshot.of(self.parameters()),
             self._draw,
             end_ids=self.end_ids,
             token_count=self.token_count,
             max_batch_tokens=self.max_batch_tokens,
+            steps=self._steps,
         )
 
-    def _weights_for_sampling(self, decoder: Decoder) -> Weights:
-        """Give a snapshot of the weights, made anew when they have changed."""
-        # Every change in place counts a tensor's version up.
-        versions = tuple(parameter._version for parameter in self.parameters())
-        if self._snapshot is None or (self._snapshot[0] != versions and not self._is_released):
-            self._snapshot = None
-            weights = frozen_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
-            self._snapshot = versions, weights
-        return self._snapshot[1]
-
-    def _release(self) -> None:
-        """Keep the snapshot alone of a large model that never learns."""
-        is_large = self._num_parameters >= SMALLEST_RELEASED
-        if self._decoder is not None and self.device.type == "cpu" and is_large:
-            self._snapshot = (
-                (),
-                frozen_weights(self._causal_lm, self.dtype, use_adapter=False, release=True),
-            )
-            self._is_released = True
+    def _new_snapshot(self) -> WeightSnapshot:
+        return WeightSnapshot(
+            self._causal_lm,
+            self.dtype,
+            use_adapter=self.use_adapter,
+            is_overwritten=self._steps is not None,
+        )
 
     @torch.no_grad()
     def generate(
@@ -249,8 +269,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         logprobs_BV = logits_BV.log_softmax(dim=1)
         logits_BV.index_fill_(1, self._banned_ids, float("-inf"))
         if position < options.min_new_tokens:
-            ends = torch.tensor([*self.end_ids, *options.end_ids], device=logits_BV.device)
-            logits_BV.index_fill_(1, ends, float("-inf"))
+            logits_BV.index_fill_(1, self._ends(options), float("-inf"))
         token_B = sample_tokens(
             logits_BV,
             uniforms_B,
@@ -259,6 +278,13 @@ class HuggingFaceLanguageModel(LanguageModel):
             top_p=options.top_p,
         )
         return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
+
+    def _ends(self, options: SamplingOptions) -> Tensor:
+        """Give the end tokens on the device; making them anew each step would wait for it."""
+        ids = (*self.end_ids, *options.end_ids)
+        if ids not in self._end_ids:
+            self._end_ids[ids] = torch.tensor(ids, device=self.device)
+        return self._end_ids[ids]
 
     # ---- scoring
 
@@ -287,14 +313,20 @@ class HuggingFaceLanguageModel(LanguageModel):
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         trie = build_trie(
-            _sequences(*rows),
-            pair_cost=self._decoder.pair_cost if self._decoder is not None else 0.0,
+            sequences_to_read(*rows),
+            pair_cost=pair_cost_of(self._decoder, self.device),
         )
         self.token_count.scored += trie.num_unique
         with nullcontext() if self.trainable else torch.no_grad():
             if self._decoder is not None:
-                found = self._score_trie(
-                    self._decoder, trie, *rows[1:], needs_entropy, needs_hidden
+                found, spent = score_trie(
+                    self._decoder,
+                    self._weights_for_scoring(),
+                    trie,
+                    *rows[1:],
+                    max_batch_tokens=self.max_batch_tokens,
+                    needs_entropy=needs_entropy,
+                    needs_hidden=needs_hidden,
                 )
             else:
                 with self._adapter_state():
@@ -305,49 +337,16 @@ class HuggingFaceLanguageModel(LanguageModel):
                         needs_entropy=needs_entropy,
                         needs_hidden=needs_hidden,
                     )
-                self.token_count.add(spent)
+        self.token_count.add(spent)
         return found
 
-    def _score_trie(
-        self,
-        decoder: Decoder,
-        trie: TokenTrie,
-        context_mask_BC: Tensor,
-        ids_BT: Tensor,
-        mask_BT: Tensor,
-        needs_entropy: bool,
-        needs_hidden: bool,
-    ) -> TokenScores:
-        """Score all rows as one tree: what they share is forwarded once."""
-        trie = trie.to(self.device)
-        weights = self._weights_for_scoring(decoder)
-        limit = self.max_batch_tokens if not torch.is_grad_enabled() else trie.num_tokens
-        hidden_NX = torch.cat(
-            [
-                decoder.hidden(
-                    weights, part.ids_N, part.positions_N, TrieAttention(part, weights.dtype)
-                )
-                for part in trie.passes(limit)
-            ]
-        )
-        self.token_count.forwarded += trie.num_tokens
-        scored_BT = mask_BT.to(self.device)
-        row_S, column_S = scored_BT.nonzero(as_tuple=True)
-        # The position before a token predicts it.
-        before_B = context_mask_BC.sum(dim=1).to(self.device) - 1
-        hidden_SX = hidden_NX[trie.nodes_SD[row_S, before_B[row_S] + column_S]]
-        ids_S = ids_BT.to(self.device)[scored_BT]
-        self.token_count.head_rows += len(ids_S)
-        found = token_logprobs_and_entropy(hidden_SX, ids_S, weights, needs_entropy=needs_entropy)
-        return spread(scored_BT, *found, hidden_SX.float() if needs_hidden else None)
-
-    def _weights_for_scoring(self, decoder: Decoder) -> Weights:
+    def _weights_for_scoring(self) -> Weights:
         # Policy and reference always by the same path: others differ by rounding.
-        if self._is_released:
-            return self._weights_for_sampling(decoder)
+        if self._snapshot.is_released:
+            return self._snapshot.of(())
         if self.trainable and torch.is_grad_enabled():
             # A step follows, after which the snapshot is of no use; until then it is in the way.
-            self._snapshot = None
+            self._snapshot.make_room()
         return live_weights(self._causal_lm, self.dtype, use_adapter=self.use_adapter)
 
     @torch.no_grad()
@@ -363,54 +362,29 @@ class HuggingFaceLanguageModel(LanguageModel):
         scores = self.token_scores(*rows, needs_hidden=True)
         assert scores.hidden_BTX is not None
         mask_BT = mask_BT.to(self.device)
-        weights = self._weights_for_scoring(self._decoder) if self._decoder is not None else None
+        weights = self._weights_for_scoring() if self._decoder is not None else None
         head = weights.head if weights is not None else self._causal_lm.get_output_embeddings()
-        hidden_SX = scores.hidden_BTX[mask_BT].to(self.dtype)
-        is_early_S = mask_BT.nonzero()[:, 1] < options.min_new_tokens
-        ends = sorted({*self.end_ids, *options.end_ids})
-        size = max(1, MAX_LOGITS // int(self.module.config.vocab_size))
-        never = [torch.zeros(0, device=self.device)]
-        parts = zip(torch.split(hidden_SX, size), torch.split(is_early_S, size), strict=True)
-        for hidden, is_early in parts:
-            share_SV = head(hidden).float().softmax(dim=1)
-            early_S = torch.where(is_early, share_SV[:, ends].sum(dim=1), 0.0)
-            never.append(share_SV[:, self._banned_ids].sum(dim=1) + early_S)
-        drawn_S = scores.logprobs_BT[mask_BT] - torch.log1p(-torch.cat(never))
+        never_S = share_never_drawn(
+            head,
+            scores.hidden_BTX[mask_BT].to(self.dtype),
+            mask_BT.nonzero()[:, 1] < options.min_new_tokens,
+            banned_ids=self._banned_ids,
+            end_ids=sorted({*self.end_ids, *options.end_ids}),
+            vocab_size=int(self.module.config.vocab_size),
+        )
+        drawn_S = scores.logprobs_BT[mask_BT] - torch.log1p(-never_S)
         return spread(mask_BT, drawn_S, None, None).logprobs_BT.cpu()
 
     # ---- saving
 
     def save(self, directory: Path) -> None:
-        # peft would otherwise look for the base model's config to see whether embeddings changed.
-        options = {"save_embedding_layers": False} if self.has_adapter else {}
-        self.module.save_pretrained(directory, **options)
+        save_weights(self.module, directory)
 
     def restore(self, directory: Path) -> None:
-        from safetensors.torch import load_file
-
-        name = "adapter_model.safetensors" if self.has_adapter else "model.safetensors"
-        try:
-            state = load_file(directory / name)
-            if self.has_adapter:
-                from peft import set_peft_model_state_dict
-
-                problems = set_peft_model_state_dict(self.module, state)
-                faults = list(problems.unexpected_keys)
-            else:
-                problems = self.module.load_state_dict(state, strict=False)
-                tied = set(getattr(self.module, "all_tied_weights_keys", {}) or {})
-                faults = list(problems.unexpected_keys)
-                faults += [key for key in problems.missing_keys if key not in tied]
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"the weights in {directory} do not fit: {error}") from error
-        if faults:
-            raise CheckpointError(
-                f"the weights in {directory} are of another model: {', '.join(faults[:3])}. "
-                "Resume with the parameters that wrote them."
-            )
+        restore_weights(self.module, directory)
 
     def save_pretrained(self, directory: Path) -> None:
-        if self._is_released:
+        if self._snapshot.is_released:
             raise ModelLoadError(
                 "a frozen model was to be written, but its weights are held in the processor's own "
                 "layout only. Copy the files that it was loaded from."
@@ -426,35 +400,3 @@ class HuggingFaceLanguageModel(LanguageModel):
                 yield
         else:
             yield
-
-
-def _sequences(
-    context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-) -> list[list[int]]:
-    """Give what must be read to score each row: all but its last token, which predicts nothing."""
-    width = context_BC.shape[1]
-    return [
-        [*context[width - size :], *ids[: max(length - 1, 0)]]
-        for context, size, ids, length in zip(
-            context_BC.tolist(),
-            context_mask_BC.sum(dim=1).tolist(),
-            ids_BT.tolist(),
-            mask_BT.sum(dim=1).tolist(),
-            strict=True,
-        )
-    ]
-
-
-def _end_ids(module: Any, tokenizer: Any) -> tuple[int, ...]:
-    configured = getattr(module.generation_config, "eos_token_id", None)
-    ids = configured if isinstance(configured, list) else [configured]
-    found = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]
-    return tuple(sorted(set(found)))
-
-
-def _banned_ids(tokenizer: Any, end_ids: tuple[int, ...], vocab_size: int) -> list[int]:
-    """Special tokens other than the end: a model that said a role marker could forge a turn."""
-    special = set(tokenizer.all_special_ids)
-    special.update(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    special.update(range(len(tokenizer), vocab_size))
-    return sorted(i for i in special - set(end_ids) if i < vocab_size)

@@ -26,7 +26,8 @@ def sample_tokens(
 
     `top_k` keeps the k most likely tokens, then `top_p` the smallest set of the most likely whose
     mass reaches p (the token that crosses p included), as in Hugging Face's warpers.
-    `temperature=0` is greedy. The vocabulary is sorted only for rows whose nucleus is large.
+    `temperature=0` is greedy. On a CPU the vocabulary is sorted only for rows whose nucleus is
+    large; on another device nothing waits for it.
 
     Parameters
     ----------
@@ -51,6 +52,10 @@ def sample_tokens(
     if top_p >= 1.0:
         return _draw_any(logits_BV, uniforms_B)
     mass_B = logits_BV.logsumexp(dim=-1).double()
+    if logits_BV.device.type != "cpu":
+        # There a sort is cheap, and looking whether a row needs one would wait for the device.
+        values, tokens = logits_BV.sort(dim=-1, descending=True)
+        return _draw_likely(values, mass_B, tokens, uniforms_B, top_p)
     drawn_B = torch.zeros(len(logits_BV), dtype=torch.long, device=logits_BV.device)
     open_B = torch.ones(len(logits_BV), dtype=torch.bool, device=logits_BV.device)
     for size in (*(size for size in _NUM_LIKELY if size < vocab_size), vocab_size):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nip_astra.language_models.decoder import Weights
+from nip_astra.language_models.weights import Weights
 
 MAX_LOGITS = 1 << 24
 """Logits computed at once without gradients: 64 MiB of float32."""

@@ -1,7 +1,7 @@
 """A rollout through one model: each level of a tree starts from the caches of the one before.
 
 Shape suffixes: `N` token, `R` row, `C` context, `T` token of a turn or span, `K` key-value head,
-`H` query head, `D` head dimension, `X` hidden unit, `V` vocabulary.
+`H` query head, `D` head dimension, `X` hidden unit.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.language_models.attention import cascade_attention, causal_bias
 from nip_astra.language_models.base import (
     Draw,
-    Generation,
     GenerationSession,
     SamplingOptions,
     TokenCount,
     Turns,
 )
-from nip_astra.language_models.decoder import Decoder, Weights
+from nip_astra.language_models.decode_graphs import FixedSteps
+from nip_astra.language_models.decoder import Decoder
 from nip_astra.language_models.key_value_tree import KeyValueTree
-from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs
+from nip_astra.language_models.scoring import token_logprobs
+from nip_astra.language_models.speaking import Speaker
+from nip_astra.language_models.weights import Weights
 
 MAX_SCORES = 1 << 26
 """Attention scores computed at once: 256 MiB of float32."""
@@ -82,6 +83,8 @@ class CachedSession(GenerationSession):
         Counts what is forwarded.
     max_batch_tokens : int
         Most tokens in one forward pass.
+    steps : FixedSteps, optional
+        Decode with fixed shapes.
     """
 
     def __init__(
@@ -93,12 +96,14 @@ class CachedSession(GenerationSession):
         end_ids: tuple[int, ...],
         token_count: TokenCount,
         max_batch_tokens: int,
+        steps: FixedSteps | None = None,
     ) -> None:
         self.decoder = decoder
         self.weights = weights
-        self.draw = draw
-        self.end_ids = end_ids
         self.token_count = token_count
+        self.speaker = Speaker(
+            decoder, weights, draw, end_ids=end_ids, token_count=token_count, steps=steps
+        )
         self.max_batch_tokens = max_batch_tokens
         self.device = weights.embedding_VX.device
         shape = (decoder.num_layers, decoder.num_kv_heads, decoder.head_dim)
@@ -125,7 +130,7 @@ class CachedSession(GenerationSession):
             hidden_RX = hidden_RX.repeat_interleave(rows_per_context, dim=0)
             self._tree.grow(len(hidden_RX), reserve)
         lengths = [len(context) for context in contexts for _ in range(rows_per_context)]
-        generation = self._decode(hidden_RX, lengths, uniforms_RT.to(self.device), options)
+        generation = self.speaker.speak(self._tree, hidden_RX, lengths, uniforms_RT, options)
         said = generation.mask_BT.sum(dim=1).tolist()
         self._tree.close([max(length - 1, 0) for length in said])
         self._cached = [
@@ -192,17 +197,27 @@ class CachedSession(GenerationSession):
                 [torch.arange(starts[r], stops[r]) for r in range(rows.start, rows.stop)]
             )
             attend = _ReadingAttention(self._tree, rows, len(contexts), lengths[rows])
-            hidden.append(self._forward(torch.tensor(ids), positions, attend))
+            hidden.append(self._forward(torch.tensor(ids), positions, attend, max(stops)))
         self._tree.close(lengths)
         offsets = torch.tensor([0, *lengths]).cumsum(0)[:-1].tolist()
         return _Pass(torch.cat(hidden), sharing, starts, stops, offsets)
 
-    def _forward(self, ids_N: Tensor, positions_N: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+    def _forward(
+        self,
+        ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Callable[..., Tensor],
+        num_positions: int,
+    ) -> Tensor:
         self.token_count.forwarded += len(ids_N)
         if len(ids_N) == 0:
             return self.weights.embedding_VX.new_zeros(0, self.weights.embedding_VX.shape[1])
         return self.decoder.hidden(
-            self.weights, ids_N.to(self.device), positions_N.to(self.device), attend
+            self.weights,
+            ids_N.to(self.device),
+            positions_N.to(self.device),
+            attend,
+            num_positions=num_positions,
         )
 
     def _score_spans(
@@ -224,53 +239,6 @@ class CachedSession(GenerationSession):
         )
         lengths = [stop - start for start, stop in spans]
         return pad_sequence(list(torch.split(logprobs.cpu(), lengths)), batch_first=True)
-
-    # ---- saying something
-
-    def _decode(
-        self,
-        hidden_RX: Tensor,
-        lengths: Sequence[int],
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
-        """Sample a turn of each row; a row that has ended is forwarded no more."""
-        num_rows, width = len(hidden_RX), options.max_new_tokens
-        ids_RT = torch.zeros(num_rows, width, dtype=torch.long, device=self.device)
-        mask_RT = torch.zeros(num_rows, width, dtype=torch.bool, device=self.device)
-        logprobs_RT = torch.zeros(num_rows, width, device=self.device)
-        rows_A = torch.arange(num_rows, device=self.device)
-        positions_R = torch.tensor(lengths, device=self.device)
-        end_ids = torch.tensor([*self.end_ids, *options.end_ids], device=self.device)
-        attend = _SpeakingAttention(self._tree, num_rows)
-        for step in range(width):
-            tokens_A, chosen_A = self._draw_all(hidden_RX, uniforms_RT[rows_A, step], step, options)
-            ids_RT[rows_A, step] = tokens_A
-            mask_RT[rows_A, step] = True
-            logprobs_RT[rows_A, step] = chosen_A
-            goes_on_A = ~torch.isin(tokens_A, end_ids)
-            if step + 1 == width or not goes_on_A.any():
-                break
-            if not goes_on_A.all():
-                rows_A, tokens_A = rows_A[goes_on_A], tokens_A[goes_on_A]
-            attend.advance(rows_A)
-            hidden_RX = self._forward(tokens_A, positions_R[rows_A] + step, attend)
-        return Generation(ids_RT.cpu(), mask_RT.cpu(), logprobs_RT.cpu())
-
-    def _draw_all(
-        self, hidden_RX: Tensor, uniforms_R: Tensor, step: int, options: SamplingOptions
-    ) -> tuple[Tensor, Tensor]:
-        self.token_count.head_rows += len(hidden_RX)
-        size = max(1, 2 * MAX_LOGITS // len(self.weights.embedding_VX))
-        found = [
-            self.draw(self.weights.head(hidden).float(), uniforms, step, options)
-            for hidden, uniforms in zip(
-                torch.split(hidden_RX, size), torch.split(uniforms_R, size), strict=True
-            )
-        ]
-        return torch.cat([tokens for tokens, _ in found]), torch.cat(
-            [chosen for _, chosen in found]
-        )
 
 
 class _ReadingAttention:
@@ -318,44 +286,6 @@ class _ReadingAttention:
         ]
         attended = torch.cat(parts, dim=1).flatten(0, 1).flatten(1)
         return attended if self.packed is None else attended[self.packed]
-
-
-class _SpeakingAttention:
-    """Attention of one new token of each row that goes on."""
-
-    def __init__(self, tree: KeyValueTree, num_rows: int) -> None:
-        self.num_rows = num_rows
-        self.block = tree.top
-        everyone = slice(0, num_rows)
-        self.below = [
-            tree.read_below(layer, everyone, num_rows) for layer in range(len(self.block.keys))
-        ]
-        self.bias = None
-        if self.block.bias_PL is not None:
-            free = self.block.values.shape[3] - self.block.length
-            self.bias = F.pad(self.block.bias_PL, (0, free))[:, None, None, None, None]
-        self.rows_A: Tensor | None = None
-        self.end = self.block.length
-
-    def advance(self, rows_A: Tensor) -> None:
-        """Make room for one token of the given rows."""
-        self.rows_A = rows_A if len(rows_A) < self.num_rows else None
-        self.end += 1
-
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        block, end = self.block, self.end
-        rows = slice(None) if self.rows_A is None else self.rows_A
-        block.keys[layer, rows, :, :, end - 1] = keys
-        block.values[layer, rows, :, end - 1] = values
-        if self.rows_A is not None:
-            everyone = queries.new_zeros(self.num_rows, *queries.shape[1:])
-            everyone[self.rows_A] = queries
-            queries = everyone
-        bias = None if self.bias is None else self.bias[..., :end]
-        own = block.read(layer, slice(None), end, bias)
-        grouped = queries.view(self.num_rows, 1, keys.shape[1], -1, keys.shape[2])
-        attended = cascade_attention(grouped, [*self.below[layer], own]).flatten(1)
-        return attended if self.rows_A is None else attended[self.rows_A]
 
 
 def _num_shared(contexts: Sequence[Sequence[int]], start: int) -> int:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nip_astra.errors import MissingDependencyError, ModelLoadError
 from nip_astra.parameters.content import resolve_reference
@@ -73,6 +73,45 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     return model.eval()
+
+
+def round_weights(module: Any, dtype: torch.dtype) -> None:
+    """Hold a module's weights in a precision.
+
+    `module.to(dtype)` would round the frequencies of rotary embeddings too, which turns tokens a
+    thousand positions from the first by half a radian.
+    """
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+class ModelDescription(NamedTuple):
+    """What is known of a model without its weights."""
+
+    context_window: int
+    vocab_size: int
+    num_parameters: int
+    generation_config: Any
+
+
+def describe_model(name: str) -> ModelDescription:
+    """Read what a folder or hub id says of its model; no weights are loaded."""
+    try:
+        config = AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config)
+    except Exception as error:
+        raise _load_error("model", name, error) from error
+    try:
+        generation_config = GenerationConfig.from_pretrained(name)
+    except OSError:
+        generation_config = module.generation_config
+    return ModelDescription(
+        int(getattr(config, "max_position_embeddings", 1 << 20)),
+        int(config.vocab_size),
+        int(module.num_parameters()),
+        generation_config,
+    )
 
 
 def gains_from_bfloat16(module: Any, device: torch.device) -> bool:

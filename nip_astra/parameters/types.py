@@ -76,6 +76,8 @@ class LanguageModelType(StrEnum):
 
     HUGGINGFACE = "huggingface"
     """A causal language model of transformers in this process."""
+    VLLM = "vllm"
+    """The same, but vLLM samples from it; needs a GPU."""
 
 
 class ScorerType(StrEnum):
@@ -85,6 +87,8 @@ class ScorerType(StrEnum):
     """One label's probability under a Hugging Face sequence classifier."""
     DETOXIFY = "detoxify"
     """A category of one of the Detoxify models."""
+    DISCLOSURE = "disclosure"
+    """The share of a secret's words that a response gives away."""
     JUDGE = "judge"
     """A chat model behind an OpenAI-compatible service, with a rubric."""
     LLAMA_GUARD = "llama_guard"
@@ -106,6 +110,8 @@ class RewardTermType(StrEnum):
     """How unlike everything found so far a probe is, by embeddings."""
     ENTROPY_BONUS = "entropy_bonus"
     """How little the attacker was set on the probe that it sampled."""
+    FAILURE_RARITY = "failure_rarity"
+    """How rare failures of a probe's kind are among those found so far."""
     GIBBERISH_PENALTY = "gibberish_penalty"
     """A charge for probes that the reference finds too unlikely."""
     SCORER_TERM = "scorer_term"

@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
+from nip_astra.language_models.sampler_gap import SamplerGap
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.planted_failures import Discovery
@@ -182,7 +183,13 @@ class AstTrainer(AstHooks, TensorDictTrainer):
 
     def prepare(self, tree: RolloutTree) -> dict[str, float]:
         """Add reward terms and credit to a training rollout, and give what to log."""
-        metrics = self.shaping.apply(tree)
+        gap = SamplerGap()
+        if self.compares_with_sampler and not self.policy.samples_as_it_scores:
+            nodes, mask_NT = tree.nodes, tree.nodes["probe_mask"]
+            scored_NT = self.probe_logprobs(tree)
+            gap.note(nodes["probe_logprobs"][mask_NT], scored_NT[mask_NT])
+            nodes["probe_logprobs"] = scored_NT
+        metrics = self.shaping.apply(tree) | gap.take()
         tree.nodes["credit"] = self.credit(tree)
         return metrics
 
@@ -192,6 +199,8 @@ class AstTrainer(AstHooks, TensorDictTrainer):
             role: getattr(self.sampler, role).language_model
             for role in ("attacker", "target", "reference")
         }
+        # What evaluations have sampled is left out.
+        self.policy.take_metrics()
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             counts = {role: stack.enter_context(model.counting()) for role, model in models.items()}
@@ -207,6 +216,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
             "target_queries": float(self.state.num_queries),
             "tokens/generated": float(sum(count.generated for count in counts.values())),
             **rollout_token_metrics(counts, tree),
+            **self.policy.take_metrics(),
             **experience.metrics,
             **self.flatten_metrics,
         }

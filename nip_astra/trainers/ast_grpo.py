@@ -40,6 +40,8 @@ class AstGrpoTrainer(AstTrainer):
     (arXiv:2507.18071), rloo (arXiv:2402.14740). Old log-probabilities are those of sampling.
     """
 
+    compares_with_sampler = True
+
     class Parameters(SubParameters):
         """Which policy loss, and what holds the attacker near ordinary conversation."""
 

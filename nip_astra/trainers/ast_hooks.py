@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.language_models.base import LanguageModel, TokenScores
+from nip_astra.language_models.base import LanguageModel, TokenScores, pad_left
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree
@@ -31,11 +31,15 @@ class AstHooks(ABC):
         The attacker's model.
     flatten_metrics : dict[str, float]
         What `flatten` noticed about the last tree and wants logged; `flatten` may set it.
+    compares_with_sampler : bool
+        Whether the loss compares with the log-probabilities that probes were sampled with. They are
+        then scored anew where the model samples by another path than it scores.
     """
 
     parameters: Any
     policy: LanguageModel
     flatten_metrics: dict[str, float] = {}
+    compares_with_sampler: ClassVar[bool] = False
     _step_batches: Sequence[TensorDict] = ()
 
     @abstractmethod
@@ -99,6 +103,13 @@ class AstHooks(ABC):
             torch.cat(masks),
         )
         return logprobs.chunk(len(names))
+
+    @torch.no_grad()
+    def probe_logprobs(self, tree: RolloutTree) -> Tensor:
+        """Give the attacker's log-probabilities of every probe, `[N, T]`, nats, 0 on padding."""
+        contexts = [tree.context_of(node) for node in range(tree.num_nodes)]
+        padded = pad_left(contexts, torch.device("cpu"))
+        return self.policy.logprobs(*padded, tree.nodes["probe"], tree.nodes["probe_mask"]).cpu()
 
     def policy_scores(self, batch: TensorDict, **needs: bool) -> TokenScores:
         """Give what the attacker thinks of the tokens of `probe` after `context`, with gradient.

@@ -34,6 +34,8 @@ class AstPpoTrainer(AstTrainer):
     plain PPO on conversations.
     """
 
+    compares_with_sampler = True
+
     class Parameters(PpoParameters):
         """Clipping, advantages, value head and what holds the attacker near the reference."""
 

@@ -25,14 +25,10 @@ from transformers import (
 from nip_astra.language_models import decoder as decoder_module
 from nip_astra.language_models.attention import TrieAttention
 from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
-from nip_astra.language_models.decoder import (
-    build_decoder,
-    frozen_weights,
-    live_weights,
-    why_unsupported,
-)
+from nip_astra.language_models.decoder import build_decoder, why_unsupported
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.token_trie import build_trie
+from nip_astra.language_models.weights import frozen_weights, live_weights
 from tests.tiny import make_tokenizer
 
 SIZES: dict[str, Any] = {

@@ -200,3 +200,17 @@ def test_a_lora_model_starts_as_its_base_and_only_its_adapter_learns(tmp_path: P
         merged, model.tokenizer, device=torch.device("cpu"), trainable=False
     )
     assert torch.allclose(alone.logprobs(contexts, mask, ids, ids_mask), changed, atol=1e-4)
+
+
+def test_a_model_in_bfloat16_turns_positions_as_one_in_float32(tiny_model_dir: Path) -> None:
+    cpu = torch.device("cpu")
+    tables = []
+    for dtype in ("float32", "bfloat16"):
+        parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir), dtype=dtype)
+        model = HuggingFaceLanguageModel.load(
+            parameters, device=cpu, scenario_dir=None, trainable=False
+        )
+        assert next(model.module.parameters()).dtype == getattr(torch, dtype)
+        assert model._decoder is not None
+        tables.append(model._decoder.rotations(2048, torch.float32, cpu)[0])
+    assert torch.equal(*tables)

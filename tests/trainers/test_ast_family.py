@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -365,3 +366,29 @@ def test_the_first_ratios_are_one_since_old_logprobs_are_those_of_sampling(
         metrics = _first_metrics(_trainer(name, tiny_scenario))
         assert float(metrics["ratio_mean"]) == pytest.approx(1.0, abs=1e-4)
         assert float(metrics["clip_fraction"]) == 0.0
+
+
+@pytest.mark.parametrize(("name", "compares"), [("ast_ppo", True), ("ast_dpo", False)])
+def test_what_a_loss_compares_with_comes_by_its_own_path_in_bfloat16(
+    name: str, compares: bool, tiny_scenario: Path
+) -> None:
+    trainer = _trainer(
+        name,
+        tiny_scenario,
+        "ast_chat.attacker.language_model.dtype=bfloat16",
+        "ast_chat.attacker.language_model.lora={rank: 4}",
+    )
+    tree = trainer.harness.experience(0).tree
+    mask_NT = tree.nodes["probe_mask"]
+    scored_NT = trainer.probe_logprobs(tree)
+    kept = tree.nodes["probe_logprobs"][mask_NT]
+    assert torch.equal(kept, scored_NT[mask_NT]) == compares
+    # A path of its own, not another distribution.
+    assert (kept - scored_NT[mask_NT]).abs().mean() < 0.1
+
+
+def test_a_float32_attacker_is_not_scored_again(tiny_scenario: Path) -> None:
+    trainer = _trainer("ast_grpo", tiny_scenario)
+    with mock.patch.object(trainer, "probe_logprobs") as again:
+        trainer.harness.experience(0)
+    again.assert_not_called()

@@ -54,7 +54,7 @@ def load_agents(
         # It speaks as the attacker does, and has no adapter.
         other = agent_parameters(str(baseline_model), _without_lora(attacker_options))
         reference = load(other, trainable=False)
-    tested = load_target(target, attacker, policy, device=place, scenario_dir=None)
+    tested = load_target(target, policy, device=place, scenario_dir=None)
     return {
         "attacker": build_agent("attacker", attacker, policy),
         "target": build_agent("target", target, tested),

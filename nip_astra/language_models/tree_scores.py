@@ -1,0 +1,114 @@
+"""Score continuations as one tree of tokens: what rows share is forwarded once.
+
+Shape suffixes: `B` row, `C` context position, `T` continuation position, `N` token of the tree,
+`S` scored position, `X` hidden unit, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from nip_astra.language_models.base import TokenCount, TokenScores
+from nip_astra.language_models.decoder import Decoder
+from nip_astra.language_models.flex_attention import trie_attention, uses_flex_attention
+from nip_astra.language_models.plain_forward import spread
+from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
+from nip_astra.language_models.token_trie import TokenTrie
+from nip_astra.language_models.weights import Weights
+
+
+def sequences_to_read(
+    context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+) -> list[list[int]]:
+    """Give what must be read to score each row: all but its last token, which predicts nothing."""
+    width = context_BC.shape[1]
+    return [
+        [*context[width - size :], *ids[: max(length - 1, 0)]]
+        for context, size, ids, length in zip(
+            context_BC.tolist(),
+            context_mask_BC.sum(dim=1).tolist(),
+            ids_BT.tolist(),
+            mask_BT.sum(dim=1).tolist(),
+            strict=True,
+        )
+    ]
+
+
+def pair_cost_of(decoder: Decoder | None, device: torch.device) -> float:
+    """Give what a token's look at another costs; nothing where strangers are not looked at."""
+    return 0.0 if decoder is None or uses_flex_attention(device) else decoder.pair_cost
+
+
+def score_trie(
+    decoder: Decoder,
+    weights: Weights,
+    trie: TokenTrie,
+    context_mask_BC: Tensor,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    max_batch_tokens: int,
+    needs_entropy: bool,
+    needs_hidden: bool,
+) -> tuple[TokenScores, TokenCount]:
+    """Give what the model thinks of each continuation token, and count the work.
+
+    Parameters
+    ----------
+    trie : TokenTrie
+        Of `sequences_to_read`, in the order of the rows.
+    """
+    device = weights.embedding_VX.device
+    trie = trie.to(device)
+    limit = max_batch_tokens if not torch.is_grad_enabled() else trie.num_tokens
+    hidden_NX = torch.cat(
+        [
+            decoder.hidden(
+                weights,
+                part.ids_N,
+                part.positions_N,
+                trie_attention(part, weights.dtype),
+                num_positions=trie.nodes_SD.shape[1],
+            )
+            for part in trie.passes(limit)
+        ]
+    )
+    # On the side where the masks are, so that nothing waits for the device.
+    row_S, column_S = mask_BT.nonzero(as_tuple=True)
+    # The position before a token predicts it.
+    before_S = context_mask_BC.sum(dim=1)[row_S] - 1
+    nodes_S = trie.nodes_SD[row_S.to(device), (before_S + column_S).to(device)]
+    hidden_SX = hidden_NX[nodes_S]
+    ids_S = ids_BT[mask_BT].to(device)
+    found = token_logprobs_and_entropy(hidden_SX, ids_S, weights, needs_entropy=needs_entropy)
+    spent = TokenCount(forwarded=trie.num_tokens, head_rows=len(ids_S))
+    return spread(mask_BT, *found, hidden_SX.float() if needs_hidden else None), spent
+
+
+def share_never_drawn(
+    head: Callable[[Tensor], Tensor],
+    hidden_SX: Tensor,
+    is_early_S: Tensor,
+    *,
+    banned_ids: Tensor,
+    end_ids: Sequence[int],
+    vocab_size: int,
+) -> Tensor:
+    """Give the probability that each position has for tokens that are never drawn there, `[S]`.
+
+    Parameters
+    ----------
+    is_early_S : Tensor
+        bool; True where the turn may not end yet.
+    """
+    size = max(1, MAX_LOGITS // vocab_size)
+    never = [torch.zeros(0, device=hidden_SX.device)]
+    parts = zip(torch.split(hidden_SX, size), torch.split(is_early_S, size), strict=True)
+    for hidden, is_early in parts:
+        share_SV = head(hidden).float().softmax(dim=1)
+        early_S = torch.where(is_early, share_SV[:, end_ids].sum(dim=1), 0.0)
+        never.append(share_SV[:, banned_ids].sum(dim=1) + early_S)
+    return torch.cat(never)

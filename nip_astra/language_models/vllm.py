@@ -1,0 +1,360 @@
+"""The vLLM backend: vLLM samples, and a model that learns is scored by the Hugging Face backend.
+
+Log-probabilities that enter a loss are never vLLM's: its kernels round otherwise, and a ratio of
+two kernels' probabilities is not 1 for equal weights. What vLLM says of its own samples is compared
+with them and logged.
+
+Shape suffixes: `B` row, `C` context, `T` token of a turn or span.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.language_models.base import (
+    Generation,
+    GenerationSession,
+    LanguageModel,
+    SamplingOptions,
+    TokenCount,
+    TokenScores,
+    Turns,
+    pad_left,
+)
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.registry import register_language_model
+from nip_astra.language_models.sampler_gap import SamplerGap
+from nip_astra.language_models.saved_weights import save_weights
+from nip_astra.language_models.sources import describe_model, load_tokenizer, resolve_model
+from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
+from nip_astra.language_models.vllm_engine import EngineOptions, VllmEngine, start_engine
+from nip_astra.language_models.vllm_requests import (
+    Reply,
+    Request,
+    padded_rows,
+    padded_turns,
+    sampling_arguments,
+    seed_of,
+)
+from nip_astra.parameters.types import LanguageModelType
+
+SCORE_ONE = SamplingOptions(max_new_tokens=1)
+"""vLLM samples at least one token of every text that it scores."""
+
+
+@register_language_model(LanguageModelType.VLLM)
+class VllmLanguageModel(LanguageModel):
+    """A causal language model whose turns are sampled by vLLM, in this process.
+
+    Parameters
+    ----------
+    scorer : HuggingFaceLanguageModel or None
+        The weights that learn, and their scores; None for a model that never learns, which vLLM
+        scores.
+    """
+
+    class Parameters(HuggingFaceLanguageModel.Parameters):
+        """Where the model comes from, how it is held, and how much of the GPU vLLM may take."""
+
+        gpu_memory_utilization: float = Field(default=0.4, gt=0, lt=1)
+        """Share of the GPU's memory for vLLM's weights and caches. Larger samples more turns at
+        once and leaves less to training."""
+        max_model_len: int | None = Field(default=None, ge=2)
+        """Most tokens of a conversation that vLLM has room for; null for the model's window.
+        Smaller takes less memory."""
+        sleep_during_updates: bool = False
+        """Of a model that learns: whether vLLM gives its memory back meanwhile, and takes it again
+        for the next rollout, which costs the time to copy the weights twice."""
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        tokenizer: Any,
+        *,
+        scorer: HuggingFaceLanguageModel | None,
+        end_ids: tuple[int, ...],
+        vocab_size: int,
+        num_parameters: int,
+        source: str,
+        use_adapter: bool,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.scorer = scorer
+        self.end_ids = end_ids
+        self.context_window = engine.options.max_model_len
+        self.source = source
+        self.use_adapter = use_adapter
+        self.token_count = TokenCount()
+        self.gap = SamplerGap()
+        self._banned_ids = find_banned_ids(tokenizer, end_ids, vocab_size)
+        self._num_parameters = num_parameters
+        self._identity = object()
+        if scorer is not None:
+            scorer.token_count = self.token_count
+            self.engine.note_weights(self._version())
+
+    @classmethod
+    def load(
+        cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
+    ) -> VllmLanguageModel:
+        name, gguf_file = resolve_model(parameters.model, scenario_dir)
+        if gguf_file is not None:
+            raise ModelLoadError(
+                f"the GGUF file {parameters.model!r} was to be sampled by vLLM, which is given "
+                "folders and hub ids only. Give the folder of the model's safetensors, or set "
+                "_type to huggingface."
+            )
+        if parameters.sleep_during_updates and not trainable:
+            raise ConfigurationError(
+                f"sleep_during_updates is set for {parameters.model!r}, which never learns, while "
+                "another one does. Set it for that one: vLLM lets one engine of a process sleep."
+            )
+        about = describe_model(name)
+        tokenizer = load_tokenizer(name)
+        scorer = None
+        if trainable:
+            scorer = HuggingFaceLanguageModel.load(
+                parameters, device=device, scenario_dir=scenario_dir, trainable=True
+            )
+        dtype = parameters.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if scorer and scorer.dtype == torch.bfloat16 else "float32"
+        has_adapter = scorer is not None and scorer.has_adapter
+        window = min(parameters.max_model_len or about.context_window, about.context_window)
+        engine = start_engine(
+            name,
+            EngineOptions(
+                dtype=dtype,
+                max_model_len=window,
+                gpu_memory_utilization=parameters.gpu_memory_utilization,
+                lora_rank=parameters.lora.rank if has_adapter else None,
+                can_sleep=parameters.sleep_during_updates,
+                enforce_eager=parameters.decode_graphs == "never",
+            ),
+        )
+        engine.check_vocabulary(tokenizer, about.vocab_size)
+        return cls(
+            engine,
+            tokenizer,
+            scorer=scorer,
+            end_ids=find_end_ids(about.generation_config, tokenizer),
+            vocab_size=about.vocab_size,
+            num_parameters=about.num_parameters if scorer is None else scorer.num_parameters(),
+            source=parameters.model,
+            use_adapter=has_adapter,
+        )
+
+    def _twin(self, scorer: HuggingFaceLanguageModel | None) -> VllmLanguageModel:
+        """Give a model on the same engine that never learns and has no adapter."""
+        twin = copy.copy(self)
+        twin.scorer, twin.use_adapter = scorer, False
+        twin.token_count, twin.gap, twin._identity = TokenCount(), SamplerGap(), object()
+        if scorer is not None:
+            scorer.token_count = twin.token_count
+        return twin
+
+    def frozen_reference(self) -> VllmLanguageModel:
+        # Scored by the same path as the policy.
+        return self if self.scorer is None else self._twin(self.scorer.frozen_reference())
+
+    def base_for(self, parameters: Any) -> LanguageModel | None:
+        if self.scorer is None:
+            return None
+        if parameters.type_name != LanguageModelType.VLLM:
+            return self.scorer.base_for(parameters)
+        dtype = "float32" if parameters.dtype == "auto" else parameters.dtype
+        is_same = parameters.model == self.source and dtype == self.engine.options.dtype
+        return self._twin(None) if self.scorer.has_adapter and is_same else None
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        if self.scorer is not None:
+            yield from self.scorer.parameters()
+
+    def num_parameters(self) -> int:
+        return self._num_parameters
+
+    # ---- sampling
+
+    def open_session(self) -> GenerationSession:
+        return _VllmSession(self)
+
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
+        session = self.open_session()
+        return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
+
+    def ask(self, requests: Sequence[Request], options: SamplingOptions) -> list[Reply]:
+        """Sample a turn for each request from the weights as they are now."""
+        arguments = sampling_arguments(options, end_ids=self.end_ids, banned_ids=self._banned_ids)
+        replies = self.engine.generate(requests, arguments, adapter=self._sync())
+        self.token_count.forwarded += sum(reply.num_forwarded for reply in replies)
+        self.token_count.head_rows += sum(len(reply.ids) for reply in replies)
+        return replies
+
+    def _sync(self) -> Any:
+        """Give the engine what has changed, and give the adapter to sample with, or None."""
+        if self.scorer is None:
+            return None
+        module = self.scorer.module
+        if self.scorer.has_adapter:
+            if not self.use_adapter:
+                return None
+            return self.engine.hold_adapter(
+                self._version(), lambda folder: save_weights(module, folder)
+            )
+
+        def weights() -> Iterable[tuple[str, Tensor]]:
+            return ((name, weight.detach()) for name, weight in module.named_parameters())
+
+        self.engine.hold_weights(self._version(), weights)
+        return None
+
+    def _version(self) -> tuple[object, tuple[int, ...]]:
+        # Every change in place counts a tensor's version up.
+        return self._identity, tuple(parameter._version for parameter in self.parameters())
+
+    def rescored(
+        self, contexts: Sequence[Sequence[int]], rows_per_context: int, said: Generation
+    ) -> Generation:
+        """Give turns with log-probabilities by the path that losses use; note how far off vLLM's
+        were.
+        """
+        if self.scorer is None:
+            return said
+        rows = [context for context in contexts for _ in range(rows_per_context)]
+        context_rows = pad_left(rows, torch.device("cpu"))
+        with torch.no_grad():
+            logprobs_BT = self.scorer.logprobs(*context_rows, said.ids_BT, said.mask_BT).cpu()
+        self.gap.note(said.logprobs_BT[said.mask_BT], logprobs_BT[said.mask_BT])
+        return Generation(said.ids_BT, said.mask_BT, logprobs_BT)
+
+    def take_metrics(self) -> dict[str, float]:
+        return self.gap.take()
+
+    # ---- scoring
+
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        return self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT).logprobs_BT
+
+    @property
+    def hidden_size(self) -> int:
+        return 0 if self.scorer is None else self.scorer.hidden_size
+
+    def token_scores(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        *,
+        needs_entropy: bool = False,
+        needs_hidden: bool = False,
+    ) -> TokenScores:
+        rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
+        if self.scorer is None and not (needs_entropy or needs_hidden):
+            return TokenScores(self._scored_by_engine(*rows))
+        if self.scorer is not None and self.scorer.trainable and torch.is_grad_enabled():
+            # An update begins.
+            self.engine.sleep()
+        score = super().token_scores if self.scorer is None else self.scorer.token_scores
+        return score(*rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden)
+
+    def _scored_by_engine(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        before = [row[mask].tolist() for row, mask in zip(context_BC, context_mask_BC, strict=True)]
+        after = [row[mask].tolist() for row, mask in zip(ids_BT, mask_BT, strict=True)]
+        requests = [
+            Request([*a, *b], seed=0, scores_context=True)
+            for a, b in zip(before, after, strict=True)
+        ]
+        found_BT = torch.zeros(ids_BT.shape)
+        for row, (start, reply) in enumerate(
+            zip(map(len, before), self.ask(requests, SCORE_ONE), strict=True)
+        ):
+            assert reply.context_logprobs is not None
+            found_BT[row, mask_BT[row].cpu()] = torch.tensor(reply.context_logprobs[start:])
+        return found_BT
+
+    def sampled_logprobs(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Tensor | None:
+        if self.scorer is None:
+            return None
+        return self.scorer.sampled_logprobs(context_BC, context_mask_BC, ids_BT, mask_BT, options)
+
+    # ---- saving
+
+    def save(self, directory: Path) -> None:
+        self._trained().save(directory)
+
+    def restore(self, directory: Path) -> None:
+        self._trained().restore(directory)
+
+    def save_pretrained(self, directory: Path) -> None:
+        self._trained().save_pretrained(directory)
+
+    def _trained(self) -> HuggingFaceLanguageModel:
+        if self.scorer is None:
+            raise ModelLoadError(
+                f"the frozen model {self.source!r} was to be written or restored, but its weights "
+                "are in vLLM alone. Copy the files that it was loaded from."
+            )
+        return self.scorer
+
+
+class _VllmSession(GenerationSession):
+    """Turns by vLLM, whose prefix cache takes the place of caches of our own."""
+
+    def __init__(self, model: VllmLanguageModel) -> None:
+        self.model = model
+
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        # A request a row: with vLLM's n, siblings would have neighbouring seeds instead of theirs.
+        seeds = [seed_of(row_T) for row_T in uniforms_RT]
+        requests = [
+            Request(
+                contexts[row // rows_per_context],
+                seed,
+                scores_context=spans is not None and row % rows_per_context == 0,
+            )
+            for row, seed in enumerate(seeds)
+        ]
+        replies = self.model.ask(requests, options)
+        said = padded_turns(replies, options.max_new_tokens)
+        self.model.token_count.generated += int(said.mask_BT.sum())
+        scores = None
+        if spans is not None:
+            read = zip(replies[::rows_per_context], spans, strict=True)
+            scores = padded_rows([(reply.context_logprobs or [])[a:b] for reply, (a, b) in read])
+        return Turns(self.model.rescored(contexts, rows_per_context, said), scores)

@@ -1,0 +1,225 @@
+"""A stand-in for vLLM that computes with transformers, as slowly and plainly as can be.
+
+It refuses any argument that the real one lacks in one of the versions of `vllm_names.json`, it does
+not sample while asleep, and it reads prefixes with the weights of the time when it first saw them
+until it is told to forget them.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.language_models.vllm_names import known_names
+
+
+def check_names(what: str, given: Iterable[str], *, also: Iterable[str] = ()) -> None:
+    for version, names in known_names().items():
+        unknown = set(given) - set(names[what]) - set(also)
+        assert not unknown, f"vLLM {version}: {what} takes no {sorted(unknown)}"
+
+
+class SamplingParams:
+    """Defaults and checks of the real one, as far as they matter here."""
+
+    def __init__(self, **given: Any) -> None:
+        check_names("SamplingParams", given)
+        self.__dict__ |= {
+            "max_tokens": 16,
+            "min_tokens": 0,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "stop_token_ids": [],
+            "logit_bias": None,
+            "logprobs": None,
+            "seed": None,
+            "prompt_logprobs": None,
+            "skip_reading_prefix_cache": None,
+            "ignore_eos": False,
+            **given,
+        }
+        assert 0.0 <= self.temperature <= 2.0
+        assert self.temperature == 0.0 or self.temperature >= 0.01
+        assert self.ignore_eos, "the real one would add ends of its own"
+
+
+class LoRARequest:
+    def __init__(self, **given: Any) -> None:
+        check_names("LoRARequest", given)
+        self.lora_name: str = given["lora_name"]
+        self.lora_int_id: int = given["lora_int_id"]
+        self.lora_path: str = given["lora_path"]
+        assert self.lora_int_id > 0
+
+
+class _Inner:
+    """What `apply_model` gives: loads weights by their names in the checkpoint."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        own = dict(self.module.named_parameters())
+        names = set()
+        for name, weight in weights:
+            own[name].copy_(weight)
+            names.add(name)
+        assert names == set(own), "a weight is missing"
+        return names
+
+
+class LLM:
+    """An engine in this process."""
+
+    started: list[LLM] = []
+
+    def __init__(self, model: str, **given: Any) -> None:
+        check_names("EngineArgs", given)
+        assert given["logprobs_mode"] == "raw_logprobs"
+        assert given["generation_config"] == "vllm"
+        self.given = given
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[given["dtype"]]
+        self.module = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(given["tokenizer"])
+        torch.manual_seed(given["seed"])
+        self.adapters: dict[int, tuple[str, Any]] = {}
+        self.asleep: set[str] = set()
+        self.calls: list[str] = []
+        self.prefixes: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        config = SimpleNamespace(get_vocab_size=lambda: self.module.config.vocab_size)
+        self.llm_engine = SimpleNamespace(
+            model_config=config, add_lora=self._add_lora, remove_lora=self._remove_lora
+        )
+        LLM.started.append(self)
+
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
+    def apply_model(self, func: Callable[[Any], Any]) -> list[Any]:
+        assert "weights" not in self.asleep, "weights were loaded into memory that was given back"
+        self.calls.append("load_weights")
+        return [func(_Inner(self.module))]
+
+    def _add_lora(self, request: LoRARequest) -> bool:
+        from peft import PeftModel
+
+        assert self.given["enable_lora"]
+        assert "weights" not in self.asleep
+        assert request.lora_int_id not in self.adapters, "vLLM would keep the old adapter"
+        assert len(self.adapters) < self.given["max_loras"]
+        module = PeftModel.from_pretrained(copy.deepcopy(self.module), request.lora_path)
+        assert module.peft_config["default"].r <= self.given["max_lora_rank"]
+        self.adapters[request.lora_int_id] = (request.lora_name, module.eval())
+        self.calls.append("add_lora")
+        return True
+
+    def _remove_lora(self, lora_id: int) -> bool:
+        del self.adapters[lora_id]
+        return True
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset_prefix_cache")
+        self.prefixes.clear()
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        assert self.given["enable_sleep_mode"]
+        assert level == 1
+        self.calls.append("sleep")
+        self.prefixes.clear()
+        self.asleep = {"weights", "kv_cache"}
+
+    def wake_up(self, tags: list[str]) -> None:
+        assert set(tags) <= self.asleep
+        self.calls.append(f"wake_up {' '.join(tags)}")
+        self.asleep -= set(tags)
+
+    @torch.no_grad()
+    def generate(
+        self, prompts: Sequence[dict[str, Any]], sampling_params: Sequence[Any], **given: Any
+    ) -> list[Any]:
+        check_names("LLM.generate", given)
+        assert not self.asleep, "an engine that sleeps cannot sample"
+        assert given["use_tqdm"] is False
+        request = given["lora_request"]
+        name, module = ("", self.module)
+        if request is not None:
+            name, module = self.adapters[request.lora_int_id]
+        self.calls.append("generate")
+        pairs = zip(prompts, sampling_params, strict=True)
+        return [self._one(module, name, p["prompt_token_ids"], params) for p, params in pairs]
+
+    def _one(self, module: Any, name: str, context: list[int], params: SamplingParams) -> Any:
+        assert len(context) + params.max_tokens <= self.given["max_model_len"]
+        generator = torch.Generator().manual_seed(params.seed)
+        ids: list[int] = []
+        logprobs = []
+        key = (name, tuple(context))
+        prompt_logprobs, num_cached = None, 0
+        if params.prompt_logprobs is not None:
+            assert params.skip_reading_prefix_cache, "cached prefixes have no log-probabilities"
+            rows = module(torch.tensor([context])).logits[0].float().log_softmax(dim=-1)
+            prompt_logprobs = [None] + [
+                {token: SimpleNamespace(logprob=float(rows[place, token]))}
+                for place, token in enumerate(context[1:])
+            ]
+        while True:
+            if not ids and key in self.prefixes and not params.skip_reading_prefix_cache:
+                logits, num_cached = self.prefixes[key], len(context) - 1
+            else:
+                logits = module(torch.tensor([[*context, *ids]])).logits[0, -1].float()
+            if not ids:
+                self.prefixes[key] = logits
+            token = _draw(logits, params, len(ids), generator)
+            logprobs.append({token: SimpleNamespace(logprob=float(logits.log_softmax(-1)[token]))})
+            ids.append(token)
+            is_end = token in params.stop_token_ids
+            if is_end or len(ids) == params.max_tokens:
+                break
+        said = SimpleNamespace(
+            token_ids=ids, logprobs=logprobs, finish_reason="stop" if is_end else "length"
+        )
+        return SimpleNamespace(
+            outputs=[said], prompt_logprobs=prompt_logprobs, num_cached_tokens=num_cached
+        )
+
+
+def _draw(logits: torch.Tensor, params: SamplingParams, step: int, generator: Any) -> int:
+    logits = logits.clone()
+    if step < params.min_tokens:
+        logits[params.stop_token_ids] = float("-inf")
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    if params.temperature == 0.0:
+        return int(logits.argmax())
+    logits = logits / params.temperature
+    if params.top_k > 0:
+        logits[logits < logits.topk(params.top_k).values[-1]] = float("-inf")
+    rising, order = logits.softmax(-1).sort()
+    cut = rising.cumsum(-1) <= 1.0 - params.top_p
+    cut[-1] = False
+    logits[order[cut]] = float("-inf")
+    return int(torch.multinomial(logits.softmax(-1), 1, generator=generator))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the fake in vLLM's place."""
+    vllm, lora, request = (ModuleType(n) for n in ("vllm", "vllm.lora", "vllm.lora.request"))
+    monkeypatch.setattr(LLM, "started", [])
+    vllm.LLM, vllm.SamplingParams, request.LoRARequest = (  # type: ignore[attr-defined]
+        LLM,
+        SamplingParams,
+        LoRARequest,
+    )
+    for module in (vllm, lora, request):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -1,0 +1,100 @@
+"""Attention by blocks gives what dense attention gives, gradients included."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as torch_flex
+
+from nip_astra.language_models import flex_attention
+from nip_astra.language_models.attention import TrieAttention
+from nip_astra.language_models.flex_attention import FlexTrieAttention, trie_attention
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.token_trie import TokenTrie, build_trie
+from nip_astra.language_models.weights import live_weights
+
+
+def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
+    """Give a trie of sequences that share beginnings of all lengths."""
+    numbers = random.Random(seed)
+    sequences = [[numbers.randrange(6, 20) for _ in range(12)]]
+    for _ in range(14):
+        parent = numbers.choice(sequences)
+        kept = parent[: numbers.randrange(len(parent) + 1)]
+        new = [numbers.randrange(6, 20) for _ in range(numbers.randrange(1, 12))]
+        sequences.append(kept + new)
+    return build_trie(sequences, pair_cost=pair_cost, max_row_tokens=60 if pair_cost else 2048)
+
+
+@pytest.fixture(autouse=True)
+def _small_and_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_attention, "SMALLEST", 128)
+    # torch computes gradients of flex attention on a CPU, but does not promise them.
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("pair_cost", [0.0, 0.5])
+def test_values_and_gradients_equal_those_of_dense_attention(seed: int, pair_cost: float) -> None:
+    trie = tree(seed, pair_cost=pair_cost)
+    assert (len(trie.row_lengths) > 1) == (pair_cost > 0)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(trie.num_tokens, heads, 8) for heads in (4, 2, 2)]
+    inputs = [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
+    weight = torch.randn(trie.num_tokens, 32, generator=generator)
+    found = []
+    for attend in (FlexTrieAttention(trie), TrieAttention(trie, torch.float32)):
+        value = attend(0, *inputs)
+        gradients = torch.autograd.grad((value * weight).sum(), inputs)
+        found.append([value, *gradients])
+    for ours, dense in zip(*found, strict=True):
+        assert ours.isfinite().all()
+        assert torch.allclose(ours, dense, atol=1e-5)
+
+
+def test_a_whole_model_scores_and_learns_the_same(tiny_model: HuggingFaceLanguageModel) -> None:
+    trie = tree(0)
+    decoder = tiny_model._decoder
+    assert decoder is not None
+    found = []
+    for attend in (FlexTrieAttention(trie), TrieAttention(trie, torch.float32)):
+        weights = live_weights(tiny_model.module, torch.float32, use_adapter=False)
+        hidden = decoder.hidden(weights, trie.ids_N, trie.positions_N, attend)
+        tiny_model.module.zero_grad()
+        weights.head(hidden).log_softmax(-1)[:, 7].sum().backward()
+        found.append([hidden, *(p.grad.clone() for p in tiny_model.parameters())])
+    for ours, dense in zip(*found, strict=True):
+        assert torch.allclose(ours, dense, atol=1e-4)
+
+
+def test_blocks_that_nobody_sees_are_left_out() -> None:
+    """Two branches of 150 tokens after a stem of 20 do not look at each other."""
+    stem = list(range(20))
+    trie = build_trie([[*stem, *[1] * 150], [*stem, *[2] * 150]])
+    mask = FlexTrieAttention(trie).block_mask
+    assert mask.shape[-2:] == (512, 512)
+    # Of the 10 blocks on and below the diagonal: the last is padding, and sees itself alone.
+    assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) < 8
+
+
+def test_the_cpu_keeps_dense_attention() -> None:
+    trie = tree(0)
+    assert isinstance(trie_attention(trie, torch.float32), TrieAttention)
+    assert not flex_attention.uses_flex_attention(torch.device("cpu"))
+
+
+def test_a_kernel_that_cannot_be_compiled_is_told_and_done_without(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no working compiler\nlong trace")
+
+    monkeypatch.setattr(torch, "randn", fail)
+    flex_attention.compiled_flex_attention.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        assert flex_attention.compiled_flex_attention() is None
+    assert "flex attention failed: no working compiler" in caplog.text
+    flex_attention.compiled_flex_attention.cache_clear()

@@ -1,0 +1,303 @@
+"""The vLLM backend, with a stand-in that computes as vLLM does."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import (
+    ConfigurationError,
+    ContextLengthError,
+    MissingDependencyError,
+    ModelLoadError,
+)
+from nip_astra.language_models.base import SamplingOptions, pad_left
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.vllm import VllmLanguageModel
+from nip_astra.language_models.vllm_requests import sampling_arguments, seed_of
+from tests.language_models import fake_vllm
+from tests.tiny import make_language_model
+
+CPU = torch.device("cpu")
+CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
+OPTIONS = SamplingOptions(max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_language_model(tmp_path_factory.mktemp("model"), seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch)
+
+
+def load(model_dir: Path, *, trainable: bool = True, **given: Any) -> VllmLanguageModel:
+    parameters = VllmLanguageModel.Parameters(model=str(model_dir), **given)
+    torch.manual_seed(0)
+    return VllmLanguageModel.load(parameters, device=CPU, scenario_dir=None, trainable=trainable)
+
+
+def uniforms(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.rand(rows, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def llm() -> fake_vllm.LLM:
+    return fake_vllm.LLM.started[-1]
+
+
+def change(model: VllmLanguageModel) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.3)
+
+
+def test_a_turn_depends_on_its_own_random_numbers_only(model_dir: Path) -> None:
+    model = load(model_dir)
+    numbers = uniforms(6)
+    together = model.generate(CONTEXTS, 2, numbers, OPTIONS)
+    alone = model.generate(CONTEXTS[1:2], 2, numbers[2:4], OPTIONS)
+    assert torch.equal(together.ids_BT[2:4], alone.ids_BT)
+    other = model.generate(CONTEXTS, 2, uniforms(6, seed=1), OPTIONS)
+    assert not torch.equal(together.ids_BT, other.ids_BT)
+    assert len({seed_of(row) for row in numbers}) == 6
+
+
+def test_greedy_turns_are_those_of_the_huggingface_backend(model_dir: Path) -> None:
+    model = load(model_dir)
+    options = SamplingOptions(max_new_tokens=6, min_new_tokens=2, temperature=0.0)
+    assert model.scorer is not None
+    ours = model.generate(CONTEXTS, 2, uniforms(6), options)
+    theirs = model.scorer.generate(CONTEXTS, 2, uniforms(6), options)
+    assert torch.equal(ours.ids_BT, theirs.ids_BT)
+    assert torch.equal(ours.mask_BT, theirs.mask_BT)
+    assert torch.allclose(ours.logprobs_BT, theirs.logprobs_BT, atol=1e-5)
+
+
+def test_turns_are_drawn_from_the_same_distribution(model_dir: Path) -> None:
+    model = load(model_dir)
+    options = SamplingOptions(max_new_tokens=1, temperature=0.7, top_k=5, top_p=0.8)
+    numbers = torch.rand(900, 1, generator=torch.Generator().manual_seed(3))
+    assert model.scorer is not None
+    counts = [
+        torch.bincount(m.generate(CONTEXTS[:1], 900, numbers, options).ids_BT[:, 0], minlength=32)
+        for m in (model, model.scorer)
+    ]
+    assert torch.equal(counts[0] > 0, counts[1] > 0)
+    assert float((counts[0] - counts[1]).abs().sum()) / 1800 < 0.06
+
+
+def test_options_are_said_in_the_words_of_vllm() -> None:
+    options = SamplingOptions(
+        max_new_tokens=9, min_new_tokens=2, temperature=0.5, top_k=None, top_p=0.9, end_ids=(7,)
+    )
+    assert sampling_arguments(options, end_ids=(3,), banned_ids=[0, 1]) == {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 0,
+        "top_p": 0.9,
+        "stop_token_ids": [3, 7],
+        "ignore_eos": True,
+        "logit_bias": {0: float("-inf"), 1: float("-inf")},
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_a_temperature_that_vllm_would_change_is_refused(temperature: float) -> None:
+    options = SamplingOptions(max_new_tokens=1, temperature=temperature)
+    with pytest.raises(ConfigurationError, match="but vLLM draws at 0 or between"):
+        sampling_arguments(options, end_ids=(), banned_ids=[])
+
+
+def test_more_special_tokens_than_vllm_can_ban_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="1025 special tokens are never to be said"):
+        sampling_arguments(OPTIONS, end_ids=(), banned_ids=range(1025))
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_what_was_learnt_is_sampled_from_the_next_time(model_dir: Path, lora: Any) -> None:
+    model = load(model_dir, lora=lora)
+    assert model.scorer is not None
+    options = SamplingOptions(max_new_tokens=6, temperature=0.0)
+    before = model.generate(CONTEXTS, 1, uniforms(3), options)
+    model.generate(CONTEXTS, 1, uniforms(3), options)
+    assert llm().calls.count("reset_prefix_cache") == (lora is not None)
+    change(model)
+    after = model.generate(CONTEXTS, 1, uniforms(3), options)
+    assert not torch.equal(before.ids_BT, after.ids_BT)
+    assert torch.equal(
+        after.ids_BT, model.scorer.generate(CONTEXTS, 1, uniforms(3), options).ids_BT
+    )
+    assert model.take_metrics()["sampler_gap/largest"] < 1e-4
+
+
+def test_adapters_get_new_numbers_and_leave_no_folder_behind(model_dir: Path) -> None:
+    model = load(model_dir, lora={"rank": 4})
+    folders = []
+    for _ in range(3):
+        change(model)
+        model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
+        assert model.engine._adapter is not None
+        folders.append(Path(model.engine._adapter[1].lora_path))
+    assert [folder.exists() for folder in folders] == [False, False, True]
+    assert list(llm().adapters) == [3]
+    assert llm().given["max_lora_rank"] == 8
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_the_reference_speaks_with_the_weights_of_the_beginning(model_dir: Path, lora: Any) -> None:
+    model = load(model_dir, lora=lora)
+    reference = model.frozen_reference()
+    options = SamplingOptions(max_new_tokens=6, temperature=0.0)
+    before = model.generate(CONTEXTS, 1, uniforms(3), options)
+    change(model)
+    learnt = model.generate(CONTEXTS, 1, uniforms(3), options)
+    assert torch.equal(reference.generate(CONTEXTS, 1, uniforms(3), options).ids_BT, before.ids_BT)
+    assert torch.equal(model.generate(CONTEXTS, 1, uniforms(3), options).ids_BT, learnt.ids_BT)
+    assert list(reference.parameters()) == []
+
+
+def test_a_frozen_model_is_scored_by_vllm_alone(model_dir: Path) -> None:
+    model = load(model_dir, trainable=False)
+    assert model.scorer is None
+    reference = HuggingFaceLanguageModel.load(
+        HuggingFaceLanguageModel.Parameters(model=str(model_dir)),
+        device=CPU,
+        scenario_dir=None,
+        trainable=False,
+    )
+    rows = (*pad_left(CONTEXTS, CPU), torch.tensor([[7, 8], [9, 0], [3, 6]]))
+    mask = torch.tensor([[True, True], [True, False], [True, True]])
+    expected = reference.logprobs(*rows, mask)
+    assert torch.allclose(model.logprobs(*rows, mask), expected, atol=1e-5)
+    spans = [(2, 4), (3, 5), (1, 8)]
+    found = model.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)
+    same = reference.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)
+    assert found.span_logprobs_CT is not None
+    assert same.span_logprobs_CT is not None
+    assert torch.allclose(found.span_logprobs_CT, same.span_logprobs_CT, atol=1e-5)
+    assert model.num_parameters() == reference.num_parameters()
+    with pytest.raises(ModelLoadError, match="its weights are in vLLM alone"):
+        model.save(Path("nowhere"))
+    with pytest.raises(ModelLoadError, match="gives log-probabilities only"):
+        model.token_scores(*rows, mask, needs_entropy=True)
+
+
+def test_a_target_of_the_same_weights_shares_the_engine(model_dir: Path) -> None:
+    attacker = load(model_dir, lora={"rank": 4})
+    same = VllmLanguageModel.Parameters(model=str(model_dir))
+    target = attacker.base_for(same)
+    assert isinstance(target, VllmLanguageModel)
+    assert target.engine is attacker.engine
+    change(attacker)
+    options = SamplingOptions(max_new_tokens=6, temperature=0.0)
+    plain = load(model_dir, trainable=False).generate(CONTEXTS, 1, uniforms(3), options)
+    attacker.generate(CONTEXTS, 1, uniforms(3), options)
+    assert torch.equal(target.generate(CONTEXTS, 1, uniforms(3), options).ids_BT, plain.ids_BT)
+    assert target.token_count.forwarded > 0
+    other = VllmLanguageModel.Parameters(model=str(model_dir), dtype="bfloat16")
+    assert attacker.base_for(other) is None
+    assert load(model_dir).base_for(same) is None
+    by_huggingface = HuggingFaceLanguageModel.Parameters(model=str(model_dir))
+    assert isinstance(attacker.base_for(by_huggingface), HuggingFaceLanguageModel)
+
+
+def test_the_engine_sleeps_while_weights_are_trained(model_dir: Path) -> None:
+    model = load(model_dir, sleep_during_updates=True)
+    model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
+    rows = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
+    llm().calls.clear()
+    for _ in range(2):
+        model.logprobs(*rows).sum().backward()
+    change(model)
+    model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
+    expected = ["sleep", "wake_up weights", "load_weights", "wake_up kv_cache"]
+    assert llm().calls == [*expected, "reset_prefix_cache", "generate"]
+
+
+def test_log_probabilities_are_the_trainers_and_the_gap_is_told(
+    model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = load(model_dir, dtype="float32")
+    # As if a sync had been forgotten.
+    change(model)
+    model.engine.note_weights(model._version())
+    found = model.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
+    assert model.scorer is not None
+    rows = pad_left([c for c in CONTEXTS for _ in range(2)], CPU)
+    scored = model.scorer.logprobs(*rows, found.ids_BT, found.mask_BT)
+    assert torch.equal(found.logprobs_BT, scored.detach())
+    with caplog.at_level(logging.WARNING):
+        metrics = model.take_metrics()
+    assert metrics["sampler_gap/mean"] > 0.1
+    assert metrics["sampler_gap/kl"] > 0
+    assert "does the engine hold the same weights?" in caplog.text
+    assert model.take_metrics() == {}
+
+
+def test_a_context_that_does_not_fit_is_told_before_anything_is_sampled(model_dir: Path) -> None:
+    model = load(model_dir, max_model_len=12)
+    assert model.context_window == 12
+    with pytest.raises(ContextLengthError, match="whose window holds 12"):
+        model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
+    assert "generate" not in llm().calls
+
+
+def test_a_missing_vllm_names_the_extra(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[vllm\]'"):
+        load(model_dir)
+
+
+def test_a_model_that_vllm_cannot_load_is_told(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("No available memory for the cache blocks.")
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", refuse)
+    with pytest.raises(ModelLoadError, match="could not load it: No available memory"):
+        load(model_dir)
+
+
+def test_other_tokens_than_the_trainers_are_refused(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Other(fake_vllm.LLM):
+        def __init__(self, *args: Any, **given: Any) -> None:
+            super().__init__(*args, **given)
+            self.tokenizer.add_tokens(["new"])
+
+    monkeypatch.setattr(sys.modules["vllm"], "LLM", Other)
+    with pytest.raises(ModelLoadError, match="or another tokenizer"):
+        load(model_dir)
+
+
+def test_an_engine_of_a_frozen_model_is_not_told_to_sleep(model_dir: Path) -> None:
+    with pytest.raises(ConfigurationError, match="which never learns"):
+        load(model_dir, trainable=False, sleep_during_updates=True)
+
+
+def test_a_rank_beyond_all_is_refused(model_dir: Path) -> None:
+    with pytest.raises(ConfigurationError, match="takes ranks up to 512"):
+        load(model_dir, lora={"rank": 513})
+
+
+def test_weights_of_a_checkpoint_are_sampled_from(model_dir: Path, tmp_path: Path) -> None:
+    model = load(model_dir)
+    options = SamplingOptions(max_new_tokens=6, temperature=0.0)
+    change(model)
+    model.save(tmp_path)
+    learnt = model.generate(CONTEXTS, 1, uniforms(3), options)
+    again = load(model_dir)
+    again.restore(tmp_path)
+    assert torch.equal(again.generate(CONTEXTS, 1, uniforms(3), options).ids_BT, learnt.ids_BT)

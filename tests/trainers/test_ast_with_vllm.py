@@ -1,0 +1,102 @@
+"""Whole runs whose turns are sampled by vLLM, with the stand-in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nip_astra.errors import StopRequested
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import resume_experiment, run_experiment
+from tests.language_models import fake_vllm
+from tests.tiny import write_scenario
+
+FAST = (
+    "ast_chat.evaluation.use_random_search=false",
+    "ast_chat.evaluation.num_episodes=2",
+    "training.training_steps=2",
+    "training.num_episodes_per_experience=2",
+)
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch)
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    root = tmp_path / "scenario"
+    root.mkdir()
+    write_scenario(root)
+    content = yaml.safe_load((root / "scenario.yaml").read_text())
+    for role in ("attacker", "target"):
+        content["ast_chat"][role]["language_model"]["_type"] = "vllm"
+    (root / "scenario.yaml").write_text(yaml.safe_dump(content))
+    return root
+
+
+def run(scenario: Path, trainer: str, run_id: str, *overrides: str, **settings: Any) -> Path:
+    resolved = resolve_experiment(
+        trainer=trainer, scenario=str(scenario), overrides=[*FAST, *overrides], seed=0
+    )
+    options = {"runs_dir": str(scenario.parent), "run_id": run_id, "progress": False, **settings}
+    found: Path = run_experiment(resolved, **options).run_directory.path
+    return found
+
+
+def metrics(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_policy_ratio_is_one_though_vllm_sampled(scenario: Path) -> None:
+    base = yaml.safe_load((scenario / "scenario.yaml").read_text())["ast_chat"]["attacker"]
+    path = run(
+        scenario,
+        "ast_grpo",
+        "grpo",
+        "ast_chat.attacker.language_model.lora={rank: 4}",
+        f"ast_chat.target.language_model.model={base['language_model']['model']}",
+        "ast_chat.reward.likelihood_model=target",
+        "ast_chat.attacker.language_model.sleep_during_updates=true",
+        "training.batch_size=64",
+        test_run=True,
+    )
+    assert len(fake_vllm.LLM.started) == 1
+    calls = fake_vllm.LLM.started[0].calls
+    # Before and after the one update.
+    assert calls.count("add_lora") == 2
+    assert "sleep" in calls
+    first, *_ = metrics(path)
+    assert first["sampler_gap/largest"] < 1e-4
+    # One step on all samples: old and new log-probabilities are the same computation.
+    assert first["clip_fraction"] == 0.0
+    assert first["tokens/target_forwarded"] > 0
+
+
+@contextmanager
+def _stopping(flag: Any) -> Iterator[Any]:
+    yield flag
+
+
+def test_a_run_stopped_and_resumed_equals_one_that_was_not(
+    scenario: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(scenario, "ast_dpo", "whole", "training.batch_size=2")
+    asked = iter(range(100))
+    monkeypatch.setattr(
+        "nip_astra.run._stop_on_signals",
+        lambda: _stopping(lambda: "SIGTERM" if next(asked) >= 3 else None),
+    )
+    with pytest.raises(StopRequested):
+        run(scenario, "ast_dpo", "parts", "training.batch_size=2")
+    monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda: _stopping(lambda: None))
+    resume_experiment(scenario.parent / "parts", progress=False)
+    assert metrics(scenario.parent / "parts") == metrics(whole)
+    assert len(fake_vllm.LLM.started) == 6, "two engines for each of three processes"
