@@ -6,97 +6,26 @@ Shape suffixes: `N` node, `T` token.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
-from pydantic import Field
 from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.language_models.base import Generation, GenerationSession, pad_left
 from nip_astra.language_models.token_trie import build_trie
-from nip_astra.parameters.parameters_base import SubParameters, polymorphic
-from nip_astra.reward_terms.base import RewardTerm
-from nip_astra.reward_terms.registry import REWARD_TERMS
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
+from nip_astra.samplers.node_scores import RewardParameters, ScoredNodes, rate_nodes
+from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation import Turn
-from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
+from nip_astra.scorers.base import Scorer
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 GLUE_TOKENS = 32
 """Allowance for what a chat template puts around a turn."""
-
-
-RewardTermParameters = polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)
-
-
-class RewardParameters(SubParameters):
-    """Weights of the reward of a node (arXiv:2407.09447, section 3.2)."""
-
-    w_response: float = Field(default=1.0, ge=0)
-    """Weight of the response's score. Larger seeks failures more."""
-    w_combined: float = Field(default=0.5, ge=0)
-    """Weight of the score of probe and response together."""
-    w_likelihood: float = Field(default=0.1, ge=0)
-    """Reward lost per nat of the probe's mean negative log-likelihood per token. Larger keeps
-    probes closer to ordinary conversation."""
-    likelihood_model: Literal["target", "reference"] = "reference"
-    """Under which model a probe's likelihood is taken: the target, as in the paper, or the
-    reference, which is the attacker before training, that is, ordinary conversation."""
-    terms: list[RewardTermParameters] = []  # type: ignore[valid-type]
-    """What training adds to the reward, for instance for novelty; evaluations leave it out, since
-    it depends on what was found before."""
-
-
-@dataclass
-class _Conversation:
-    """A path of the tree: the turns as each model reads them."""
-
-    path: str
-    episode: int
-    node: int
-    attacker_turns: list[Turn]
-    target_turns: list[Turn]
-
-
-@dataclass
-class _Columns:
-    """What the nodes of a tree collect while it grows."""
-
-    parent: list[int] = field(default_factory=list)
-    depth: list[int] = field(default_factory=list)
-    episode: list[int] = field(default_factory=list)
-    contexts: list[list[int]] = field(default_factory=list)
-    probes: list[str] = field(default_factory=list)
-    responses: list[str] = field(default_factory=list)
-    generations: list[Generation] = field(default_factory=list)
-    target_nll: list[Tensor] = field(default_factory=list)
-    read: dict[str, list[list[int]]] = field(default_factory=lambda: {"attacker": [], "target": []})
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def timed(self, part: str) -> Iterator[None]:
-        """Add the time that the block takes to a part's seconds."""
-        started = time.perf_counter()
-        yield
-        spent = time.perf_counter() - started
-        self.seconds[part] = self.seconds.get(part, 0.0) + spent
-
-    def note(self, role: str, contexts: Sequence[Sequence[int]], said: Generation) -> None:
-        """Keep what a model had to read: contexts, and all but the last token of each turn."""
-        rows_per_context = len(said.ids_BT) // len(contexts)
-        lengths = said.mask_BT.sum(dim=1).tolist()
-        self.read[role] += [
-            [*contexts[row // rows_per_context], *ids[: max(length - 1, 0)]]
-            for row, (ids, length) in enumerate(zip(said.ids_BT.tolist(), lengths, strict=True))
-        ]
 
 
 class _Sessions(NamedTuple):
@@ -104,17 +33,6 @@ class _Sessions(NamedTuple):
 
     attacker: GenerationSession
     target: GenerationSession
-
-
-class ScoredNodes(NamedTuple):
-    """Scores and reward of every node, float32 `[N]` each, but logprobs `[N, T]`, errors bool."""
-
-    reference_logprobs_NT: Tensor
-    probe_nll_N: Tensor
-    response_score_N: Tensor
-    combined_score_N: Tensor
-    is_error_N: Tensor
-    reward_N: Tensor
 
 
 class TreeSampler:
@@ -221,7 +139,7 @@ class TreeSampler:
         first: int,
     ) -> RolloutTree:
         """Grow the trees of some episodes together; the first of them has the number `first`."""
-        columns = _Columns()
+        columns = TreeColumns()
         open_conversations = [
             self._open(episode, first + episode, prompt) for episode, prompt in enumerate(prompts)
         ]
@@ -265,8 +183,8 @@ class TreeSampler:
             seconds=columns.seconds,
         )
 
-    def _open(self, episode: int, number: int, prompt: str) -> _Conversation:
-        return _Conversation(
+    def _open(self, episode: int, number: int, prompt: str) -> OpenConversation:
+        return OpenConversation(
             path=str(number),
             episode=episode,
             node=-1,
@@ -277,16 +195,16 @@ class TreeSampler:
     def _grow(
         self,
         sessions: _Sessions,
-        parents: list[_Conversation],
+        parents: list[OpenConversation],
         tree_width: int,
         depth: int,
         key: tuple[SeedPart, ...],
-        columns: _Columns,
-    ) -> list[_Conversation]:
+        columns: TreeColumns,
+    ) -> list[OpenConversation]:
         """Add one probe and one response below every open conversation, all in one batch each."""
         contexts = self.attacker.contexts([parent.attacker_turns for parent in parents])
         children = [
-            _Conversation(
+            OpenConversation(
                 f"{parent.path}.{branch}",
                 parent.episode,
                 len(columns.probes) + index * tree_width + branch,
@@ -329,10 +247,10 @@ class TreeSampler:
     def _respond(
         self,
         session: GenerationSession,
-        children: list[_Conversation],
+        children: list[OpenConversation],
         tree_width: int,
         key: tuple[SeedPart, ...],
-        columns: _Columns,
+        columns: TreeColumns,
     ) -> Generation:
         """Let the target answer; what it thinks of the probes comes from the same pass."""
         conversations = [child.target_turns for child in children]
@@ -357,7 +275,7 @@ class TreeSampler:
 
     @staticmethod
     def _uniforms(
-        agent: ConversationAgent, children: list[_Conversation], key: tuple[SeedPart, ...]
+        agent: ConversationAgent, children: list[OpenConversation], key: tuple[SeedPart, ...]
     ) -> Tensor:
         """Give each child's random numbers, which depend on its place in the tree alone."""
         keys = [(*key, agent.role, child.path) for child in children]
@@ -376,7 +294,7 @@ class TreeSampler:
         )
 
     def _score(
-        self, prompts: Sequence[str], columns: _Columns, probe_NT: Tensor, mask_NT: Tensor
+        self, prompts: Sequence[str], columns: TreeColumns, probe_NT: Tensor, mask_NT: Tensor
     ) -> ScoredNodes:
         contexts = [
             context
@@ -392,7 +310,7 @@ class TreeSampler:
         else:
             nll_N = torch.cat(columns.target_nll)
         with columns.timed("scorer"):
-            response, combined = self._rate(prompts, columns)
+            response, combined = rate_nodes(self.scorer, prompts, columns)
         likelihood_agent = getattr(self, self.reward.likelihood_model)
         # A score without weight must not make the reward unknown.
         unused = self.reward.w_combined == 0
@@ -413,33 +331,4 @@ class TreeSampler:
             combined.scores_N,
             response.is_error_N | combined.is_error_N,
             reward_N,
-        )
-
-    def _rate(self, prompts: Sequence[str], columns: _Columns) -> tuple[Ratings, Ratings]:
-        """Rate every response, and every probe and response together, in one call."""
-        turns = list(zip(columns.probes, columns.responses, strict=True))
-        if self.scorer.reads_history:
-            # Who reads the conversation has seen the probe when it rates the response.
-            histories: list[tuple[Message, ...]] = []
-            for node, parent in enumerate(columns.parent):
-                if parent < 0:
-                    before: tuple[Message, ...] = (
-                        Message("assistant", prompts[columns.episode[node]]),
-                    )
-                else:
-                    before = (*histories[parent], Message("assistant", columns.responses[parent]))
-                histories.append((*before, Message("user", columns.probes[node])))
-            both = self.scorer.rate(
-                [
-                    Exchange(response, history)
-                    for response, history in zip(columns.responses, histories, strict=True)
-                ]
-            )
-            return both, both
-        texts = [*columns.responses, *(f"{probe} {response}" for probe, response in turns)]
-        rated = self.scorer.rate([Exchange(text) for text in texts])
-        count = len(turns)
-        return (
-            Ratings(rated.scores_N[:count], rated.is_error_N[:count]),
-            Ratings(rated.scores_N[count:], rated.is_error_N[count:]),
         )

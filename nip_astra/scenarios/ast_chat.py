@@ -15,7 +15,8 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.registry import build_reward_terms
-from nip_astra.samplers.trees import RewardParameters, TreeSampler
+from nip_astra.samplers.node_scores import RewardParameters
+from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
     build_agent,

@@ -1,0 +1,81 @@
+"""What the nodes of a tree are worth: the scores of what was said, and the reward.
+
+Shape suffixes: `N` node, `T` token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+from torch import Tensor
+
+from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.reward_terms.base import RewardTerm
+from nip_astra.reward_terms.registry import REWARD_TERMS
+from nip_astra.samplers.tree_columns import TreeColumns
+from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
+
+RewardTermParameters = polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)
+
+
+class RewardParameters(SubParameters):
+    """Weights of the reward of a node (arXiv:2407.09447, section 3.2)."""
+
+    w_response: float = Field(default=1.0, ge=0)
+    """Weight of the response's score. Larger seeks failures more."""
+    w_combined: float = Field(default=0.5, ge=0)
+    """Weight of the score of probe and response together."""
+    w_likelihood: float = Field(default=0.1, ge=0)
+    """Reward lost per nat of the probe's mean negative log-likelihood per token. Larger keeps
+    probes closer to ordinary conversation."""
+    likelihood_model: Literal["target", "reference"] = "reference"
+    """Under which model a probe's likelihood is taken: the target, as in the paper, or the
+    reference, which is the attacker before training, that is, ordinary conversation."""
+    terms: list[RewardTermParameters] = []  # type: ignore[valid-type]
+    """What training adds to the reward, for instance for novelty; evaluations leave it out, since
+    it depends on what was found before."""
+
+
+class ScoredNodes(NamedTuple):
+    """Scores and reward of every node, float32 `[N]` each, but logprobs `[N, T]`, errors bool."""
+
+    reference_logprobs_NT: Tensor
+    probe_nll_N: Tensor
+    response_score_N: Tensor
+    combined_score_N: Tensor
+    is_error_N: Tensor
+    reward_N: Tensor
+
+
+def rate_nodes(
+    scorer: Scorer, prompts: Sequence[str], columns: TreeColumns
+) -> tuple[Ratings, Ratings]:
+    """Rate every response, and every probe and response together, in one call."""
+    turns = list(zip(columns.probes, columns.responses, strict=True))
+    if scorer.reads_history:
+        # Who reads the conversation has seen the probe when it rates the response.
+        histories: list[tuple[Message, ...]] = []
+        for node, parent in enumerate(columns.parent):
+            if parent < 0:
+                before: tuple[Message, ...] = (
+                    Message("assistant", prompts[columns.episode[node]]),
+                )
+            else:
+                before = (*histories[parent], Message("assistant", columns.responses[parent]))
+            histories.append((*before, Message("user", columns.probes[node])))
+        both = scorer.rate(
+            [
+                Exchange(response, history)
+                for response, history in zip(columns.responses, histories, strict=True)
+            ]
+        )
+        return both, both
+    texts = [*columns.responses, *(f"{probe} {response}" for probe, response in turns)]
+    rated = scorer.rate([Exchange(text) for text in texts])
+    count = len(turns)
+    return (
+        Ratings(rated.scores_N[:count], rated.is_error_N[:count]),
+        Ratings(rated.scores_N[count:], rated.is_error_N[count:]),
+    )

@@ -1,0 +1,61 @@
+"""What a tree of conversations collects while it grows.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from nip_astra.language_models.base import Generation
+from nip_astra.scenario_base.conversation import Turn
+
+
+@dataclass
+class OpenConversation:
+    """A path of the tree: the turns as each model reads them."""
+
+    path: str
+    episode: int
+    node: int
+    attacker_turns: list[Turn]
+    target_turns: list[Turn]
+
+
+@dataclass
+class TreeColumns:
+    """What the nodes of a tree collect while it grows."""
+
+    parent: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    episode: list[int] = field(default_factory=list)
+    contexts: list[list[int]] = field(default_factory=list)
+    probes: list[str] = field(default_factory=list)
+    responses: list[str] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+    target_nll: list[Tensor] = field(default_factory=list)
+    read: dict[str, list[list[int]]] = field(default_factory=lambda: {"attacker": [], "target": []})
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        """Add the time that the block takes to a part's seconds."""
+        started = time.perf_counter()
+        yield
+        spent = time.perf_counter() - started
+        self.seconds[part] = self.seconds.get(part, 0.0) + spent
+
+    def note(self, role: str, contexts: Sequence[Sequence[int]], said: Generation) -> None:
+        """Keep what a model had to read: contexts, and all but the last token of each turn."""
+        rows_per_context = len(said.ids_BT) // len(contexts)
+        lengths = said.mask_BT.sum(dim=1).tolist()
+        self.read[role] += [
+            [*contexts[row // rows_per_context], *ids[: max(length - 1, 0)]]
+            for row, (ids, length) in enumerate(zip(said.ids_BT.tolist(), lengths, strict=True))
+        ]
