@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from nip_astra.report.wording import count, decimal, percent
 
-WIDTH, HEIGHT = 340, 202
-LEFT, RIGHT, TOP, BOTTOM = 44, 14, 10, 36
+WIDTH, HEIGHT = 372, 202
+LEFT, RIGHT, TOP, BOTTOM = 44, 46, 10, 36
+END_LABEL_HEIGHT = 13
 MAX_DOTS = 60
 """Points of a line that get a dot with their value; lines with more have none."""
 
@@ -52,7 +53,7 @@ class Tick:
     label: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Dot:
     """A point with the text that is shown on hovering."""
 
@@ -140,6 +141,7 @@ def line_chart(
     chart.y_ticks = [Tick(to_y(mark), _tick_label(mark, y_marks, kind)) for mark in y_marks]
     chart.bands = [(_area(band, to_x, to_y), band.color) for band in bands if band.points]
     chart.lines = [_drawn(line, to_x, to_y, write, x_label) for line in lines]
+    _part_end_labels([drawn.end for drawn in chart.lines if drawn.end])
     return chart
 
 
@@ -244,6 +246,16 @@ def _drawn(
     end = None if line.is_thin else Dot(dots[-1].x, dots[-1].y, write(known[-1][1]))
     is_dotted = (len(dots) <= MAX_DOTS and not line.is_thin) or len(dots) == 1
     return DrawnLine(_path(line, to_x, to_y), dots if is_dotted else [], line, end)
+
+
+def _part_end_labels(ends: Sequence[Dot]) -> None:
+    """Move the values at the ends of lines apart, and into the chart, in the order of the lines."""
+    ends = sorted(ends, key=lambda end: end.y)
+    highest = HEIGHT - BOTTOM - END_LABEL_HEIGHT * (len(ends) - 1)
+    lowest = float(TOP)
+    for end in ends:
+        end.y = max(lowest, min(end.y, highest))
+        lowest, highest = end.y + END_LABEL_HEIGHT, highest + END_LABEL_HEIGHT
 
 
 def _summary(title: str, lines: Iterable[Line], write: Callable[[float], str], x_label: str) -> str:

@@ -15,8 +15,8 @@ from nip_astra.report.wording import decimal, value_text
 NUM_COLORS = 8
 """Colours that the style sheet has; 0 is for what is compared with, such as before training."""
 MAIN = (
-    ("episode_failure_rate", "Episodes with a failure", "share, training prompts", "percent"),
     ("failure_rate", "Failing responses", "share, training prompts", "percent"),
+    ("episode_failure_rate", "Episodes with a failure", "share, training prompts", "percent"),
     ("dev/failure_rate", "Episodes with a failure, dev", "share, dev prompts", "percent"),
     ("mean_reward", "Reward", "mean of a turn", "number"),
     ("mean_score", "Score of responses", "mean of a turn", "number"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from nip_astra.report.charts import Band, Line, line_chart, nice_ticks, sparkline, whisker
@@ -82,3 +84,16 @@ def test_an_interval_is_drawn_in_hundredths() -> None:
     assert drawn is not None
     assert (drawn.value, drawn.low, drawn.high) == (50.0, 25.0, 75.0)
     assert whisker(None, None, None, limit=1.0) is None
+
+
+def test_values_at_the_ends_of_lines_that_meet_stand_apart() -> None:
+    lines = [Line(name, [(0, 0.0), (1, y)]) for name, y in (("a", 1.0), ("b", 0.999), ("c", 0.998))]
+    chart = line_chart("rates", lines, kind="percent")
+    assert chart is not None
+    places = [drawn.end.y for drawn in chart.lines if drawn.end]
+    assert places == sorted(places)
+    assert min(after - before for before, after in pairwise(places)) >= 12
+    at_the_bottom = [Line(name, [(0, 1.0), (1, 0.0)]) for name in "abc"]
+    low = line_chart("rates", at_the_bottom, kind="percent")
+    assert low is not None
+    assert max(drawn.end.y for drawn in low.lines if drawn.end) <= low.bottom
