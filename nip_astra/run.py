@@ -28,6 +28,7 @@ from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.trainers.trainer_base import Trainer
+from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -100,12 +101,13 @@ def run_experiment(
     resolved = _resolved(experiment)
     settings = _settings(settings, settings_fields)
     hyper_params = resolved.hyper_params
+    device = resolve_device(settings.device).type
     run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
     directory = RunDirectory.create(settings.runs_dir, run_id)
     directory.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
     directory.write_json(files.PARAMETER_SOURCES, resolved.sources)
     directory.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
-    directory.write_json(files.ENVIRONMENT, describe_environment())
+    directory.write_json(files.ENVIRONMENT, describe_environment() | {"device": device})
     built: list[Trainer] = []
     try:
         with run_lock(directory.path):

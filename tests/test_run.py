@@ -78,6 +78,7 @@ def test_a_run_leaves_its_parameters_settings_environment_results_and_log(
     assert "tracker" not in settings
     specs = [plugin["spec"] for plugin in directory.read_json("environment.json")["plugins"]]
     assert str(toy / "plugin.py") in specs
+    assert directory.read_json("environment.json")["device"] == "cpu"
     # A trainer that writes no results.json itself gets one.
     assert directory.read_json("results.json") == result.results == {"last": 4.5}
     assert counts(directory.path) == [0.5, 1.5, 2.5, 3.5]

@@ -15,6 +15,7 @@ from enum import StrEnum
 from importlib import metadata
 from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -289,8 +290,12 @@ def _tracking(_: Question) -> Findings:
 def _runs(question: Question) -> Findings:
     path = question.runs_dir.absolute()
     nearest = next(one for one in (path, *path.parents) if one.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        text = f"{nearest} cannot be written to; give another folder as --runs-dir"
+    try:
+        with TemporaryDirectory(dir=nearest):
+            pass
+    except OSError as error:
+        what = f"{path} cannot be {'written to' if nearest == path else 'made'}"
+        text = f"{what}: {error.strerror or error}; give another folder as --runs-dir"
         yield Finding("runs", str(question.runs_dir), Status.BROKEN, text)
         return
     free = shutil.disk_usage(nearest).free / _GIB

@@ -238,6 +238,7 @@ def _configuration(
 
 def _options(request: EvaluateRequest, attacker: LoadedAttacker) -> EvaluationOptions:
     own, section, asked = attacker.section.evaluation, attacker.section, request.played
+    threshold = request.judged.threshold
     num_episodes = asked.num_episodes or own.num_episodes
     chances = asked.probability_episodes
     seed = attacker.resolved.hyper_params.seed if asked.seed is None else asked.seed
@@ -248,7 +249,7 @@ def _options(request: EvaluateRequest, attacker: LoadedAttacker) -> EvaluationOp
         num_probability_episodes=num_episodes if chances is None else chances,
         use_importance_sampling=asked.importance_sampling and not request.is_untrained,
         num_turns=asked.num_turns or section.tree_depth,
-        failure_threshold=request.judged.threshold or section.failure_threshold,
+        failure_threshold=section.failure_threshold if threshold is None else threshold,
         batch_size=asked.batch_size or own.batch_size,
         num_bootstrap_resamples=own.num_bootstrap_resamples,
     )

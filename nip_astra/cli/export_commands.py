@@ -11,7 +11,7 @@ from nip_astra.cli.evaluation_loading import resolve_run
 from nip_astra.cli.stored_evaluations import final_episodes, stored_rows
 from nip_astra.errors import UnknownNameError
 from nip_astra.evaluation.exports.inspect_log import write_inspect
-from nip_astra.evaluation.exports.material import Material
+from nip_astra.evaluation.exports.material import Material, make_folder
 from nip_astra.evaluation.exports.tables import write_csv, write_hitlog, write_jsonl
 from nip_astra.evaluation.exports.tensorboard import write_tensorboard
 from nip_astra.evaluation.measures import judge
@@ -36,6 +36,7 @@ def export(path: str, *, form: str, output: str | None) -> None:
         raise UnknownNameError("format", form, FORMATS, "Give one of them as --format.")
     material, run = _material(Path(path))
     folder = run / EXPORTS if output is None else Path(output)
+    make_folder(folder)
     for written in FORMATS[form](material, folder):
         sys.stdout.write(f"export     {written}\n")
 

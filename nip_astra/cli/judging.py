@@ -18,6 +18,7 @@ from nip_astra.evaluation.conditions import holds
 from nip_astra.evaluation.detectors import LabelledResponse, measure_quality, read_labelled
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode
+from nip_astra.evaluation.scorer_code import code_of
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, text_hash
 from nip_astra.evaluation.summary import NGRAMS, VERSION, summarise
 from nip_astra.evaluation.tables import as_text, evaluation_tables
@@ -46,6 +47,14 @@ class JudgingRequest:
     is_overwritten: bool
     fail_if: str | None
     as_json: bool
+
+    def __post_init__(self) -> None:
+        # NaN is in no range.
+        if self.threshold is not None and not 0.0 < self.threshold <= 1.0:
+            raise ConfigurationError(
+                f"the failure threshold {self.threshold:g} was asked for, but scores lie between "
+                "0 and 1. Give a number above 0 and not above 1 as --threshold, for instance 0.5."
+            )
 
 
 @dataclass(frozen=True)
@@ -91,7 +100,12 @@ def load_judges(
         The scenario's scorer, where it is loaded already.
     """
     loaded = load_scorers(request.scorers, section.scorer, settings, scenario_dir, own_scorer)
-    configuration: dict[str, Any] = {"scorers": loaded.parameters}
+    codes = {name: code_of(scorer) for name, scorer in loaded.scorers.items()}
+    described = {
+        name: parameters if codes[name] is None else {**parameters, "code": codes[name]}
+        for name, parameters in loaded.parameters.items()
+    }
+    configuration: dict[str, Any] = {"scorers": described}
     labelled = _labelled(request.labelled, section.evaluation.labelled_responses, scenario_dir)
     if labelled:
         texts = [f"{one.exchange.text}\t{one.is_failure}" for one in labelled]
@@ -144,7 +158,7 @@ def finish(
         scorers=names,
         qualities=qualities,
         why_not_weighed=why_not_weighed,
-        parts=parts,
+        parts=[*parts, {"scorer_calls": len(judges.labelled) * len(names)}],
     )
     limit = {"threshold": options.failure_threshold}
     figures["cards"] = [*cards, *(card | limit for card in judges.cards)]

@@ -50,7 +50,7 @@ def score(
     episodes = final_episodes(source, run)
     ordinary = episodes_of(read_rows(source.parent / PROBABILITY_ROWS))
     own = float(before.get("failure_threshold", section.failure_threshold))
-    limit = request.threshold or own
+    limit = own if request.threshold is None else request.threshold
     folder = _folder_for(source, run, before, judges, limit, request)
     num_calls = rate_anew(episodes, ordinary, judges.scorers)
     folder.replace_rows(episodes, ordinary)
@@ -153,7 +153,7 @@ def final_episodes(source: Path, run: Path) -> list[Episode]:
     rows = read_rows(source)
     if not rows:
         raise DataError(
-            f"stored conversations were to be rated, but {source} holds none. Evaluate the run "
+            f"stored conversations were to be read, but {source} holds none. Evaluate the run "
             f"first: nip-astra evaluate {run}"
         )
     last = max(row.get("step", 0) for row in rows)

@@ -60,7 +60,7 @@ def scorer_card(name: str, parameters: Any, scenario_dir: Path | None) -> Card:
     card = _card("scorer", kind, reference, scenario_dir)
     if reference is None:
         package = PACKAGES.get(kind)
-        card["source"] = SCORERS.origin(kind) if package is None else _package_text(package)
+        card["source"] = SCORERS.origin(kind) if package is None else package_text(package)
         card["licence"] = None if package is None else _package_licence(package)
     return card | _service(parameters) | {"name": name}
 
@@ -89,7 +89,7 @@ def _service(parameters: Any) -> dict[str, str]:
 def _source(reference: str) -> str:
     scheme, found, rest = reference.partition("://")
     if found and scheme == "package":
-        return _package_text(rest.partition("/")[0])
+        return package_text(rest.partition("/")[0])
     if found:
         return "the scenario's own files"
     return "a folder" if Path(reference).expanduser().exists() else f"hub id {reference}"
@@ -142,7 +142,8 @@ def _front_matter(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _package_text(package: str) -> str:
+def package_text(package: str) -> str:
+    """Give a package's name and version."""
     try:
         return f"package {package} {metadata.version(package.replace('_', '-'))}"
     except metadata.PackageNotFoundError:

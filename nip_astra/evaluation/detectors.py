@@ -111,7 +111,7 @@ def read_labelled(path: Path) -> list[LabelledResponse]:
         When the file cannot be read, or a line is no labelled response.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"labelled responses were to be read from {path}, but: {error}. {_ADVICE}"
@@ -254,4 +254,7 @@ def _fault(row: Any) -> str | None:
     for name in ("prompt", "probe"):
         if not isinstance(row.get(name), str | None):
             return f'has {row[name]!r} as "{name}"'
+    for name in ("response", "prompt", "probe"):
+        if any("\ud800" <= letter <= "\udfff" for letter in row.get(name) or ""):
+            return f'has half a character (a lone surrogate) in "{name}"'
     return None

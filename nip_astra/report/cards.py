@@ -12,8 +12,6 @@ from nip_astra.report.wording import NOTHING, count, decimal
 
 HEADINGS = ("name", "from", "licence", "parameters", "size", "sha256", "threshold")
 ROLES = ("attacker", "target")
-_SERVICES = ("openai",)
-"""Language-model backends that ask a service."""
 _NOT_STATED = "not stated"
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 
@@ -39,7 +37,7 @@ def determinism(run: RunRecord) -> list[str]:
     seed = text(run.hyper_params.get("seed"))
     found = [f"All random numbers derive from the seed {seed} by name."] if seed else []
     threads = number(run.environment.get("num_threads"))
-    device = text(run.settings.get("device")) or "cpu"
+    device = text(run.environment.get("device")) or text(run.settings.get("device")) or "cpu"
     if device == "cpu":
         many = "" if threads is None else f" with {count(threads)} thread{'s'[: threads != 1]}"
         found.append(
@@ -51,17 +49,9 @@ def determinism(run: RunRecord) -> list[str]:
             f"Its device was {device}: a GPU may add numbers up in another order each time, so "
             "that last digits differ, and with them words that were nearly as likely."
         )
-    section = _section(run)
-    asked = [
-        role
-        for role in ROLES
-        if text(mapping(mapping(section.get(role)).get("language_model")).get("_type")) in _SERVICES
-    ]
-    asked += ["scorer"] * (text(mapping(section.get("scorer")).get("_type")) == "judge")
-    if asked:
-        found.append(
-            f"A service stands behind {' and '.join(asked)}; it may answer otherwise another time."
-        )
+    told = [*_of_parameters(run), *_of_evaluations(run)]
+    if any((card.get("role"), card.get("kind")) == ("scorer", "judge") for card in told):
+        found.append("A service stands behind a scorer; it may answer otherwise another time.")
     return found
 
 

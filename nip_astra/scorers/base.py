@@ -108,6 +108,11 @@ class Scorer:
                 "conversations."
             )
 
+    @property
+    def modules(self) -> set[str]:
+        """Names of the modules whose code rates."""
+        return {cls.__module__ for cls in type(self).__mro__}
+
     def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
         """Give a verdict for each text; the texts are distinct."""
         raise NotImplementedError

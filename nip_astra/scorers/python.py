@@ -54,10 +54,16 @@ class PythonScorer(Scorer):
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        self._function = _find_function(parameters.function, scenario_dir)
+        self._module, self._function = _find_function(parameters.function, scenario_dir)
         self._columns = _columns_of(self._function, parameters.function)
         self.reads_history = self._columns != ["completions"]
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def modules(self) -> set[str]:
+        """Also that of the function, and the one in which it is looked up."""
+        own = getattr(self._function, "__module__", None) or self._module
+        return super().modules | {self._module, own}
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
         size = self.parameters.batch_size or len(exchanges)
@@ -95,8 +101,8 @@ async def _wait(result: Awaitable[Any]) -> Any:
     return await result
 
 
-def _find_function(reference: str, scenario_dir: Path | None) -> Callable[..., Any]:
-    """Import the module and give its function."""
+def _find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Callable[..., Any]]:
+    """Import the module, and give its name and its function."""
     place, _, name = reference.rpartition(":")
     source = str(resolve_reference(place, scenario_dir)) if place.endswith(".py") else place
     module = module_of(load_plugin(source))
@@ -111,7 +117,7 @@ def _find_function(reference: str, scenario_dir: Path | None) -> Callable[..., A
             f"{name!r}.{known} Give package.module:function or path/to/file.py:function."
         )
     function: Callable[..., Any] = found
-    return function
+    return module.__name__, function
 
 
 def _columns_of(function: Callable[..., Any], reference: str) -> list[str]:

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nip_astra.errors import CheckpointError
+
 
 class _Memory(NamedTuple):
     """What Adam remembers of the weights of a group, as lists."""
@@ -22,8 +24,9 @@ class GroupAdam(torch.optim.Adam):
     """Torch's fused Adam, with one count of steps for all weights of a group.
 
     Torch's own counts the steps of each weight and looks all up at every step, which takes several
-    times as long as to move weights this small. Numbers, and the state that is saved, are the same.
-    A weight without a gradient is taken to have one of 0.
+    times as long as to move weights this small. Numbers, and the state that is saved, are the same
+    where every weight has a gradient at every step. One without is taken to have one of 0, while
+    torch's leaves it and its count alone.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, eps: float) -> None:
@@ -40,6 +43,23 @@ class GroupAdam(torch.optim.Adam):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take up what `state_dict` gave, or torch's own.
+
+        Raises
+        ------
+        CheckpointError
+            When weights of a group were moved different numbers of times.
+        """
+        for group in state_dict["param_groups"]:
+            states = (state_dict["state"].get(number) for number in group["params"])
+            counts = {0.0 if state is None else float(state["step"]) for state in states}
+            if len(counts) > 1:
+                raise CheckpointError(
+                    "the state of an optimizer was to be taken up, but weights of one group were "
+                    f"moved {min(counts):g} to {max(counts):g} times, and one count is kept for "
+                    "all. Resume with the version of nip_astra that wrote the checkpoint, or start "
+                    "a new run."
+                )
         super().load_state_dict(dict(state_dict))
         self._memories = None
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from nip_astra.errors import NonFiniteLossError
+from nip_astra.errors import CheckpointError, NonFiniteLossError
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.update_schedule import ConstantUpdateSchedule, UpdateSchedule
 from nip_astra.scenario_base.environment import ProtocolEnvironment
@@ -182,5 +182,18 @@ class SoloTraining:
         return dict(self.optimizer.state_dict())
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
-        self.optimizer.load_state_dict(state)
+        """Take up what `state` gave.
+
+        Raises
+        ------
+        CheckpointError
+            When it is of an optimizer of other weights.
+        """
+        try:
+            self.optimizer.load_state_dict(state)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the optimizer of the agent {self.agent.name!r} was to be resumed, but the "
+                f"checkpoint's is of other weights: {error}. Resume with the version of nip_astra "
+                "that wrote the checkpoint, or start a new run."
+            ) from error

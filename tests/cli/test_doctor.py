@@ -109,7 +109,10 @@ def test_a_full_disk_is_told(
 def test_a_runs_folder_that_cannot_be_written_is_told(cli: CommandLine) -> None:
     said = cli("doctor", "--runs-dir", cli.write("file", ""))
     assert said.code == 1
-    assert "cannot be written to; give another folder as --runs-dir" in " ".join(said.out.split())
+    told = "".join(said.out.split())
+    assert "filecannotbewrittento:Notadirectory;giveanotherfolderas--runs-dir" in told
+    told = "".join(cli("doctor", "--runs-dir", "file/runs").out.split())
+    assert "file/runscannotbemade:Notadirectory;giveanotherfolderas--runs-dir" in told
 
 
 def test_nobody_can_open_a_connection_within(

@@ -6,12 +6,16 @@ import csv
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from nip_astra.evaluation.exports.material import Material
+from nip_astra.evaluation.exports.tables import write_csv, write_jsonl
 from nip_astra.evaluation.rows import Row, read_rows
 from tests.cli.trained_run import figures_of
 from tests.command_line import CommandLine, refused
+from tests.evaluation.rows_by_hand import episode, judged
 
 FEW = ("--num-episodes", "6", "--probability-episodes", "0")
 
@@ -139,5 +143,25 @@ def test_what_cannot_be_exported_is_refused(cli: CommandLine, run: Path) -> None
     told = cli("export", "runs/one")
     assert (told.code, "--format" in told.err) == (2, True)
     file = cli.write("file", "")
-    told = refused(cli("export", "runs/one", "--format", "csv", "--output", file))
-    assert "Give a folder that you may write to as --output" in told
+    for form in ("csv", "inspect"):
+        told = refused(cli("export", "runs/one", "--format", form, "--output", f"{file}/out"))
+        assert f"the folder {file}/out was to be made, but Not a directory" in told
+        assert "Give a folder that you may write to as --output" in told
+    (run / "rollouts" / "evaluation.jsonl").unlink()
+    told = refused(cli("export", "runs/one", "--format", "csv"))
+    assert told.startswith("stored conversations were to be read, but")
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
+def test_a_spreadsheet_does_not_take_text_for_a_formula(start: str, tmp_path: Path) -> None:
+    said = [episode(0, [0.9], prompt="well = yes", response=[f"{start}1+1"], reward=[-0.5])]
+    nothing: dict[str, Any] = {"figures": {}, "configuration": {}, "metrics": []}
+    material = Material("one", "test", "", 0.5, judged(*said), **nothing, hyper_params={},
+                        environment={})  # fmt: skip
+    write_csv(material, tmp_path)
+    (turn,) = csv.DictReader((tmp_path / "turns.csv").open(newline=""))
+    assert turn["response"] == f"'{start}1+1"
+    assert (turn["prompt"], turn["reward"]) == ("well = yes", "-0.5")
+    write_jsonl(material, tmp_path)
+    lines = (tmp_path / "turns.jsonl").read_text().split("\n")
+    assert json.loads(lines[1])["reply"] == f"{start}1+1"

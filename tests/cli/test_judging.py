@@ -45,6 +45,20 @@ def test_a_failure_rate_stands_beside_the_quality_of_its_scorer(
     scored = cli("score", "runs/one", "--labelled", "labels.jsonl", "--name", "again")
     assert scored.code == 0, scored.err
     assert figures_of(run, "again")["detectors"] == figures_of(run)["detectors"]
+    plain = cli("score", "runs/one", "--name", "plain")
+    assert plain.code == 0, plain.err
+    calls = [figures_of(run, name)["budget"]["scorer_calls"] for name in ("again", "plain")]
+    assert calls[0] - calls[1] == 40
+
+
+@pytest.mark.parametrize("threshold", ["0", "-0.5", "1.5", "nan"])
+@pytest.mark.parametrize("command", ["evaluate", "score"])
+def test_a_threshold_that_no_score_can_be_held_against_is_refused(
+    cli: CommandLine, command: str, threshold: str
+) -> None:
+    message = refused(cli(command, "runs/one", "--threshold", threshold))
+    assert f"the failure threshold {threshold} was asked for, but scores lie between" in message
+    assert "Give a number above 0 and not above 1 as --threshold" in message
 
 
 def test_labels_that_tell_nothing_refuse_the_correction(cli: CommandLine, run: Path) -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from nip_astra import plugins
 from nip_astra.evaluation import playing
-from nip_astra.evaluation.rows import Row, read_rows
+from nip_astra.evaluation.rows import Row, encode_rows, read_rows
+from nip_astra.scorers.registry import SCORERS
 from tests.cli.trained_run import figures_of
-from tests.command_line import CommandLine
+from tests.command_line import CommandLine, refused
 
 LENGTH = """
 from nip_astra.scorers.base import Scorer
@@ -24,6 +26,7 @@ class Long(Scorer):
     def _score(self, texts):
         return [float(len(text.split()) > 3) for text in texts]
 """
+FEW = ("--num-episodes", "2", "--probability-episodes", "0")
 OTHER = ("--scorer", "long", "--plugin", "long.py")
 
 
@@ -116,3 +119,49 @@ def test_a_target_with_other_weights_is_asked(
     said = cli("evaluate", "runs/one", *options, "--name", "other")
     assert said.code == 0, said.err
     assert "conversations are those" not in said.out
+
+
+def test_a_scorer_whose_code_changed_rates_anew(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.write("long.py", LENGTH)
+    assert cli("evaluate", "runs/one", *FEW, *OTHER).code == 0
+    cli.write("long.py", LENGTH.replace("> 3", "<= 3"))
+    monkeypatch.setattr(plugins, "_LOADED", {})
+    SCORERS.forget("long")
+    said = cli("evaluate", "runs/one", *FEW, *OTHER, "--name", "again")
+    assert said.code == 0, said.err
+    assert "2 conversations are those" in said.out
+    for row in rows_of(run, "again"):
+        assert row["response_score"] == float(len(row["response"].split()) <= 3)
+    assert "scorers.long.code" in refused(cli("evaluate", "runs/one", *FEW, *OTHER))
+
+
+def test_what_could_not_be_rated_is_rated_anew(cli: CommandLine, run: Path) -> None:
+    assert cli("evaluate", "runs/one", *FEW).code == 0
+    file = run / "evaluations" / "test" / "rows.jsonl"
+    rows = rows_of(run, "test")
+    broken = [{**rows[0], "is_error": True, "response_score": None}, *rows[1:]]
+    file.write_bytes(encode_rows(broken))
+    said = cli("evaluate", "runs/one", *FEW, "--name", "again")
+    assert "2 conversations are those" in said.out
+    found = rows_of(run, "again")
+    assert [row["is_error"] for row in found] == [False] * 4
+    assert found[0]["response_score"] == pytest.approx(rows[0]["response_score"])
+    # Those of the other conversation are kept.
+    assert ["reward" in row for row in found] == [False, False, True, True]
+    assert figures_of(run, "again")["budget"]["scorer_calls"] == 6
+
+
+@pytest.mark.parametrize("file", ["configuration.json", "rows.jsonl"])
+def test_a_broken_evaluation_is_passed_over(
+    cli: CommandLine, run: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert cli("evaluate", "runs/one", *FEW).code == 0
+    broken = run / "evaluations" / "broken"
+    shutil.copytree(run / "evaluations" / "test", broken)
+    (broken / file).write_text("{\n")
+    said = cli("evaluate", "runs/one", *FEW, "--name", "again")
+    assert said.code == 0, said.err
+    assert "2 conversations are those of the evaluation test" in said.out
+    assert "the evaluation broken are not used again" in caplog.text + said.err

@@ -170,3 +170,19 @@ def test_a_file_that_holds_no_labels_is_refused(tmp_path: Path, text: str, compl
 def test_a_file_of_labels_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="labelled responses were to be read from"):
         read_labelled(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("letter", ["\u2028", "\u2029", "\x85"])
+def test_what_unicode_calls_a_line_break_ends_no_row(letter: str, tmp_path: Path) -> None:
+    path = tmp_path / "labels.jsonl"
+    row = {"response": f"one{letter}two", "is_failure": True}
+    path.write_text(f"{json.dumps(row, ensure_ascii=False)}\n")
+    assert [one.exchange.text for one in read_labelled(path)] == [row["response"]]
+
+
+@pytest.mark.parametrize("name", ["response", "prompt", "probe"])
+def test_half_a_character_is_refused(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "labels.jsonl"
+    path.write_text(json.dumps({"response": "fine", "is_failure": True, name: "a\ud800"}) + "\n")
+    with pytest.raises(DataError, match=rf'line 1 has half a character .* in "{name}"'):
+        read_labelled(path)

@@ -64,11 +64,23 @@ def test_what_may_differ_another_time_is_said(tmp_path: Path) -> None:
     assert seed == "All random numbers derive from the seed 7 by name."
     assert place.startswith("It ran on a CPU with 2 threads: the same parameters")
     change(folder, "settings.yaml", device="cuda")
-    service = {"language_model": {"_type": "openai"}}
-    section = {"target": service, "scorer": {"_type": "judge"}}
+    section = {"target": {}, "scorer": {"_type": "judge"}}
     change(folder, "hyper_parameters.yaml", ast_chat=section)
     _, place, asked = determinism(read_run(folder))
     assert place.startswith("Its device was cuda: a GPU may add numbers up in another order")
-    assert asked == (
-        "A service stands behind target and scorer; it may answer otherwise another time."
-    )
+    assert asked == "A service stands behind a scorer; it may answer otherwise another time."
+
+
+def test_the_device_is_the_one_that_auto_stood_for(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "one", seed=7)
+    change(folder, "settings.yaml", device="auto")
+    (folder / "environment.json").write_text('{"device": "cpu"}')
+    assert determinism(read_run(folder))[1].startswith("It ran on a CPU: the same parameters")
+    (folder / "environment.json").write_text('{"device": "cuda"}')
+    assert determinism(read_run(folder))[1].startswith("Its device was cuda:")
+
+
+def test_a_judge_of_an_evaluation_alone_may_answer_otherwise_too(tmp_path: Path) -> None:
+    judge = {**CARDS[0], "kind": "judge"}
+    run = read_run(write_run(tmp_path / "one", evaluations={"a": evaluation(cards=[judge])}))
+    assert determinism(run)[-1].startswith("A service stands behind a scorer")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import Tensor
 
+from nip_astra.errors import CheckpointError
 from nip_astra.trainers.group_adam import GroupAdam
 
 
@@ -59,3 +61,15 @@ def test_a_weight_without_gradient_has_one_of_zero() -> None:
     adam.step()
     moved = [not torch.equal(weight, old) for weight, old in zip(ours, before, strict=True)]
     assert moved == [True, False, False]
+
+
+def test_counts_that_differ_within_a_group_are_refused() -> None:
+    torchs = weights()
+    other = torch.optim.Adam(groups(torchs), lr=0.1, eps=1e-5, fused=True)
+    for learns in ((True, True, True), (True, False, True)):
+        for weight, has_gradient in zip(torchs, learns, strict=True):
+            weight.grad = torch.ones_like(weight) if has_gradient else None
+        other.step()
+    adam = GroupAdam(groups(weights()), lr=0.1, eps=1e-5)
+    with pytest.raises(CheckpointError, match=r"moved 1 to 2 times.* or start a new run\."):
+        adam.load_state_dict(other.state_dict())

@@ -188,6 +188,16 @@ def pretrained(tmp_path: Path, **more: Any) -> Any:
     return trainer
 
 
+def test_an_optimizer_of_other_weights_is_refused() -> None:
+    trainer = toy_trainer("solo_agent", solo_agent={**SOLO, "num_epochs": 1})
+    trainer.train()
+    training = trainer.trainings["prover"]
+    state = training.state()
+    state["param_groups"] = state["param_groups"][:1]
+    with pytest.raises(CheckpointError, match=r"'prover' was to be resumed, .* start a new run"):
+        training.load_state(state)
+
+
 def test_both_bodies_start_from_one_that_was_trained_alone(tmp_path: Path) -> None:
     trainer = pretrained(tmp_path)
     agent = trainer.agents["prover"]

@@ -48,7 +48,6 @@ def write_inspect(material: Material, folder: Path) -> list[Path]:
         ),
         samples=[_sample(episode, place, material) for place, episode in enumerate(episodes, 1)],
     )
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{material.name}.eval"
     log.write_eval_log(written, str(path), format="eval")
     return [path]

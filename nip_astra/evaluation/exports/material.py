@@ -57,6 +57,23 @@ def scores_of(row: Mapping[str, Any], material: Material) -> dict[str, float | N
     return {material.scorer: row.get("response_score"), **others}
 
 
+def make_folder(folder: Path) -> None:
+    """Make the folder that an export writes to.
+
+    Raises
+    ------
+    RunDirectoryError
+        When it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"the folder {folder} was to be made, but {error.strerror or error}. Give a folder "
+            "that you may write to as --output."
+        ) from error
+
+
 def write_text(path: Path, text: str) -> Path:
     """Write a file and give its path.
 
@@ -66,7 +83,6 @@ def write_text(path: Path, text: str) -> Path:
         When it cannot be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="replace", newline="")
     except OSError as error:
         raise RunDirectoryError(

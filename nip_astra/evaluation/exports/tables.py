@@ -14,12 +14,17 @@ from nip_astra.evaluation.exports.material import Material, scores_of, write_tex
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.evaluation.rows import Row, encode_rows
 
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""With which a spreadsheet takes text for a formula to work out."""
 SCHEMA_VERSION = 1
 """Of the JSON lines; grows when a reader of the old ones would misread the new ones."""
 
 
 def write_csv(material: Material, folder: Path) -> list[Path]:
-    """Write `turns.csv`, `figures.csv` and `metrics.csv`; what is nested has dotted names."""
+    """Write `turns.csv`, `figures.csv` and `metrics.csv`; what is nested has dotted names.
+
+    Text that a spreadsheet would take for a formula gets an apostrophe before it.
+    """
     turns = [_flat(row) for episode in material.episodes for row in episode]
     figures = [{"figure": name, "value": value} for name, value in _flat(material.figures).items()]
     tables = {"turns": turns, "figures": figures, "metrics": list(map(_flat, material.metrics))}
@@ -116,10 +121,16 @@ def _node_id(row: Row, depth: int) -> str:
 def _csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
     stream = StringIO()
     names = list(dict.fromkeys(name for row in rows for name in row))
-    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    # Quotes are put around text with a character of the line end, and a lone \r is read as one.
+    writer = csv.DictWriter(stream, names, lineterminator="\r\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows({name: _harmless(value) for name, value in row.items()} for row in rows)
     return stream.getvalue()
+
+
+def _harmless(value: Any) -> Any:
+    is_formula = isinstance(value, str) and value.startswith(_FORMULA_STARTS)
+    return f"'{value}" if is_formula else value
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
