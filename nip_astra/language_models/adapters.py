@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import re
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from pydantic import Field
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, nearest_names
+from nip_astra.language_models.saved_weights import has_adapter
 from nip_astra.parameters.parameters_base import SubParameters
 
 
@@ -71,6 +73,14 @@ def _check_targets(module: Any, targets: str | list[str]) -> None:
             f"that name.{hint} Its layers: {', '.join(known)}. Set lora.target_modules to a list "
             "of them, to one regular expression of whole names, or to all-linear."
         )
+
+
+def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
+    """Give a block in which a module computes with its adapter, where it has one, or without."""
+    if is_on or not has_adapter(module):
+        return nullcontext()
+    state: AbstractContextManager[None] = module.disable_adapter()
+    return state
 
 
 def merged_copy(module: Any) -> Any:

@@ -107,12 +107,16 @@ class TokenCount:
         been forwarded for it.
     head_rows : int
         Positions for which the distribution over the vocabulary was computed.
+    rescored : int
+        Positions that went through the model only to score again what it had sampled; they are in
+        none of the others.
     """
 
     forwarded: int = 0
     generated: int = 0
     scored: int = 0
     head_rows: int = 0
+    rescored: int = 0
 
     def add(self, other: TokenCount) -> None:
         """Count what another count counted too."""
@@ -349,6 +353,17 @@ class LanguageModel(ABC):
             for counted in fields(TokenCount):
                 name = counted.name
                 setattr(spent, name, getattr(self.token_count, name) - getattr(before, name))
+
+    @contextmanager
+    def rescoring(self) -> Iterator[None]:
+        """Count what is forwarded within the block as `rescored`, and nothing else of it."""
+        before = replace(self.token_count)
+        try:
+            yield
+        finally:
+            rescored = before.rescored + self.token_count.forwarded - before.forwarded
+            # In place: a model and its scorer share one count.
+            vars(self.token_count).update({**vars(before), "rescored": rescored})
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -247,9 +247,14 @@ class FixedSteps:
         needed = self._bytes_of(num_rows, num_positions)
         while self._steps and needed + sum(self._bytes_of(*s) for s in self._steps) > MAX_BYTES:
             del self._steps[next(iter(self._steps))]
-        step = FixedStep(self.decoder, weights, num_rows, num_positions)
+        # Buffers that are made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._captured(FixedStep(self.decoder, weights, num_rows, num_positions))
+
+    def _captured(self, step: FixedStep) -> FixedStep:
         if self.capture is None:
             return step
+        num_rows = len(step.tokens_R)
         try:
             step.replay = self.capture(step.run)
         except Exception as error:
@@ -262,7 +267,9 @@ class FixedSteps:
             logger.warning("decoding steps are not captured: %s", reason)
             self.capture = None
             return step
-        logger.info("captured the decoding step of %d rows, %d tokens", num_rows, num_positions)
+        logger.info(
+            "captured the decoding step of %d rows, %d tokens", num_rows, step.num_positions
+        )
         return step
 
 

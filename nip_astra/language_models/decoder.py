@@ -49,6 +49,20 @@ def why_unsupported(module: Any) -> str | None:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", "default") not in STATIC_ROPE:
         return f"its rotary embedding is of the type {rope['rope_type']}"
+    adapted = (layer for layer in module.modules() if hasattr(layer, "base_layer"))
+    return next(filter(None, map(_why_unsupported_adapter, adapted)), None)
+
+
+def _why_unsupported_adapter(layer: Any) -> str | None:
+    """Say what of an adapted layer is more than `scaling * up @ down` on frozen weights."""
+    if not getattr(layer, "lora_A", None):
+        return "it has adapters other than LoRA on linear layers"
+    if any(up.bias is not None for up in layer.lora_B.values()):
+        return "its adapters have biases (lora_bias)"
+    if any(getattr(layer, name, None) for name in ("lora_magnitude_vector", "lora_variant")):
+        return "its adapters have a magnitude vector (DoRA) or another part of their own"
+    if any(parameter.requires_grad for parameter in layer.base_layer.parameters()):
+        return "it learns weights under its adapters"
     return None
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,12 @@ from pydantic import Field
 from torch import Tensor
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.adapters import LoraParameters, add_adapter, merged_copy
+from nip_astra.language_models.adapters import (
+    LoraParameters,
+    adapter_state,
+    add_adapter,
+    merged_copy,
+)
 from nip_astra.language_models.base import (
     Generation,
     GenerationSession,
@@ -40,7 +45,7 @@ from nip_astra.language_models.saved_weights import has_adapter, restore_weights
 from nip_astra.language_models.sessions import CachedSession
 from nip_astra.language_models.sources import (
     DTYPES,
-    gains_from_bfloat16,
+    computing_dtype,
     load_causal_lm,
     load_tokenizer,
     resolve_model,
@@ -85,8 +90,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         """Train a low-rank adapter instead of the weights; the base stays as it is and serves as
         the reference, and as the target where that is the same model."""
         max_batch_tokens: int = Field(default=8192, ge=256)
-        """Most positions in one forward pass without gradients. Larger is faster on a GPU and takes
-        more memory."""
+        """Most positions in one forward pass without gradients, on a GPU with them too. Larger is
+        faster there and takes more memory."""
         decode_graphs: DecodeGraphs = "auto"
         """Whether decoding steps are captured as CUDA graphs. auto: on a GPU, where that can be
         done; always: demanded; never. It changes speed, and log-probabilities by rounding."""
@@ -137,10 +142,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         module = load_causal_lm(name, gguf_file).to(device)
         # Before the weights are rounded, so that it can be checked exactly.
         decoder = build_decoder(module)
-        dtype = DTYPES.get(parameters.dtype, torch.float32)
-        if parameters.dtype == "auto" and trainable and gains_from_bfloat16(module, device):
-            dtype = torch.bfloat16
         is_full = trainable and parameters.lora is None
+        is_kept = is_full and decoder is None
+        dtype = computing_dtype(
+            module, parameters.dtype, device, trainable=trainable, keeps_float32=is_kept
+        )
         if not is_full:
             round_weights(module, dtype)
         if trainable and parameters.lora is not None:
@@ -189,7 +195,12 @@ class HuggingFaceLanguageModel(LanguageModel):
         is_same = self.has_adapter and parameters.model == self.source
         # What never learns computes in float32 unless it is told otherwise.
         if is_same and self.dtype == DTYPES.get(parameters.dtype, torch.float32):
-            return self.without_adapter()
+            twin = self.without_adapter()
+            twin.max_batch_tokens = parameters.max_batch_tokens
+            twin._decode_graphs = parameters.decode_graphs
+            twin._steps = build_fixed_steps(twin._decoder, twin.device, twin._decode_graphs)
+            twin._snapshot = twin._new_snapshot()
+            return twin
         return None
 
     def frozen_reference(self) -> HuggingFaceLanguageModel:
@@ -249,7 +260,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             session = self.open_session()
             return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
         rows = [context for context in contexts for _ in range(rows_per_context)]
-        with self._adapter_state():
+        with adapter_state(self.module, is_on=self.use_adapter):
             said, spent = generate_turns(
                 self.module,
                 rows,
@@ -312,10 +323,9 @@ class HuggingFaceLanguageModel(LanguageModel):
             hidden = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size) if needs_hidden else None
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
-        trie = build_trie(
-            sequences_to_read(*rows),
-            pair_cost=pair_cost_of(self._decoder, self.device),
-        )
+        needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
+        pair_cost = pair_cost_of(self._decoder, self.device)
+        trie = build_trie(sequences_to_read(*rows), pair_cost=pair_cost)
         self.token_count.scored += trie.num_unique
         with nullcontext() if self.trainable else torch.no_grad():
             if self._decoder is not None:
@@ -325,17 +335,12 @@ class HuggingFaceLanguageModel(LanguageModel):
                     trie,
                     *rows[1:],
                     max_batch_tokens=self.max_batch_tokens,
-                    needs_entropy=needs_entropy,
-                    needs_hidden=needs_hidden,
+                    **needs,
                 )
             else:
-                with self._adapter_state():
+                with adapter_state(self.module, is_on=self.use_adapter):
                     found, spent = score_rows(
-                        self._causal_lm,
-                        *rows,
-                        max_batch_tokens=self.max_batch_tokens,
-                        needs_entropy=needs_entropy,
-                        needs_hidden=needs_hidden,
+                        self._causal_lm, *rows, max_batch_tokens=self.max_batch_tokens, **needs
                     )
         self.token_count.add(spent)
         return found
@@ -392,11 +397,3 @@ class HuggingFaceLanguageModel(LanguageModel):
         module = merged_copy(self.module) if self.has_adapter else self.module
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
-
-    @contextmanager
-    def _adapter_state(self) -> Iterator[None]:
-        if self.has_adapter and not self.use_adapter:
-            with self.module.disable_adapter():
-                yield
-        else:
-            yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from nip_astra.errors import MissingDependencyError, ModelLoadError
 from nip_astra.parameters.content import resolve_reference
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST_BFLOAT16_MODEL = 50_000_000
@@ -83,6 +86,9 @@ def round_weights(module: Any, dtype: torch.dtype) -> None:
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point() and "inv_freq" not in name:
+            buffer.data = buffer.data.to(dtype)
 
 
 class ModelDescription(NamedTuple):
@@ -100,6 +106,7 @@ def describe_model(name: str) -> ModelDescription:
         config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
+        vocab_size = int(config.vocab_size)
     except Exception as error:
         raise _load_error("model", name, error) from error
     try:
@@ -108,7 +115,7 @@ def describe_model(name: str) -> ModelDescription:
         generation_config = module.generation_config
     return ModelDescription(
         int(getattr(config, "max_position_embeddings", 1 << 20)),
-        int(config.vocab_size),
+        vocab_size,
         int(module.num_parameters()),
         generation_config,
     )
@@ -122,6 +129,37 @@ def gains_from_bfloat16(module: Any, device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported())
     probe = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return bool(probe and probe())
+
+
+def computing_dtype(
+    module: Any,
+    asked: str,
+    device: torch.device,
+    *,
+    trainable: bool,
+    keeps_float32: bool,
+) -> torch.dtype:
+    """Give what a model computes in.
+
+    Parameters
+    ----------
+    asked : str
+        "auto" or a key of `DTYPES`.
+    keeps_float32 : bool
+        Whether the weights stay in float32 and go through the module's own forward pass, which
+        computes in what they are held in.
+    """
+    dtype = DTYPES.get(asked, torch.float32)
+    if asked == "auto" and trainable and gains_from_bfloat16(module, device):
+        dtype = torch.bfloat16
+    if keeps_float32 and dtype != torch.float32:
+        logger.info(
+            "%s computes in float32: its weights are trained in full, and its own forward pass "
+            "knows no other precision for them",
+            type(module).__name__,
+        )
+        return torch.float32
+    return dtype
 
 
 def _gguf(gguf_file: str | None) -> dict[str, str]:

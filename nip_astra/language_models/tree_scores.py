@@ -63,7 +63,9 @@ def score_trie(
     """
     device = weights.embedding_VX.device
     trie = trie.to(device)
-    limit = max_batch_tokens if not torch.is_grad_enabled() else trie.num_tokens
+    # Dense attention computes row by row; by blocks, the mask of a pass takes its tokens squared.
+    is_bounded = not torch.is_grad_enabled() or uses_flex_attention(device)
+    limit = max_batch_tokens if is_bounded else trie.num_tokens
     hidden_NX = torch.cat(
         [
             decoder.hidden(

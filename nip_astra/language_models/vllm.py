@@ -10,6 +10,7 @@ Shape suffixes: `B` row, `C` context, `T` token of a turn or span.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from nip_astra.language_models.sampler_gap import SamplerGap
 from nip_astra.language_models.saved_weights import save_weights
 from nip_astra.language_models.sources import describe_model, load_tokenizer, resolve_model
 from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
+from nip_astra.language_models.token_trie import build_trie
+from nip_astra.language_models.tree_scores import sequences_to_read
 from nip_astra.language_models.vllm_engine import EngineOptions, VllmEngine, start_engine
 from nip_astra.language_models.vllm_requests import (
     Reply,
@@ -42,9 +45,12 @@ from nip_astra.language_models.vllm_requests import (
     padded_rows,
     padded_turns,
     sampling_arguments,
+    scoring_request,
     seed_of,
 )
 from nip_astra.parameters.types import LanguageModelType
+
+logger = logging.getLogger(__name__)
 
 SCORE_ONE = SamplingOptions(max_new_tokens=1)
 """vLLM samples at least one token of every text that it scores."""
@@ -98,6 +104,7 @@ class VllmLanguageModel(LanguageModel):
         self._banned_ids = find_banned_ids(tokenizer, end_ids, vocab_size)
         self._num_parameters = num_parameters
         self._identity = object()
+        self._num_passes = 0
         if scorer is not None:
             scorer.token_count = self.token_count
             self.engine.note_weights(self._version())
@@ -173,7 +180,31 @@ class VllmLanguageModel(LanguageModel):
             return self.scorer.base_for(parameters)
         dtype = "float32" if parameters.dtype == "auto" else parameters.dtype
         is_same = parameters.model == self.source and dtype == self.engine.options.dtype
-        return self._twin(None) if self.scorer.has_adapter and is_same else None
+        if not (self.scorer.has_adapter and is_same and self._has_engine_of(parameters)):
+            return None
+        return self._twin(None)
+
+    def _has_engine_of(self, parameters: Any) -> bool:
+        """Say whether the engine is as asked for; what is left at its default is not asked for."""
+        fields, options = type(parameters).model_fields, self.engine.options
+        held = {
+            "max_model_len": options.max_model_len,
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "decode_graphs": "never" if options.enforce_eager else "always",
+        }
+        others = [
+            name
+            for name, value in held.items()
+            if getattr(parameters, name) not in (fields[name].default, value)
+        ]
+        if others:
+            logger.info(
+                "%r gets an engine of its own, since its %s differs from that of the engine of the "
+                "model that learns",
+                parameters.model,
+                " and ".join(others),
+            )
+        return not others
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         if self.scorer is not None:
@@ -223,9 +254,11 @@ class VllmLanguageModel(LanguageModel):
         self.engine.hold_weights(self._version(), weights)
         return None
 
-    def _version(self) -> tuple[object, tuple[int, ...]]:
-        # Every change in place counts a tensor's version up.
-        return self._identity, tuple(parameter._version for parameter in self.parameters())
+    def _version(self) -> tuple[object, int, tuple[int, ...]]:
+        # Changes in place count a tensor's version up, though not those of every optimizer (fused,
+        # 8-bit) nor writes through `.data`: passes with gradients are counted too.
+        versions = tuple(parameter._version for parameter in self.parameters())
+        return self._identity, self._num_passes, versions
 
     def rescored(
         self, contexts: Sequence[Sequence[int]], rows_per_context: int, said: Generation
@@ -237,7 +270,7 @@ class VllmLanguageModel(LanguageModel):
             return said
         rows = [context for context in contexts for _ in range(rows_per_context)]
         context_rows = pad_left(rows, torch.device("cpu"))
-        with torch.no_grad():
+        with torch.no_grad(), self.rescoring():
             logprobs_BT = self.scorer.logprobs(*context_rows, said.ids_BT, said.mask_BT).cpu()
         self.gap.note(said.logprobs_BT[said.mask_BT], logprobs_BT[said.mask_BT])
         return Generation(said.ids_BT, said.mask_BT, logprobs_BT)
@@ -271,6 +304,7 @@ class VllmLanguageModel(LanguageModel):
             return TokenScores(self._scored_by_engine(*rows))
         if self.scorer is not None and self.scorer.trainable and torch.is_grad_enabled():
             # An update begins.
+            self._num_passes += 1
             self.engine.sleep()
         score = super().token_scores if self.scorer is None else self.scorer.token_scores
         return score(*rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden)
@@ -280,8 +314,10 @@ class VllmLanguageModel(LanguageModel):
     ) -> Tensor:
         before = [row[mask].tolist() for row, mask in zip(context_BC, context_mask_BC, strict=True)]
         after = [row[mask].tolist() for row, mask in zip(ids_BT, mask_BT, strict=True)]
+        trie = build_trie(sequences_to_read(context_BC, context_mask_BC, ids_BT, mask_BT))
+        self.token_count.scored += trie.num_unique
         requests = [
-            Request([*a, *b], seed=0, scores_context=True)
+            scoring_request([*a, *b], self.context_window)
             for a, b in zip(before, after, strict=True)
         ]
         found_BT = torch.zeros(ids_BT.shape)
@@ -289,7 +325,8 @@ class VllmLanguageModel(LanguageModel):
             zip(map(len, before), self.ask(requests, SCORE_ONE), strict=True)
         ):
             assert reply.context_logprobs is not None
-            found_BT[row, mask_BT[row].cpu()] = torch.tensor(reply.context_logprobs[start:])
+            logprobs = [*reply.context_logprobs, *reply.logprobs][start:]
+            found_BT[row, mask_BT[row].cpu()] = torch.tensor(logprobs[: len(after[row])])
         return found_BT
 
     def sampled_logprobs(

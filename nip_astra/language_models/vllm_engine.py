@@ -23,7 +23,7 @@ from nip_astra.errors import (
     MissingDependencyError,
     ModelLoadError,
 )
-from nip_astra.language_models.vllm_requests import Reply, Request, read_reply
+from nip_astra.language_models.vllm_requests import Reply, Request, forcing, read_reply
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that an engine can be started for; an adapter may have a lower one."""
@@ -267,7 +267,7 @@ class VllmEngine:
             [{"prompt_token_ids": list(request.context)} for request in requests],
             [
                 self._sampling_params(
-                    **arguments,
+                    **(arguments | forcing(request)),
                     seed=request.seed,
                     # Scores of what the prefix cache holds are not in it; some versions give
                     # those of another request instead (vllm-project/vllm pull request 42245).

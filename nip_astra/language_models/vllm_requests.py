@@ -30,11 +30,14 @@ class Request(NamedTuple):
         The only randomness of the turn.
     scores_context : bool
         Whether to give log p of the context's tokens too.
+    forced : int or None
+        A token that is said first, whatever its probability.
     """
 
     context: Sequence[int]
     seed: int
     scores_context: bool = False
+    forced: int | None = None
 
 
 class Reply(NamedTuple):
@@ -97,6 +100,21 @@ def sampling_arguments(
     }
 
 
+def scoring_request(text: Sequence[int], window: int) -> Request:
+    """Ask for log p of a text's tokens: those of the context, then those of the turn."""
+    if len(text) < window:
+        return Request(text, seed=0, scores_context=True)
+    # There is no room for the token that vLLM samples after a text: the last one is made that.
+    return Request(text[:-1], seed=0, scores_context=True, forced=text[-1])
+
+
+def forcing(request: Request) -> dict[str, Any]:
+    """Give the arguments of `SamplingParams` that force a request's token, where it has one."""
+    if request.forced is None:
+        return {}
+    return {"allowed_token_ids": [request.forced], "logit_bias": None}
+
+
 def read_reply(request: Request, output: Any) -> Reply:
     """Take what is needed from a `RequestOutput` of vLLM."""
     said = output.outputs[0]
@@ -132,4 +150,6 @@ def padded_turns(replies: Sequence[Reply], width: int) -> Generation:
 
 def padded_rows(rows: Sequence[Sequence[float]]) -> Tensor:
     """Give numbers of several lengths as one tensor, 0 on padding."""
+    if not rows:
+        return torch.zeros(0, 0)
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

@@ -33,19 +33,26 @@ class WeightSnapshot:
         self._is_overwritten = is_overwritten
         self._versions: tuple[int, ...] = ()
         self._weights: Weights | None = None
+        self._is_stale = False
 
     def of(self, parameters: Iterable[torch.nn.Parameter]) -> Weights:
         """Give the snapshot as long as these parameters have not changed, else a new one."""
-        # Every change in place counts a tensor's version up.
+        # Changes in place count a tensor's version up, though not those of every optimizer (fused,
+        # 8-bit) nor writes through `.data`: an update says itself that it begins.
         versions = tuple(parameter._version for parameter in parameters)
-        if self._weights is None or (versions != self._versions and not self.is_released):
+        is_old = self._is_stale or versions != self._versions
+        if self._weights is None or (is_old and not self.is_released):
             old = self._weights if self._is_overwritten else None
             self._weights = None
-            self._versions, self._weights = versions, self._make(into=old)
+            # What is made in inference mode could not be overwritten outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._versions, self._weights = versions, self._make(into=old)
+            self._is_stale = False
         return self._weights
 
     def make_room(self) -> None:
-        """Free the snapshot before an update, unless captured steps read it."""
+        """Give the snapshot up before an update, and free it unless captured steps read it."""
+        self._is_stale = True
         if not self._is_overwritten:
             self._weights = None
 

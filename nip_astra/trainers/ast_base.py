@@ -186,7 +186,8 @@ class AstTrainer(AstHooks, TensorDictTrainer):
         gap = SamplerGap()
         if self.compares_with_sampler and not self.policy.samples_as_it_scores:
             nodes, mask_NT = tree.nodes, tree.nodes["probe_mask"]
-            scored_NT = self.probe_logprobs(tree)
+            with self.policy.rescoring():
+                scored_NT = self.probe_logprobs(tree)
             gap.note(nodes["probe_logprobs"][mask_NT], scored_NT[mask_NT])
             nodes["probe_logprobs"] = scored_NT
         metrics = self.shaping.apply(tree) | gap.take()

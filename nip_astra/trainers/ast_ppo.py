@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -62,14 +63,24 @@ class AstPpoTrainer(AstTrainer):
         self.kl.load_state(state)
 
     @torch.no_grad()
+    def probe_logprobs(self, tree: RolloutTree) -> Tensor:
+        """Give the attacker's log-probabilities; the values of that pass go into the tree."""
+        scores = self.policy_scores(
+            collate(node_samples(tree, range(tree.num_nodes))), needs_hidden=True
+        )
+        values_BT = self.modules["value_head"](scores.hidden_BTX)
+        # A batch is as wide as its longest probe.
+        padding = (0, tree.nodes["probe"].shape[1] - values_BT.shape[1])
+        tree.nodes["value"] = pad(values_BT, padding).cpu()
+        return pad(scores.logprobs_BT, padding).cpu()
+
+    @torch.no_grad()
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         """Give one sample a node, with advantage, return and old value of each token."""
-        hidden_NTX = self.policy_scores(
-            collate(node_samples(tree, range(tree.num_nodes))), needs_hidden=True
-        ).hidden_BTX
-        found_NT: Tensor = self.modules["value_head"](hidden_NTX).cpu()
-        values_NT = torch.zeros(tree.nodes["probe"].shape)
-        values_NT[:, : found_NT.shape[1]] = found_NT
+        if "value" not in tree.nodes:
+            with self.policy.rescoring():
+                self.probe_logprobs(tree)
+        values_NT = tree.nodes.pop("value")
         found = ppo_samples(tree, values_NT, self.parameters, kl_weight=self.kl.reward_weight)
         self.flatten_metrics = found.metrics | {"kl/weight": self.kl.weight}
         self.kl.observe(found.divergence, num_samples=tree.num_nodes)

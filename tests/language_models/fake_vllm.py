@@ -39,6 +39,7 @@ class SamplingParams:
             "top_p": 1.0,
             "stop_token_ids": [],
             "logit_bias": None,
+            "allowed_token_ids": None,
             "logprobs": None,
             "seed": None,
             "prompt_logprobs": None,
@@ -199,6 +200,10 @@ def _draw(logits: torch.Tensor, params: SamplingParams, step: int, generator: An
         logits[params.stop_token_ids] = float("-inf")
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += bias
+    if params.allowed_token_ids is not None:
+        others = torch.ones_like(logits, dtype=torch.bool)
+        others[params.allowed_token_ids] = False
+        logits[others] = float("-inf")
     if params.temperature == 0.0:
         return int(logits.argmax())
     logits = logits / params.temperature

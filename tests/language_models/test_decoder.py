@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -22,11 +23,13 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.language_models import decoder as decoder_module
 from nip_astra.language_models.attention import TrieAttention
 from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
 from nip_astra.language_models.decoder import build_decoder, why_unsupported
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.sources import round_weights
 from nip_astra.language_models.token_trie import build_trie
 from nip_astra.language_models.weights import frozen_weights, live_weights
 from tests.tiny import make_tokenizer
@@ -247,3 +250,77 @@ def test_entropies_and_hidden_states_come_from_the_same_pass(
         assert torch.allclose(found.hidden_BTX[row, :length], hidden, atol=1e-5)
     assert (found.entropy_BT[~mask] == 0).all()
     assert (found.hidden_BTX[~mask] == 0).all()
+
+
+def test_a_model_of_its_own_forward_pass_learns_in_float32(
+    gpt2: HuggingFaceLanguageModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpt2.save_pretrained(tmp_path)
+    given = {"model": str(tmp_path), "dtype": "bfloat16"}
+    cpu, options = torch.device("cpu"), SamplingOptions(max_new_tokens=3)
+    parameters = HuggingFaceLanguageModel.Parameters.from_dict(given)
+    with caplog.at_level(logging.INFO):
+        model = HuggingFaceLanguageModel.load(
+            parameters, device=cpu, scenario_dir=None, trainable=True
+        )
+    assert model.dtype == torch.float32
+    assert "GPT2LMHeadModel computes in float32: its weights are trained in full" in caplog.text
+    rows = (*pad_left([[2, 6, 7]], cpu), *pad_right([[8, 9]], cpu))
+    found = model.sampled_logprobs(*rows, options)
+    assert found is not None
+    assert found.shape == (1, 2)
+    frozen = HuggingFaceLanguageModel.load(
+        parameters, device=cpu, scenario_dir=None, trainable=False
+    )
+    assert frozen.dtype == torch.bfloat16
+
+
+def test_buffers_are_rounded_with_the_weights_but_not_those_of_rotary_positions() -> None:
+    module = torch.nn.Linear(2, 2)
+    for name in ("scale", "inv_freq", "original_inv_freq"):
+        module.register_buffer(name, torch.ones(2))
+    module.register_buffer("count", torch.ones(2, dtype=torch.long))
+    round_weights(module, torch.bfloat16)
+    assert {name: buffer.dtype for name, buffer in module.named_buffers()} == {
+        "scale": torch.bfloat16,
+        "inv_freq": torch.float32,
+        "original_inv_freq": torch.float32,
+        "count": torch.long,
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"lora_bias": True}, "its adapters have biases"),
+        ({"use_dora": True}, "a magnitude vector"),
+        ({"bias": "lora_only"}, "it learns weights under its adapters"),
+        ({"target_modules": ["embed_tokens"]}, "other than LoRA on linear layers"),
+        ({}, ""),
+    ],
+)
+def test_adapters_that_are_more_than_two_matrices_go_through_the_module(
+    more: dict[str, Any], reason: str
+) -> None:
+    config = LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **more})
+    module = get_peft_model(MODULES["llama"](), config).get_base_model()
+    found = why_unsupported(module) or ""
+    assert reason in found
+    assert bool(reason) == bool(found)
+
+
+def test_a_target_on_the_attackers_weights_keeps_its_own_options(tiny_model_dir: Path) -> None:
+    def parameters(**given: Any) -> Any:
+        values = {"model": str(tiny_model_dir), **given}
+        return HuggingFaceLanguageModel.Parameters.from_dict(values)
+
+    attacker = HuggingFaceLanguageModel.load(
+        parameters(lora={"rank": 2}), device=torch.device("cpu"), scenario_dir=None, trainable=True
+    )
+    target = attacker.base_for(parameters(max_batch_tokens=256, decode_graphs="never"))
+    assert isinstance(target, HuggingFaceLanguageModel)
+    assert target.module is attacker.module
+    assert (target.max_batch_tokens, attacker.max_batch_tokens) == (256, 8192)
+    assert (target._decode_graphs, attacker._decode_graphs) == ("never", "auto")
+    with pytest.raises(ConfigurationError, match="decode_graphs is always"):
+        attacker.base_for(parameters(decode_graphs="always"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 
-from nip_astra.language_models import flex_attention
+from nip_astra.language_models import flex_attention, tree_scores
 from nip_astra.language_models.attention import TrieAttention
 from nip_astra.language_models.flex_attention import FlexTrieAttention, trie_attention
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
@@ -98,3 +99,33 @@ def test_a_kernel_that_cannot_be_compiled_is_told_and_done_without(
         assert flex_attention.compiled_flex_attention() is None
     assert "flex attention failed: no working compiler" in caplog.text
     flex_attention.compiled_flex_attention.cache_clear()
+
+
+def test_the_mask_of_a_pass_with_gradients_is_bounded(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def by_blocks(trie: TokenTrie, dtype: torch.dtype) -> FlexTrieAttention:
+        sizes.append(trie.num_tokens)
+        return FlexTrieAttention(trie)
+
+    def learnt() -> list[torch.Tensor]:
+        tiny_model.module.zero_grad()
+        logprobs_BT = tiny_model.logprobs(contexts, contexts > 0, ids_BT, ids_BT > 0)
+        logprobs_BT.sum().backward()
+        return [logprobs_BT.detach(), *(p.grad.clone() for p in tiny_model.parameters())]
+
+    generator = torch.Generator().manual_seed(0)
+    contexts, ids_BT = (torch.randint(6, 20, (8, n), generator=generator) for n in (20, 10))
+    dense = learnt()
+    monkeypatch.setattr(tree_scores, "uses_flex_attention", lambda device: True)
+    monkeypatch.setattr(tree_scores, "trie_attention", by_blocks)
+    rows = functools.partial(build_trie, max_row_tokens=60)
+    monkeypatch.setattr("nip_astra.language_models.huggingface.build_trie", rows)
+    tiny_model.max_batch_tokens = 64
+    found = learnt()
+    assert len(sizes) > 1
+    assert max(sizes) <= 64
+    for ours, expected in zip(found, dense, strict=True):
+        assert torch.allclose(ours, expected, atol=1e-4)

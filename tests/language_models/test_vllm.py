@@ -16,6 +16,7 @@ from nip_astra.errors import (
     MissingDependencyError,
     ModelLoadError,
 )
+from nip_astra.language_models import sources
 from nip_astra.language_models.base import SamplingOptions, pad_left
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmLanguageModel
@@ -301,3 +302,79 @@ def test_weights_of_a_checkpoint_are_sampled_from(model_dir: Path, tmp_path: Pat
     again = load(model_dir)
     again.restore(tmp_path)
     assert torch.equal(again.generate(CONTEXTS, 1, uniforms(3), options).ids_BT, learnt.ids_BT)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+def test_what_an_update_leaves_no_trace_of_in_versions_is_sampled_from(
+    model_dir: Path, lora: Any
+) -> None:
+    model = load(model_dir, lora=lora)
+    model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
+    rows = (*pad_left(CONTEXTS, CPU), torch.full((3, 2), 7), torch.ones(3, 2, dtype=torch.bool))
+    model.logprobs(*rows)
+    before = [parameter._version for parameter in model.parameters()]
+    # As fused and 8-bit optimizers write.
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn(parameter.shape) * 0.3)
+    assert [parameter._version for parameter in model.parameters()] == before
+    model.take_metrics()
+    model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
+    assert model.take_metrics()["sampler_gap/largest"] < 1e-4
+
+
+def test_scoring_again_is_counted_apart(model_dir: Path) -> None:
+    model = load(model_dir)
+    with model.counting() as spent:
+        said = model.generate(CONTEXTS, 1, uniforms(3), OPTIONS)
+    turns = int(said.mask_BT.sum())
+    assert spent.forwarded == sum(map(len, CONTEXTS)) + turns - 3
+    assert spent.scored == 0
+    assert spent.rescored > 0
+
+
+def test_what_vllm_scores_is_counted(model_dir: Path) -> None:
+    model = load(model_dir, trainable=False)
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    with model.counting() as spent:
+        model.logprobs(*pad_left([[2, 6, 7], [2, 6, 8]], CPU), torch.tensor([[7], [8]]), mask)
+    assert spent.scored == 4
+    assert spent.forwarded >= spent.scored
+
+
+def test_no_contexts_give_no_turns(model_dir: Path) -> None:
+    found = load(model_dir).generate([], 2, torch.zeros(0, 6), OPTIONS)
+    assert found.ids_BT.shape == found.mask_BT.shape == found.logprobs_BT.shape == (0, 6)
+
+
+@pytest.mark.parametrize("last", [7, 4])
+def test_a_text_that_fills_the_window_is_scored(model_dir: Path, last: int) -> None:
+    tight, wide = (load(model_dir, trainable=False, max_model_len=n) for n in (8, 20))
+    rows = (*pad_left(CONTEXTS[:2], CPU), torch.tensor([[6, last], [9, 0]]))
+    mask = torch.tensor([[True, True], [True, False]])
+    assert torch.allclose(tight.logprobs(*rows, mask), wide.logprobs(*rows, mask), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"max_model_len": 64}, {"gpu_memory_utilization": 0.2}, {"decode_graphs": "never"}],
+)
+def test_a_target_that_asks_for_another_engine_gets_its_own(
+    model_dir: Path, asked: dict[str, Any]
+) -> None:
+    target = VllmLanguageModel.Parameters(model=str(model_dir), **asked)
+    given = {"max_model_len": 40, "gpu_memory_utilization": 0.3, "lora": {"rank": 4}}
+    assert load(model_dir, **given).base_for(target) is None
+    same = VllmLanguageModel.Parameters(model=str(model_dir))
+    assert load(model_dir, **given).base_for(same) is not None
+    assert load(model_dir, **{**given, **asked}).base_for(target) is not None
+
+
+def test_a_model_whose_config_tells_no_vocabulary_is_told(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = type("Config", (), {"max_position_embeddings": 8})()
+    module = type("Module", (), {"generation_config": None})()
+    monkeypatch.setattr(sources.AutoConfig, "from_pretrained", lambda _: config)
+    monkeypatch.setattr(sources.AutoModelForCausalLM, "from_config", lambda _: module)
+    with pytest.raises(ModelLoadError, match=r"could not be loaded: .*vocab_size"):
+        sources.describe_model(str(model_dir))

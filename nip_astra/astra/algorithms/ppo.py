@@ -186,8 +186,11 @@ class PPO(
         reference_NT = torch.zeros_like(logprobs_NT)
         reward_N = tree.nodes["reward"].clone()
         num_unmatched = 0
+        is_kept = self.system.samples_as_it_scores
         for number, (node, known, length) in enumerate(zip(nodes, reference, lengths, strict=True)):
-            own = node.logprobs if node.logprobs is not None else logprobs_NT[number][:length]
+            own = logprobs_NT[number][:length]
+            if node.logprobs is not None and is_kept:
+                own = node.logprobs
             assert known is not None
             if len(own) != length or len(known) != length:
                 reward_N[number] = torch.nan

@@ -132,6 +132,13 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
 
     # ---- what algorithms ask
 
+    @property
+    def samples_as_it_scores(self) -> bool:
+        """Whether probes come with the log-probabilities that scoring would give them; where they
+        do not, a loss compares with those of scoring.
+        """
+        return True
+
     def token_values(
         self,
         context: Sequence[StateT],

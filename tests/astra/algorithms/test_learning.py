@@ -19,6 +19,7 @@ from nip_astra.scorers.registry import build_scorer
 from tests.astra.conftest import Models
 from tests.astra.toys import (
     PROMPTS,
+    SHORT,
     Finds,
     ValuedWordProblem,
     WordProblem,
@@ -291,3 +292,20 @@ def test_a_flat_tree_of_graphs_keeps_order_parents_and_groups() -> None:
     assert tree.nodes["depth"].tolist() == [0, 0, 0, 1, 1]
     assert tree.nodes["episode"].tolist() == [0, 0, 1, 0, 0]
     assert tree.groups == [[0, 1], [2], [3, 4]]
+
+
+@pytest.mark.parametrize(("dtype", "scores_again"), [("float32", False), ("bfloat16", True)])
+def test_old_log_probabilities_come_by_the_path_of_the_loss(
+    models: Models, dtype: str, scores_again: bool
+) -> None:
+    problem = hf_problem(models, attacker_options={**SHORT, "language_model": {"dtype": dtype}})
+    assert problem.samples_as_it_scores != scores_again
+    solver = PPO(problem)
+    graphs = ASTSampler(problem, PROMPTS, tree_width=2).eval_rollouts(PROMPTS)
+    batch = PPO.collate_fn(solver.flatten_all(graphs))
+    with torch.no_grad():
+        now_BT = problem.token_values(batch.prefix, batch.suffix).logprobs_BT
+    mask_BT = batch.tokens["probe_mask"]
+    gap = (now_BT[:, : mask_BT.shape[1]] - batch.tokens["old_logprobs"])[mask_BT].abs().max()
+    # Another batch rounds otherwise; another path by more.
+    assert gap < (1e-2 if scores_again else 1e-4)

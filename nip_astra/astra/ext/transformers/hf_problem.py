@@ -177,6 +177,10 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
     def get_baseline_logprobs(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
         return self._scores("reference", context, continuation).logprobs_BT
 
+    @property
+    def samples_as_it_scores(self) -> bool:
+        return self.agents["attacker"].language_model.samples_as_it_scores
+
     def value(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
         values_BT = self._scores("attacker", context, continuation, needs_values=True).values_BT
         assert values_BT is not None
