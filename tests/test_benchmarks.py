@@ -8,6 +8,7 @@ import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -65,3 +66,31 @@ def test_novelty_is_measured_beside_nltk(
     assert figures["num_history"] == 30
     assert figures["kept"] > 0
     assert figures.get("largest_difference", 0.0) < 1e-12
+
+
+def test_a_plot_of_growth_has_a_point_for_every_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [(1, 2, 100), (2, 2, 200), (2, 3, 500)]
+    rows = [
+        {
+            "episodes": episodes,
+            "width": width,
+            "unique_tokens": tokens,
+            "phases": {"rollout": tokens / 1000, "update": tokens / 2000},
+        }
+        for episodes, width, tokens in sizes
+    ]
+    figures, drawing = tmp_path / "speed.json", tmp_path / "growth.svg"
+    figures.write_text(json.dumps({"growth": {"rows": rows}}))
+    monkeypatch.setattr(sys, "argv", ["growth_plot.py", str(figures), str(drawing)])
+    runpy.run_path(str(ROOT / "benchmarks" / "growth_plot.py"), run_name="__main__")
+    circles = ElementTree.parse(drawing).getroot().findall("{http://www.w3.org/2000/svg}circle")
+    # Two episodes of width 2 are on both lines.
+    places = {(float(circle.attrib["cx"]), float(circle.attrib["cy"])) for circle in circles}
+    assert len(circles) == 4
+    assert len(places) == 3
+    # Twice the tokens and twice the seconds are twice as far from the origin.
+    (left, low), (right, high), _ = sorted(places)
+    assert (right - 50) == pytest.approx(2 * (left - 50), abs=0.2)
+    assert (300 - 46 - high) == pytest.approx(2 * (300 - 46 - low), abs=0.2)
