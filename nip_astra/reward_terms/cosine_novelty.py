@@ -5,23 +5,21 @@ Shape suffixes: `N` node, `H` probe of the history.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
+from nip_astra.language_models.embeddings import EmbedderParameters
 from nip_astra.parameters.types import RewardTermType
-from nip_astra.reward_terms.base import RatedProbes, RewardTerm
-from nip_astra.reward_terms.embedded_history import EmbeddedHistory
+from nip_astra.reward_terms.base import RatedProbes
+from nip_astra.reward_terms.embedded_history import EmbeddedTerm
 from nip_astra.reward_terms.history import NoveltyParameters
 from nip_astra.reward_terms.registry import register_reward_term
 
 
 @register_reward_term(RewardTermType.COSINE_NOVELTY)
-class CosineNovelty(RewardTerm):
+class CosineNovelty(EmbeddedTerm):
     """1 - cosine to everything found so far (curiosity-driven red teaming, arXiv:2402.19464).
 
     From 0 to 1; a cosine below 0 counts as 0. 1 where nothing was found yet. Probes of one rollout
@@ -39,13 +37,6 @@ class CosineNovelty(RewardTerm):
         again. mean: over all that was said, as often as it was said, as the paper's code does: away
         from the bulk, where a repeated probe still earns something."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        embedder = build_embedder(parameters.embedder, device=device, scenario_dir=scenario_dir)
-        self._history = EmbeddedHistory(embedder, parameters.max_history)
-
     def _values(self, nodes: RatedProbes) -> Tensor:
         if len(self._history) == 0:
             return (~nodes.is_empty).float()
@@ -59,12 +50,3 @@ class CosineNovelty(RewardTerm):
             counts_H = self._history.counts
             cosine_N = cosines_NH @ counts_H / counts_H.sum()
         return (1.0 - cosine_N).clamp(0.0, 1.0).masked_fill(nodes.is_empty, 0.0)
-
-    def observe(self, nodes: RatedProbes) -> None:
-        self._history.remember(nodes.probes, self.parameters.remembered(nodes))
-
-    def state(self) -> dict[str, Any]:
-        return self._history.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._history.load_state(state)

@@ -6,12 +6,14 @@ Shape suffixes: `N` node, `K` node that is remembered, `H` probe of the history,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nip_astra.language_models.embeddings import Embedder
+from nip_astra.language_models.embeddings import Embedder, build_embedder
+from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 from nip_astra.reward_terms.history import ProbeHistory
 
 
@@ -77,3 +79,26 @@ class EmbeddedHistory:
         if self._latest is None or self._latest[0] != list(probes):
             self._latest = list(probes), self._embedder.compute(probes)
         return self._latest[1]
+
+
+class EmbeddedTerm(RewardTerm):
+    """A term that compares probes with those remembered by their vectors.
+
+    Its `Parameters` are `NoveltyParameters` with an `embedder`.
+    """
+
+    def __init__(
+        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
+    ) -> None:
+        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+        embedder = build_embedder(parameters.embedder, device=device, scenario_dir=scenario_dir)
+        self._history = EmbeddedHistory(embedder, parameters.max_history)
+
+    def observe(self, nodes: RatedProbes) -> None:
+        self._history.remember(nodes.probes, self.parameters.remembered(nodes))
+
+    def state(self) -> dict[str, Any]:
+        return self._history.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._history.load_state(state)

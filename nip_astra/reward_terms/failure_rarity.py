@@ -6,18 +6,15 @@ Shape suffixes: `N` node, `H` probe of the history.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
+from nip_astra.language_models.embeddings import EmbedderParameters
 from nip_astra.parameters.types import RewardTermType
-from nip_astra.reward_terms.base import RatedProbes, RewardTerm
-from nip_astra.reward_terms.embedded_history import EmbeddedHistory
+from nip_astra.reward_terms.base import RatedProbes
+from nip_astra.reward_terms.embedded_history import EmbeddedTerm
 from nip_astra.reward_terms.history import NoveltyParameters
 from nip_astra.reward_terms.registry import register_reward_term
 
@@ -26,7 +23,7 @@ TOLERANCE = 1e-5
 
 
 @register_reward_term(RewardTermType.FAILURE_RARITY)
-class FailureRarity(RewardTerm):
+class FailureRarity(EmbeddedTerm):
     """How rare failures like this one are among those found so far, 0 to 1.
 
     With N failures found in earlier rollouts, n of them alike (by cosine), each as often as it was
@@ -58,13 +55,6 @@ class FailureRarity(RewardTerm):
         embedder: EmbedderParameters = EmbedderParameters()
         """What turns probes into vectors."""
 
-    def __init__(
-        self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
-    ) -> None:
-        super().__init__(parameters, device=device, scenario_dir=scenario_dir)
-        embedder = build_embedder(parameters.embedder, device=device, scenario_dir=scenario_dir)
-        self._history = EmbeddedHistory(embedder, parameters.max_history)
-
     def _values(self, nodes: RatedProbes) -> Tensor:
         cosines_NH = self._history.cosines(nodes.probes)
         is_alike_NH = cosines_NH >= self.parameters.similarity - TOLERANCE
@@ -78,12 +68,3 @@ class FailureRarity(RewardTerm):
             num_found = max(1.0, float(counts_H.sum()))
             rarity_N = 1.0 - num_alike_N.log1p() / math.log1p(num_found)
         return rarity_N.masked_fill(nodes.is_empty, 0.0)
-
-    def observe(self, nodes: RatedProbes) -> None:
-        self._history.remember(nodes.probes, self.parameters.remembered(nodes))
-
-    def state(self) -> dict[str, Any]:
-        return self._history.state()
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._history.load_state(state)
