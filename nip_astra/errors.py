@@ -177,6 +177,10 @@ class NonFiniteLossError(NipAstraError, ArithmeticError):
     """A loss or gradient is not finite; training stopped before using it."""
 
 
+class HelperProcessError(NipAstraError, RuntimeError):
+    """A process that was to compute a part of the work failed or ended."""
+
+
 class TrackingError(NipAstraError, RuntimeError):
     """An experiment tracker cannot be used as asked."""
 

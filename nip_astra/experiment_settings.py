@@ -30,7 +30,8 @@ class ExperimentSettings(SubParameters):
     wandb_entity: str | None = None
     """W&B user or team; null for the account's own."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of torch; null takes one for small models and all cores for others."""
+    """CPU threads of torch; null takes one for small models and all cores for others. Agents of a
+    protocol learn in so many processes, of one thread each, where their losses can be divided."""
     max_rollout_gib: float = Field(default=4.0, gt=0)
     """Memory for the keys and values of a rollout, in GiB; a larger one is played in parts."""
     checkpoint_period: int = Field(default=10, ge=0)

@@ -5,6 +5,8 @@ Shapes: B frames, A agents.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -108,12 +110,6 @@ class IppoObjective(Objective):
                 "clip_fraction": view.figure(is_clipped_B.to(ratios_B.dtype)),
                 "ess": _effective_share(view, ratios_B),
             }
-            if self.ppo.loss_type == "kl_penalty":
-                # Agents write to different entries, so that several threads may.
-                # A minibatch in which the agent never acts says nothing of it.
-                acts = 1.0 if view.is_acting_B is None else view.is_acting_B.any().to(kl.dtype)
-                self._kl_sum[view.number] += kl.detach()
-                self._kl_count[view.number] += acts
         return loss, metrics
 
     def _value_loss(self, number: int, values_B: Tensor, batch: Frames) -> Tensor:
@@ -125,6 +121,15 @@ class IppoObjective(Objective):
             clip_value=self.rl.clip_value,
         )
         return self.ppo.critic_coef * losses_B.mean()
+
+    def finish_minibatch(self, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Add up divergences; a minibatch in which an agent never acts says nothing of it."""
+        if self.ppo.loss_type != "kl_penalty":
+            return
+        for name, of_agent in entries.items():
+            number, kl = self.agents.number(name), of_agent["kl"]
+            self._kl_sum[number] += kl.nan_to_num()
+            self._kl_count[number] += ~kl.isnan()
 
     def finish_iteration(self) -> None:
         """Adapt the weights of the charge to the divergences of the iteration."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -182,16 +181,19 @@ class Objective(LossModule):
 
     def forward(self, batch: TensorDict) -> TensorDict:
         """Give the scalars `loss_*_<agent>` and `<agent>/*` of all agents."""
-        entries: dict[str, Tensor] = {}
         frames = frames_of(batch)
-        for name in self.agents.names:
-            for key, value in self.agent_losses(name, frames).items():
-                is_loss = key.startswith(LOSS_PREFIX)
-                entries[f"{key}_{name}" if is_loss else f"{name}/{key}"] = value
-        return TensorDict(entries)
+        by_agent = {name: self.agent_losses(name, frames) for name in self.agents.names}
+        self.finish_minibatch(by_agent)
+        return TensorDict(
+            {
+                f"{key}_{name}" if key.startswith(LOSS_PREFIX) else f"{name}/{key}": value
+                for name, entries in by_agent.items()
+                for key, value in entries.items()
+            }
+        )
 
     def compute_gradients(
-        self, batch: TensorDict, names: Sequence[str], executor: Executor | None = None
+        self, batch: TensorDict, names: Sequence[str]
     ) -> dict[str, dict[str, Tensor]]:
         """Add to the agents' gradients those of their losses, and give these by agent, detached.
 
@@ -201,34 +203,33 @@ class Objective(LossModule):
         ----------
         names : Sequence[str]
             Agents that learn.
-        executor : Executor, optional
-            Runs agents, and parts of an agent, at the same time; agents must share no weights.
         """
         frames = frames_of(batch)
-        if executor is None:
-            return {name: self._backward(self.agent_losses, name, frames) for name in names}
-        tasks = [
-            (name, executor.submit(self._backward, losses, name, frames))
-            for name in names
-            for losses in self.loss_parts(name)
-        ]
-        found: dict[str, dict[str, Tensor]] = {name: {} for name in names}
-        for name, task in tasks:
-            found[name] |= task.result()
-        return found
+        by_agent = {name: self._backward(self.agent_losses, name, frames) for name in names}
+        self.finish_minibatch(by_agent)
+        return by_agent
 
     def loss_parts(self, name: str) -> tuple[AgentLosses, ...]:
-        """Give functions that share no weights, and whose losses together are `agent_losses`."""
-        return (self.agent_losses,)
+        """Give functions that share no weights, and whose losses together are `agent_losses`.
+
+        Where an objective has them, several processes may compute them at once, so they must
+        change nothing but gradients. None here: then one process computes all losses.
+        """
+        return ()
+
+    def compute_part(self, name: str, part: int, frames: Frames) -> dict[str, Tensor]:
+        """Add to gradients those of one of `loss_parts`, and give the losses, detached."""
+        return self._backward(self.loss_parts(name)[part], name, frames)
 
     def _backward(self, losses: AgentLosses, name: str, batch: Frames) -> dict[str, Tensor]:
-        # A new thread starts with gradients on; the caller's mode is its own.
-        with torch.enable_grad():
-            entries = losses(name, batch)
-            total = sum_of_losses(entries.items())
-            if total.requires_grad:
-                torch.autograd.backward(total)
+        entries = losses(name, batch)
+        total = sum_of_losses(entries.items())
+        if total.requires_grad:
+            torch.autograd.backward(total)
         return {key: value.detach() for key, value in entries.items()}
+
+    def finish_minibatch(self, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Called with what the losses of a minibatch were, by agent; does nothing here."""
 
     def finish_iteration(self) -> None:
         """Called after the last minibatch of an iteration; does nothing here."""

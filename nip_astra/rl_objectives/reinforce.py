@@ -9,7 +9,13 @@ from torch import Tensor
 
 from nip_astra.parameters.trainers import LossCriticType
 from nip_astra.rl_objectives.distances import value_losses
-from nip_astra.rl_objectives.objective import Frames, Objective, PlayingAgents
+from nip_astra.rl_objectives.objective import (
+    AgentLosses,
+    Frames,
+    Objective,
+    PlayingAgents,
+    PolicyView,
+)
 
 
 class ReinforceObjective(Objective):
@@ -51,27 +57,35 @@ class ReinforceObjective(Objective):
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
         """Give `loss_policy`, `loss_entropy`, with advantages `loss_value`, and the entropy."""
-        values_B = None
-        if self.weight == "advantage":
-            view, values_B = self.policy_view_and_values(name, batch)
-        else:
-            view = self.policy_view(name, batch)
-        logprobs_B = view.evaluation.logprobs_B
-        entropy = view.mean(view.evaluation.entropies_B)
-        found = {
-            "loss_policy": -view.mean(logprobs_B * view.of_agent(self.weight)),
-            "loss_entropy": -self.entropy_coef * entropy,
-            "entropy": view.figure(view.evaluation.entropies_B),
+        if self.weight != "advantage":
+            return self._policy_entries(name, self.policy_view(name, batch))
+        view, values_B = self.policy_view_and_values(name, batch)
+        return self._policy_entries(name, view) | self._value_entries(view.number, values_B, batch)
+
+    def loss_parts(self, name: str) -> tuple[AgentLosses, ...]:
+        if self.weight != "advantage" or self.agents[name].shares_body:
+            return (self.agent_losses,)
+        number = self.agents.number(name)
+        return (
+            lambda name, batch: self._value_entries(number, self.agents.values(name, batch), batch),
+            lambda name, batch: self._policy_entries(name, self.policy_view(name, batch)),
+        )
+
+    def _policy_entries(self, name: str, view: PolicyView) -> dict[str, Tensor]:
+        entropies_B = view.evaluation.entropies_B
+        losses = {
+            "loss_policy": -view.mean(view.evaluation.logprobs_B * view.of_agent(self.weight)),
+            "loss_entropy": -self.entropy_coef * view.mean(entropies_B),
+            **self.logit_losses(name, view),
         }
-        found |= self.logit_losses(name, view)
-        if values_B is not None:
-            targets_B = batch["agents", "value_target"][:, view.number, 0]
-            losses_B = value_losses(
-                values_B,
-                targets_B,
-                self.loss_critic_type,
-                old_values_B=batch["agents", "value"][:, view.number, 0],
-                clip_value=self.clip_value,
-            )
-            found["loss_value"] = self.critic_coef * losses_B.mean()
-        return found
+        return losses | {"entropy": view.figure(entropies_B)}
+
+    def _value_entries(self, number: int, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
+        losses_B = value_losses(
+            values_B,
+            batch["agents", "value_target"][:, number, 0],
+            self.loss_critic_type,
+            old_values_B=batch["agents", "value"][:, number, 0],
+            clip_value=self.clip_value,
+        )
+        return {"loss_value": self.critic_coef * losses_B.mean()}

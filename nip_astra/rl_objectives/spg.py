@@ -6,7 +6,6 @@ Shapes: B frames, A agents.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -106,7 +105,7 @@ class SpgObjective(Objective):
         return {"loss_policy": policy, **self._further_losses(name, evaluations, batch)}
 
     def compute_gradients(
-        self, batch: TensorDict, names: Sequence[str], executor: Executor | None = None
+        self, batch: TensorDict, names: Sequence[str]
     ) -> dict[str, dict[str, Tensor]]:
         """Add to the agents' gradients their directions, and give what to log by agent.
 
@@ -114,8 +113,6 @@ class SpgObjective(Objective):
         ----------
         names : Sequence[str]
             Agents that learn; nobody foresees the others to.
-        executor : Executor, optional
-            Not used: no agent's direction is independent of the others'.
         """
         frames = frames_of(batch)
         # Fused attention cannot be differentiated twice.

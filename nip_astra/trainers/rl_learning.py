@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -16,10 +15,11 @@ from torch import Tensor
 from torchrl.objectives import LossModule
 
 from nip_astra.errors import NonFiniteLossError
-from nip_astra.rl_objectives.objective import Objective, sum_of_losses
+from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losses
 from nip_astra.trainers.minibatches import ReplayBuffer
 from nip_astra.trainers.rl_optimizers import AgentOptimizers
 from nip_astra.trainers.rl_statistics import MetricSums
+from nip_astra.trainers.shared_gradients import CAN_SHARE, SharedGradients, Task
 
 
 class Learner:
@@ -46,32 +46,33 @@ class Learner:
         self.buffer = buffer
         self.num_epochs = num_epochs
         self.device = device
-        self._executor: Executor | None = None
+        self._num_processes = 1
+        self._seconds: dict[Task, float] = {}
 
     @contextmanager
-    def threads(self, num_threads: int | None) -> Iterator[None]:
-        """Have agents that share no weights learn at the same time within the block.
+    def processes(self, count: int | None) -> Iterator[None]:
+        """Have losses that share no weights computed by several processes within the block.
 
-        Torch's own threads are divided among them. The numbers are those of one thread, to the bit,
-        where none of them has more than one of torch's.
+        The numbers are those of one process, to the bit. Each has one of torch's threads.
 
         Parameters
         ----------
-        num_threads : int, optional
-            At most so many. One for None: on busy cores, two threads of small networks wait for
-            each other.
+        count : int, optional
+            At most so many; one for None.
         """
-        count = min(num_threads or 1, len(self.optimizers.optimizers), os.cpu_count() or 1)
-        if count < 2 or not self.optimizers.are_disjoint:
+        count = min(count or 1, os.cpu_count() or 1)
+        is_possible = CAN_SHARE and self.device.type == "cpu" and self.optimizers.are_disjoint
+        if count < 2 or not is_possible:
             yield
             return
         torch_threads = torch.get_num_threads()
-        torch.set_num_threads(max(torch_threads // count, 1))
+        # A forked process has none of the threads that torch began here, and would wait for them.
+        torch.set_num_threads(1)
+        self._num_processes = count
         try:
-            with ThreadPoolExecutor(count) as self._executor:
-                yield
+            yield
         finally:
-            self._executor = None
+            self._num_processes = 1
             torch.set_num_threads(torch_threads)
 
     def learn(self, batch: TensorDict, iteration: int) -> tuple[dict[str, Tensor], int]:
@@ -97,36 +98,65 @@ class Learner:
         sums, norms, num_steps = MetricSums(), [], 0
         self.buffer.empty()
         self.buffer.extend(frames)
-        for _ in range(self.num_epochs):
-            for minibatch in self.buffer:
-                metrics = self._gradients(minibatch, names)
-                of_agents = self.optimizers.clip(names)
-                norms += list(of_agents.values())
-                if self.device.type == "cpu":
-                    self._check(norms[-len(of_agents) :], iteration)
-                self.optimizers.step(names)
-                num_steps += 1
-                sums.add(metrics)
-                sums.add({f"{n}/grad_norm".lstrip("/"): norm for n, norm in of_agents.items()})
+        with self._shared(names) as shared:
+            for _ in range(self.num_epochs):
+                for minibatch in self.buffer:
+                    metrics = self._gradients(minibatch, names, shared)
+                    of_agents = self.optimizers.clip(names)
+                    norms += list(of_agents.values())
+                    if self.device.type == "cpu":
+                        self._check(norms[-len(of_agents) :], iteration)
+                    self.optimizers.step(names)
+                    num_steps += 1
+                    sums.add(metrics)
+                    sums.add({f"{n}/grad_norm".lstrip("/"): norm for n, norm in of_agents.items()})
         self.buffer.empty()
         self._check(norms, iteration)
         if isinstance(self.loss_module, Objective):
             self.loss_module.finish_iteration()
         return sums.result(), num_steps
 
-    def _gradients(self, minibatch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]:
+    @contextmanager
+    def _shared(self, names: Sequence[str]) -> Iterator[SharedGradients | None]:
+        """Enter a block in which several processes learn, or give None where there is one."""
+        tasks = []
+        if self._num_processes > 1 and isinstance(self.loss_module, Objective):
+            parts = {name: len(self.loss_module.loss_parts(name)) for name in names}
+            tasks = [Task(name, part) for name in names for part in range(parts[name])]
+            if not all(parts.values()):
+                tasks = []
+        count = min(self._num_processes, len(tasks))
+        if count < 2:
+            yield None
+            return
+        shared = SharedGradients(tasks, self.optimizers.weights, self._seconds)
+        with shared.between(count):
+            yield shared
+
+    def _gradients(
+        self, minibatch: TensorDict, names: Sequence[str], shared: SharedGradients | None
+    ) -> dict[str, Tensor]:
         """Set the gradients of a minibatch, and give what to log."""
         self.optimizers.zero_grad()
-        if isinstance(self.loss_module, Objective):
-            by_agent = self.loss_module.compute_gradients(minibatch, names, self._executor)
-            return {
-                f"{name}/{key}": value
-                for name, entries in by_agent.items()
-                for key, value in entries.items()
-            }
-        output = self.loss_module(minibatch)
-        torch.autograd.backward(sum_of_losses(output.items()))
-        return {key: value.detach().mean() for key, value in output.items()}
+        objective = self.loss_module
+        if not isinstance(objective, Objective):
+            output = objective(minibatch)
+            torch.autograd.backward(sum_of_losses(output.items()))
+            return {key: value.detach().mean() for key, value in output.items()}
+        if shared is None:
+            by_agent = objective.compute_gradients(minibatch, names)
+        else:
+            by_agent = {name: {} for name in names}
+            frames = frames_of(minibatch)
+            found = shared.compute(lambda task: objective.compute_part(*task, frames))
+            for task, entries in found.items():
+                by_agent[task.agent] |= entries
+            objective.finish_minibatch(by_agent)
+        return {
+            f"{name}/{key}": value
+            for name, entries in by_agent.items()
+            for key, value in entries.items()
+        }
 
     def _check(self, norms: Sequence[Tensor], iteration: int) -> None:
         if not norms or bool(torch.stack(list(norms)).isfinite().all()):

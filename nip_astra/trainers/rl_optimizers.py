@@ -96,6 +96,8 @@ class AgentOptimizers:
         By agent, `OTHERS` for the rest.
     are_disjoint : bool
         Whether no two agents share weights.
+    weights : list[Parameter]
+        All that may get a gradient, also of agents that do not learn.
     """
 
     def __init__(
@@ -118,7 +120,7 @@ class AgentOptimizers:
         rest = [p for p in more if id(p) not in of_agents]
         self._add(OTHERS, [Part("loss_module", rest, 1.0)])
         learned = [weight for name in self.optimizers for weight in self._weights(name)]
-        self._all = [*learned, *self._frozen]
+        self.weights = [*learned, *self._frozen]
 
     def _add(self, name: str, parts: Sequence[Part]) -> None:
         by_factor: dict[float, list[nn.Parameter]] = {}
@@ -156,7 +158,7 @@ class AgentOptimizers:
     def zero_grad(self) -> None:
         """Forget all gradients."""
         # A loop of our own: that of an optimizer takes several times as long.
-        for parameter in self._all:
+        for parameter in self.weights:
             parameter.grad = None
 
     def clip(self, names: Sequence[str]) -> dict[str, Tensor]:

@@ -207,9 +207,9 @@ class TensorDictRlTrainer(TensorDictTrainer):
         self._write_results()
 
     def _build_train_context(self, stack: ExitStack) -> None:
-        """Enter the configuration for training, with threads for the agents' losses."""
+        """Enter the configuration for training, with processes for the agents' losses."""
         super()._build_train_context(stack)
-        stack.enter_context(self.learner.threads(self.settings.num_threads))
+        stack.enter_context(self.learner.processes(self.settings.num_threads))
 
     def _prepare(self) -> None:
         """Measure observations and train bodies, where asked for, unless a checkpoint has them."""

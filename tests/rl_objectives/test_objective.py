@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
 from nip_astra.rl_objectives.episode_gae import EpisodeGae
 from nip_astra.rl_objectives.ippo import IppoObjective
-from nip_astra.rl_objectives.objective import Frames, Objective, sum_of_losses
+from nip_astra.rl_objectives.objective import Frames, Objective, frames_of, sum_of_losses
 from nip_astra.rl_objectives.reinforce import ReinforceObjective
 from tests.rl_objectives.always_acting import (
     NAMES,
@@ -84,17 +82,21 @@ def test_gradients_by_agent_are_those_of_the_sum_of_all_losses() -> None:
         torch.testing.assert_close(gradient, whole[name], rtol=1e-12, atol=1e-15)
 
 
-def test_several_threads_give_the_same_bits() -> None:
+def test_parts_of_the_losses_have_together_the_gradients_of_the_whole() -> None:
     agents = AlwaysActing()
     batch, objective = make_batch(agents, num_frames=300), ippo(agents)
-    one = objective.compute_gradients(batch, NAMES)
+    whole = objective.compute_gradients(batch, NAMES)
     expected = gradients_of(agents)
-    with ThreadPoolExecutor(2) as executor:
-        for _ in range(5):
-            agents.zero_grad()
-            two = objective.compute_gradients(batch, NAMES, executor)
-            assert all(torch.equal(g, expected[n]) for n, g in gradients_of(agents).items())
-            assert all(torch.equal(two[n][k], v) for n in NAMES for k, v in one[n].items())
+    agents.zero_grad()
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in NAMES}
+    for name in NAMES:
+        parts = objective.loss_parts(name)
+        assert len(parts) == 2
+        for part in range(len(parts)):
+            found[name] |= objective.compute_part(name, part, frames_of(batch))
+    assert all(torch.equal(g, expected[n]) for n, g in gradients_of(agents).items())
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[n][k], v) for n in NAMES for k, v in whole[n].items())
 
 
 def test_an_agent_that_does_not_learn_gets_no_gradient() -> None:

@@ -1,16 +1,14 @@
-"""How agents learn from a batch: minibatches, who learns, clipping, learning rates, threads."""
+"""How agents learn from a batch: minibatches, who learns, clipping, learning rates."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 import torch
 from torch import Tensor
 
 from nip_astra.errors import NonFiniteLossError
-from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.agents import LrFactors
 from tests.toy_protocol_scenario import ToyAgentParameters, ToyBody, toy_kind, toy_trainer
 from tests.trainers.test_rl_tensordict_base import AGENTS, changed, parts_changed, weights_of
@@ -156,18 +154,3 @@ def test_a_gradient_that_is_not_finite_stops_the_run_before_the_step() -> None:
         trainer.learner.learn(batch, 0)
     finite = {name for name, value in weights_of(trainer).items() if bool(value.isfinite().all())}
     assert finite == set(before)
-
-
-def test_threads_change_no_bit() -> None:
-    def trained(num_threads: int | None) -> dict[str, Tensor]:
-        settings = ExperimentSettings(progress=False, num_threads=num_threads)
-        trainer = toy_trainer(settings=settings)
-        with ExitStack() as stack:
-            trainer._build_train_context(stack)
-            assert torch.get_num_threads() == 1
-            assert (trainer.learner._executor is not None) == (num_threads == 2)
-            for iteration in range(2):
-                trainer.learner.learn(trainer.collect(), iteration)
-        return weights_of(trainer)
-
-    assert changed(trained(None), trained(2)) == set()
