@@ -1,0 +1,147 @@
+"""How long the matrix products alone take of what `ast_speed.py` measured: the least there can be.
+
+    python benchmarks/ast_speed.py --model smollm2 --precision fp32,bf16 --out ast_speed.json
+    python benchmarks/ast_floor.py ast_speed.json
+
+Times the products of a Llama with the shapes of SmolLM2-135M, each layer with weights of its own,
+for the numbers of rows that each step of a rollout or an update has, by the faster of torch and
+packed oneDNN. Attention, norms, sampling and adapters are left out. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from ast_work import Setting
+from measuring import markdown_table
+from torch import Tensor
+
+from nip_astra.language_models.kernels import LinearMap, dense_linear, packed_linear
+
+NUM_LAYERS, VOCABULARY, WIDTH = 30, 49152, 576
+LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
+"""Outputs and inputs of a layer's joined matrices."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+REPETITIONS = 5
+
+
+class Products:
+    """The products of a forward pass in one precision.
+
+    Parameters
+    ----------
+    kernel : Callable
+        Gives a product with a matrix.
+    """
+
+    def __init__(self, dtype: torch.dtype, kernel: Callable[[Tensor, None], LinearMap]) -> None:
+        self.dtype = dtype
+        self._layers = [
+            [(shape, kernel(torch.randn(shape, dtype=dtype) / 24, None)) for shape in LAYER]
+            for _ in range(NUM_LAYERS)
+        ]
+        self._head = kernel(torch.randn(VOCABULARY, WIDTH, dtype=dtype) / 24, None)
+
+    @torch.no_grad()
+    def seconds(self, num_rows: int, num_head_rows: int) -> float:
+        """Give the median time of a pass with so many rows, of which the head reads some."""
+        rows = {size: torch.randn(num_rows, size, dtype=self.dtype) for size in (576, 1536)}
+        times = []
+        for _ in range(REPETITIONS + 1):
+            started = time.perf_counter()
+            for layer in self._layers:
+                for (_, num_inputs), linear in layer:
+                    linear(rows[num_inputs])
+            for part in rows[576][:num_head_rows].split(256):
+                self._head(part)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+
+class Floor:
+    """The least time of a pass, by the faster kernel."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._ways = [Products(dtype, kernel) for kernel in (packed_linear, dense_linear)]
+        self.seconds = cache(self._seconds)
+
+    def _seconds(self, num_rows: int, num_head_rows: int) -> float:
+        return min(way.seconds(num_rows, num_head_rows) for way in self._ways) if num_rows else 0.0
+
+    def of_turns(self, setting: Setting, role: str, work: Mapping[str, int]) -> float:
+        """Give the floor of one model's share of a rollout.
+
+        Each level reads what is new of all contexts in one pass, then decodes one token a row and
+        step; the last token of a turn is not read.
+        """
+        num_tokens = setting.turn_tokens_of(role)
+        levels = [setting.episodes * setting.width**level for level in range(1, setting.depth + 1)]
+        read = work["forwarded"] - (num_tokens - 1) * sum(levels)
+        scored = work["head_rows"] - num_tokens * sum(levels)
+        decoding = sum((num_tokens - 1) * self.seconds(rows, rows) for rows in levels)
+        reading = sum(
+            self.seconds(read * rows // sum(levels), scored * rows // sum(levels) + rows)
+            for rows in levels
+        )
+        return decoding + reading
+
+    def of_update(self, work: Mapping[str, int]) -> float:
+        """Give the floor of a pass with its derivatives in what is read, weights being frozen."""
+        return 2 * self.seconds(work["forwarded"], work["head_rows"])
+
+
+def rows_of(measured: Mapping[str, Any], floors: Mapping[str, Floor]) -> list[list[object]]:
+    """Give a row of the table for each part of a setting that was measured.
+
+    Where rollouts were not measured by themselves, those within iterations stand for them.
+    """
+    setting = Setting(**{name: measured["setting"][name] for name in _names_of_setting(measured)})
+    parts = measured["parts"]
+    measured_as = {"rollout": "rollout" if "rollout" in parts else "iteration", "update": "update"}
+    found: list[list[object]] = []
+    for part, name in measured_as.items():
+        ways = parts.get(name, {})
+        for precision in [precision for precision in DTYPES if precision in ways]:
+            work = ways[precision]["work"]
+            if part == "update":
+                least = floors[precision].of_update(work["attacker"])
+            else:
+                # The target, which is under test, stays in float32.
+                least = floors[precision].of_turns(setting, "attacker", work["attacker"])
+                least += floors["fp32"].of_turns(setting, "target", work["target"])
+            plain, ours = (ways[way]["phases"][part] for way in ("plain", precision))
+            shares = (plain, ours, least, plain / ours, plain / least, least / ours)
+            found.append([part, precision, *shares])
+    return found
+
+
+def _names_of_setting(measured: Mapping[str, Any]) -> list[str]:
+    return [name for name in Setting.__dataclass_fields__ if name in measured["setting"]]
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("measured", type=Path, help="JSON of ast_speed.py, with rollout or update")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    floors = {name: Floor(dtype) for name, dtype in DTYPES.items()}
+    settings = json.loads(options.measured.read_text(encoding="utf-8"))["settings"]
+    header = ["part", "precision", "plain, s", "ours, s", "products, s", "ratio", "most", "share"]
+    for measured in settings:
+        print(f"\n{measured['label']}\n")
+        print(markdown_table(header, rows_of(measured, floors)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""The floor of benchmarks/ast_floor.py counts every product once, and times what it says."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tests.documents import ROOT
+
+
+@pytest.fixture
+def floor(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("ast_floor")
+
+
+def a_second_a_row(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Have a pass take a second for each of its rows, and give the passes that were asked for."""
+    passes: list[tuple[int, int]] = []
+
+    def seconds(self: Any, num_rows: int, num_head_rows: int) -> float:
+        passes.append((num_rows, num_head_rows))
+        return float(num_rows)
+
+    monkeypatch.setattr(module.Floor, "_seconds", seconds)
+    monkeypatch.setattr(module.Floor, "__init__", lambda self, dtype: setattr_seconds(self))
+    return passes
+
+
+def setattr_seconds(one: Any) -> None:
+    one.seconds = one._seconds
+
+
+def test_a_rollout_reads_each_token_once(
+    floor: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = a_second_a_row(floor, monkeypatch)
+    setting = floor.Setting(width=2, depth=3, episodes=2, turn_tokens=5)
+    # 4, 8 and 16 rows say five tokens each, of which four are read on; 70 others were read.
+    work = {"forwarded": 28 * 4 + 70, "head_rows": 28 * 5}
+    least = floor.Floor(torch.float32).of_turns(setting, "attacker", work)
+    assert least == 28 * 4 + 70
+    assert passes == [(4, 4), (8, 8), (16, 16), (10, 4), (20, 8), (40, 16)]
+
+
+def test_the_target_scores_what_the_attacker_said(
+    floor: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = a_second_a_row(floor, monkeypatch)
+    setting = floor.Setting(width=1, depth=1, episodes=3, turn_tokens=5, response_tokens=2)
+    work = {"forwarded": 3 * 1 + 30, "head_rows": 3 * 2 + 15}
+    floor.Floor(torch.float32).of_turns(setting, "target", work)
+    assert passes == [(3, 3), (30, 18)], "three last positions, and fifteen tokens of the probes"
+
+
+def test_an_update_is_two_passes(floor: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = a_second_a_row(floor, monkeypatch)
+    work = {"forwarded": 473, "head_rows": 256}
+    assert floor.Floor(torch.bfloat16).of_update(work) == 2 * 473
+    assert passes == [(473, 256)]
+
+
+def test_it_reads_what_the_benchmark_wrote(
+    floor: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(floor, "NUM_LAYERS", 1)
+    monkeypatch.setattr(floor, "VOCABULARY", 300)
+    role = {"forwarded": 600, "head_rows": 500}
+    work = {"attacker": role, "target": role}
+    setting = {"episodes": 1, "turn_tokens": 4, "num_threads": 1}
+    parts = {
+        "deviation": {},
+        "update": {
+            "plain": {"phases": {"update": 10.0}},
+            "bf16": {"phases": {"update": 2.0}, "work": work},
+        },
+        "iteration": {
+            "plain": {"phases": {"rollout": 30.0}},
+            "fp32": {"phases": {"rollout": 6.0}, "work": work},
+        },
+    }
+    measured = {"settings": [{"label": "small", "setting": setting, "parts": parts}]}
+    path = tmp_path / "ast_speed.json"
+    path.write_text(json.dumps(measured), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["ast_floor.py", str(path), "--threads", "1"])
+    threads = torch.get_num_threads()
+    floor.main()
+    assert torch.get_num_threads() == threads
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("| ")
+    ]
+    assert [row[:4] for row in rows[2:]] == [
+        ["rollout", "fp32", "30", "6"],
+        ["update", "bf16", "10", "2"],
+    ]
+    for row in rows[2:]:
+        least, ratio, most, share = (float(cell.replace(",", "")) for cell in row[4:])
+        assert 0 < least < 1
+        assert ratio == 5
+        plain, ours = float(row[2]), float(row[3])
+        assert most == pytest.approx(plain / least, rel=0.02)
+        assert share == pytest.approx(least / ours, rel=0.02)
