@@ -118,6 +118,8 @@ class RewardTermType(StrEnum):
     """What a scorer says of the probe itself."""
     SELF_BLEU_NOVELTY = "self_bleu_novelty"
     """How unlike everything found so far a probe is, by n-grams."""
+    WORD_RARITY = "word_rarity"
+    """How seldom the rarest word of a probe was said so far."""
 
 
 class PretrainedModelType(StrEnum):

@@ -144,6 +144,17 @@ class KeyCounts:
     def __len__(self) -> int:
         return len(self._keys_K)
 
+    @classmethod
+    def of_arrays(cls, keys_K: Keys, counts_K: Integers) -> KeyCounts:
+        """Take up what `arrays` gave."""
+        counts = cls()
+        counts._keys_K, counts._counts_K = keys_K.copy(), counts_K.copy()
+        return counts
+
+    def arrays(self) -> tuple[Keys, Integers]:
+        """Give the keys, ascending, and how often each was added."""
+        return self._keys_K, self._counts_K
+
     def add(self, keys: Keys) -> None:
         """Count every key once more."""
         new, counts = np.unique(keys, return_counts=True)
