@@ -86,9 +86,8 @@ class AstGrpoTrainer(AstTrainer):
             std_epsilon=self.variant.std_epsilon,
             zero_variance=self.variant.zero_variance,
         )
-        num_groups = len(groups_PG)
         self.flatten_metrics = {
-            "groups/zero_variance": float(found.is_zero_variance_P.sum()) / num_groups,
+            "groups/zero_variance": float(found.is_zero_variance_P.double().mean()),
             "groups/used_share": float(found.is_used_PG.float().mean()),
         }
         used = groups_PG[found.is_used_PG].tolist()

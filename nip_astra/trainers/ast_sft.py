@@ -18,6 +18,7 @@ from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.prompts import read_prompts
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.ast_rewards import CreditParameters
+from nip_astra.trainers.best_probes import best_of, probes_that_worked
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.utils.seeding import derived_generator
 
@@ -72,7 +73,9 @@ class AstSftTrainer(AstTrainer):
                 }
                 for episode, index in enumerate(choice.tolist())
             ]
-        self._keep_best(tree)
+        is_good_N = tree.nodes["response_score"] >= self.parameters.min_score
+        met = [*self._best, *probes_that_worked(tree, is_good_N)]
+        self._best = best_of(met, self.parameters.num_best)
         order = torch.randperm(len(self._best), generator=generator).tolist()
         self.flatten_metrics = {"best/kept": float(len(order))}
         drawn = [self._best[index] for index in order[: self.parameters.num_samples]]
@@ -81,32 +84,6 @@ class AstSftTrainer(AstTrainer):
             {"context": kept["context"], "probe": kept["probe"], "episode": torch.tensor(number)}
             for number, kept in enumerate(drawn)
         ]
-
-    def _keep_best(self, tree: RolloutTree) -> None:
-        """Add what worked in this rollout, and keep the best, each probe once in its context."""
-        nodes = tree.nodes
-        works_N = (nodes["response_score"] >= self.parameters.min_score) & ~nodes["credit"].isnan()
-        found = [
-            {
-                "context": torch.tensor(tree.context_of(node)),
-                "probe": nodes["probe"][node][nodes["probe_mask"][node]],
-                "credit": nodes["credit"][node],
-            }
-            for node in works_N.nonzero().flatten().tolist()
-        ]
-        by_context: dict[tuple[int, ...], dict[tuple[int, ...], Sample]] = {}
-        for kept in [*self._best, *found]:
-            probes = by_context.setdefault(tuple(kept["context"].tolist()), {})
-            probes[tuple(kept["probe"].tolist())] = kept
-        # Of equal credit, the first of each context before the second of any: probes that work
-        # after one opening do not push out those that work after another.
-        ranked = [
-            (-float(kept["credit"]), place, kept)
-            for probes in by_context.values()
-            for place, kept in enumerate(sorted(probes.values(), key=lambda k: -float(k["credit"])))
-        ]
-        ranked.sort(key=lambda entry: entry[:2])
-        self._best = [kept for _, _, kept in ranked[: self.parameters.num_best]]
 
     def trainer_state(self) -> dict[str, Any]:
         """Give the best probes so far."""
