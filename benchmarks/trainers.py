@@ -36,11 +36,13 @@ NOVELTY = (
 OF_FAILURES = NOVELTY.replace("weight: 0.5", "weight: 1.0, scaled_by_score: true, min_score: 0.5")
 RARITY = "ast_chat.reward.terms=[{_type: failure_rarity, weight: 4.0}]"
 WORDS = "ast_chat.reward.terms=[{_type: word_rarity, weight: 1.0}]"
+SHARING = WORDS.replace("]", ", {_type: failure_sharing, weight: 4.0}]")
 TERMS = {
     "novelty": NOVELTY,
     "novelty-of-failures": OF_FAILURES,
     "failure-rarity": RARITY,
     "word-rarity": WORDS,
+    "sharing": SHARING,
 }
 VARIANTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     f"{trainer}+{name}": (trainer, (terms,))

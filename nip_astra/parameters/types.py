@@ -112,6 +112,8 @@ class RewardTermType(StrEnum):
     """How little the attacker was set on the probe that it sampled."""
     FAILURE_RARITY = "failure_rarity"
     """How rare failures of a probe's kind are among those found so far."""
+    FAILURE_SHARING = "failure_sharing"
+    """How few of the rollout's other failures are of a probe's kind."""
     GIBBERISH_PENALTY = "gibberish_penalty"
     """A charge for probes that the reference finds too unlikely."""
     SCORER_TERM = "scorer_term"

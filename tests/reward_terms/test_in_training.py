@@ -26,6 +26,7 @@ def write_terms(root: Path, scenario: Path) -> Path:
         {"_type": "self_bleu_novelty", "weight": 2.0, "orders": [2], "max_history": 20},
         {"_type": "cosine_novelty", "weight": 2.0, "max_history": 20},
         {"_type": "failure_rarity", "weight": 2.0, "min_score": 0.01, "max_history": 20},
+        {"_type": "failure_sharing", "weight": 2.0, "min_score": 0.01},
         {"_type": "word_rarity", "weight": 0.5},
         {"_type": "entropy_bonus", "weight": 0.5},
         {"_type": "gibberish_penalty", "threshold": 0.5},
