@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -81,16 +82,16 @@ class Arm:
         return f"{self.name}, {self.num_threads} thread{'s' * (self.num_threads > 1)}"
 
     def run(self) -> Seconds:
-        """Run an iteration; torch has the arm's threads, which ours divides among the agents."""
+        """Run an iteration; torch has the arm's threads, in place of which ours has processes."""
         with torch_threads(self.num_threads):
             return self.iterate()
 
     def time(self) -> None:
         """Run an iteration, and keep what it took and how much of the processor it had."""
-        started, cpu_started = time.perf_counter(), time.process_time()
+        started, cpu_started = time.perf_counter(), _processor_seconds()
         self.seconds.append(self.run())
         wall = time.perf_counter() - started
-        self.processor_shares.append((time.process_time() - cpu_started) / wall)
+        self.processor_shares.append((_processor_seconds() - cpu_started) / wall)
 
     def figures(self, num_frames: int) -> Figures:
         """Give medians, and rates from them."""
@@ -105,6 +106,11 @@ class Arm:
             "processors_had": statistics.median(self.processor_shares),
             "runs": self.seconds,
         }
+
+
+def _processor_seconds() -> float:
+    """Give the processor time of this process and of those that it had and that have ended."""
+    return sum(os.times()[:4])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -37,7 +37,10 @@ Plugins = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda or auto.")]
 RunsDir = Annotated[str | None, typer.Option(metavar="DIR", help="Where runs are kept.")]
-Threads = Annotated[int | None, typer.Option(metavar="NUMBER", help="CPU threads of torch.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(metavar="NUMBER", help="CPU threads of torch; processes of agents that learn."),
+]
 Wandb = Annotated[
     str | None, typer.Option(metavar="MODE", help="W&B: disabled, offline or online.")
 ]

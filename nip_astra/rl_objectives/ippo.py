@@ -74,8 +74,8 @@ class IppoObjective(Objective):
         if self.agents[name].shares_body:
             return (self.agent_losses,)
         return (
-            lambda name, batch: self._value_entries(name, self.agents.values(name, batch), batch),
             lambda name, batch: self._policy_entries(name, self.policy_view(name, batch)),
+            lambda name, batch: self._value_entries(name, self.agents.values(name, batch), batch),
         )
 
     def _policy_entries(self, name: str, view: PolicyView) -> dict[str, Tensor]:

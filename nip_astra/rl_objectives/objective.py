@@ -118,7 +118,7 @@ class Objective(LossModule):
     """Losses of the agents of a protocol. A subclass gives `agent_losses`.
 
     The weights of `agents` are the agents' own, not copies. Losses of agents that share no weights
-    are independent, so a trainer may compute them in any order or at the same time.
+    are independent; where `loss_parts` divides them, a trainer may compute them at the same time.
 
     Parameters
     ----------
@@ -213,9 +213,22 @@ class Objective(LossModule):
         """Give functions that share no weights, and whose losses together are `agent_losses`.
 
         Where an objective has them, several processes may compute them at once, so they must
-        change nothing but gradients. None here: then one process computes all losses.
+        change nothing but gradients and draw no random numbers. None here: then one process
+        computes all losses.
         """
         return ()
+
+    def has_parts(self) -> bool:
+        """Say whether `loss_parts` may stand for the losses of all agents.
+
+        Not where a subclass has losses or gradients of its own, and parts that are inherited.
+        """
+        cls = type(self)
+        has_own_gradients = cls.compute_gradients is not Objective.compute_gradients
+        of_losses, of_parts = (_definer(cls, name) for name in ("agent_losses", "loss_parts"))
+        if has_own_gradients or not issubclass(of_parts, of_losses):
+            return False
+        return all(self.loss_parts(name) for name in self.agents.names)
 
     def compute_part(self, name: str, part: int, frames: Frames) -> dict[str, Tensor]:
         """Add to gradients those of one of `loss_parts`, and give the losses, detached."""
@@ -340,6 +353,11 @@ class Objective(LossModule):
                 "Resume with the trainer that wrote it."
             )
         self.load_state_dict(state, strict=False)
+
+
+def _definer(cls: type, name: str) -> type:
+    """Give the class that a method comes from."""
+    return next(base for base in cls.__mro__ if name in vars(base))
 
 
 def frames_of(batch: TensorDictBase) -> Frames:

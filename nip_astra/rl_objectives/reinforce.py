@@ -67,8 +67,8 @@ class ReinforceObjective(Objective):
             return (self.agent_losses,)
         number = self.agents.number(name)
         return (
-            lambda name, batch: self._value_entries(number, self.agents.values(name, batch), batch),
             lambda name, batch: self._policy_entries(name, self.policy_view(name, batch)),
+            lambda name, batch: self._value_entries(number, self.agents.values(name, batch), batch),
         )
 
     def _policy_entries(self, name: str, view: PolicyView) -> dict[str, Tensor]:

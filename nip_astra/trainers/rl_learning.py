@@ -16,10 +16,10 @@ from torchrl.objectives import LossModule
 
 from nip_astra.errors import NonFiniteLossError
 from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losses
-from nip_astra.trainers.minibatches import ReplayBuffer
+from nip_astra.trainers.minibatches import MinibatchBuffer, ReplayBuffer
 from nip_astra.trainers.rl_optimizers import AgentOptimizers
 from nip_astra.trainers.rl_statistics import MetricSums
-from nip_astra.trainers.shared_gradients import CAN_SHARE, SharedGradients, Task
+from nip_astra.trainers.shared_gradients import SharedGradients, Task, can_share
 
 
 class Learner:
@@ -53,7 +53,8 @@ class Learner:
     def processes(self, count: int | None) -> Iterator[None]:
         """Have losses that share no weights computed by several processes within the block.
 
-        The numbers are those of one process, to the bit. Each has one of torch's threads.
+        The numbers are those of one process, to the bit. Each has one of torch's threads; where
+        losses cannot be divided, there is one process with the threads that there are.
 
         Parameters
         ----------
@@ -61,8 +62,7 @@ class Learner:
             At most so many; one for None.
         """
         count = min(count or 1, os.cpu_count() or 1)
-        is_possible = CAN_SHARE and self.device.type == "cpu" and self.optimizers.are_disjoint
-        if count < 2 or not is_possible:
+        if count < 2 or not self._can_share():
             yield
             return
         torch_threads = torch.get_num_threads()
@@ -74,6 +74,17 @@ class Learner:
         finally:
             self._num_processes = 1
             torch.set_num_threads(torch_threads)
+
+    def _can_share(self) -> bool:
+        return (
+            can_share()
+            and self.device.type == "cpu"
+            and self.optimizers.are_disjoint
+            # Other buffers may draw from generators that are not every process' own.
+            and isinstance(self.buffer, MinibatchBuffer)
+            and isinstance(self.loss_module, Objective)
+            and self.loss_module.has_parts()
+        )
 
     def learn(self, batch: TensorDict, iteration: int) -> tuple[dict[str, Tensor], int]:
         """Learn from a batch in epochs of minibatches.
@@ -119,17 +130,16 @@ class Learner:
     @contextmanager
     def _shared(self, names: Sequence[str]) -> Iterator[SharedGradients | None]:
         """Enter a block in which several processes learn, or give None where there is one."""
-        tasks = []
-        if self._num_processes > 1 and isinstance(self.loss_module, Objective):
-            parts = {name: len(self.loss_module.loss_parts(name)) for name in names}
+        objective, tasks = self.loss_module, []
+        if self._num_processes > 1 and isinstance(objective, Objective):
+            parts = {name: len(objective.loss_parts(name)) for name in names}
             tasks = [Task(name, part) for name in names for part in range(parts[name])]
-            if not all(parts.values()):
-                tasks = []
         count = min(self._num_processes, len(tasks))
         if count < 2:
             yield None
             return
-        shared = SharedGradients(tasks, self.optimizers.weights, self._seconds)
+        buffers = list(objective.buffers())
+        shared = SharedGradients(tasks, self.optimizers.weights, self._seconds, buffers)
         with shared.between(count):
             yield shared
 

@@ -21,8 +21,14 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, HelperProcessError
 
-CAN_SHARE = sys.platform == "linux"
-"""Whether a process that has computed may be forked: libraries of other systems forbid it."""
+
+def can_share() -> bool:
+    """Say whether a process that has computed may be forked.
+
+    Libraries of other systems than Linux forbid it, and so does torch where there is a GPU, whether
+    used or not.
+    """
+    return sys.platform == "linux" and not torch.accelerator.is_available()
 
 
 class Task(NamedTuple):
@@ -36,10 +42,17 @@ Compute = Callable[[Task], Mapping[str, Tensor]]
 """Adds to gradients those of a task's losses in the present minibatch, and gives what to log."""
 
 
-class _Message(NamedTuple):
-    """What a process tells the others of a minibatch; figures are arrays, weights their numbers."""
+class _Figure(NamedTuple):
+    """A tensor to be logged, as another process can read it."""
 
-    figures: dict[Task, dict[str, Any]]
+    dtype: torch.dtype
+    values: Any
+
+
+class _Message(NamedTuple):
+    """What a process tells the others of a minibatch; weights by their numbers."""
+
+    figures: dict[Task, dict[str, _Figure]]
     seconds: dict[Task, float]
     weights: list[int]
     fault: str = ""
@@ -61,16 +74,24 @@ class SharedGradients:
         All that may get a gradient, on the CPU.
     seconds : dict[Task, float]
         How long tasks took so far; taken further.
+    buffers : Sequence[Tensor]
+        What tasks must not change.
     """
 
     def __init__(
-        self, tasks: Sequence[Task], weights: Sequence[Tensor], seconds: dict[Task, float]
+        self,
+        tasks: Sequence[Task],
+        weights: Sequence[Tensor],
+        seconds: dict[Task, float],
+        buffers: Sequence[Tensor] = (),
     ) -> None:
         self._tasks = list(tasks)
         self._weights = list(weights)
         self._seconds = seconds
+        self._buffers = list(buffers)
         self._number, self._count = 0, 1
         self._num_minibatches = 0
+        self._helpers: list[int] = []
         self._peers: dict[int, Connection] = {}
         self._places: list[list[list[Tensor]]] = []
 
@@ -81,49 +102,54 @@ class SharedGradients:
         Raises
         ------
         HelperProcessError
-            When another process failed, or ended before its time.
+            When another process cannot be started, fails, or ends before its time.
         """
+        try:
+            self._begin(count)
+            yield
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        if self._number:
+            os._exit(0)
+        self._part()
+
+    def _begin(self, count: int) -> None:
         self._count = count
         self._places = [[_shared_like(self._weights) for _ in range(2)] for _ in range(count)]
         pipes = {(a, b): multiprocessing.Pipe() for b in range(count) for a in range(b)}
-        helpers: list[int] = []
-        while len(helpers) < count - 1 and not self._number:
+        while len(self._helpers) < count - 1:
             helper = _fork()
-            if helper:
-                helpers.append(helper)
-            else:
-                self._number = len(helpers) + 1
+            if not helper:
+                self._number = len(self._helpers) + 1
+                break
+            self._helpers.append(helper)
         for (a, b), ends in pipes.items():
             for end, owner, peer in zip(ends, (a, b), (b, a), strict=True):
                 if owner == self._number:
                     self._peers[peer] = end
                 else:
                     end.close()
-        try:
-            yield
-        except BaseException as error:
-            self._give_up(error, helpers)
-            raise
-        if self._number:
-            os._exit(0)
-        self._part_from(helpers)
 
-    def _give_up(self, error: BaseException, helpers: Sequence[int]) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """End the other processes; as one of them, say why and end."""
         if self._number:
-            with suppress(OSError):
+            with suppress(OSError, KeyError):
                 fault = "".join(traceback.format_exception(error))
                 self._peers[0].send_bytes(pickle.dumps(_Message({}, {}, [], fault)))
             os._exit(1)
-        for helper in helpers:
-            os.kill(helper, signal.SIGKILL)
-        self._part_from(helpers)
+        for helper in self._helpers:
+            with suppress(ProcessLookupError):
+                os.kill(helper, signal.SIGKILL)
+        self._part()
 
-    def _part_from(self, helpers: Sequence[int]) -> None:
+    def _part(self) -> None:
         for peer in self._peers.values():
             peer.close()
-        for helper in helpers:
-            os.waitpid(helper, 0)
+        for helper in self._helpers:
+            # Some launchers have children reaped by the system.
+            with suppress(ChildProcessError):
+                os.waitpid(helper, 0)
 
     def compute(self, compute: Compute) -> dict[Task, dict[str, Tensor]]:
         """Have the gradients of a minibatch computed, and give what to log, by task.
@@ -132,34 +158,88 @@ class SharedGradients:
         ----------
         compute : Callable
             Runs a task; gradients are None before.
+
+        Raises
+        ------
+        ConfigurationError
+            When tasks have a weight in common, draw random numbers, or change buffers.
         """
-        place = self._places[self._number][self._num_minibatches % 2]
         found: dict[Task, dict[str, Tensor]] = {}
         seconds: dict[Task, float] = {}
+        gradients: dict[int, Tensor] = {}
+        before = self._hidden_state()
         for task in self._shares()[self._number]:
             started = time.perf_counter()
             found[task] = dict(compute(task))
             seconds[task] = time.perf_counter() - started
-        gradients = {n: w.grad for n, w in enumerate(self._weights) if w.grad is not None}
+            for number, weight in enumerate(self._weights):
+                if weight.grad is not None:
+                    self._check_apart(number not in gradients)
+                    gradients[number], weight.grad = weight.grad, None
+        if self._hidden_state() != before:
+            raise ConfigurationError(
+                "losses were to be computed by several processes at once, but networks draw random "
+                "numbers in them, as dropout does, or keep statistics, as batch normalisation "
+                "does, so that the processes would part. Train with --num-threads 1."
+            )
         if gradients:
+            place = self._places[self._number][self._num_minibatches % 2]
             torch._foreach_copy_([place[n] for n in gradients], list(gradients.values()))
         figures = {
-            task: {key: value.detach().numpy() for key, value in entries.items()}
+            task: {key: _Figure(v.dtype, v.detach().double().numpy()) for key, v in entries.items()}
             for task, entries in found.items()
         }
         message = pickle.dumps(_Message(figures, seconds, list(gradients)))
-        for peer in self._peers.values():
-            self._send(peer, message)
         self._seconds |= seconds
-        for number, peer in self._peers.items():
-            heard = self._receive(peer)
-            self._take(heard, number)
-            found |= {
-                task: {key: torch.as_tensor(value) for key, value in entries.items()}
-                for task, entries in heard.figures.items()
-            }
+        for number, heard in self._exchange(message).items():
+            place = self._places[number][self._num_minibatches % 2]
+            self._check_apart(gradients.keys().isdisjoint(heard.weights))
+            gradients |= {n: torch.empty_like(self._weights[n]) for n in heard.weights}
+            if heard.weights:
+                torch._foreach_copy_(
+                    [gradients[n] for n in heard.weights], [place[n] for n in heard.weights]
+                )
+            self._seconds |= heard.seconds
+            for task, entries in heard.figures.items():
+                found[task] = {
+                    key: torch.as_tensor(values).to(dtype)
+                    for key, (dtype, values) in entries.items()
+                }
+        for number, gradient in gradients.items():
+            self._weights[number].grad = gradient
         self._num_minibatches += 1
-        return found
+        return {task: found[task] for task in self._tasks}
+
+    def _hidden_state(self) -> tuple[bytes, list[int]]:
+        """Give what tells whether a first minibatch drew random numbers or changed buffers."""
+        if self._num_minibatches:
+            return b"", []
+        state: bytes = torch.get_rng_state().numpy().tobytes()
+        return state, [buffer._version for buffer in self._buffers]
+
+    def _check_apart(self, are_apart: bool) -> None:
+        if not are_apart:
+            raise ConfigurationError(
+                "losses were to be computed by several processes at once, but two parts of "
+                "`loss_parts` have a gradient in the same weight. Give them as one part, or train "
+                "with --num-threads 1."
+            )
+
+    def _exchange(self, message: bytes) -> dict[int, _Message]:
+        """Tell all others, and hear from all, by the number of the process.
+
+        Of two the first speaks first, and pairs meet in the same order in all processes, so that
+        nobody waits with a message that is too long for the pipe.
+        """
+        heard: dict[int, _Message] = {}
+        for number in sorted(self._peers):
+            peer = self._peers[number]
+            if self._number < number:
+                self._send(peer, message)
+            heard[number] = self._receive(peer)
+            if self._number > number:
+                self._send(peer, message)
+        return heard
 
     def _shares(self) -> list[list[Task]]:
         """Divide the tasks: the longest first, each to whom has the least to do."""
@@ -170,22 +250,6 @@ class SharedGradients:
             shares[number].append(task)
             loads[number] += self._seconds.get(task, 1.0)
         return shares
-
-    def _take(self, message: _Message, number: int) -> None:
-        """Take over the gradients that a process computed."""
-        weights = [self._weights[n] for n in message.weights]
-        if any(weight.grad is not None for weight in weights):
-            raise ConfigurationError(
-                "losses were to be computed by several processes at once, but two parts of "
-                "`loss_parts` have a gradient in the same weight. Give them as one part."
-            )
-        gradients = [torch.empty_like(weight) for weight in weights]
-        if weights:
-            place = self._places[number][self._num_minibatches % 2]
-            torch._foreach_copy_(gradients, [place[n] for n in message.weights])
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.grad = gradient
-        self._seconds |= message.seconds
 
     def _send(self, peer: Connection, message: bytes) -> None:
         # Why it cannot hear is told, or seen to be missing, where its message is waited for.
@@ -222,13 +286,26 @@ def _shared_like(weights: Sequence[Tensor]) -> list[Tensor]:
 
 def _fork() -> int:
     """Fork, and give the new process' number, or 0 in it."""
-    with warnings.catch_warnings():
-        # The other threads of this process draw progress bars and send figures; none of them
-        # computes, so none holds a lock that a helper, which prints nothing, will need.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        helper = os.fork()
-    if helper == 0:
-        # The first process is asked to stop, and ends the others.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # What is still to be written is written once.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stopping = {signal.SIGINT, signal.SIGTERM}
+    # A helper does not hear the signals that stop a run: the first process ends it.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+    try:
+        with warnings.catch_warnings():
+            # The other threads of this process draw progress bars and send figures; none of them
+            # computes, so none holds a lock that a helper, which prints nothing, will need.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            helper = os.fork()
+        if helper == 0:
+            for number in stopping:
+                signal.signal(number, signal.SIG_IGN)
+    except OSError as error:
+        raise HelperProcessError(
+            f"losses were to be computed by several processes at once, but one could not be "
+            f"started: {error}. Train with --num-threads 1."
+        ) from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return helper

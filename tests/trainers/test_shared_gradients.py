@@ -14,18 +14,40 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, HelperProcessError, NonFiniteLossError
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import AgentLosses, Frames, Objective
-from nip_astra.trainers.shared_gradients import CAN_SHARE, SharedGradients, Task
+from nip_astra.trainers.shared_gradients import SharedGradients, Task, can_share
+from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from tests.toy_protocol_scenario import toy_kind, toy_trainer
 from tests.trainers.test_rl_tensordict_base import changed, weights_of
 
-pytestmark = pytest.mark.skipif(not CAN_SHARE, reason="processes are forked on Linux only")
+pytestmark = pytest.mark.skipif(
+    not can_share(), reason="processes are forked on Linux without a GPU only"
+)
 
 
 @pytest.fixture(autouse=True)
 def _kind() -> Iterator[None]:
     with toy_kind():
         yield
+
+
+@pytest.fixture(autouse=True)
+def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The processes that were forked, of which none may be left after a test."""
+    forked: list[int] = []
+    fork = os.fork
+
+    def noted() -> int:
+        helper = fork()
+        forked.append(helper)
+        return helper
+
+    monkeypatch.setattr(os, "fork", noted)
+    yield forked
+    for helper in forked:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(helper, os.WNOHANG)
 
 
 def learned(num_threads: int, trainer: str = "vanilla_ppo", **more: Any) -> Any:
@@ -37,14 +59,6 @@ def learned(num_threads: int, trainer: str = "vanilla_ppo", **more: Any) -> Any:
         for iteration in range(2):
             figures, _ = built.learner.learn(built.collect(), iteration)
     return built, figures
-
-
-def no_child_is_left() -> bool:
-    try:
-        os.waitpid(-1, os.WNOHANG)
-    except ChildProcessError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize(
@@ -59,42 +73,98 @@ def no_child_is_left() -> bool:
     ],
 )
 def test_several_processes_change_no_bit(
-    trainer: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    trainer: str, more: dict[str, Any], helpers: list[int]
 ) -> None:
     alone, expected = learned(1, trainer, **more)
-    forks = []
-    fork = os.fork
-    monkeypatch.setattr(os, "fork", lambda: forks.append(1) or fork())
     together, found = learned(2, trainer, **more)
-    assert len(forks) == 2, "one helper an iteration"
+    assert len(helpers) == 2, "one an iteration"
     assert changed(weights_of(alone), weights_of(together)) == set()
     assert expected.keys() == found.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
     for name, state in alone.loss_module.own_state().items():
         assert torch.equal(state, together.loss_module.own_state()[name])
-    assert no_child_is_left()
 
 
-def test_as_many_processes_as_there_are_parts_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_processes_as_there_are_parts_at_most(
+    monkeypatch: pytest.MonkeyPatch, helpers: list[int]
+) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     alone, _ = learned(1)
     together, _ = learned(64)
+    assert len(helpers) == 2 * 3, "four parts"
     assert changed(weights_of(alone), weights_of(together)) == set()
-    assert no_child_is_left()
+
+
+@pytest.mark.parametrize("frozen", ["prover", "verifier"])
+def test_an_agent_that_does_not_learn_has_no_part(
+    frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    agents = {"agents": {frozen: {"agent_lr_factor": {"actor": 0.0, "critic": 0.0}}}}
+    alone, expected = learned(1, toy_protocol=agents)
+    together, found = learned(4, toy_protocol=agents)
+    assert changed(weights_of(alone), weights_of(together)) == set()
+    assert list(expected) == list(found)
+
+
+def learns_in_one_process(monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+    """Check that two processes are asked for and none is forked."""
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    learned(2, **more)
 
 
 def test_an_objective_without_parts_learns_in_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("nip_astra.rl_objectives.ippo.IppoObjective.loss_parts", no_parts)
-    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
-    learned(2)
+    monkeypatch.setattr(IppoObjective, "loss_parts", Objective.loss_parts)
+    learns_in_one_process(monkeypatch)
 
 
-def no_parts(objective: Objective, name: str) -> tuple[AgentLosses, ...]:
-    """Give no parts."""
-    return Objective.loss_parts(objective, name)
+@pytest.mark.parametrize("hook", ["agent_losses", "compute_gradients"])
+def test_a_hook_of_ones_own_is_not_passed_by(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(IppoObjective):
+        pass
+
+    setattr(Mine, hook, lambda self, *args: getattr(IppoObjective, hook)(self, *args))
+    monkeypatch.setattr("nip_astra.trainers.vanilla_ppo.IppoObjective", Mine)
+    learns_in_one_process(monkeypatch)
+    assert IppoObjective.has_parts(toy_trainer().loss_module) is False
+
+
+def test_a_buffer_of_another_library_is_drawn_from_by_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+    from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+
+    def buffer(trainer: Any) -> TensorDictReplayBuffer:
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(96), sampler=SamplerWithoutReplacement(), batch_size=40
+        )
+
+    monkeypatch.setattr(VanillaPpoTrainer, "_get_replay_buffer", buffer)
+    learns_in_one_process(monkeypatch)
+
+
+@pytest.mark.parametrize("hidden", [torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8)])
+def test_networks_that_draw_or_keep_statistics_are_refused(
+    hidden: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = IppoObjective._value_loss
+
+    def with_hidden(objective: Any, *args: Any) -> Tensor:
+        hidden(torch.ones(4, 8))
+        return compute(objective, *args)
+
+    monkeypatch.setattr(IppoObjective, "_value_loss", with_hidden)
+    monkeypatch.setattr(IppoObjective, "hidden", hidden, raising=False)
+    buffers = [*hidden.buffers()]
+    monkeypatch.setattr(IppoObjective, "buffers", lambda objective: iter(buffers))
+    # Whoever has the task says so; a helper by its traceback.
+    refused = (ConfigurationError, HelperProcessError)
+    with pytest.raises(refused, match=r"as dropout does.*Train with --num-threads 1"):
+        learned(2)
 
 
 def fail_in_helper(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
@@ -117,14 +187,12 @@ def test_what_fails_in_a_helper_is_told(monkeypatch: pytest.MonkeyPatch) -> None
     fail_in_helper(monkeypatch, fail)
     with pytest.raises(HelperProcessError, match=r"(?s)--num-threads 1 .*no room for the nodes"):
         learned(2)
-    assert no_child_is_left()
 
 
 def test_a_helper_that_is_killed_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_in_helper(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(HelperProcessError, match="It ended without a word"):
         learned(2)
-    assert no_child_is_left()
 
 
 def test_a_gradient_that_is_not_finite_leaves_no_helper() -> None:
@@ -135,15 +203,88 @@ def test_a_gradient_that_is_not_finite_leaves_no_helper() -> None:
         batch["agents", "value_target"][0] = float("nan")
         with pytest.raises(NonFiniteLossError, match="in iteration 1"):
             trainer.learner.learn(batch, 0)
-    assert no_child_is_left()
 
 
 def test_a_helper_does_not_hear_the_signal_that_stops_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fail_in_helper(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGINT))
+    reading, writing = os.pipe()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.write(writing, b"sent")
+
+    fail_in_helper(monkeypatch, interrupt)
     learned(2)
-    assert no_child_is_left()
+    assert os.read(reading, 4) == b"sent"
+    os.close(reading)
+    os.close(writing)
+
+
+def test_one_of_several_helpers_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    first, compute = os.getpid(), Objective.compute_part
+
+    def computed(objective: Objective, *task: Any) -> dict[str, Tensor]:
+        if os.getpid() != first and task[:2] == ("verifier", 1):
+            raise ValueError("no such frame")
+        return compute(objective, *task)
+
+    monkeypatch.setattr(Objective, "compute_part", computed)
+    with pytest.raises(HelperProcessError, match="no such frame"):
+        learned(4)
+
+
+def test_a_helper_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    fork, calls = os.fork, []
+
+    def failing() -> int:
+        calls.append(1)
+        if len(calls) == 2:
+            raise BlockingIOError("too many processes")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", failing)
+    with pytest.raises(HelperProcessError, match=r"too many processes\. Train with --num-th"):
+        learned(4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_figures_of_any_size_and_type_are_handed_over(dtype: torch.dtype) -> None:
+    tasks = [Task("a", part) for part in range(3)]
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in tasks]
+    long = torch.arange(200_000).remainder(100).to(dtype)
+
+    def compute(task: Task) -> dict[str, Tensor]:
+        weights[task.part].grad = torch.full((2,), float(task.part))
+        return {"figure": long + task.part}
+
+    shared = SharedGradients(tasks, weights, {})
+    with shared.between(3):
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = None
+            found = shared.compute(compute)
+    assert list(found) == tasks
+    for task in tasks:
+        assert found[task]["figure"].dtype == dtype
+        assert torch.equal(found[task]["figure"], long + task.part)
+        assert weights[task.part].grad.tolist() == [task.part] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_weight_in_common_is_seen_however_tasks_are_divided(count: int) -> None:
+    tasks = [Task("a", part) for part in range(2)]
+    weight = torch.nn.Parameter(torch.zeros(2))
+
+    def compute(task: Task) -> dict[str, Tensor]:
+        weight.grad = torch.ones(2)
+        return {}
+
+    shared = SharedGradients(tasks, [weight], {})
+    with pytest.raises(ConfigurationError, match="Give them as one part"), shared.between(count):
+        shared.compute(compute)
 
 
 def test_parts_with_a_weight_in_common_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,10 +294,9 @@ def test_parts_with_a_weight_in_common_are_refused(monkeypatch: pytest.MonkeyPat
 
         return policy, policy
 
-    monkeypatch.setattr("nip_astra.rl_objectives.ippo.IppoObjective.loss_parts", twice)
+    monkeypatch.setattr(IppoObjective, "loss_parts", twice)
     with pytest.raises(ConfigurationError, match="Give them as one part"):
         learned(2)
-    assert no_child_is_left()
 
 
 def test_tasks_are_divided_by_how_long_they_took() -> None:
