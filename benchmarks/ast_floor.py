@@ -104,6 +104,10 @@ def rows_of(measured: Mapping[str, Any], floors: Mapping[str, Floor]) -> list[li
     Where rollouts were not measured by themselves, those within iterations stand for them.
     """
     setting = Setting(**{name: measured["setting"][name] for name in _names_of_setting(measured)})
+    if setting.model != "smollm2":
+        raise SystemExit(
+            f"{setting.model} was measured, but only the products of smollm2 are known."
+        )
     parts = measured["parts"]
     measured_as = {"rollout": "rollout" if "rollout" in parts else "iteration", "update": "update"}
     found: list[list[object]] = []
@@ -131,14 +135,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("measured", type=Path, help="JSON of ast_speed.py, with rollout or update")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    floors = {name: Floor(dtype) for name, dtype in DTYPES.items()}
     settings = json.loads(options.measured.read_text(encoding="utf-8"))["settings"]
     header = ["part", "precision", "plain, s", "ours, s", "products, s", "ratio", "most", "share"]
     for measured in settings:
+        torch.set_num_threads(measured["setting"]["num_threads"])
+        floors = {name: Floor(dtype) for name, dtype in DTYPES.items()}
         print(f"\n{measured['label']}\n")
         print(markdown_table(header, rows_of(measured, floors)))
 

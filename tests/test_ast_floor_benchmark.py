@@ -67,6 +67,39 @@ def test_an_update_is_two_passes(floor: ModuleType, monkeypatch: pytest.MonkeyPa
     assert passes == [(473, 256)]
 
 
+def test_a_pass_is_every_product_of_the_model(floor: ModuleType) -> None:
+    asked: list[tuple[tuple[int, ...], int]] = []
+
+    def kernel(weight_OI: torch.Tensor, bias: None) -> Any:
+        return lambda x_NI: asked.append((tuple(weight_OI.shape), len(x_NI)))
+
+    products = floor.Products(torch.float32, kernel)
+    products.seconds(600, 300)
+    layers = [(shape, 600) for shape in floor.LAYER] * 30
+    head = [((49152, 576), 256), ((49152, 576), 44)]
+    assert asked == (layers + head) * (floor.REPETITIONS + 1)
+    weights = sum(rows * columns for (rows, columns), _ in [*layers, head[0]])
+    assert weights * 4 == pytest.approx(538e6, rel=0.001), "SmolLM2-135M in float32"
+
+
+def test_the_faster_kernel_counts(floor: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Timed:
+        def __init__(self, dtype: torch.dtype, kernel: Any) -> None:
+            self.time = {floor.packed_linear: 3.0, floor.dense_linear: 2.0}[kernel]
+
+        def seconds(self, num_rows: int, num_head_rows: int) -> float:
+            return self.time * num_rows
+
+    monkeypatch.setattr(floor, "Products", Timed)
+    assert floor.Floor(torch.float32).seconds(5, 5) == 10.0
+    assert floor.Floor(torch.float32).seconds(0, 0) == 0.0
+
+
+def test_another_model_is_refused(floor: ModuleType) -> None:
+    with pytest.raises(SystemExit, match="tiny was measured"):
+        floor.rows_of({"setting": {"model": "tiny"}, "parts": {}}, {})
+
+
 def test_it_reads_what_the_benchmark_wrote(
     floor: ModuleType,
     tmp_path: Path,
@@ -77,7 +110,7 @@ def test_it_reads_what_the_benchmark_wrote(
     monkeypatch.setattr(floor, "VOCABULARY", 300)
     role = {"forwarded": 600, "head_rows": 500}
     work = {"attacker": role, "target": role}
-    setting = {"episodes": 1, "turn_tokens": 4, "num_threads": 1}
+    setting = {"model": "smollm2", "episodes": 1, "turn_tokens": 4, "num_threads": 1}
     parts = {
         "deviation": {},
         "update": {
@@ -92,10 +125,8 @@ def test_it_reads_what_the_benchmark_wrote(
     measured = {"settings": [{"label": "small", "setting": setting, "parts": parts}]}
     path = tmp_path / "ast_speed.json"
     path.write_text(json.dumps(measured), encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["ast_floor.py", str(path), "--threads", "1"])
-    threads = torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["ast_floor.py", str(path)])
     floor.main()
-    assert torch.get_num_threads() == threads
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in capsys.readouterr().out.splitlines()

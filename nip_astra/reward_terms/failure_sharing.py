@@ -32,8 +32,8 @@ class FailureSharing(RewardTerm):
     and episodes do at the same time is worth less, at once. `failure_rarity` compares with earlier
     iterations in place of this one; an attacker of one kind only may then swing from kind to kind.
 
-    By default it is multiplied by the response's score, so that it chooses among failures. A probe
-    without text has 0. Nothing is remembered.
+    By default it is multiplied by the response's score, so that it chooses among failures where
+    scores are near 0 or 1. A probe without text has 0. Nothing is remembered.
     """
 
     class Parameters(RewardTerm.Parameters):

@@ -27,7 +27,7 @@ class WordRarity(RewardTerm):
 
     With N probes of earlier rollouts, n of which have the word, it is `1 - log(1 + n) / log(1 + N)`
     for the word with the least n: a bonus of count-based exploration (arXiv:1606.01868), for words
-    in place of states, and by shares, so that it lasts as long as the run. It pays before a probe
+    in place of states. What stays as rare ebbs with the logarithm of N only. It pays before a probe
     has ever failed, and so for kinds of failure that were never met. 1 while nothing was said.
     Probes of one rollout do not know of each other. A probe without a word has rarity 0.
 

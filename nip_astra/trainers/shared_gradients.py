@@ -21,6 +21,8 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, HelperProcessError
 
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
+
 
 def can_share() -> bool:
     """Say whether a process that has computed may be forked.
@@ -118,12 +120,13 @@ class SharedGradients:
         self._count = count
         self._places = [[_shared_like(self._weights) for _ in range(2)] for _ in range(count)]
         pipes = {(a, b): multiprocessing.Pipe() for b in range(count) for a in range(b)}
-        while len(self._helpers) < count - 1:
-            helper = _fork()
-            if not helper:
-                self._number = len(self._helpers) + 1
-                break
-            self._helpers.append(helper)
+        with _signals_held_back():
+            while len(self._helpers) < count - 1:
+                helper = _fork()
+                if not helper:
+                    self._number = len(self._helpers) + 1
+                    break
+                self._helpers.append(helper)
         for (a, b), ends in pipes.items():
             for end, owner, peer in zip(ends, (a, b), (b, a), strict=True):
                 if owner == self._number:
@@ -284,28 +287,35 @@ def _shared_like(weights: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
+@contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Hold the signals that stop a run back, so that none comes between a fork and its note."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _fork() -> int:
-    """Fork, and give the new process' number, or 0 in it."""
+    """Fork, and give the new process' number, or 0 in it; signals are held back."""
     # What is still to be written is written once.
     sys.stdout.flush()
     sys.stderr.flush()
-    stopping = {signal.SIGINT, signal.SIGTERM}
-    # A helper does not hear the signals that stop a run: the first process ends it.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
     try:
         with warnings.catch_warnings():
             # The other threads of this process draw progress bars and send figures; none of them
             # computes, so none holds a lock that a helper, which prints nothing, will need.
             warnings.simplefilter("ignore", DeprecationWarning)
             helper = os.fork()
-        if helper == 0:
-            for number in stopping:
-                signal.signal(number, signal.SIG_IGN)
     except OSError as error:
         raise HelperProcessError(
-            f"losses were to be computed by several processes at once, but one could not be "
+            "losses were to be computed by several processes at once, but one could not be "
             f"started: {error}. Train with --num-threads 1."
         ) from error
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if helper == 0:
+        # A helper does not hear them: the first process ends it.
+        for number in _STOPPING:
+            signal.signal(number, signal.SIG_IGN)
     return helper

@@ -31,10 +31,10 @@ def test_failures_share_with_their_kind_by_hand() -> None:
     assert values.tolist() == pytest.approx([alike, alike, alike, 1.0, 1.0])
 
 
-def test_what_does_not_fail_is_no_failure_and_earns_nothing() -> None:
-    nodes = failing([CAT, DOG, DOG], [1.0, 0.2, math.nan])
-    assert sharing().values(nodes).tolist() == pytest.approx([1.0, 0.0, 0.0])
-    assert sharing(weight=4.0).added(nodes).tolist() == pytest.approx([4.0, 0.0, 0.0])
+def test_what_does_not_fail_is_no_failure_and_earns_by_its_score() -> None:
+    nodes = failing([CAT, DOG, DOG, RAIN], [1.0, 0.2, math.nan, 0.2])
+    assert sharing().values(nodes).tolist() == pytest.approx([1.0, 0.0, 0.0, 1.0])
+    assert sharing(weight=4.0).added(nodes).tolist() == pytest.approx([4.0, 0.0, 0.0, 0.8])
 
 
 def test_failures_of_one_kind_alone_earn_nothing_and_one_alone_all() -> None:
