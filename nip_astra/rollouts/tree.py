@@ -39,7 +39,8 @@ class RolloutTree:
           sampled, its end token included, right-padded with 0;
         - `probe_logprobs` float32 `[N, T]`: their log-probabilities under the attacker as it was,
           nats, 0 on padding;
-        - `reference_logprobs` float32 `[N, T]`: the same under the reference;
+        - `reference_logprobs` float32 `[N, T]`: the same under the reference; NaN where it was not
+          asked;
         - `probe_nll` float32: mean negative log-likelihood per probe token under the likelihood
           model, nats;
         - `is_empty` bool: the probe has no text;

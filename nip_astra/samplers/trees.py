@@ -46,6 +46,9 @@ class TreeSampler:
     max_cache_bytes : int, optional
         Memory for the keys and values of both models. A rollout that would need more is played in
         parts; an episode is never divided.
+    asks_reference : bool
+        Whether the reference reads the probes; where it does not, its log-probabilities, and what
+        follows from them, are NaN.
     """
 
     def __init__(
@@ -56,6 +59,8 @@ class TreeSampler:
         scorer: Scorer,
         reward: RewardParameters,
         max_cache_bytes: int | None = None,
+        *,
+        asks_reference: bool = True,
     ) -> None:
         self.attacker = attacker
         self.target = target
@@ -63,12 +68,21 @@ class TreeSampler:
         self.scorer = scorer
         self.reward = reward
         self.max_cache_bytes = max_cache_bytes
+        self.asks_reference = asks_reference
         self._shares_tokens = attacker.shares_tokens_with(target)
 
-    def with_attacker(self, attacker: ConversationAgent) -> TreeSampler:
-        """Give a sampler that differs in the attacker only, for instance the reference."""
+    def with_attacker(
+        self, attacker: ConversationAgent, *, asks_reference: bool = True
+    ) -> TreeSampler:
+        """Give a sampler with another attacker, for instance the reference."""
         return TreeSampler(
-            attacker, self.target, self.reference, self.scorer, self.reward, self.max_cache_bytes
+            attacker,
+            self.target,
+            self.reference,
+            self.scorer,
+            self.reward,
+            self.max_cache_bytes,
+            asks_reference=asks_reference,
         )
 
     def cache_bytes(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
@@ -293,18 +307,25 @@ class TreeSampler:
             torch.cat([generation.logprobs_BT for generation in generations]),
         )
 
-    def _score(
-        self, prompts: Sequence[str], columns: TreeColumns, probe_NT: Tensor, mask_NT: Tensor
-    ) -> ScoredNodes:
+    def _reference_logprobs(
+        self, columns: TreeColumns, probe_NT: Tensor, mask_NT: Tensor
+    ) -> Tensor:
+        if not self.asks_reference:
+            return torch.full(probe_NT.shape, math.nan)
         contexts = [
             context
             for context in columns.contexts
             for _ in range(len(columns.probes) // len(columns.contexts))
         ]
+        return self.reference.language_model.logprobs(
+            *pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT
+        ).cpu()
+
+    def _score(
+        self, prompts: Sequence[str], columns: TreeColumns, probe_NT: Tensor, mask_NT: Tensor
+    ) -> ScoredNodes:
         with torch.no_grad(), columns.timed("reference"):
-            reference_NT = self.reference.language_model.logprobs(
-                *pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT
-            ).cpu()
+            reference_NT = self._reference_logprobs(columns, probe_NT, mask_NT)
         if self.reward.likelihood_model == "reference":
             nll_N = mean_nll(reference_NT, mask_NT)
         else:

@@ -123,7 +123,8 @@ class AstEvaluation:
         depth = self.scenario.tree_depth
         found = Discovery(self.instance.planted_failures, self.scenario.failure_threshold)
         trees = play_chains(
-            self.sampler.with_attacker(self.instance.agents["reference"]),
+            # What is ordinary need not be asked how ordinary it is.
+            self.sampler.with_attacker(self.instance.agents["reference"], asks_reference=False),
             self.instance.datasets["train"],
             num_episodes=math.ceil(num_queries / depth),
             batch_size=self.options.batch_size,

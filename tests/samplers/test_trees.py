@@ -237,3 +237,25 @@ def test_training_never_touches_target_or_reference(instance: ScenarioInstance) 
         assert list(model.parameters()) == []
         assert not any(p.requires_grad for p in model.module.parameters())
     assert any(True for _ in instance.agents["attacker"].language_model.parameters())
+
+
+@pytest.mark.parametrize("likelihood_model", ["target", "reference"])
+def test_a_reference_that_is_not_asked_reads_nothing_and_changes_nothing_else(
+    tiny_scenario: Path, likelihood_model: str
+) -> None:
+    instance = build(tiny_scenario, f"ast_chat.reward.likelihood_model={likelihood_model}")
+    sampler, reference = instance.sampler, instance.agents["reference"]
+    options = {"tree_width": 1, "tree_depth": 2, "key": (0, "test")}
+    asked = sampler.with_attacker(reference).sample(PROMPTS, **options)
+    count = reference.language_model.token_count
+    scored = count.scored
+    tree = sampler.with_attacker(reference, asks_reference=False).sample(PROMPTS, **options)
+    assert scored > 0
+    assert count.scored == scored
+    assert tree.nodes["reference_logprobs"].isnan().all()
+    follows = {"reference_logprobs"}
+    if likelihood_model == "reference":
+        follows |= {"probe_nll", "reward"}
+    for name in tree.nodes.keys() - follows:
+        assert torch.equal(tree.nodes[name], asked.nodes[name]), name
+    assert (tree.probes, tree.responses) == (asked.probes, asked.responses)
