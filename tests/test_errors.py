@@ -33,6 +33,7 @@ BUILTINS = {
     "ScorerError": RuntimeError,
     "RewardTermError": RuntimeError,
     "NonFiniteLossError": ArithmeticError,
+    "HelperProcessError": RuntimeError,
     "TrackingError": RuntimeError,
     "StopRequested": RuntimeError,
 }
