@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import time
@@ -139,7 +138,7 @@ class SharedGradients:
         if self._number:
             with suppress(OSError, KeyError):
                 fault = "".join(traceback.format_exception(error))
-                self._peers[0].send_bytes(pickle.dumps(_Message({}, {}, [], fault)))
+                self._peers[0].send(_Message({}, {}, [], fault))
             os._exit(1)
         for helper in self._helpers:
             with suppress(ProcessLookupError):
@@ -192,7 +191,7 @@ class SharedGradients:
             task: {key: _Figure(v.dtype, v.detach().double().numpy()) for key, v in entries.items()}
             for task, entries in found.items()
         }
-        message = pickle.dumps(_Message(figures, seconds, list(gradients)))
+        message = _Message(figures, seconds, list(gradients))
         self._seconds |= seconds
         for number, heard in self._exchange(message).items():
             place = self._places[number][self._num_minibatches % 2]
@@ -228,7 +227,7 @@ class SharedGradients:
                 "with --num-threads 1."
             )
 
-    def _exchange(self, message: bytes) -> dict[int, _Message]:
+    def _exchange(self, message: _Message) -> dict[int, _Message]:
         """Tell all others, and hear from all, by the number of the process.
 
         Of two the first speaks first, and pairs meet in the same order in all processes, so that
@@ -254,14 +253,14 @@ class SharedGradients:
             loads[number] += self._seconds.get(task, 1.0)
         return shares
 
-    def _send(self, peer: Connection, message: bytes) -> None:
+    def _send(self, peer: Connection, message: _Message) -> None:
         # Why it cannot hear is told, or seen to be missing, where its message is waited for.
         with suppress(OSError):
-            peer.send_bytes(message)
+            peer.send(message)
 
     def _receive(self, peer: Connection) -> _Message:
         try:
-            message: _Message = pickle.loads(peer.recv_bytes())
+            message: _Message = peer.recv()
         except (EOFError, OSError):
             message = _Message({}, {}, [], "It ended without a word, as for want of memory.")
         if message.fault:
