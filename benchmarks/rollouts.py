@@ -38,7 +38,9 @@ class MetricsTracker(Tracker):
         self.iterations.append(dict(values))
 
 
-def measure(scenario: str, num_iterations: int, seed: int, device: str) -> dict[str, Any]:
+def measure(
+    scenario: str, num_iterations: int, seed: int, device: str, num_threads: int | None = None
+) -> dict[str, Any]:
     """Train for `num_iterations` after one that warms up, and give the figures."""
     tracker = MetricsTracker()
     overrides = [
@@ -50,7 +52,7 @@ def measure(scenario: str, num_iterations: int, seed: int, device: str) -> dict[
     resolved = resolve_experiment(
         trainer="ast_dpo", scenario=scenario, overrides=overrides, seed=seed
     )
-    prepared = prepare_experiment(resolved, tracker=tracker, device=device)
+    prepared = prepare_experiment(resolved, tracker=tracker, device=device, num_threads=num_threads)
     prepared.trainer.train()
     peak = peak_memory_bytes()
     return {
@@ -58,6 +60,7 @@ def measure(scenario: str, num_iterations: int, seed: int, device: str) -> dict[
         "seed": seed,
         "device": device,
         "num_iterations": num_iterations,
+        "num_processes": prepared.trainer.results["num_processes"],
         "num_parameters": prepared.scenario_instance.num_parameters,
         **_figures(tracker.iterations[1:]),
         "peak_memory_bytes": peak,
@@ -98,6 +101,7 @@ def print_figures(figures: Mapping[str, Any], console: Console) -> None:
     """Print the figures as a table."""
     title = (
         f"{figures['scenario']}, {figures['num_iterations']} iterations on {figures['device']}, "
+        f"processes that play: {figures['num_processes']}, "
         f"largest model {figures['num_parameters']:,} weights"
     )
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -127,10 +131,17 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=5, help="measured ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda", "auto"])
+    parser.add_argument("--num-threads", type=int, help="cores to use; all, if it is left out")
     parser.add_argument("--out", type=Path, default=Path("rollouts.json"), help="JSON to write")
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()
-    figures = measure(options.scenario, options.iterations, options.seed, options.device)
+    figures = measure(
+        options.scenario,
+        options.iterations,
+        options.seed,
+        options.device,
+        num_threads=options.num_threads,
+    )
     print_figures(figures, Console())
     environment = describe_environment()
     options.out.write_text(json.dumps(figures | {"environment": environment}, indent=2) + "\n")

@@ -30,8 +30,10 @@ class ExperimentSettings(SubParameters):
     wandb_entity: str | None = None
     """W&B user or team; null for the account's own."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU threads of torch; null takes one for small models and all cores for others. Agents of a
-    protocol learn in so many processes, of one thread each, where their losses can be divided."""
+    """CPU cores to use; null takes all, but one for agents of a protocol. Large models compute in
+    so many threads of torch. Conversations of small models are played by so many processes, and
+    agents of a protocol learn in so many where their losses can be divided. The last digits of what
+    models say hang on this number."""
     max_rollout_gib: float = Field(default=4.0, gt=0)
     """Memory for the keys and values of a rollout, in GiB; a larger one is played in parts."""
     checkpoint_period: int = Field(default=10, ge=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,3 +55,21 @@ def cli(
     monkeypatch.chdir(tmp_path)
     with plugins_forgotten_after():
         yield CommandLine(tmp_path, tiny_scenario, capsys)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The processes that a test forks, of which none may be left after it."""
+    processes: list[int] = []
+    fork = os.fork
+
+    def noted() -> int:
+        process = fork()
+        processes.append(process)
+        return process
+
+    monkeypatch.setattr(os, "fork", noted)
+    yield processes
+    for process in processes:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(process, os.WNOHANG)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,7 +31,12 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.progress import open_progress
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
+from nip_astra.utils.forked import using_processes
+from nip_astra.utils.processor import (
+    choose_num_processes,
+    choose_num_threads,
+    keep_freed_memory,
+)
 
 TRANSFER = "transfer.json"
 
@@ -74,10 +80,10 @@ def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> No
             plugins=request.plugins,
             is_untrained=request.is_untrained,
         )
-        _use_processor(attacker, settings)
         for spec in request.targets or (None,):
             target = load_target(spec, attacker, settings)
-            figures, folder = _evaluate_cell(request, attacker, target, settings)
+            with _processor(attacker, target, settings):
+                figures, folder = _evaluate_cell(request, attacker, target, settings)
             # Two runs may have the same id in different folders.
             is_taken = (attacker.label, target.label) in cells
             cells[path if is_taken else attacker.label, target.label] = figures
@@ -284,11 +290,22 @@ def _keep_matrix(
         console.print(f"matrix     {path}", soft_wrap=True)
 
 
-def _use_processor(attacker: LoadedAttacker, settings: ExperimentSettings) -> None:
+@contextmanager
+def _processor(
+    attacker: LoadedAttacker, target: LoadedTarget, settings: ExperimentSettings
+) -> Iterator[None]:
+    """Use the cores as the larger of the models needs it."""
     keep_freed_memory()
-    torch.set_num_threads(
-        choose_num_threads(attacker.instance.num_parameters, settings.num_threads)
-    )
+    before = torch.get_num_threads()
+    size = attacker.instance.num_parameters
+    if target.agent is not None:
+        size = max(size, target.agent.language_model.num_parameters())
+    torch.set_num_threads(choose_num_threads(size, settings.num_threads))
+    try:
+        with using_processes(choose_num_processes(size, settings.num_threads)):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _file_name(text: str) -> str:

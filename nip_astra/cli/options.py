@@ -39,7 +39,7 @@ Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda or a
 RunsDir = Annotated[str | None, typer.Option(metavar="DIR", help="Where runs are kept.")]
 Threads = Annotated[
     int | None,
-    typer.Option(metavar="NUMBER", help="CPU threads of torch; processes of agents that learn."),
+    typer.Option(metavar="NUMBER", help="CPU cores to use, by threads or processes."),
 ]
 Wandb = Annotated[
     str | None, typer.Option(metavar="MODE", help="W&B: disabled, offline or online.")

@@ -27,7 +27,8 @@ class _TurnsInOrder(GenerationSession):
     """Each call is answered by the model whose turn it is."""
 
     def __init__(self, sessions: Sequence[GenerationSession]) -> None:
-        self._sessions = iter(sessions)
+        self._sessions = sessions
+        self._turns = iter(sessions)
 
     def generate(
         self,
@@ -39,9 +40,13 @@ class _TurnsInOrder(GenerationSession):
         branching: int = 1,
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> Turns:
-        return next(self._sessions).generate(
+        return next(self._turns).generate(
             contexts, rows_per_context, uniforms_RT, options, branching=branching, spans=spans
         )
+
+    def close(self) -> None:
+        for session in self._sessions:
+            session.close()
 
 
 def speaker_of(
@@ -61,6 +66,8 @@ def speaker_of(
     # All but the sessions is the reference's, which differs from the attacker in weights alone.
     model: Any = copy.copy(reference.language_model)
     model.open_session = open_session
+    # What the attacker's own model counts in a forked process would be lost.
+    model.can_be_forked = False
     return replace(reference, language_model=model)
 
 

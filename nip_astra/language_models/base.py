@@ -154,6 +154,9 @@ class GenerationSession(ABC):
             For each context, where the tokens to be scored begin, at least 1, and end.
         """
 
+    def close(self) -> None:  # noqa: B027 - who keeps nothing has nothing to free
+        """Free what was kept for further calls."""
+
 
 class _SeparateCalls(GenerationSession):
     """A session of a model that keeps nothing between calls."""
@@ -200,6 +203,9 @@ class LanguageModel(ABC):
         Running count of work done.
     cache_bytes_per_token : int
         Memory that a session keeps for each token; 0 where it keeps none.
+    can_be_forked : bool
+        Whether a forked process may generate and score: there is no connection, device or thread
+        behind the model, and `token_count` is all that generating changes.
     """
 
     class Parameters(PolymorphicParameters):
@@ -212,6 +218,7 @@ class LanguageModel(ABC):
     end_ids: tuple[int, ...]
     token_count: TokenCount
     cache_bytes_per_token: int = 0
+    can_be_forked: bool = False
 
     @classmethod
     @abstractmethod

@@ -128,6 +128,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         self._decoder = decoder or build_decoder(self._causal_lm)
         if self._decoder is not None:
             self.cache_bytes_per_token = self._decoder.cache_numbers_per_token * self.dtype.itemsize
+        # A subclass says so itself.
+        self.can_be_forked = type(self) is HuggingFaceLanguageModel and device.type == "cpu"
         self.source: str | None = None
         self._decode_graphs = decode_graphs
         self._steps = build_fixed_steps(self._decoder, device, decode_graphs)

@@ -7,6 +7,7 @@ at small batches on some processors; oneDNN with packed weights is several times
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -17,6 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
+
+# oneDNN keeps each shape of a product prepared, which takes about half a megabyte; rollouts go
+# through hundreds of shapes, of which few come again soon. It reads this at the first product.
+for _setting in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_setting, "128")
 
 LinearMap = Callable[[Tensor], Tensor]
 """A matrix product with a fixed matrix, `[N, I] -> [N, O]`."""

@@ -140,6 +140,10 @@ class CachedSession(GenerationSession):
         self.token_count.generated += sum(said)
         return Turns(generation, span_logprobs)
 
+    def close(self) -> None:
+        self._tree.clear()
+        self._cached = []
+
     # ---- reading contexts
 
     def _read(self, contexts: Sequence[Sequence[int]], branching: int, reserve: int) -> list[_Pass]:

@@ -1,20 +1,15 @@
-"""What the nodes of a tree are worth: the scores of what was said, and the reward.
-
-Shape suffixes: `N` node, `T` token.
-"""
+"""What the nodes of a tree are worth: the scores of what was said, and what the reward weighs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.registry import REWARD_TERMS
-from nip_astra.samplers.tree_columns import TreeColumns
+from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
 
 RewardTermParameters = polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)
@@ -38,41 +33,27 @@ class RewardParameters(SubParameters):
     it depends on what was found before."""
 
 
-class ScoredNodes(NamedTuple):
-    """Scores and reward of every node, float32 `[N]` each, but logprobs `[N, T]`, errors bool."""
-
-    reference_logprobs_NT: Tensor
-    probe_nll_N: Tensor
-    response_score_N: Tensor
-    combined_score_N: Tensor
-    is_error_N: Tensor
-    reward_N: Tensor
-
-
-def rate_nodes(
-    scorer: Scorer, prompts: Sequence[str], columns: TreeColumns
-) -> tuple[Ratings, Ratings]:
+def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
     """Rate every response, and every probe and response together, in one call."""
-    turns = list(zip(columns.probes, columns.responses, strict=True))
+    turns = list(zip(tree.probes, tree.responses, strict=True))
     if scorer.reads_history:
         # Who reads the conversation has seen the probe when it rates the response.
         histories: list[tuple[Message, ...]] = []
-        for node, parent in enumerate(columns.parent):
+        places = zip(tree.nodes["parent"].tolist(), tree.nodes["episode"].tolist(), strict=True)
+        for (parent, episode), probe in zip(places, tree.probes, strict=True):
             if parent < 0:
-                before: tuple[Message, ...] = (
-                    Message("assistant", prompts[columns.episode[node]]),
-                )
+                before: tuple[Message, ...] = (Message("assistant", tree.prompts[episode]),)
             else:
-                before = (*histories[parent], Message("assistant", columns.responses[parent]))
-            histories.append((*before, Message("user", columns.probes[node])))
+                before = (*histories[parent], Message("assistant", tree.responses[parent]))
+            histories.append((*before, Message("user", probe)))
         both = scorer.rate(
             [
                 Exchange(response, history)
-                for response, history in zip(columns.responses, histories, strict=True)
+                for response, history in zip(tree.responses, histories, strict=True)
             ]
         )
         return both, both
-    texts = [*columns.responses, *(f"{probe} {response}" for probe, response in turns)]
+    texts = [*tree.responses, *(f"{probe} {response}" for probe, response in turns)]
     rated = scorer.rate([Exchange(text) for text in texts])
     count = len(turns)
     return (

@@ -6,6 +6,7 @@ Shape suffixes: `N` node, `T` token.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,8 @@ from nip_astra.language_models.base import Generation, GenerationSession, pad_le
 from nip_astra.language_models.token_trie import build_trie
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
-from nip_astra.samplers.node_scores import RewardParameters, ScoredNodes, rate_nodes
+from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
+from nip_astra.samplers.shares import num_shares, play_at_once
 from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation import Turn
@@ -26,6 +28,14 @@ from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 GLUE_TOKENS = 32
 """Allowance for what a chat template puts around a turn."""
+
+
+class _Plan(NamedTuple):
+    """What is grown: the shape of a tree, and what names its randomness."""
+
+    tree_width: int
+    tree_depth: int
+    key: tuple[SeedPart, ...]
 
 
 class _Sessions(NamedTuple):
@@ -130,42 +140,42 @@ class TreeSampler:
         first_episode : int
             Number of the first prompt's episode within `key`, where episodes are played in parts.
         """
-        size = {"tree_width": tree_width, "tree_depth": tree_depth}
-        per_part = len(prompts)
+        plan = _Plan(tree_width, tree_depth, key)
+        at_once = len(prompts)
         if self.max_cache_bytes is not None:
+            size = {"tree_width": tree_width, "tree_depth": tree_depth}
             per_episode = self.cache_bytes(prompts, **size) // max(len(prompts), 1)
-            per_part = max(1, self.max_cache_bytes // max(per_episode, 1))
-        parts = [
-            self._sample_part(
-                prompts[start : start + per_part], **size, key=key, first=start + first_episode
-            )
-            for start in range(0, len(prompts), per_part)
-        ]
-        return parts[0] if len(parts) == 1 else merge_trees(parts)
+            at_once = max(1, self.max_cache_bytes // max(per_episode, 1))
+        agents = (self.attacker, self.target, self.reference)
+        num_nodes = len(prompts) * sum(tree_width**level for level in range(1, tree_depth + 1))
+        count = num_shares(agents, min(len(prompts), at_once), num_nodes)
 
-    def _sample_part(
-        self,
-        prompts: Sequence[str],
-        *,
-        tree_width: int,
-        tree_depth: int,
-        key: tuple[SeedPart, ...],
-        first: int,
-    ) -> RolloutTree:
-        """Grow the trees of some episodes together; the first of them has the number `first`."""
+        def play(share: range) -> RolloutTree:
+            size, stop = max(at_once // count, 1), share.stop
+            parts = [
+                self._play(prompts[start : min(start + size, stop)], plan, first_episode + start)
+                for start in range(share.start, stop, size)
+            ]
+            return parts[0] if len(parts) == 1 else merge_trees(parts)
+
+        if count == 1:
+            tree = play(range(len(prompts)))
+        else:
+            tree = play_at_once(play, agents, len(prompts), count)
+        self._rate(tree)
+        return tree
+
+    def _play(self, prompts: Sequence[str], plan: _Plan, first: int) -> RolloutTree:
+        """Grow the trees of episodes from number `first` on together; they are yet to be rated."""
         columns = TreeColumns()
-        open_conversations = [
-            self._open(episode, first + episode, prompt) for episode, prompt in enumerate(prompts)
-        ]
-        sessions = _Sessions(
-            self.attacker.language_model.open_session(), self.target.language_model.open_session()
-        )
-        for depth in range(tree_depth):
-            open_conversations = self._grow(
-                sessions, open_conversations, tree_width, depth, key, columns
-            )
+        self._talk(prompts, plan, first, columns)
         probe_NT, mask_NT, logprobs_NT = self._stack(columns.generations)
-        scored = self._score(prompts, columns, probe_NT, mask_NT)
+        with torch.no_grad(), columns.timed("reference"):
+            reference_NT = self._reference_logprobs(columns, probe_NT, mask_NT)
+        if self.reward.likelihood_model == "reference":
+            nll_N = mean_nll(reference_NT, mask_NT)
+        else:
+            nll_N = torch.cat(columns.target_nll)
         nodes = TensorDict(
             {
                 "parent": torch.tensor(columns.parent),
@@ -174,19 +184,15 @@ class TreeSampler:
                 "probe": probe_NT,
                 "probe_mask": mask_NT,
                 "probe_logprobs": logprobs_NT,
-                "reference_logprobs": scored.reference_logprobs_NT,
-                "probe_nll": scored.probe_nll_N,
+                "reference_logprobs": reference_NT,
+                "probe_nll": nll_N,
                 "is_empty": torch.tensor([not probe for probe in columns.probes]),
-                "response_score": scored.response_score_N,
-                "combined_score": scored.combined_score_N,
-                "is_error": scored.is_error_N,
-                "reward": scored.reward_N,
             },
             batch_size=[len(columns.probes)],
         )
         return RolloutTree(
             nodes,
-            tree_width,
+            plan.tree_width,
             list(prompts),
             columns.probes,
             columns.responses,
@@ -196,6 +202,17 @@ class TreeSampler:
             },
             seconds=columns.seconds,
         )
+
+    def _talk(self, prompts: Sequence[str], plan: _Plan, first: int, columns: TreeColumns) -> None:
+        """Let attacker and target talk, level by level."""
+        open_conversations = [
+            self._open(episode, first + episode, prompt) for episode, prompt in enumerate(prompts)
+        ]
+        sessions = _Sessions(
+            self.attacker.language_model.open_session(), self.target.language_model.open_session()
+        )
+        for depth in range(plan.tree_depth):
+            open_conversations = self._grow(sessions, open_conversations, plan, depth, columns)
 
     def _open(self, episode: int, number: int, prompt: str) -> OpenConversation:
         return OpenConversation(
@@ -210,12 +227,12 @@ class TreeSampler:
         self,
         sessions: _Sessions,
         parents: list[OpenConversation],
-        tree_width: int,
+        plan: _Plan,
         depth: int,
-        key: tuple[SeedPart, ...],
         columns: TreeColumns,
     ) -> list[OpenConversation]:
         """Add one probe and one response below every open conversation, all in one batch each."""
+        tree_width = plan.tree_width
         contexts = self.attacker.contexts([parent.attacker_turns for parent in parents])
         children = [
             OpenConversation(
@@ -228,11 +245,14 @@ class TreeSampler:
             for index, parent in enumerate(parents)
             for branch in range(tree_width)
         ]
-        uniforms = self._uniforms(self.attacker, children, key)
+        uniforms = self._uniforms(self.attacker, children, plan.key)
         with columns.timed("attacker"):
             probes = self.attacker.speak(
                 sessions.attacker, contexts, tree_width, uniforms
             ).generation
+        if depth + 1 == plan.tree_depth:
+            # Its keys and values make room for those of the last responses.
+            sessions.attacker.close()
         columns.note("attacker", contexts, probes)
         probe_ids = self.attacker.content_ids(probes)
         probe_texts = self.attacker.decode(probe_ids)
@@ -241,7 +261,7 @@ class TreeSampler:
             child.attacker_turns = [*child.attacker_turns, Turn(True, ids)]
             child.target_turns = [*child.target_turns, Turn(False, target_ids)]
 
-        responses = self._respond(sessions.target, children, tree_width, key, columns)
+        responses = self._respond(sessions.target, children, plan, columns)
         response_ids = self.target.content_ids(responses)
         response_texts = self.target.decode(response_ids)
         for child, ids, text in zip(children, response_ids, response_texts, strict=True):
@@ -262,8 +282,7 @@ class TreeSampler:
         self,
         session: GenerationSession,
         children: list[OpenConversation],
-        tree_width: int,
-        key: tuple[SeedPart, ...],
+        plan: _Plan,
         columns: TreeColumns,
     ) -> Generation:
         """Let the target answer; what it thinks of the probes comes from the same pass."""
@@ -275,10 +294,10 @@ class TreeSampler:
                 self.target.conversation_format.last_turn_span(turns, context)
                 for turns, context in zip(conversations, contexts, strict=True)
             ]
-        uniforms = self._uniforms(self.target, children, key)
+        uniforms = self._uniforms(self.target, children, plan.key)
         with columns.timed("target"):
             answered = self.target.speak(
-                session, contexts, 1, uniforms, branching=tree_width, spans=spans
+                session, contexts, 1, uniforms, branching=plan.tree_width, spans=spans
             )
         if spans is not None and answered.span_logprobs_CT is not None:
             lengths_C = torch.tensor([stop - start for start, stop in spans])
@@ -321,35 +340,25 @@ class TreeSampler:
             *pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT
         ).cpu()
 
-    def _score(
-        self, prompts: Sequence[str], columns: TreeColumns, probe_NT: Tensor, mask_NT: Tensor
-    ) -> ScoredNodes:
-        with torch.no_grad(), columns.timed("reference"):
-            reference_NT = self._reference_logprobs(columns, probe_NT, mask_NT)
-        if self.reward.likelihood_model == "reference":
-            nll_N = mean_nll(reference_NT, mask_NT)
-        else:
-            nll_N = torch.cat(columns.target_nll)
-        with columns.timed("scorer"):
-            response, combined = rate_nodes(self.scorer, prompts, columns)
+    def _rate(self, tree: RolloutTree) -> None:
+        """Add scores and rewards; the scorer is asked once, about all nodes."""
+        started = time.perf_counter()
+        response, combined = rate_nodes(self.scorer, tree)
+        tree.seconds["scorer"] = time.perf_counter() - started
+        nodes = tree.nodes
         likelihood_agent = getattr(self, self.reward.likelihood_model)
         # A score without weight must not make the reward unknown.
         unused = self.reward.w_combined == 0
-        reward_N = ast_reward(
+        nodes["response_score"] = response.scores_N
+        nodes["combined_score"] = combined.scores_N
+        nodes["is_error"] = response.is_error_N | combined.is_error_N
+        nodes["reward"] = ast_reward(
             response.scores_N,
             torch.zeros_like(combined.scores_N) if unused else combined.scores_N,
-            nll_N,
-            torch.tensor([not probe for probe in columns.probes]),
+            nodes["probe_nll"],
+            nodes["is_empty"],
             w_response=self.reward.w_response,
             w_combined=self.reward.w_combined,
             w_likelihood=self.reward.w_likelihood,
             empty_nll=math.log(len(likelihood_agent.language_model.tokenizer)),
-        )
-        return ScoredNodes(
-            reference_NT,
-            nll_N,
-            response.scores_N,
-            combined.scores_N,
-            response.is_error_N | combined.is_error_N,
-            reward_N,
         )

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,7 +43,8 @@ from nip_astra.trainers.trainer_base import (
     TensorDictTrainer,
     attach_progress_bar,
 )
-from nip_astra.utils.processor import peak_memory_bytes
+from nip_astra.utils.forked import get_num_processes, using_processes
+from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +97,13 @@ class AstTrainer(AstHooks, TensorDictTrainer):
         self.state = AstState()
 
     # ---- the job
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        asked = self.scenario_instance.num_parameters, self.settings.num_threads
+        with super()._threads(), using_processes(choose_num_processes(*asked)):
+            self.results["num_processes"] = get_num_processes()
+            yield
 
     def train(self) -> None:
         """Measure the untrained attacker, train it, measure it again, save it."""

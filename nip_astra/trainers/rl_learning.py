@@ -19,7 +19,8 @@ from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losse
 from nip_astra.trainers.minibatches import MinibatchBuffer, ReplayBuffer
 from nip_astra.trainers.rl_optimizers import AgentOptimizers
 from nip_astra.trainers.rl_statistics import MetricSums
-from nip_astra.trainers.shared_gradients import SharedGradients, Task, can_share
+from nip_astra.trainers.shared_gradients import SharedGradients, Task
+from nip_astra.utils.forked import can_fork
 
 
 class Learner:
@@ -77,7 +78,7 @@ class Learner:
 
     def _can_share(self) -> bool:
         return (
-            can_share()
+            can_fork()
             and self.device.type == "cpu"
             and self.optimizers.are_disjoint
             # Other buffers may draw from generators that are not every process' own.

@@ -5,11 +5,8 @@ from __future__ import annotations
 import mmap
 import multiprocessing
 import os
-import signal
-import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -19,17 +16,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, HelperProcessError
-
-_STOPPING = (signal.SIGINT, signal.SIGTERM)
-
-
-def can_share() -> bool:
-    """Say whether a process that has computed may be forked.
-
-    Libraries of other systems than Linux forbid it, and so does torch where there is a GPU, whether
-    used or not.
-    """
-    return sys.platform == "linux" and not torch.accelerator.is_available()
+from nip_astra.utils.forked import fork, kill, signals_held_back, wait_for
 
 
 class Task(NamedTuple):
@@ -119,9 +106,9 @@ class SharedGradients:
         self._count = count
         self._places = [[_shared_like(self._weights) for _ in range(2)] for _ in range(count)]
         pipes = {(a, b): multiprocessing.Pipe() for b in range(count) for a in range(b)}
-        with _signals_held_back():
+        with signals_held_back():
             while len(self._helpers) < count - 1:
-                helper = _fork()
+                helper = fork()
                 if not helper:
                     self._number = len(self._helpers) + 1
                     break
@@ -140,18 +127,13 @@ class SharedGradients:
                 fault = "".join(traceback.format_exception(error))
                 self._peers[0].send(_Message({}, {}, [], fault))
             os._exit(1)
-        for helper in self._helpers:
-            with suppress(ProcessLookupError):
-                os.kill(helper, signal.SIGKILL)
+        kill(self._helpers)
         self._part()
 
     def _part(self) -> None:
         for peer in self._peers.values():
             peer.close()
-        for helper in self._helpers:
-            # Some launchers have children reaped by the system.
-            with suppress(ChildProcessError):
-                os.waitpid(helper, 0)
+        wait_for(self._helpers)
 
     def compute(self, compute: Compute) -> dict[Task, dict[str, Tensor]]:
         """Have the gradients of a minibatch computed, and give what to log, by task.
@@ -284,37 +266,3 @@ def _shared_like(weights: Sequence[Tensor]) -> list[Tensor]:
             torch.split(memory[: sum(rooms)], rooms), sizes, weights, strict=True
         )
     ]
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """Hold the signals that stop a run back, so that none comes between a fork and its note."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    try:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _fork() -> int:
-    """Fork, and give the new process' number, or 0 in it; signals are held back."""
-    # What is still to be written is written once.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    try:
-        with warnings.catch_warnings():
-            # The other threads of this process draw progress bars and send figures; none of them
-            # computes, so none holds a lock that a helper, which prints nothing, will need.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            helper = os.fork()
-    except OSError as error:
-        raise HelperProcessError(
-            "losses were to be computed by several processes at once, but one could not be "
-            f"started: {error}. Train with --num-threads 1."
-        ) from error
-    if helper == 0:
-        # A helper does not hear them: the first process ends it.
-        for number in _STOPPING:
-            signal.signal(number, signal.SIG_IGN)
-    return helper

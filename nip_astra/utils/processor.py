@@ -11,6 +11,8 @@ from pathlib import Path
 
 SMALL_MODEL_PARAMETERS = 5_000_000
 """Below this size the cost of waking a second thread exceeds what it computes."""
+MOST_PROCESSES = 4
+"""Taken unasked: each costs tens of milliseconds a rollout, and more than two were not measured."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _DEFAULT_THRESHOLD = 128 * 1024
@@ -24,8 +26,18 @@ def choose_num_threads(num_parameters: int, requested: int | None) -> int:
     """
     if requested is not None:
         return requested
-    if num_parameters < SMALL_MODEL_PARAMETERS:
+    return 1 if num_parameters < SMALL_MODEL_PARAMETERS else num_cores()
+
+
+def choose_num_processes(num_parameters: int, requested: int | None) -> int:
+    """Give how many processes may play conversations: one for a large model, or those requested."""
+    if num_parameters >= SMALL_MODEL_PARAMETERS:
         return 1
+    return min(num_cores(), MOST_PROCESSES) if requested is None else requested
+
+
+def num_cores() -> int:
+    """Give the number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else (os.cpu_count() or 1)
 

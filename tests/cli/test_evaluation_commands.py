@@ -14,7 +14,10 @@ from nip_astra.evaluation.playing import Player
 from nip_astra.evaluation.rows import read_rows
 from nip_astra.resolution import resolve_experiment
 from nip_astra.run import run_experiment
+from nip_astra.samplers import trees
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.utils import processor
+from nip_astra.utils.forked import can_fork, get_num_processes
 from tests.cli.trained_run import SMALL, figures_of
 from tests.command_line import CommandLine, refused
 
@@ -53,6 +56,31 @@ def test_an_evaluation_shows_the_figures_of_the_run_itself(cli: CommandLine, run
         sorted(r["reward"] for r in shown), abs=1e-5
     )
     assert (run / "evaluations" / "test" / "table.txt").read_text().startswith("one against")
+
+
+@pytest.mark.parametrize(("more", "count"), [((), 3), (("--num-threads", "2"), 2)])
+def test_conversations_are_divided_among_the_cores(
+    cli: CommandLine,
+    run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    more: tuple[str, ...],
+    count: int,
+) -> None:
+    allowed = []
+
+    def noted(*_: Any) -> int:
+        allowed.append(get_num_processes())
+        return 1
+
+    monkeypatch.setattr(processor, "num_cores", lambda: 3)
+    monkeypatch.setattr(trees, "num_shares", noted)
+    assert cli("evaluate", "runs/one", *more).code == 0
+    assert set(allowed) == {count if can_fork() else 1}
+    # Too large a model for processes.
+    monkeypatch.setattr(processor, "SMALL_MODEL_PARAMETERS", 1)
+    allowed.clear()
+    assert cli("evaluate", "runs/one", *more, "--overwrite").code == 0
+    assert set(allowed) == {1}
 
 
 def test_the_figures_have_what_a_reader_is_promised(cli: CommandLine, run: Path) -> None:

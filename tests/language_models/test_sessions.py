@@ -121,6 +121,19 @@ def test_a_context_that_does_not_continue_its_row_is_read_anew(
     assert torch.equal(again.ids_BT, alone.ids_BT)
 
 
+def test_a_closed_session_keeps_nothing(tiny_model: HuggingFaceLanguageModel) -> None:
+    session = tiny_model.open_session()
+    uniforms = torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
+    contexts = [[2, 4, 7, 5], [2, 4, 9, 5]]
+    first = session.generate(contexts, 1, uniforms, OPTIONS).generation
+    assert session._tree.blocks
+    session.close()
+    assert not session._tree.blocks
+    # What continues nothing is read from its beginning.
+    again = session.generate(contexts, 1, uniforms, OPTIONS).generation
+    assert torch.equal(again.ids_BT, first.ids_BT)
+
+
 def test_a_session_uses_the_weights_as_they_are_when_it_opens(
     tiny_model: HuggingFaceLanguageModel,
 ) -> None:

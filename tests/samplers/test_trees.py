@@ -69,8 +69,10 @@ def test_two_generation_calls_a_level(
             "generate",
             lambda *a, role=role, generate=generate, **k: calls.append(role) or generate(*a, **k),
         )
+        monkeypatch.setattr(session, "close", lambda role=role: calls.append(f"{role} closed"))
     _sample(instance)
-    assert calls == ["attacker", "target"] * 3
+    # What the attacker keeps makes room before the target reads the most.
+    assert calls == [*["attacker", "target"] * 2, "attacker", "attacker closed", "target"]
 
 
 def test_an_episode_does_not_depend_on_the_others(instance: ScenarioInstance) -> None:

@@ -16,38 +16,22 @@ from nip_astra.errors import ConfigurationError, HelperProcessError, NonFiniteLo
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import AgentLosses, Frames, Objective
-from nip_astra.trainers.shared_gradients import SharedGradients, Task, can_share
+from nip_astra.trainers.shared_gradients import SharedGradients, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
+from nip_astra.utils.forked import can_fork
 from tests.toy_protocol_scenario import toy_kind, toy_trainer
 from tests.trainers.test_rl_tensordict_base import changed, weights_of
 
-pytestmark = pytest.mark.skipif(
-    not can_share(), reason="processes are forked on Linux without a GPU only"
-)
+pytestmark = [
+    pytest.mark.skipif(not can_fork(), reason="processes are forked on Linux without a GPU only"),
+    pytest.mark.usefixtures("forked"),
+]
 
 
 @pytest.fixture(autouse=True)
 def _kind() -> Iterator[None]:
     with toy_kind():
         yield
-
-
-@pytest.fixture(autouse=True)
-def helpers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The processes that were forked, of which none may be left after a test."""
-    forked: list[int] = []
-    fork = os.fork
-
-    def noted() -> int:
-        helper = fork()
-        forked.append(helper)
-        return helper
-
-    monkeypatch.setattr(os, "fork", noted)
-    yield forked
-    for helper in forked:
-        with pytest.raises(ChildProcessError):
-            os.waitpid(helper, os.WNOHANG)
 
 
 def learned(num_threads: int, trainer: str = "vanilla_ppo", **more: Any) -> Any:
@@ -73,11 +57,11 @@ def learned(num_threads: int, trainer: str = "vanilla_ppo", **more: Any) -> Any:
     ],
 )
 def test_several_processes_change_no_bit(
-    trainer: str, more: dict[str, Any], helpers: list[int]
+    trainer: str, more: dict[str, Any], forked: list[int]
 ) -> None:
     alone, expected = learned(1, trainer, **more)
     together, found = learned(2, trainer, **more)
-    assert len(helpers) == 2, "one an iteration"
+    assert len(forked) == 2, "one an iteration"
     assert changed(weights_of(alone), weights_of(together)) == set()
     assert expected.keys() == found.keys()
     for name, value in expected.items():
@@ -87,12 +71,12 @@ def test_several_processes_change_no_bit(
 
 
 def test_as_many_processes_as_there_are_parts_at_most(
-    monkeypatch: pytest.MonkeyPatch, helpers: list[int]
+    monkeypatch: pytest.MonkeyPatch, forked: list[int]
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     alone, _ = learned(1)
     together, _ = learned(64)
-    assert len(helpers) == 2 * 3, "four parts"
+    assert len(forked) == 2 * 3, "four parts"
     assert changed(weights_of(alone), weights_of(together)) == set()
 
 
@@ -246,7 +230,7 @@ def test_a_helper_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch
         return fork()
 
     monkeypatch.setattr(os, "fork", failing)
-    with pytest.raises(HelperProcessError, match=r"too many processes\. Train with --num-th"):
+    with pytest.raises(HelperProcessError, match=r"too many processes\. Run with --num-th"):
         learned(4)
 
 

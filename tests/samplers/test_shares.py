@@ -1,0 +1,234 @@
+"""A rollout that several processes play is the one that a single one plays."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from nip_astra.errors import ContextLengthError
+from nip_astra.evaluation.failure_probability import attacker_at
+from nip_astra.evaluation.strategies import sampler_of
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.base import TokenCount
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.resolution import resolve_experiment
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.run import prepare_experiment
+from nip_astra.samplers import shares
+from nip_astra.samplers.trees import TreeSampler
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.utils.forked import can_fork, get_num_processes, using_processes
+from tests.samplers.test_trees import build
+
+PROMPTS = ["hello", "good day", "the cat sat", "hello there", "good", "a dog"]
+
+pytestmark = [
+    pytest.mark.skipif(not can_fork(), reason="processes are forked on Linux without a GPU only"),
+    pytest.mark.usefixtures("forked"),
+]
+
+
+@pytest.fixture
+def instance(tiny_scenario: Path) -> ScenarioInstance:
+    return build(tiny_scenario)
+
+
+@pytest.fixture(autouse=True)
+def _small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "SMALLEST_SHARE", 2)
+
+
+@pytest.fixture
+def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Into how many parts rollouts were divided."""
+    counts: list[int] = []
+    found = shares.num_shares
+
+    def noted(*asked: Any) -> int:
+        counts.append(found(*asked))
+        return counts[-1]
+
+    monkeypatch.setattr("nip_astra.samplers.trees.num_shares", noted)
+    return counts
+
+
+def sample(sampler: TreeSampler, count: int, prompts: list[str] = PROMPTS) -> RolloutTree:
+    with using_processes(count):
+        return sampler.sample(
+            prompts, tree_width=2, tree_depth=2, key=(0, "shares"), first_episode=3
+        )
+
+
+def counted(instance: ScenarioInstance) -> list[int]:
+    models = [agent.language_model for agent in instance.agents.values()]
+    return [getattr(m.token_count, field.name) for m in models for field in fields(TokenCount)]
+
+
+@pytest.mark.parametrize(("count", "per_part"), [(2, 3), (3, 2), (9, 1)])
+def test_a_rollout_of_several_processes_is_that_of_one_in_as_many_parts(
+    tiny_scenario: Path, instance: ScenarioInstance, divided: list[int], count: int, per_part: int
+) -> None:
+    sampler = instance.sampler
+    one = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
+    sampler.max_cache_bytes = per_part * one
+    alone = sample(sampler, 1)
+    other = build(tiny_scenario)
+    together = sample(other.sampler, count)
+    assert divided == [1, len(PROMPTS) // per_part]
+    assert (together.prompts, together.probes) == (PROMPTS, alone.probes)
+    assert (together.responses, together.contexts) == (alone.responses, alone.contexts)
+    assert together.num_unique_tokens == alone.num_unique_tokens
+    assert counted(other) == counted(instance)
+    assert set(together.nodes.keys()) == set(alone.nodes.keys())
+    for name, values in alone.nodes.items():
+        assert torch.equal(together.nodes[name], values), name
+    assert together.seconds.keys() == alone.seconds.keys()
+
+
+def test_the_scorer_is_asked_once_by_this_process(
+    instance: ScenarioInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler, calls = instance.sampler, []
+    rate = sampler.scorer.rate
+
+    def rated(exchanges: Any) -> Any:
+        calls.append(len(exchanges))
+        return rate(exchanges)
+
+    monkeypatch.setattr(sampler.scorer, "rate", rated)
+    tree = sample(sampler, 2)
+    assert calls == [2 * tree.num_nodes]
+
+
+def test_contexts_that_are_cut_are_counted_once(tiny_scenario: Path, divided: list[int]) -> None:
+    cut = []
+    for count in (1, 2):
+        instance = build(tiny_scenario)
+        for agent in instance.agents.values():
+            agent.language_model.context_window = 16 + agent.sampling.max_new_tokens
+        # One agent in two roles, as in a random search.
+        sampler = instance.sampler.with_attacker(instance.agents["reference"])
+        sample(sampler, count)
+        cut.append([agent.num_truncated_contexts for agent in instance.agents.values()])
+    assert divided == [1, 2]
+    assert sum(cut[0]) > 0
+    assert cut[0] == cut[1]
+
+
+def test_what_fails_in_another_process_is_raised_as_what_it_is(
+    instance: ScenarioInstance,
+) -> None:
+    long = " ".join(["good"] * 2000)
+    with pytest.raises(ContextLengthError) as alone:
+        sample(instance.sampler, 1, [*PROMPTS, long])
+    with pytest.raises(ContextLengthError) as together:
+        sample(instance.sampler, 2, [*PROMPTS, long])
+    assert str(together.value) == str(alone.value)
+
+
+@pytest.mark.parametrize(
+    ("num_held", "num_parts", "sizes"), [(4, 2, [2, 1]), (6, 2, [3]), (1, 1, [1] * 6)]
+)
+def test_no_more_is_held_at_once_than_the_memory_for_keys_and_values(
+    instance: ScenarioInstance,
+    monkeypatch: pytest.MonkeyPatch,
+    divided: list[int],
+    num_held: int,
+    num_parts: int,
+    sizes: list[int],
+) -> None:
+    sampler = instance.sampler
+    per_episode = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
+    sampler.max_cache_bytes = num_held * per_episode
+    played: list[int] = []
+    play = sampler._play
+
+    def noted(prompts: list[str], *how: Any) -> RolloutTree:
+        played.append(len(prompts))
+        return play(prompts, *how)
+
+    monkeypatch.setattr(sampler, "_play", noted)
+    sample(sampler, 2)
+    assert divided == [num_parts]
+    # Of the six episodes this process has three, or all.
+    assert played == sizes
+
+
+def test_few_nodes_are_not_divided(
+    instance: ScenarioInstance, divided: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for smallest in (18, 19):
+        monkeypatch.setattr(shares, "SMALLEST_SHARE", smallest)
+        sample(instance.sampler, 2)
+    assert divided == [2, 1], "36 nodes"
+
+
+def test_what_would_lose_what_it_keeps_is_not_divided(
+    tiny_scenario: Path, divided: list[int]
+) -> None:
+    class OwnModel(HuggingFaceLanguageModel):
+        pass
+
+    class OwnAgent(ConversationAgent):
+        pass
+
+    one, other, third = (build(tiny_scenario) for _ in range(3))
+    model: Any = one.agents["target"].language_model
+    own = OwnModel(model.module, model.tokenizer, device=model.device, trainable=False)
+    one.agents["target"].language_model = own
+    sample(one.sampler, 2)
+    other.sampler.target = OwnAgent(**vars(other.agents["target"]))
+    sample(other.sampler, 2)
+    assert not own.can_be_forked
+    third.sampler.target.language_model = cast(Any, Unforked(third.agents["target"]))
+    sample(third.sampler, 2)
+    assert divided == [1, 1, 1]
+
+
+class Unforked:
+    """A model from elsewhere, which does not say whether it may be forked."""
+
+    def __init__(self, agent: ConversationAgent) -> None:
+        self._model = agent.language_model
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "can_be_forked":
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+
+def test_importance_sampling_counts_the_tokens_of_both_speakers(tiny_scenario: Path) -> None:
+    counts = []
+    for count in (1, 2):
+        instance = build(tiny_scenario)
+        sampler = sampler_of(attacker_at(1), instance.sampler, num_turns=2)
+        with using_processes(count):
+            sampler.sample(PROMPTS, tree_width=1, tree_depth=2, key=(0, "x"))
+        counts.append(counted(instance))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, 3), (1, 1), (2, 2)])
+def test_a_run_of_small_models_uses_the_cores_that_it_is_given(
+    tiny_scenario: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    divided: list[int],
+    asked: int | None,
+    used: int,
+) -> None:
+    monkeypatch.setattr("nip_astra.utils.processor.num_cores", lambda: 3)
+    resolved = resolve_experiment(
+        trainer="ast_dpo",
+        scenario=str(tiny_scenario),
+        overrides=["training.training_steps=1", "training.num_episodes_per_experience=3"],
+    )
+    settings = ExperimentSettings(progress=False, num_threads=asked)
+    trainer = prepare_experiment(resolved, settings=settings).trainer
+    trainer.train()
+    assert max(divided) == trainer.results["num_processes"] == used
+    assert get_num_processes() == 1

@@ -1,0 +1,211 @@
+"""Calls made by several processes at once: their results, and their faults."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, HelperProcessError
+from nip_astra.utils.forked import call_at_once, can_fork, get_num_processes, using_processes
+
+pytestmark = pytest.mark.usefixtures("forked")
+needs_fork = pytest.mark.skipif(
+    not can_fork(), reason="processes are forked on Linux without a GPU only"
+)
+
+
+class TwoArguments(Exception):
+    """Can be pickled, but not read again."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def failing(error: BaseException) -> Any:
+    raise error
+
+
+@needs_fork
+def test_each_call_is_made_in_a_process_of_its_own_and_results_keep_their_order() -> None:
+    # Longer than a pipe holds.
+    calls = [partial(lambda n: (os.getpid(), torch.full((300_000,), n)), n) for n in range(3)]
+    results = call_at_once(calls)
+    assert results[0][0] == os.getpid()
+    assert len({process for process, _ in results}) == 3
+    assert [int(values.sum()) for _, values in results] == [0, 300_000, 600_000]
+
+
+@needs_fork
+def test_a_process_begins_with_everything_that_is_there_and_changes_nothing_here() -> None:
+    seen = [1]
+
+    def add() -> int:
+        seen.append(2)
+        return len(seen)
+
+    assert call_at_once([lambda: len(seen), add]) == [1, 2]
+    assert seen == [1]
+
+
+@needs_fork
+@pytest.mark.parametrize("error", [ConfigurationError("no such name"), KeyError("name")])
+def test_an_error_is_raised_as_what_it_is(error: Exception) -> None:
+    with pytest.raises(type(error), match="name") as raised:
+        call_at_once([lambda: 1, partial(failing, error)])
+    assert "in failing" in raised.value.__notes__[0]
+
+
+@needs_fork
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (partial(failing, TwoArguments("not", "readable")), "TwoArguments: not readable"),
+        (lambda: lambda: 1, "pickle"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "without a word.*--num-threads 1"),
+    ],
+    ids=["error", "result", "killed"],
+)
+def test_what_cannot_be_handed_over_is_told(call: Callable[[], Any], told: str) -> None:
+    with pytest.raises(HelperProcessError, match=f"(?s){told}"):
+        call_at_once([lambda: 1, call])
+
+
+@needs_fork
+def test_an_error_here_ends_the_others() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        call_at_once([partial(failing, KeyboardInterrupt()), signal.pause])
+
+
+@needs_fork
+def test_a_process_does_not_hear_the_signal_that_stops_a_run() -> None:
+    def interrupt() -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        return "went on"
+
+    assert call_at_once([lambda: "", interrupt]) == ["", "went on"]
+
+
+@needs_fork
+def test_a_process_prints_past_who_draws_the_terminal_and_logs_nothing(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", drawn)
+
+    def speak() -> None:
+        print("said")
+        logging.getLogger("nip_astra").error("logged")
+
+    call_at_once([lambda: None, speak])
+    assert capfd.readouterr() == ("said\n", "")
+    assert drawn.getvalue() == ""
+
+
+@needs_fork
+def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, calls = os.fork, []
+
+    def failing_fork() -> int:
+        calls.append(1)
+        if len(calls) == 2:
+            raise BlockingIOError("too many processes")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", failing_fork)
+    with pytest.raises(HelperProcessError, match=r"too many processes\. Run with --num-threads 1"):
+        call_at_once([lambda: 1, signal.pause, signal.pause])
+
+
+@needs_fork
+@pytest.mark.parametrize("value", [None, "true"])
+def test_tokenizers_use_no_threads_in_a_process(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    name = "TOKENIZERS_PARALLELISM"
+    if value is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, value)
+    found = call_at_once([partial(os.environ.get, name), partial(os.environ.get, name)])
+    assert found == [value, "false"]
+    assert os.environ.get(name) == value
+
+
+@needs_fork
+def test_each_process_has_one_thread_and_the_others_come_back() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert call_at_once([torch.get_num_threads, torch.get_num_threads]) == [1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_fork
+def test_streams_that_were_closed_are_left_closed() -> None:
+    script = (
+        "import sys; from nip_astra.utils.forked import call_at_once;"
+        "found = call_at_once([lambda: 1, lambda: sys.stdout]);"
+        "sys.stderr.write(str(found))"
+    )
+    done = subprocess.run(
+        f"{shlex.quote(sys.executable)} -c {shlex.quote(script)} >&-",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.endswith("[1, None]")
+
+
+@needs_fork
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_a_process_ends_with_the_first_however_that_ends(
+    sent: signal.Signals,
+) -> None:
+    script = (
+        "import os, sys, signal, time; from nip_astra.utils.forked import call_at_once;"
+        "tell = lambda: (print('begun', flush=True), time.sleep(600));"
+        "call_at_once([lambda: time.sleep(600), tell])"
+    )
+    first = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    with first:
+        assert first.stdout.readline() == "begun\n"
+        first.send_signal(sent)
+        # The helper holds the pipe too, which ends when both have.
+        assert first.communicate(timeout=60)[0] == ""
+
+
+@needs_fork
+def test_the_number_of_processes_holds_within_its_block() -> None:
+    assert get_num_processes() == 1
+    with using_processes(3):
+        assert get_num_processes() == 3
+        with using_processes(1):
+            assert get_num_processes() == 1
+        assert get_num_processes() == 3
+    assert get_num_processes() == 1
+
+
+@pytest.mark.parametrize(("platform", "has_gpu"), [("darwin", False), ("linux", True)])
+def test_where_none_can_be_forked_there_is_one_process(
+    monkeypatch: pytest.MonkeyPatch, platform: str, has_gpu: bool
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: has_gpu)
+    assert not can_fork()
+    with using_processes(3):
+        assert get_num_processes() == 1
