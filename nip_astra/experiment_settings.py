@@ -30,10 +30,11 @@ class ExperimentSettings(SubParameters):
     wandb_entity: str | None = None
     """W&B user or team; null for the account's own."""
     num_threads: int | None = Field(default=None, ge=1)
-    """CPU cores to use; null takes all, but one for agents of a protocol. Large models compute in
-    so many threads of torch. Conversations of small models are played by so many processes, and
-    agents of a protocol learn in so many where their losses can be divided. The last digits of what
-    models say hang on this number."""
+    """CPU cores to use; null takes all, of which four at most play conversations of small models,
+    and one trains agents of a protocol. Large models compute in so many threads of torch,
+    conversations of small models are played by so many processes, and agents of a protocol learn in
+    so many where their losses can be divided. The last digits of what models say hang on this
+    number."""
     max_rollout_gib: float = Field(default=4.0, gt=0)
     """Memory for the keys and values of a rollout, in GiB; a larger one is played in parts."""
     checkpoint_period: int = Field(default=10, ge=0)

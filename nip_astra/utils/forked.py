@@ -77,9 +77,10 @@ def fork() -> int:
     HelperProcessError
         When the system has no room for another process.
     """
-    # What is still to be written is written once. A stream that was closed is None.
+    # What is still to be written is written once. A stream that was closed may be None.
     for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.flush()
+        with suppress(OSError, ValueError):
+            stream.flush()
     first = os.getpid()
     parallelism = os.environ.get(_TOKENIZERS)
     # Tokenizers have threads too, which a forked process would wait for.
@@ -110,13 +111,15 @@ def fork() -> int:
 
 
 def _become_helper(first: int) -> None:
-    """Leave signals, logging and the terminal to the process that has the number `first`."""
+    """Leave signals, threads and the terminal to the process that has the number `first`."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
     # However that ends, this one ends too, and with it what both hold, as the lock of a run.
     ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGKILL)
     if os.getppid() != first:
         os._exit(1)
+    # It has none of the threads that torch began in the first, and would wait for them.
+    torch.set_num_threads(1)
     # Who draws a progress bar may have held its lock, for which this process would wait for ever.
     logging.disable()
     if sys.stdout is not None:
@@ -167,7 +170,6 @@ def call_at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
     helpers: list[int] = []
     pipes: list[Connection] = []
     num_threads = torch.get_num_threads()
-    # A forked process has none of the threads that torch began here, and would wait for them.
     torch.set_num_threads(1)
     try:
         with signals_held_back():

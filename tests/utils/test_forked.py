@@ -17,7 +17,14 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, HelperProcessError
-from nip_astra.utils.forked import call_at_once, can_fork, get_num_processes, using_processes
+from nip_astra.utils.forked import (
+    call_at_once,
+    can_fork,
+    fork,
+    get_num_processes,
+    signals_held_back,
+    using_processes,
+)
 
 pytestmark = pytest.mark.usefixtures("forked")
 needs_fork = pytest.mark.skipif(
@@ -151,6 +158,35 @@ def test_each_process_has_one_thread_and_the_others_come_back() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+@needs_fork
+def test_a_process_does_not_wait_for_threads_that_torch_began_before() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        values = torch.linspace(0, 1, 400_000)
+        expected = values.exp().sum()
+        with signals_held_back():
+            helper = fork()
+            if not helper:
+                signal.alarm(60)
+                try:
+                    assert torch.isclose(values.exp().sum(), expected)
+                    os._exit(0)
+                finally:
+                    os._exit(1)
+        assert os.waitpid(helper, 0)[1] == 0
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_fork
+def test_a_stream_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stdout", closed)
+    assert call_at_once([lambda: 1, lambda: 2]) == [1, 2]
 
 
 @needs_fork
