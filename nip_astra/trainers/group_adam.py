@@ -48,8 +48,18 @@ class GroupAdam(torch.optim.Adam):
         Raises
         ------
         CheckpointError
-            When weights of a group were moved different numbers of times.
+            When it is of other groups of weights, or weights of a group were moved different
+            numbers of times.
         """
+        sizes = [len(group["params"]) for group in self.param_groups]
+        stored = [len(group["params"]) for group in state_dict["param_groups"]]
+        if stored != sizes:
+            raise CheckpointError(
+                f"the state of an optimizer of {stored} weights by learning rate was to be taken "
+                f"up, but here there are {sizes}. Resume with the agents, learning-rate factors "
+                "and version of nip_astra of the run that wrote the checkpoint, or start a new "
+                "run."
+            )
         for group in state_dict["param_groups"]:
             states = (state_dict["state"].get(number) for number in group["params"])
             counts = {0.0 if state is None else float(state["step"]) for state in states}

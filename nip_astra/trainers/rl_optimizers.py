@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from nip_astra.errors import CheckpointError
 from nip_astra.parameters.agents import LrFactors
 from nip_astra.parameters.trainers import RlTrainerParameters
 from nip_astra.scenario_base.tensordict_agents import Agent, AgentBody
@@ -210,7 +211,19 @@ class AgentOptimizers:
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave."""
+        """Take up what `state_dict` gave.
+
+        Raises
+        ------
+        CheckpointError
+            When it is of other agents, or of agents with other weights.
+        """
+        if set(state) != set(self.optimizers):
+            raise CheckpointError(
+                f"the optimizers of {', '.join(map(repr, state))} were to be taken up, but here "
+                f"{', '.join(map(repr, self.optimizers))} learn. Resume with the parameters of the "
+                "run that wrote the checkpoint, or start a new run."
+            )
         for name, optimizer in self.optimizers.items():
             optimizer.load_state_dict(state[name])
 

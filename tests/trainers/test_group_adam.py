@@ -73,3 +73,11 @@ def test_counts_that_differ_within_a_group_are_refused() -> None:
     adam = GroupAdam(groups(weights()), lr=0.1, eps=1e-5)
     with pytest.raises(CheckpointError, match=r"moved 1 to 2 times.* or start a new run\."):
         adam.load_state_dict(other.state_dict())
+
+
+def test_groups_of_other_sizes_are_refused() -> None:
+    adam = GroupAdam(groups(weights()), lr=0.1, eps=1e-5)
+    state = adam.state_dict()
+    state["param_groups"] = [{**state["param_groups"][0], "params": [0, 1, 2, 3]}]
+    with pytest.raises(CheckpointError, match=r"of \[4\] weights .* here there are \[\d, \d\]"):
+        adam.load_state_dict(state)

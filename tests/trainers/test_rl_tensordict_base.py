@@ -14,9 +14,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
 from torchrl.objectives import LossModule
 
-from nip_astra.errors import (
-    ConfigurationError,
-)
+from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives import Objective
 from nip_astra.rl_objectives.objective import Frames
@@ -276,3 +274,11 @@ def test_a_dry_run_tells_the_cost() -> None:
     assert found["num_iterations"] == 3
     assert found["num_frames"] == 3 * 96
     assert found["seconds_per_iteration"] > 0
+
+
+def test_optimizers_of_other_agents_are_refused() -> None:
+    optimizers = toy_trainer().optimizers
+    state = optimizers.state_dict()
+    state["judge"] = state.pop("verifier")
+    with pytest.raises(CheckpointError, match="'judge' were to be taken up, but here"):
+        optimizers.load_state_dict(state)
