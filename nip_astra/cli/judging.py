@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,15 @@ from nip_astra.cli.terminal import open_console
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.cards import scorer_card
 from nip_astra.evaluation.conditions import holds
-from nip_astra.evaluation.detectors import LabelledResponse, measure_quality, read_labelled
+from nip_astra.evaluation.detectors import (
+    LabelledResponse,
+    Quality,
+    measure_quality,
+    read_labelled,
+)
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode
-from nip_astra.evaluation.scorer_code import code_of
+from nip_astra.evaluation.scorer_code import code_of, weights_of
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, text_hash
 from nip_astra.evaluation.summary import NGRAMS, VERSION, summarise
 from nip_astra.evaluation.tables import as_text, evaluation_tables
@@ -33,6 +38,8 @@ GATE_FAILED = 1
 """Exit code where a --fail-if condition holds."""
 NO_LABELS = "none"
 """As --labelled: leave out the scenario's own labelled responses."""
+LABELLED = "labelled"
+"""What the rating of labelled responses is called among the parts of an evaluation's work."""
 
 
 @dataclass(frozen=True)
@@ -100,15 +107,16 @@ def load_judges(
         The scenario's scorer, where it is loaded already.
     """
     loaded = load_scorers(request.scorers, section.scorer, settings, scenario_dir, own_scorer)
-    codes = {name: code_of(scorer) for name, scorer in loaded.scorers.items()}
-    described = {
-        name: parameters if codes[name] is None else {**parameters, "code": codes[name]}
-        for name, parameters in loaded.parameters.items()
-    }
+    described = {}
+    for name, scorer in loaded.scorers.items():
+        # What a name stands for may be other code, or other weights, the next time.
+        identity = {"code": code_of(scorer), "weights": weights_of(scorer)}
+        known = {key: digest for key, digest in identity.items() if digest is not None}
+        described[name] = {**loaded.parameters[name], **known}
     configuration: dict[str, Any] = {"scorers": described}
     labelled = _labelled(request.labelled, section.evaluation.labelled_responses, scenario_dir)
     if labelled:
-        texts = [f"{one.exchange.text}\t{one.is_failure}" for one in labelled]
+        texts = [f"{one.exchange.conversation}\t{one.is_failure}" for one in labelled]
         configuration["labelled"] = {"number": len(labelled), "sha256": text_hash(texts)}
     embedder, embedding = _embedder(request.embedder, settings, scenario_dir)
     if embedding != NGRAMS:
@@ -136,10 +144,12 @@ def finish(
     """Work out the figures and write them with the table."""
     names = list(judges.scorers)
     qualities = {
-        name: measure_quality(judges.labelled, scorer, threshold=options.failure_threshold)
+        name: _quality(folder, name, scorer, judges.labelled, options.failure_threshold)
         for name, scorer in judges.scorers.items()
         if judges.labelled
     }
+    of_labels = [part for part in folder.parts() if part.get("table") == LABELLED]
+    others = [part for part in parts if part.get("table") != LABELLED]
     figures: dict[str, Any] = {
         "version": VERSION,
         "name": folder.path.name,
@@ -158,12 +168,29 @@ def finish(
         scorers=names,
         qualities=qualities,
         why_not_weighed=why_not_weighed,
-        parts=[*parts, {"scorer_calls": len(judges.labelled) * len(names)}],
+        parts=[*others, *of_labels],
     )
     limit = {"threshold": options.failure_threshold}
     figures["cards"] = [*cards, *(card | limit for card in judges.cards)]
     folder.write(figures, as_text(evaluation_tables(figures)))
     return figures
+
+
+def _quality(
+    folder: EvaluationFolder,
+    name: str,
+    scorer: Scorer,
+    labelled: Sequence[LabelledResponse],
+    threshold: float,
+) -> Quality:
+    """Let a scorer rate labelled responses, unless it has for this evaluation, all of them."""
+    for part in folder.parts():
+        if part.get("table") == LABELLED and part["scorer"] == name and not part["num_unknown"]:
+            return Quality(**{field.name: part[field.name] for field in fields(Quality)})
+    quality = measure_quality(labelled, scorer, threshold=threshold)
+    calls = {"scorer_calls": len(labelled)}
+    folder.note_part({"table": LABELLED, "scorer": name, **asdict(quality), **calls})
+    return quality
 
 
 def show(figures: Mapping[str, Any], folder: EvaluationFolder, *, as_json: bool) -> None:

@@ -56,13 +56,26 @@ def model_card(
 def scorer_card(name: str, parameters: Any, scenario_dir: Path | None) -> Card:
     """Give the card of a scorer."""
     kind = parameters.type_name
-    reference = getattr(parameters, "model", None) or getattr(parameters, "checkpoint", None)
+    reference = _scorer_reference(parameters)
     card = _card("scorer", kind, reference, scenario_dir)
     if reference is None:
         package = PACKAGES.get(kind)
         card["source"] = SCORERS.origin(kind) if package is None else package_text(package)
         card["licence"] = None if package is None else _package_licence(package)
     return card | _service(parameters) | {"name": name}
+
+
+def weights_digest(parameters: Any, scenario_dir: Path | None) -> str | None:
+    """Give the digest of the weights that a scorer names; None where no files of them are known."""
+    reference = _scorer_reference(parameters)
+    folder = None if reference is None else _folder(reference, scenario_dir)
+    return None if folder is None else _weights(folder)[1]
+
+
+def _scorer_reference(parameters: Any) -> str | None:
+    reference = getattr(parameters, "model", None) or getattr(parameters, "checkpoint", None)
+    # A parameter of a plug-in's own may have the name and be something else.
+    return reference if isinstance(reference, str) else None
 
 
 def _card(role: str, kind: str, reference: str | None, scenario_dir: Path | None) -> Card:
@@ -110,9 +123,16 @@ def _folder(reference: str, scenario_dir: Path | None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-@lru_cache(maxsize=32)
 def _weights(folder: Path) -> tuple[int, str | None]:
-    return sum(path.stat().st_size for path in weights_files(folder)), weights_hash(folder)
+    """Give the size in bytes and the digest of weights."""
+    stats = [path.stat() for path in weights_files(folder)]
+    changed_ns = max((stat.st_mtime_ns for stat in stats), default=0)
+    return sum(stat.st_size for stat in stats), _digest(folder, changed_ns)
+
+
+@lru_cache(maxsize=32)
+def _digest(folder: Path, _changed_ns: int) -> str | None:
+    return weights_hash(folder)
 
 
 def _licence(folder: Path, scenario_dir: Path | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Which code rates: the same parameters with other code are another scorer."""
+"""Which code and weights rate: the same parameters with others are another scorer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from nip_astra.evaluation.cards import PACKAGES, package_text
+from nip_astra.evaluation.cards import PACKAGES, package_text, weights_digest
 from nip_astra.evaluation.storage import text_hash
 from nip_astra.scorers.base import Scorer
 
@@ -21,6 +21,14 @@ def code_of(scorer: Scorer) -> str | None:
     found = [text for name in scorer.modules for text in _describe(name)]
     # Without the modules' names: that of a plug-in changes with its folder.
     return text_hash(sorted(found)) if found else None
+
+
+def weights_of(scorer: Scorer) -> str | None:
+    """Give a digest of the files of weights that a scorer and those nested in it name, or None."""
+    own = weights_digest(scorer.parameters, scorer.scenario_dir)
+    digests = (own, *map(weights_of, scorer.nested_scorers))
+    known = [digest for digest in digests if digest is not None]
+    return text_hash(known) if known else None
 
 
 def _describe(name: str) -> list[str]:

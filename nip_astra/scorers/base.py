@@ -109,9 +109,15 @@ class Scorer:
             )
 
     @property
+    def nested_scorers(self) -> Sequence[Scorer]:
+        """Scorers that it asks itself."""
+        return ()
+
+    @property
     def modules(self) -> set[str]:
-        """Names of the modules whose code rates."""
-        return {cls.__module__ for cls in type(self).__mro__}
+        """Names of the modules whose code rates, those of nested scorers among them."""
+        own = {cls.__module__ for cls in type(self).__mro__}
+        return own.union(*(scorer.modules for scorer in self.nested_scorers))
 
     def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
         """Give a verdict for each text; the texts are distinct."""

@@ -60,9 +60,8 @@ class WeightedScorer(Scorer):
         self.reads_history = any(part.reads_history for part in self._parts.values())
 
     @property
-    def modules(self) -> set[str]:
-        """Also those of the parts."""
-        return super().modules.union(*(part.modules for part in self._parts.values()))
+    def nested_scorers(self) -> Sequence[Scorer]:
+        return tuple(self._parts.values())
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> list[Verdict]:
         weights = {name: part.weight for name, part in self.parameters.parts.items()}

@@ -51,6 +51,19 @@ def test_a_failure_rate_stands_beside_the_quality_of_its_scorer(
     assert calls[0] - calls[1] == 40
 
 
+def test_labelled_responses_are_rated_once(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ("evaluate", "runs/one", *FEW, "--labelled", labels(cli, run), "--name", "once")
+    assert cli(*given).code == 0
+    before = figures_of(run, "once")
+    monkeypatch.setattr("nip_astra.cli.judging.measure_quality", None)
+    said = cli(*given)
+    assert said.code == 0, said.err
+    assert figures_of(run, "once")["detectors"] == before["detectors"]
+    assert figures_of(run, "once")["budget"]["scorer_calls"] == before["budget"]["scorer_calls"]
+
+
 @pytest.mark.parametrize("threshold", ["0", "-0.5", "1.5", "nan"])
 @pytest.mark.parametrize("command", ["evaluate", "score"])
 def test_a_threshold_that_no_score_can_be_held_against_is_refused(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from nip_astra import plugins
 from nip_astra.evaluation import playing
@@ -135,6 +137,28 @@ def test_a_scorer_whose_code_changed_rates_anew(
     for row in rows_of(run, "again"):
         assert row["response_score"] == float(len(row["response"].split()) <= 3)
     assert "scorers.long.code" in refused(cli("evaluate", "runs/one", *FEW, *OTHER))
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_a_scorer_whose_weights_changed_rates_anew(
+    cli: CommandLine, run: Path, tiny_scenario: Path, is_part: bool
+) -> None:
+    judge = cli.folder / "judge"
+    shutil.copytree(tiny_scenario / "scorer", judge)
+    own = {"_type": "classifier", "model": str(judge), "label": "rude"}
+    mean = {"_type": "weighted", "parts": {"one": {"scorer": own}}}
+    cli.write("judge.yaml", json.dumps(mean if is_part else own))
+    by = ("--scorer", "judge.yaml")
+    assert cli("evaluate", "runs/one", *FEW, *by).code == 0
+    weights = load_file(judge / "model.safetensors")
+    save_file({name: value.flip(0) for name, value in weights.items()}, judge / "model.safetensors")
+    said = cli("evaluate", "runs/one", *FEW, *by, "--name", "again")
+    assert said.code == 0, said.err
+    (before,) = (path.name for path in (run / "evaluations").iterdir() if path.name != "again")
+    ours, theirs = rows_of(run, "again"), rows_of(run, before)
+    assert [row["probe"] for row in ours] == [row["probe"] for row in theirs]
+    assert [row["response_score"] for row in ours] != [row["response_score"] for row in theirs]
+    assert ".weights" in refused(cli("evaluate", "runs/one", *FEW, *by))
 
 
 def test_what_could_not_be_rated_is_rated_anew(cli: CommandLine, run: Path) -> None:
