@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.base_runs import RERUN_TESTS, BaseRun, check_rerun, located, only, read_base_run
-from nip_astra.errors import ConfigurationError, PluginError, UnknownNameError
+from nip_astra.errors import ConfigurationError, NipAstraError, PluginError, UnknownNameError
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
     find_scenario,
@@ -203,7 +203,7 @@ def _validate(
     resolved = resolve_parameters(
         [
             literal_layer("default", names),
-            *(_about_protocol(layer, protocol) for layer in (*stack.scenario, *stack.preset)),
+            *(_about_protocol(layer, protocol, kind) for layer in (*stack.scenario, *stack.preset)),
             only(stack.base, model.model_fields),
             *stack.file,
             *stack.top,
@@ -218,7 +218,9 @@ def _validate(
     if resolved.hyper_params.base_run.base_run_type == RERUN_TESTS:
         check_rerun(stack.base_run, [*stack.file, *stack.top], trainer_class)
     check_that_all_are_read(
-        [*stack.preset, *stack.file, *stack.top],
+        stack.preset,
+        stack.base,
+        [*stack.file, *stack.top],
         resolved.hyper_params,
         trainer_class,
         scenario_class,
@@ -264,10 +266,29 @@ def _protocol_section(
     return {protocol: PROTOCOL_HANDLERS.get(protocol).Parameters}
 
 
-def _about_protocol(layer: Layer, protocol: Any) -> Layer:
-    """Give a scenario's or preset's layer without sections of protocols that are not played."""
-    others = set(PROTOCOL_HANDLERS.names()) - {protocol}
-    return only(layer, set(layer.values) - others)
+def _about_protocol(layer: Layer, protocol: Any, kind: str) -> Layer:
+    """Give a scenario's or preset's layer without protocols that are not played, and their agents.
+
+    A name that no protocol has stays, to be told as a fault.
+    """
+    layer = only(layer, set(layer.values) - (set(PROTOCOL_HANDLERS.names()) - {protocol}))
+    given = layer.values.get(kind)
+    section: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    agents = section.get("agents")
+    if not isinstance(agents, Mapping) or not (own := _agents_of(protocol)):
+        return layer
+    of_others = set().union(*map(_agents_of, PROTOCOL_HANDLERS.names())) - own
+    left = {name: value for name, value in agents.items() if name not in of_others}
+    return Layer(layer.source, {**layer.values, kind: {**section, "agents": left}})
+
+
+def _agents_of(protocol: str) -> set[str]:
+    """Give the agents of a protocol's class; none where they depend on its parameters."""
+    try:
+        names = getattr(PROTOCOL_HANDLERS.get(protocol), "agent_names", None)
+    except NipAstraError:
+        return set()  # a package that cannot be imported is told when its protocol is asked for
+    return set(names) if isinstance(names, tuple) else set()
 
 
 def _plugin_specs(named: dict[str, Any]) -> list[str]:

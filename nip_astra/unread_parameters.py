@@ -35,6 +35,8 @@ SHARED_GROUPS = tuple(
 
 
 def check_that_all_are_read(
+    preset: Sequence[Layer],
+    base: Layer,
     layers: Sequence[Layer],
     hyper_params: HyperParameters,
     trainer_class: type[Trainer],
@@ -50,8 +52,12 @@ def check_that_all_are_read(
 
     Parameters
     ----------
+    preset : Sequence[Layer]
+        What the trainer's preset says; where the base run says otherwise it is not asked for.
+    base : Layer
+        What the base run says, which is no request of this run.
     layers : Sequence[Layer]
-        What was given by file, option or object; not what scenario or base run say.
+        What was given by file, option or object; not what the scenario says.
     hyper_params : HyperParameters
         The resolved ones.
 
@@ -62,10 +68,11 @@ def check_that_all_are_read(
     """
     if trainer_class.parameter_groups is None:
         return
-    run = _Run(hyper_params, trainer_class, scenario_class, kind, _Order(layers))
-    given, sources = merge_layers(
-        [layer for layer in layers if not is_complete(layer)], resolve=False
-    )
+    order = _Order([*preset, base, *layers])
+    run = _Run(hyper_params, trainer_class, scenario_class, kind, order)
+    asked = [Layer(layer.source, _without(layer.values, base.values)) for layer in preset]
+    asked += [layer for layer in layers if not is_complete(layer)]
+    given, sources = merge_layers(asked, resolve=False)
     faults = [
         ParameterFault(leaf.path, repr(leaf.value), *reason, _nearest(leaf.path, sources, ""))
         for leaf in _walk(hyper_params, given, (), run.trainer_class.reads_where)
@@ -155,6 +162,18 @@ class _Run:
         if protocol is None or not self.scenario_class.uses_protocol:
             return ()
         return PROTOCOL_HANDLERS.get(protocol).never_reads
+
+
+def _without(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what others do not say."""
+    left = {}
+    for name, value in values.items():
+        other = others.get(name)
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            left[name] = _without(value, other)
+        elif name not in others:
+            left[name] = value
+    return left
 
 
 def _walk(

@@ -113,6 +113,22 @@ def test_the_base_run_wins_over_a_preset(tmp_path: Path) -> None:
     assert after.hyper_params.to_dict() == expected
 
 
+@pytest.mark.parametrize("kind", [PARAMETERS, RERUN])
+def test_what_the_base_run_switched_off_makes_nothing_of_the_preset_unread(
+    tmp_path: Path, kind: str
+) -> None:
+    arguments = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism_small"}
+    off = ["rl.pretrain_agents=false"]
+    before = resolve_experiment(**arguments, overrides=off)  # type: ignore[arg-type]
+    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(before.hyper_params.to_dict()))
+    again = build_on(tmp_path, kind).hyper_params
+    assert again.rl == before.hyper_params.rl
+    other = build_on(tmp_path, PARAMETERS, trainer="reinforce").hyper_params
+    assert not other.rl.pretrain_agents
+    with pytest.raises(ParameterError, match=r"is read only where rl\.pretrain_agents is true"):
+        build_on(tmp_path, PARAMETERS, "solo_agent.num_epochs=7")
+
+
 def test_another_trainer_and_scenario_take_over_what_means_something_to_them(
     counted: Path, proof: Path
 ) -> None:

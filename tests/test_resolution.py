@@ -13,6 +13,8 @@ from nip_astra.errors import PluginError
 from nip_astra.parameters import content
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
+from nip_astra.protocols.adp import AdpProtocol
+from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
 from nip_astra.resolution import resolve_experiment
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import to_yaml
@@ -96,3 +98,38 @@ def test_plugins_that_an_option_names_stand_in_place_of_the_presets(preset: Path
     overrides = ["plugins=[]", "ast_chat.reward.terms=[]"]
     found = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat", overrides=overrides)
     assert found.hyper_params.plugins == []
+
+
+class JudgedProtocol(AdpProtocol):
+    """Agents that no other protocol has."""
+
+    agent_names = ("expert", "judge")
+    agent_channel_visibility = (("expert", "main"), ("judge", "main"))
+    verifier_names = ("judge",)
+    prover_names = ("expert",)
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        return agent_name == self.agent_names[round_index]
+
+
+def test_what_a_scenario_says_of_agents_of_other_protocols_is_left_out() -> None:
+    before = PROTOCOL_HANDLERS.snapshot()
+    register_protocol_handler("judged")(JudgedProtocol)
+
+    def agents(*overrides: str) -> set[str]:
+        resolved = resolve_experiment(
+            trainer="vanilla_ppo",
+            scenario="graph_isomorphism_small",
+            overrides=["interaction_protocol=judged", *overrides],
+        )
+        found = resolved.hyper_params.get("graph_isomorphism.agents")
+        assert isinstance(found, dict)
+        return set(found)
+
+    try:
+        assert agents() == {"default"}
+        assert agents("graph_isomorphism.agents.judge.num_gnn_layers=2") == {"default", "judge"}
+        asked = agents("graph_isomorphism.agents.verifier.num_gnn_layers=3")
+        assert "verifier" in asked, "what is asked for is refused later, not left out"
+    finally:
+        PROTOCOL_HANDLERS.restore(before)
