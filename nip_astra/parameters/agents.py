@@ -47,8 +47,9 @@ class AgentParameters(SubParameters):
     ] = Field(default=1.0, gt=0)
     """Scale of orthogonal weights. Larger starts with larger outputs."""
     load_from_run: str | None = None
-    """Run directory whose trained agent of the same name this one starts from; null starts from
-    random weights. The networks must have the same shapes. Such an agent is not pretrained."""
+    """Run directory, or wandb://entity/project/run_id, whose trained agent of the same name this
+    one starts from; null starts from random weights. The networks must have the same shapes. Such
+    an agent is not pretrained."""
 
 
 class HeadParameters(AgentParameters):

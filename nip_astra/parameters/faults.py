@@ -58,7 +58,8 @@ def faults_of(
     model : type[BaseModel]
         What was validated.
     sources : Mapping[str, str]
-        Where each value came from, by dotted path; a fault takes that of its nearest parent.
+        Where each value came from, by dotted path; a fault takes that of its parts or of its
+        nearest parent.
     prefix : str
         Dotted path of the model, with a dot at its end, where it is a part of another.
     """
@@ -145,7 +146,8 @@ class _Found:
                 union_path = prefix + ".".join(parts)
         owners = [one for one in _members(owner) if hasattr(one, "model_fields")]
         siblings = tuple(owners[0].model_fields) if owners else ()
-        return cls(detail, prefix + ".".join(parts), union_path, siblings)
+        path = (prefix + ".".join(parts)).rstrip(".")
+        return cls(detail, path, union_path, siblings)
 
 
 def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
@@ -289,6 +291,10 @@ def _either(problems: Sequence[str]) -> str:
 
 
 def _source_of(path: str, sources: Mapping[str, str]) -> str:
+    """Say where a value came from; of a group, where its parts did."""
+    parts = [source for part, source in sources.items() if path and part.startswith(f"{path}.")]
+    if parts:
+        return ", ".join(dict.fromkeys(parts))
     while path:
         if path in sources:
             return sources[path]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError
 from nip_astra.scenario_base.tensordict_agents import Agent
+from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
 
@@ -69,10 +71,15 @@ def load_agent(agent: Agent, path: Path) -> None:
     own = agent.state_dict()
     faults = _differences(own, weights)
     if faults:
+        advice = "Give both agents the same parameters, or load none."
+        if _has_solo_head(weights) and not _has_solo_head(own):
+            advice = (
+                "It was trained alone, which trains no policy: set rl.pretrain_agents=true, which "
+                "does so before agents play, instead of loading it."
+            )
         raise CheckpointError(
             f"the agent {agent.name!r} was to be loaded from {path}, but it has other networks: "
-            f"{'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}. Give both agents "
-            "the same parameters, or load none."
+            f"{'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}. {advice}"
         )
     with torch.no_grad():
         for name, value in weights.items():
@@ -93,6 +100,10 @@ def _differences(own: dict[str, Tensor], weights: dict[str, Tensor]) -> list[str
             shapes = f"{list(value.shape)} there and {list(own[name].shape)} here"
             faults.append(f"{name} has shape {shapes}")
     return faults
+
+
+def _has_solo_head(weights: dict[str, Tensor]) -> bool:
+    return any(name.startswith(SOLO_PREFIX) for name in weights)
 
 
 def agent_file_of_run(run: str, name: str, runs_dir: str) -> Path:
@@ -125,8 +136,23 @@ def agent_file_of_run(run: str, name: str, runs_dir: str) -> Path:
 
 
 def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:
-    """Have each agent whose `load_from_run` names a run start from that run's agent."""
-    for agent in agents:
-        run = agent.parameters_of_agent.load_from_run
-        if run is not None:
-            load_agent(agent, agent_file_of_run(run, agent.name, runs_dir))
+    """Have each agent whose `load_from_run` names a run start from that run's agent.
+
+    Raises
+    ------
+    TrackingError
+        When W&B does not give the agents of a run.
+    """
+    downloaded: dict[str, Path] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for agent in agents:
+            run = agent.parameters_of_agent.load_from_run
+            if run is None:
+                continue
+            if run.startswith(wandb_runs.SCHEME):
+                if run not in downloaded:
+                    downloaded[run] = Path(folder) / str(len(downloaded))
+                    wandb_runs.download_model(run, downloaded[run])
+                load_agent(agent, downloaded[run] / f"{agent.name}.safetensors")
+            else:
+                load_agent(agent, agent_file_of_run(run, agent.name, runs_dir))

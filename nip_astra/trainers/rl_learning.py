@@ -176,5 +176,6 @@ class Learner:
         raise NonFiniteLossError(
             f"the agents were to learn in iteration {iteration + 1}, but a gradient is not finite. "
             "Rewards and observations must be finite, and steps small enough: lower rl.lr or "
-            "rl.max_grad_norm. The latest checkpoint holds the agents of an earlier iteration."
+            "rl.max_grad_norm. A checkpoint, if there is one, holds the agents of an earlier "
+            "iteration."
         )

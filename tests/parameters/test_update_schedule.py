@@ -67,3 +67,13 @@ def test_an_impossible_schedule_is_refused(schedule: dict[str, object], problem:
     with pytest.raises(ParameterError) as caught:
         AgentParameters.from_dict({"update_schedule": schedule})
     assert problem in str(caught.value)
+
+
+def test_a_schedule_that_contradicts_itself_is_told_at_its_place_with_all_sources() -> None:
+    schedule = {"_type": "contiguous", "period": 7, "start": 5, "stop": 2}
+    sources = {"update_schedule.period": "a.yaml", "update_schedule.start": "--set"}
+    with pytest.raises(ParameterError) as caught:
+        AgentParameters.from_dict({"update_schedule": schedule}, sources=sources)
+    (fault,) = caught.value.faults
+    assert fault.path == "update_schedule"
+    assert fault.source == "a.yaml, --set"

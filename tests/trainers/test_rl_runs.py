@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.toy_protocol_scenario import (
     SMALL,
@@ -166,6 +168,38 @@ def test_an_agent_starts_from_another_runs_agent(tmp_path: Path) -> None:
     other = load_file(first / "model" / "verifier.safetensors")
     fresh = trainer.agents["verifier"].state_dict()
     assert not all(torch.equal(fresh[name], value) for name, value in other.items())
+
+
+def test_agents_start_from_those_of_a_run_on_w_and_b(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = folder_run(tmp_path, "first")
+    asked = []
+
+    def download(reference: str, folder: Path) -> None:
+        asked.append(reference)
+        shutil.copytree(first / "model", folder)
+
+    monkeypatch.setattr(wandb_runs, "download_model", download)
+    run = "wandb://us/proofs/one"
+    agents = {name: {"load_from_run": run} for name in ("prover", "verifier")}
+    trainer = toy_trainer(seed=7, toy_protocol={"agents": agents})
+    assert asked == [run]
+    for name in agents:
+        stored = load_file(first / "model" / f"{name}.safetensors")
+        own = trainer.agents[name].state_dict()
+        assert all(torch.equal(own[key], value) for key, value in stored.items())
+
+
+def test_an_agent_that_was_trained_alone_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    first = folder_run(tmp_path, "first")
+    file = first / "model" / "prover.safetensors"
+    weights = {k: v for k, v in load_file(file).items() if not k.startswith("value_body")}
+    save_file({**weights, "solo_head.weight": torch.zeros(2)}, file)
+    settings = ExperimentSettings(progress=False, runs_dir=str(tmp_path))
+    agents = {"prover": {"load_from_run": "first"}}
+    with pytest.raises(CheckpointError, match=r"trained alone.* set rl\.pretrain_agents=true"):
+        toy_trainer(settings=settings, toy_protocol={"agents": agents})
 
 
 def test_a_loaded_agent_is_neither_pretrained_nor_given_other_statistics(tmp_path: Path) -> None:
