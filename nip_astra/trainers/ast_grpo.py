@@ -22,6 +22,7 @@ from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.ast_rewards import CreditParameters
+from nip_astra.trainers.kl_penalty import check_estimator
 from nip_astra.trainers.node_samples import node_samples
 from nip_astra.trainers.registry import register_trainer
 
@@ -76,6 +77,7 @@ class AstGrpoTrainer(AstTrainer):
         )
         self.results["objective"] = {"variant": self.parameters.variant, **asdict(self.variant)}
         logger.info("objective: %s", self.results["objective"])
+        check_estimator(self.parameters.kl_kind, self.parameters.kl_weight, "ast_grpo.kl_kind")
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         """Give one sample a node that its group says something about."""
@@ -95,19 +97,17 @@ class AstGrpoTrainer(AstTrainer):
 
     def step(self, batch: TensorDict) -> LossOutput:
         """Give the policy loss of a batch of probes."""
-        needs_entropy = self.parameters.entropy_weight > 0
-        scores = self.policy_scores(batch, needs_entropy=needs_entropy)
+        scores = self.policy_scores(batch, needs_entropy=self.parameters.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)
-        is_by_token = self.variant.reduction == "token"
-        is_by_length = self.variant.reduction == "sum_over_length"
+        by = self.variant.reduction
         loss, metrics = group_policy_loss(
             scores.logprobs_BT,
             batch["old_logprobs"],
             batch["advantage"],
             batch["probe_mask"],
             variant=self.variant,
-            normaliser=self.num_tokens_in_step(batch) if is_by_token else None,
-            max_length=self.attacker.sampling.max_new_tokens if is_by_length else None,
+            normaliser=self.num_tokens_in_step(batch) if by == "token" else None,
+            max_length=self.attacker.sampling.max_new_tokens if by == "sum_over_length" else None,
             reference_logprobs_BT=batch["reference_logprobs"],
             kl_weight=self.parameters.kl_weight,
             kl_kind=self.parameters.kl_kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -9,6 +10,8 @@ from pydantic import Field
 from nip_astra.parameters.conditions import where_given
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.rl_objectives.kl import AdaptiveKl, KlKind
+
+logger = logging.getLogger(__name__)
 
 
 class KlParameters(SubParameters):
@@ -26,6 +29,24 @@ class KlParameters(SubParameters):
     """Probes over which an adapted weight changes by at most a fifth."""
 
 
+def check_estimator(kind: KlKind, weight: float, name: str) -> None:
+    """Warn where a divergence in the loss would hold nothing near the reference.
+
+    Parameters
+    ----------
+    weight : float
+        Of the divergence in the loss.
+    name : str
+        Of the parameter that chose the estimator.
+    """
+    if weight > 0 and kind == "k1":
+        logger.warning(
+            "the divergence is a part of the loss, where k1 has no gradient on average and holds "
+            "nothing near the reference; set %s=k2, or k3",
+            name,
+        )
+
+
 class KlPenalty:
     """The weight of the divergence, fixed or adapted (`rl_objectives.kl.AdaptiveKl`).
 
@@ -39,6 +60,7 @@ class KlPenalty:
         self.parameters = parameters
         self.weight = parameters.weight
         self._adaptive: AdaptiveKl | None = None
+        check_estimator(parameters.kind, self.loss_weight, "ast_ppo.kl.kind")
         if parameters.target is not None:
             self._adaptive = AdaptiveKl(
                 weight=parameters.weight, target=parameters.target, horizon=parameters.horizon

@@ -254,6 +254,27 @@ def test_smoothing_of_a_loss_that_has_none_is_refused(tiny_scenario: Path) -> No
         _trainer("ast_dpo", tiny_scenario, "ast_dpo.loss=hinge", "ast_dpo.label_smoothing=0.1")
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "is_told"),
+    [
+        ("ast_ppo", ("kl.place=loss",), True),
+        ("ast_ppo", ("kl.place=loss", "kl.kind=k2"), False),
+        ("ast_ppo", ("kl.kind=k1",), False),
+        ("ast_grpo", ("kl_kind=k1", "kl_weight=0.1"), True),
+        ("ast_grpo", ("kl_kind=k1", "kl_weight=0"), False),
+    ],
+)
+def test_a_divergence_in_the_loss_that_has_no_gradient_is_told(
+    tiny_scenario: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    changes: tuple[str, ...],
+    is_told: bool,
+) -> None:
+    _trainer(name, tiny_scenario, *(f"{name}.{change}" for change in changes))
+    assert ("k1 has no gradient on average" in caplog.text) is is_told
+
+
 def test_early_stopping_without_evaluations_is_refused(tiny_scenario: Path) -> None:
     with pytest.raises(ParameterError, match="eval_period is 0"):
         _trainer("ast_dpo", tiny_scenario, "training.early_stopping_patience=2")
