@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nip_astra.astra.core.counts import check_count
 from nip_astra.astra.core.graphs import TextGraph, graphs_and_nodes, graphs_of
 from nip_astra.astra.core.sampler import Node, Sampler
 from nip_astra.astra.core.system import System, token_mask
@@ -146,6 +147,8 @@ class ASTSampler(Sampler[str, str]):
                 f"{'a text' if isinstance(prompts, str) else 'empty or no list'}. Give a list of "
                 "at least one text."
             )
+        check_count("tree_width", tree_width, what="probes at every point of a conversation")
+        check_count("tree_depth", tree_depth, what="probes on a path from opening to leaf")
         self.prompts = list(prompts)
         self.tree_width = tree_width
         self.tree_depth = tree_depth

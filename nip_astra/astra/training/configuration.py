@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from nip_astra.errors import ParameterError
 from nip_astra.parameters.faults import faults_of
@@ -22,6 +22,11 @@ class TrainingConfiguration(SharedConfiguration):
 
     seed: int = Field(default=0, ge=0)
     """Root of all randomness of training; 0 is a seed like any other."""
+
+    @model_validator(mode="after")
+    def _can_stop_early(self) -> Self:
+        # Only the trainer knows whether anything is evaluated: HFASTTrainer takes eval_every.
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in type(self).model_fields and not name.startswith("_"):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nip_astra.astra.core.algorithm import Algorithm
 from nip_astra.astra.core.common import ActionT, Batch, StateT, Step
+from nip_astra.astra.core.counts import check_count
 from nip_astra.astra.core.sampler import Sampler
 from nip_astra.astra.logging import ASTRAWandbLogger, logger
 from nip_astra.astra.training.adapters import AlgorithmAdapter, Player
@@ -67,6 +68,11 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
                 "a harness was to be made, but no algorithm was given. Give one, for instance "
                 "DPO(problem)."
             )
+        check_count(
+            "num_episodes_per_experience",
+            num_episodes_per_experience,
+            what="episodes played",
+        )
         self.algorithm = algorithm
         self.num_episodes_per_experience = num_episodes_per_experience
         self.use_wandb = use_wandb
@@ -80,7 +86,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
             AlgorithmAdapter(algorithm),  # type: ignore[arg-type]  # batches are CountedBatch
             getattr(self.sampler, "prompts", None) or [""],
             num_episodes_per_experience=num_episodes_per_experience,
-            batch_size=int(options.get("batch_size", config.batch_size)),
+            batch_size=options.get("batch_size", config.batch_size),
             tree_width=getattr(self.sampler, "tree_width", 1),
             tree_depth=getattr(self.sampler, "tree_depth", 1),
             seed=config.seed,
@@ -161,6 +167,8 @@ def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:
             f"dataloader_kwargs was given {unknown[0]!r}, which is not used: experience is made of "
             f"tensors that are there already. It takes {' and '.join(DATALOADER_OPTIONS)}."
         )
+    if "batch_size" in options:
+        check_count("batch_size", options["batch_size"], what="samples in a batch")
     return options
 
 

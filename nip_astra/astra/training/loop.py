@@ -14,10 +14,11 @@ from nip_astra.astra.training.adapters import AlgorithmAdapter, CountedBatch, Pl
 from nip_astra.astra.training.configuration import TrainingConfiguration
 from nip_astra.astra.training.harness import Harness
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import CheckpointError
+from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.training import TrainingConfiguration as SharedConfiguration
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_instance import ScenarioInstance
@@ -71,6 +72,7 @@ class OwnObjectsLoop(AstTrainer):
         tracker: Tracker | None = None,
         show_progress: bool = False,
     ) -> None:
+        check_dev_prompts(config, dev_prompts)
         self.algorithm = harness.algorithm
         self.adapter = AlgorithmAdapter(harness.algorithm)
         self.state_dir = state_dir
@@ -162,7 +164,14 @@ class OwnObjectsLoop(AstTrainer):
     # ---- the job
 
     def train(self) -> None:
-        """Train up to `training_steps` iterations; nothing is measured before or after."""
+        """Train up to `training_steps` iterations; nothing is measured before or after.
+
+        Raises
+        ------
+        ConfigurationError
+            When dev evaluations are asked for, or needed to stop early, and there are no prompts.
+        """
+        check_dev_prompts(self.training, self.scenario_instance.datasets["dev"])
         with self._open_progress_bar(), ExitStack() as stack:
             self._build_train_context(stack)
             self._run_train_loop()
@@ -189,3 +198,15 @@ class OwnObjectsLoop(AstTrainer):
             super()._save_checkpoint(is_best=is_best)
         if self.on_save is not None:
             self.on_save(is_best)
+
+
+def check_dev_prompts(config: SharedConfiguration, dev_prompts: Sequence[str]) -> None:
+    """Refuse a configuration that needs dev evaluations where there is nothing to evaluate on."""
+    needs = {name: getattr(config, name) for name in ("eval_period", "early_stopping_patience")}
+    given = ", ".join(f"{name}={value}" for name, value in needs.items() if value)
+    if given and not dev_prompts:
+        raise ConfigurationError(
+            f"the configuration asks for dev evaluations ({given}), but the trainer has no prompts "
+            "to evaluate on. Give them: HFASTTrainer(..., dev_prompts=[...]); or leave eval_period "
+            "0 and early_stopping_patience None."
+        )

@@ -26,7 +26,8 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
     Parameters
     ----------
     config : TrainingConfiguration
-        How long, on how much, by which optimizer, from which seed.
+        How long, on how much, by which optimizer, from which seed; without dev evaluations and
+        early stopping, for which `HFASTTrainer` has prompts.
     environment : Sampler
         Plays episodes; also `sampler`.
     algorithm : Algorithm

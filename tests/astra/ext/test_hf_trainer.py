@@ -121,6 +121,20 @@ def test_training_ends_early_by_the_dev_figure(tmp_path: Path) -> None:
     assert [line["is_best"] for line in found[-2:]] == [False, False]
 
 
+def test_the_period_of_evaluations_is_the_trainers_where_the_configuration_has_none(
+    tmp_path: Path,
+) -> None:
+    config = {"training_steps": 60, "early_stopping_patience": 1, "lr": 0.5}
+    trainer_of(tmp_path, config=config, eval_every=1).train()
+    assert len(evaluations(tmp_path)) < 60
+
+
+@pytest.mark.parametrize("asked", [{"early_stopping_patience": 1}, {"eval_period": 1}])
+def test_evaluations_without_dev_prompts_are_told(tmp_path: Path, asked: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match=r"no prompts to evaluate on. Give them"):
+        trainer_of(tmp_path, dev_prompts=None, config=asked)
+
+
 @pytest.mark.parametrize("algorithm", [DPO, PPO])
 def test_resuming_ends_with_the_same_weights_as_not_stopping(
     models: Models, tmp_path: Path, algorithm: Any

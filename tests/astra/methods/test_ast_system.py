@@ -248,6 +248,12 @@ class Lines(Sampler[str, str]):
         )
 
 
+@pytest.mark.parametrize(("name", "size"), [("tree_width", 0), ("tree_depth", -1)])
+def test_a_tree_without_a_probe_is_refused(name: str, size: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name}={size} .* whole number of at least 1"):
+        ASTSampler(WordProblem(), PROMPTS, **{name: size})
+
+
 def test_a_sampler_of_ones_own_trains_with_a_seed_for_each_episode() -> None:
     problem = WordProblem()
     env = Lines(problem)

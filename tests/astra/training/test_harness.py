@@ -96,6 +96,40 @@ def test_options_that_would_not_be_used_are_refused() -> None:
         Trainer(TrainingConfiguration(), env)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("num_episodes_per_experience", {"num_episodes_per_experience": 0}),
+        ("batch_size", {"dataloader_kwargs": {"batch_size": 0}}),
+        ("batch_size", {"dataloader_kwargs": {"batch_size": "many"}}),
+    ],
+)
+def test_a_number_of_nothing_is_refused(name: str, options: dict[str, Any]) -> None:
+    problem = WordProblem()
+    with pytest.raises(ConfigurationError, match=rf"{name}=.* a whole number of at least 1"):
+        Harness(ASTSampler(problem, PROMPTS), DPO(problem), **options)
+
+
+@pytest.mark.parametrize("asked", [{"eval_period": 1}, {"early_stopping_patience": 2}])
+def test_a_trainer_that_evaluates_nothing_says_so_before_it_trains(asked: dict[str, int]) -> None:
+    problem = WordProblem()
+    config = TrainingConfiguration(training_steps=1, **asked)
+    with pytest.raises(
+        ConfigurationError, match=r"no prompts to evaluate on.*dev_prompts="
+    ) as told:
+        Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem))
+    assert "=".join(map(str, *asked.items())) in str(told.value)
+
+
+def test_a_period_of_evaluations_that_is_set_later_is_told_as_well() -> None:
+    problem = WordProblem()
+    config = TrainingConfiguration(training_steps=1)
+    trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem))
+    trainer.config.eval_period = 1
+    with pytest.raises(ConfigurationError, match="no prompts to evaluate on"):
+        trainer.train()
+
+
 def test_losses_carry_gradients_and_logs_are_plain_numbers(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -53,7 +53,8 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
     config, environment, algorithm, use_wandb, sampler
         See `Trainer`.
     dev_prompts : Iterable[str], optional
-        What evaluations start from; none are made without them.
+        What evaluations start from; none are made without them, and a configuration that asks for
+        some (`eval_period`, `early_stopping_patience`) is refused.
     eval_every : int, optional
         Iterations between evaluations; `config.eval_period`, or 100, by default.
     ckpt_dir : str or Path
@@ -85,7 +86,8 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
         period = eval_every or getattr(config, "eval_period", 0) or EVAL_EVERY
         if isinstance(config, TrainingConfiguration):
             config = config.model_copy()
-            config.eval_period = period if self.dev_prompts else 0
+            if self.dev_prompts:
+                config.eval_period = period
         self.show_progress = show_progress
         super().__init__(config, environment, algorithm, use_wandb, sampler=sampler)
         self.eval_every = period

@@ -1,0 +1,22 @@
+"""Whole numbers that users give."""
+
+from __future__ import annotations
+
+from numbers import Integral
+
+from nip_astra.errors import ConfigurationError
+
+
+def check_count(name: str, value: object, *, what: str) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Parameters
+    ----------
+    what : str
+        What the number counts, for the message.
+    """
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+        raise ConfigurationError(
+            f"{name}={value!r} was asked for, but it is the number of {what}. Give a whole number "
+            "of at least 1."
+        )
