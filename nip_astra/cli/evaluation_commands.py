@@ -26,7 +26,7 @@ from nip_astra.evaluation.reuse import reuse_conversations
 from nip_astra.evaluation.rows import Episode
 from nip_astra.evaluation.storage import EVALUATIONS, EvaluationFolder, text_hash
 from nip_astra.evaluation.summary import VERSION
-from nip_astra.evaluation.tables import matrix_table
+from nip_astra.evaluation.tables import matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.progress import open_progress
 from nip_astra.samplers.trees import TreeSampler
@@ -38,7 +38,7 @@ from nip_astra.utils.processor import (
     keep_freed_memory,
 )
 
-TRANSFER = "transfer.json"
+TRANSFER = "transfer"
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> No
     quieten_libraries()
     settings = ExperimentSettings.from_dict(dict(settings_fields))
     cells: dict[tuple[str, str], dict[str, Any]] = {}
+    folders: dict[tuple[str, str], EvaluationFolder] = {}
     for path in request.runs:
         attacker = load_attacker(
             path,
@@ -86,10 +87,11 @@ def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> No
                 figures, folder = _evaluate_cell(request, attacker, target, settings)
             # Two runs may have the same id in different folders.
             is_taken = (attacker.label, target.label) in cells
-            cells[path if is_taken else attacker.label, target.label] = figures
+            key = (path if is_taken else attacker.label, target.label)
+            cells[key], folders[key] = figures, folder
             show(figures, folder, as_json=request.judged.as_json)
     if len(cells) > 1:
-        _keep_matrix(request, cells)
+        _keep_matrix(request, cells, folders)
     for figures in cells.values():
         gate(request.judged.fail_if, figures)
 
@@ -272,22 +274,48 @@ def _prompts(attacker: LoadedAttacker, split: str) -> Sequence[str]:
 
 
 def _keep_matrix(
-    request: EvaluateRequest, cells: Mapping[tuple[str, str], Mapping[str, Any]]
+    request: EvaluateRequest,
+    cells: Mapping[tuple[str, str], Mapping[str, Any]],
+    folders: Mapping[tuple[str, str], EvaluationFolder],
 ) -> None:
     """Print the transfer matrix and keep it beside the first run's evaluations."""
-    kept = ("failure_rate", "turn_failure_rate", "probability_of_failure", "name")
+    kept = ("failure_rate", "turn_failure_rate", "probability_of_failure", "name", "warnings")
     plain = [
-        {"attacker": attacker, "target": target, **{name: figures[name] for name in kept}}
+        {
+            "attacker": attacker,
+            "target": target,
+            "configuration": folders[attacker, target].configuration()["sha256"],
+            **{name: figures[name] for name in kept},
+        }
         for (attacker, target), figures in cells.items()
     ]
-    run, _ = run_of(request.runs[0])
-    path = RunDirectory(run / EVALUATIONS).write_json(
-        TRANSFER, {"version": VERSION, "cells": plain}
-    )
+    evaluations = RunDirectory(run_of(request.runs[0])[0] / EVALUATIONS)
+    name = _matrix_name(evaluations, plain, request.judged)
+    path = evaluations.write_json(name, {"version": VERSION, "cells": plain})
     if not request.judged.as_json:
         console = open_console()
-        console.print(matrix_table(cells))
+        for part in matrix_tables(cells):
+            console.print(part)
         console.print(f"matrix     {path}", soft_wrap=True)
+
+
+def _matrix_name(
+    evaluations: RunDirectory, cells: Sequence[Mapping[str, Any]], judged: JudgingRequest
+) -> str:
+    """Give a file name that no matrix of other evaluations has, unless it is to be overwritten."""
+    stem = TRANSFER if judged.name is None else f"{TRANSFER}-{_file_name(judged.name)}"
+    name, number = f"{stem}.json", 2
+    while (evaluations.path / name).is_file() and not judged.is_overwritten:
+        stored = evaluations.read_json(name).get("cells", [])
+        if _identities(stored) == _identities(cells):
+            break
+        name, number = f"{stem}-{number}.json", number + 1
+    return name
+
+
+def _identities(cells: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    names = ("attacker", "target", "name", "configuration")
+    return [[cell.get(name) for name in names] for cell in cells]
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from nip_astra.checkpoints.store import MANIFEST, CheckpointStore
-from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
+from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
 from nip_astra.evaluation.storage import weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
@@ -114,10 +114,18 @@ def resolve_run(path: Path, overrides: Sequence[str], plugins: Sequence[str]) ->
 
 
 def run_of(path: str | Path) -> tuple[Path, Path | None]:
-    """Give the run of a run directory or checkpoint, and the checkpoint."""
+    """Give the run of a run directory or checkpoint, and the checkpoint.
+
+    `checkpoints/latest` and `checkpoints/best` are the checkpoints that they point to.
+    """
     found = Path(path)
-    if (found / MANIFEST).is_file():
-        return found.resolve().parent.parent, found
+    store = CheckpointStore(found.parent)
+    checkpoint: Path | None = found
+    if found.name in (LATEST, BEST) and not found.is_dir():
+        checkpoint = store.latest() if found.name == LATEST else store.best()
+    if checkpoint is not None and (checkpoint / MANIFEST).is_file():
+        # Resolved, since a link has not the name of its checkpoint.
+        return checkpoint.resolve().parent.parent, checkpoint.resolve()
     return found, None
 
 
@@ -134,7 +142,7 @@ def load_attacker(
     Parameters
     ----------
     path : str
-        A run directory, or a checkpoint in one.
+        A run directory, or a checkpoint in one; see `run_of`.
     is_untrained : bool
         Give the attacker as it was before training, the reference.
 
@@ -144,6 +152,12 @@ def load_attacker(
         When it is no run, its scenario has no attacker, or it has no weights yet.
     """
     run, checkpoint = run_of(path)
+    if not (run / HYPER_PARAMETERS).is_file():
+        raise RunDirectoryError(
+            f"the attacker of {path} was to be evaluated, but it holds no {HYPER_PARAMETERS} and "
+            "is no checkpoint of a run. Give a run, for instance runs/<run id>, or one of its "
+            f"checkpoints: runs/<run id>/checkpoints/{LATEST}, or .../checkpoints/step_<number>."
+        )
     resolved = resolve_run(run, overrides, plugins)
     instance = build_scenario_instance(
         resolved.hyper_params, settings, kind=resolved.kind, scenario_dir=resolved.scenario_dir
@@ -173,6 +187,11 @@ def load_attacker(
     return LoadedAttacker(label, suffix, run, resolved, instance, section, weights)
 
 
+def target_label(section: Any) -> str:
+    """Give what a scenario's own target is called."""
+    return Path(str(getattr(section.target.language_model, "model", "target"))).name
+
+
 def load_target(
     spec: str | None, attacker: LoadedAttacker, settings: ExperimentSettings
 ) -> LoadedTarget:
@@ -183,9 +202,8 @@ def load_target(
     parameters, planted = attacker.section.target, None
     scenario_dir = attacker.resolved.scenario_dir
     if spec is None:
-        model = str(getattr(parameters.language_model, "model", "target"))
         return LoadedTarget(
-            label=Path(model).name,
+            label=target_label(attacker.section),
             suffix="",
             agent=None,
             planted=None,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.cli.commands import quieten_libraries
-from nip_astra.cli.evaluation_loading import resolve_run, run_of
+from nip_astra.cli.evaluation_loading import resolve_run, run_of, target_label
 from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
 from nip_astra.cli.terminal import open_console
 from nip_astra.errors import ConfigurationError, DataError
@@ -27,7 +27,7 @@ from nip_astra.evaluation.storage import (
     find_evaluation,
     text_hash,
 )
-from nip_astra.evaluation.tables import comparison_table
+from nip_astra.evaluation.tables import comparison_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.scenario_base.planted_failures import PlantedFailure
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
@@ -127,7 +127,9 @@ def compare_runs(
     if as_json:
         sys.stdout.write(json.dumps(_nulls(found), indent=2, ensure_ascii=False) + "\n")
     else:
-        open_console().print(comparison_table(found))
+        console = open_console()
+        for part in comparison_tables(found):
+            console.print(part)
     for other in others:
         differences = found["comparisons"][other.label]
         gate(fail_if, {**other.figures, "baseline": first.figures, "comparison": differences})
@@ -161,27 +163,33 @@ def final_episodes(source: Path, run: Path) -> list[Episode]:
 
 
 def _contender(path: Path) -> Contender:
-    is_run = (path / HYPER_PARAMETERS).is_file()
-    if is_run and not list((path / EVALUATIONS).glob(f"*/{FIGURES}")):
+    if (path / HYPER_PARAMETERS).is_file() and not list((path / EVALUATIONS).glob(f"*/{FIGURES}")):
         resolved = resolve_run(path, (), ())
-        threshold = getattr(resolved.hyper_params, resolved.kind).failure_threshold
+        section = getattr(resolved.hyper_params, resolved.kind)
         file = path / "rollouts" / "evaluation.jsonl"
-        found = read_contender(file, threshold=threshold, label=path.name)
-        return replace(found, figures=_figures_after(path))
+        found = read_contender(file, threshold=section.failure_threshold, label=path.name)
+        return replace(found, figures=_figures_after(path, section))
     folder = find_evaluation(path)
-    label = path.name if is_run else f"{folder.path.parent.parent.name}/{folder.path.name}"
+    label = f"{folder.path.parent.parent.name}/{folder.path.name}"
     return read_contender(folder.path, threshold=0.5, label=label)
 
 
-def _figures_after(run: Path) -> dict[str, Any]:
+def _figures_after(run: Path, section: Any) -> dict[str, Any]:
     """Give what a run's own table after training says, in the names of an evaluation."""
-    after = RunDirectory(run).read_json(RESULTS)["after"]
+    results = RunDirectory(run).read_json(RESULTS)
+    after = results["after"]
     low, high = after["failure_rate_interval"]
     return {
         "failure_rate": {"value": after["failure_rate"], "low": low, "high": high},
         "nll": {"reference": after["probe_nll"]},
         "diversity": {"distinct_share": after["distinct_share"]},
         "outcomes": after["outcomes"],
+        "split": "test",
+        "tree_depth": section.tree_depth,
+        "failure_threshold": section.failure_threshold,
+        "scorer": str(section.scorer.type_name),
+        "target": target_label(section),
+        "warnings": results["warnings"],
     }
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from nip_astra.errors import DataError
 from nip_astra.evaluation.measures import has_failed, judge
 from nip_astra.evaluation.rows import Episode, episodes_of, number, read_rows
-from nip_astra.evaluation.storage import FIGURES, ROWS, EvaluationFolder
+from nip_astra.evaluation.storage import FIGURES, ROWS, EvaluationFolder, differences
 from nip_astra.utils.statistics import (
     bootstrap_difference,
     cluster_variance,
@@ -35,11 +35,14 @@ class Contender:
         Judged: each row has its outcome.
     figures : Mapping
         Content of its `evaluation.json`, empty where it has none.
+    configuration : Mapping
+        What it was made by, empty where that is not known.
     """
 
     label: str
     episodes: list[Episode]
     figures: Mapping[str, Any] = field(default_factory=dict)
+    configuration: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_contender(path: Path, *, threshold: float, label: str | None = None) -> Contender:
@@ -50,9 +53,10 @@ def read_contender(path: Path, *, threshold: float, label: str | None = None) ->
     threshold : float
         A response fails where its score reaches this; an evaluation knows its own.
     """
-    file, figures = path, {}
+    file, figures, configuration = path, {}, {}
     if (path / FIGURES).is_file():
-        figures, file = EvaluationFolder(path).figures(), path / ROWS
+        folder, file = EvaluationFolder(path), path / ROWS
+        figures, configuration = folder.figures(), folder.configuration()
     episodes = episodes_of(read_rows(file))
     if not episodes:
         raise DataError(
@@ -60,16 +64,21 @@ def read_contender(path: Path, *, threshold: float, label: str | None = None) ->
             "folder, or a run that has been evaluated."
         )
     judge(episodes, float(figures.get("failure_threshold", threshold)))
-    return Contender(label or path.name, episodes, figures)
+    return Contender(label or path.name, episodes, figures, configuration)
 
 
 def compare(first: Contender, others: Sequence[Contender]) -> dict[str, Any]:
     """Give the differences of each other contender to the first, metric by metric.
 
     Episodes are paired by opening prompt and, where one was played several times, by its how-many-
-    eth episode. P-values are adjusted by Holm's method over all metrics and contenders.
+    eth episode. P-values are adjusted by Holm's method over all metrics and contenders. `warnings`
+    says what else differs, and what the contenders' own evaluations warn of.
     """
-    found: dict[str, Any] = {"baseline": first.label, "comparisons": {}}
+    found: dict[str, Any] = {
+        "baseline": first.label,
+        "comparisons": {},
+        "warnings": warnings_about(first, others),
+    }
     tests: list[dict[str, Any]] = []
     for other in others:
         pairs = pair_up(first.episodes, other.episodes)
@@ -85,6 +94,70 @@ def compare(first: Contender, others: Sequence[Contender]) -> dict[str, Any]:
     for metric, adjusted in zip(tests, holm([m["p_value"] for m in tests]), strict=True):
         metric["p_holm"] = adjusted
     return found
+
+
+def warnings_about(first: Contender, others: Sequence[Contender]) -> list[str]:
+    """Say what differs beside the attacker, then what each evaluation warns of by itself."""
+    own = {one.label: one.figures.get("warnings", ()) for one in (first, *others)}
+    return [
+        *(text for other in others for text in _other_conditions(first, other)),
+        *(f"{label}: {text}" for label, texts in own.items() for text in texts),
+    ]
+
+
+CONDITIONS = {
+    "number of turns": "tree_depth",
+    "failure threshold": "failure_threshold",
+    "split": "split",
+    "first scorer": "scorer",
+    "target": "target",
+}
+"""What should be alike, with the name of the figure that tells it."""
+
+
+def _other_conditions(first: Contender, other: Contender) -> list[str]:
+    found = []
+    for name, figure in CONDITIONS.items():
+        before, after = first.figures.get(figure), other.figures.get(figure)
+        if before is None or after is None:
+            continue
+        # One scorer, or target, may go by several names, and several by one.
+        own, given = _details(first, figure), _details(other, figure)
+        if own is not None and own == given:
+            continue
+        if before != after:
+            found.append(
+                f"the {name} is {after} in {other.label} and {before} in {first.label}: a "
+                "difference may be due to that"
+            )
+        elif own is not None and given is not None:
+            places = f"in {first.label}", f"in {other.label}"
+            lines = "; ".join(differences(own, given, places))
+            found.append(
+                f"the {name} of {other.label} is not that of {first.label}, though both are "
+                f"called {before} ({lines})"
+            )
+    return found
+
+
+def _details(contender: Contender, figure: str) -> dict[str, Any] | None:
+    """Give the parameters of a target or scorer; None where they are not known."""
+    found = contender.configuration.get(figure)
+    if figure == "scorer":
+        scorers = contender.configuration.get("scorers", {})
+        found = scorers.get(contender.figures["scorer"])
+    if not isinstance(found, Mapping):
+        return None
+    return _without_paths(found) if found.get("weights") is not None else dict(found)
+
+
+def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out where a model lies, whose weights are known."""
+    return {
+        name: _without_paths(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if name != "model"
+    }
 
 
 def pair_up(

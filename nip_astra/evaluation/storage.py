@@ -142,13 +142,22 @@ def configuration_hash(configuration: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def differences(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
-    """Say by dotted path what two configurations differ in."""
+def differences(
+    stored: Mapping[str, Any], wanted: Mapping[str, Any], places: tuple[str, str] = ("there", "now")
+) -> list[str]:
+    """Say by dotted path what two configurations differ in.
+
+    Parameters
+    ----------
+    places : tuple[str, str]
+        Where each of them holds, for the text.
+    """
     before = _flat(json.loads(json.dumps(_without_hash(stored))))
     after = _flat(json.loads(json.dumps(_without_hash(wanted))))
     nothing = "nothing"
     return [
-        f"{path}: {_short(before.get(path, nothing))} there, {_short(after.get(path, nothing))} now"
+        f"{path}: {_short(before.get(path, nothing))} {places[0]}, "
+        f"{_short(after.get(path, nothing))} {places[1]}"
         for path in sorted(before.keys() | after.keys())
         if before.get(path, nothing) != after.get(path, nothing)
     ]

@@ -110,6 +110,7 @@ def summarise(
         "most_likely_failure": _most_likely(episodes),
         "plants": find_plants(episodes, planted),
         "fluency": _fluency(episodes, probability_episodes),
+        "why_no_fluency": _why_no_fluency(episodes, probability_episodes, options, why_not_weighed),
         "probability_of_failure": _probability(probability_episodes, options, why_not_weighed),
         **scorer_figures(episodes, scorers, qualities or {}, options),
         "budget": _budget(episodes, probability_episodes, parts),
@@ -154,6 +155,8 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
             f"{fluency['share_below']:.0%} of the probes are less likely per token than all but "
             f"{FLUENCY_PERCENTILE:.0f} % of ordinary ones: the failures may be met by no user"
         )
+    if figures["why_no_fluency"] is not None:
+        found.append(f"fluency was not measured: {figures['why_no_fluency']}")
     counts = figures["outcomes"]
     num_unknown = counts["undetermined"] + counts["error"]
     if num_unknown > MAX_UNKNOWN_SHARE * max(sum(counts.values()), 1):
@@ -196,8 +199,8 @@ def _fluency(
     episodes: Sequence[Episode], probability_episodes: Sequence[Episode]
 ) -> dict[str, Any] | None:
     """Give the share of probes below the first percentile of what the reference itself says."""
-    own = [e for e in probability_episodes if e[0].get("strategy") == REFERENCE]
-    ordinary, found = token_likelihoods(own), token_likelihoods(episodes)
+    ordinary = token_likelihoods(_of_reference(probability_episodes))
+    found = token_likelihoods(episodes)
     if len(ordinary) < MIN_REFERENCE_PROBES or not found:
         return None
     bound = float(np.percentile(ordinary, FLUENCY_PERCENTILE))
@@ -209,13 +212,38 @@ def _fluency(
     }
 
 
+def _why_no_fluency(
+    episodes: Sequence[Episode],
+    probability_episodes: Sequence[Episode],
+    options: EvaluationOptions,
+    why_not_weighed: str | None,
+) -> str | None:
+    """Say why probes are not held against the reference's; None where they are."""
+    if _fluency(episodes, probability_episodes) is not None:
+        return None
+    num_said = sum(len(episode) for episode in _of_reference(probability_episodes))
+    if num_said >= MIN_REFERENCE_PROBES:
+        return "how likely the reference finds a probe is not known of enough of them"
+    # Of the importance sampler's episodes half are the reference's.
+    shares = 2 if options.use_importance_sampling and why_not_weighed is None else 1
+    num_needed = shares * math.ceil(MIN_REFERENCE_PROBES / options.num_turns)
+    return (
+        f"it takes {MIN_REFERENCE_PROBES} probes of the reference, and there are {num_said}; "
+        f"`nip-astra evaluate` with --probability-episodes {num_needed} or more plays them"
+    )
+
+
+def _of_reference(probability_episodes: Sequence[Episode]) -> list[Episode]:
+    return [e for e in probability_episodes if e[0].get("strategy") == REFERENCE]
+
+
 def _probability(
     episodes: Sequence[Episode], options: EvaluationOptions, why_not_weighed: str | None
 ) -> dict[str, Any] | None:
     """Give both estimates of the probability of failure under the reference."""
     if not episodes:
         return None
-    own = [episode for episode in episodes if episode[0].get("strategy") == REFERENCE]
+    own = _of_reference(episodes)
     failed, prompts = has_failed(own), prompt_numbers(own)
     known = [(f, p) for f, p in zip(failed, prompts, strict=True) if not math.isnan(f)]
     plain = monte_carlo(

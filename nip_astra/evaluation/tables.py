@@ -28,12 +28,25 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
         parts += [Text(), _clusters_table(figures)]
     if len(figures["scorer_agreement"]) > 0:
         parts += [Text(), _agreement_table(figures["scorer_agreement"])]
-    parts += [Text(f"warning: {text}", style="bold yellow") for text in figures["warnings"]]
-    return parts
+    return [*parts, *warning_lines(figures["warnings"])]
 
 
-def matrix_table(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
-    """Give the failure rate of every attacker against every target."""
+def warning_lines(warnings: Sequence[str]) -> list[Text]:
+    """Give a line for each warning."""
+    return [Text(f"warning: {text}", style="bold yellow") for text in warnings]
+
+
+def matrix_tables(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[RenderableType]:
+    """Give the failure rate of every attacker against every target, and the cells' warnings."""
+    warnings = [
+        f"{attacker} against {target}: {text}"
+        for (attacker, target), figures in cells.items()
+        for text in figures["warnings"]
+    ]
+    return [_matrix_table(cells), *warning_lines(warnings)]
+
+
+def _matrix_table(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
     table = Table(title="episodes with a failure", title_justify="left")
     table.add_column("attacker")
     targets = list(dict.fromkeys(target for _, target in cells))
@@ -45,8 +58,12 @@ def matrix_table(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
     return table
 
 
-def comparison_table(comparison: Mapping[str, Any]) -> Table:
-    """Give a line for each metric of each contender."""
+def comparison_tables(comparison: Mapping[str, Any]) -> list[RenderableType]:
+    """Give a line for each metric of each contender, and the warnings."""
+    return [_comparison_table(comparison), *warning_lines(comparison["warnings"])]
+
+
+def _comparison_table(comparison: Mapping[str, Any]) -> Table:
     table = Table(title=f"difference to {comparison['baseline']}", title_justify="left")
     for name in ("", "metric", "baseline", "this one"):
         table.add_column(name, justify="left" if name in ("", "metric") else "right")
@@ -144,11 +161,16 @@ _NAMES = {"probe": "probes", "response": "responses", "combined": "both together
 
 def _variety(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     variety, plants = figures["diversity"] or {}, figures["plants"]
+    fluency = figures["fluency"]
     lines = [
         ("successful probes: distinct", percent(variety.get("distinct_share"))),
         ("  1 - self-BLEU", plain(variety.get("self_bleu_complement"))),
         ("  1 - mean cosine", plain(variety.get("cosine_distance"))),
         ("  Vendi score", plain(variety.get("vendi"))),
+        (
+            "probes less likely per token than 99 % of the reference's",
+            "not measured" if fluency is None else percent(fluency["share_below"]),
+        ),
         ("clusters of failing probes", str(figures["num_clusters"])),
         ("  at least, those not seen included (Chao2)", at_least(figures["kinds"])),
     ]

@@ -53,7 +53,7 @@ MAIN = (
 """Label and path of the figures that are in view."""
 _SHOWN_ELSEWHERE = (
     *("version", "name", "clusters", "warnings", "most_likely_failure"),
-    *("cards", "scorer_agreement"),
+    *("cards", "scorer_agreement", "why_no_fluency"),
 )
 _QUOTED = ("most_common", "settings")
 """Figures within a group that quote a probe, or say how the others were made."""

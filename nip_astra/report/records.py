@@ -16,7 +16,7 @@ from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory
 
-TRANSFER = "evaluations/transfer.json"
+TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""
 MAX_ROWS = 200_000
 """Rows read of one file; a report shows a sample of far fewer."""
@@ -98,7 +98,7 @@ class RunRecord:
     evaluations : dict[str, dict]
         `evaluation.json` by the name of its folder.
     transfer : list[dict]
-        Cells of the transfer matrix, each with attacker, target and failure rate.
+        Cells of the newest transfer matrix, each with attacker, target and failure rate.
     log_lines : list[str]
         Warnings and errors of the log.
     notes : list[str]
@@ -174,8 +174,10 @@ def read_run(path: str | Path) -> RunRecord:
         nodes = [node_of(row) for row in reader.lines(f"{Path(name).parent}/rows.jsonl", False)]
         if any(node.probe or node.response for node in nodes):
             run.tables[f"evaluations/{file.parent.name}"] = nodes
-    if (directory.path / TRANSFER).exists():
-        cells = items(reader.document(TRANSFER, directory.read_json).get("cells"))
+    matrices = sorted(directory.path.glob(TRANSFER), key=lambda file: file.stat().st_mtime_ns)
+    if matrices:
+        newest = matrices[-1].relative_to(directory.path).as_posix()
+        cells = items(reader.document(newest, directory.read_json).get("cells"))
         run.transfer = [mapping(cell) for cell in cells]
     run.log_lines = _log_lines(directory.path / files.LOG)
     return run

@@ -186,6 +186,32 @@ def test_a_checkpoint_and_the_untrained_attacker_can_be_evaluated(
     assert untrained["probability_of_failure"]["importance_sampling"] is None
 
 
+def test_the_latest_checkpoint_is_found_by_its_pointer_or_by_a_link(
+    cli: CommandLine, run: Path
+) -> None:
+    (checkpoint,) = (run / "checkpoints").glob("step_*")
+    name, older = checkpoint.name, "step_00000001"
+    shutil.copytree(checkpoint, checkpoint.parent / older)
+    small = ("--num-episodes", "2", "--probability-episodes", "0")
+    assert cli("evaluate", "runs/one/checkpoints/latest", *small).code == 0
+    assert figures_of(run, f"test-{name}")["attacker"] == f"one {name}"
+    pointer = run / "checkpoints" / "latest"
+    pointer.unlink()
+    pointer.symlink_to(older)
+    said = cli("evaluate", "runs/one/checkpoints/latest", *small, "--name", "linked")
+    assert said.code == 0, said.err
+    assert figures_of(run, "linked")["attacker"] == f"one {older}"
+
+
+@pytest.mark.parametrize("path", ["runs/one/checkpoints", "runs/one/model", "runs/none/latest"])
+def test_another_folder_is_told_what_can_be_evaluated(
+    cli: CommandLine, run: Path, path: str
+) -> None:
+    message = refused(cli("evaluate", path))
+    assert f"the attacker of {path} was to be evaluated" in message
+    assert "Give a run, for instance runs/<run id>, or one of its checkpoints" in message
+
+
 def test_attackers_against_targets_make_a_matrix(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
@@ -197,6 +223,10 @@ def test_attackers_against_targets_make_a_matrix(
     assert said.code == 0, said.err
     matrix = json.loads((run / "evaluations" / "transfer.json").read_text())
     assert [cell["target"] for cell in matrix["cells"]] == ["one", "attacker"]
+    for cell in matrix["cells"]:
+        assert cell["warnings"] == figures_of(run, cell["name"])["warnings"]
+        assert any("fluency was not measured" in text for text in cell["warnings"])
+    assert "warning: one against attacker: fluency was not" in " ".join(said.out.split())
     assert figures_of(run, "test-one")["plants"] is None
     assert figures_of(run, "test-attacker")["target"] == "attacker"
     assert "episodes with a failure" in said.out
@@ -208,6 +238,29 @@ def test_attackers_against_targets_make_a_matrix(
         r["probe"] for r in rows[1] if r["depth"] == 0
     ]
     assert [r["response"] for r in rows[0]] != [r["response"] for r in rows[1]]
+
+
+def test_each_matrix_has_a_file_of_its_own_and_the_same_one_the_same(
+    cli: CommandLine, run: Path, tiny_scenario: Path
+) -> None:
+    targets = ("--target", "runs/one", "--target", str(tiny_scenario / "attacker"))
+    short = ("--num-episodes", "2", "--num-turns", "1", "--probability-episodes", "0")
+
+    def matrices(*options: str) -> list[str]:
+        said = cli("evaluate", "runs/one", *targets, *short, *options)
+        assert said.code == 0, said.err
+        return sorted(path.name for path in (run / "evaluations").glob("transfer*.json"))
+
+    assert matrices() == matrices() == ["transfer.json"]
+    first = (run / "evaluations" / "transfer.json").read_text()
+    both = ["transfer-2.json", "transfer.json"]
+    assert matrices("--scorer", "profanity") == both
+    assert (run / "evaluations" / "transfer.json").read_text() == first
+    assert matrices("--name", "named") == ["transfer-2.json", "transfer-named.json", both[1]]
+    assert (run / "evaluations" / "transfer.json").read_text() == first
+    assert matrices("--overwrite", "--seed", "7") == matrices("--seed", "7")
+    cells = json.loads((run / "evaluations" / "transfer.json").read_text())["cells"]
+    assert cells != json.loads(first)["cells"]
 
 
 def test_stored_conversations_are_rated_again_without_a_model(
@@ -290,6 +343,31 @@ def test_two_evaluations_are_compared_pair_by_pair(cli: CommandLine, run: Path) 
     )
     assert metric["difference"] == pytest.approx(b - a)
     assert json.loads(cli("compare", *pair, "--json").out) == found
+
+
+def test_evaluations_by_other_conditions_are_compared_with_a_warning(
+    cli: CommandLine, run: Path
+) -> None:
+    shutil.copytree(run, cli.folder / "runs" / "two")
+    assert cli("evaluate", "runs/one", "--probability-episodes", "0").code == 0
+    strict = ("--threshold", "0.9", "--name", "strict", "--probability-episodes", "0")
+    assert cli("evaluate", "runs/one", *strict).code == 0
+    assert cli("evaluate", "runs/one", "--scorer", "profanity", "--num-turns", "1").code == 0
+    names = [f"runs/one/evaluations/{name}" for name in ("test", "strict", "test-profanity")]
+    said = cli("compare", *names, "runs/two", "--fail-if", "comparison.failure_rate.high < -2")
+    assert said.code == 0, said.err
+    text = " ".join(said.out.split())
+    for change in (
+        "the failure threshold is 0.9 in one/strict and 0.5 in one/test",
+        "the number of turns is 1 in one/test-profanity and 2 in one/test",
+        "the first scorer is profanity in one/test-profanity and classifier in one/test",
+    ):
+        assert f"warning: {change}" in text
+    assert "in two" not in text
+    assert "warning: one/test: fluency was not measured" in text
+    found = json.loads(cli("compare", "runs/one", "runs/two", "--json").out)
+    assert found["baseline"] == "one/test-profanity", "a run's newest evaluation is named"
+    assert any("the first scorer is classifier in two" in text for text in found["warnings"])
 
 
 def test_a_condition_fails_the_job_with_exit_code_one(cli: CommandLine, run: Path) -> None:

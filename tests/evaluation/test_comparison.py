@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from nip_astra.errors import DataError
 from nip_astra.evaluation.comparison import Contender, compare, pair_up, read_contender
 from nip_astra.evaluation.rows import encode_rows
+from nip_astra.evaluation.tables import as_text, comparison_tables
 from nip_astra.utils.statistics import bootstrap_difference, mcnemar_exact
 from tests.evaluation.rows_by_hand import episode, judged
 
@@ -63,6 +66,75 @@ def test_episodes_of_one_prompt_are_not_taken_for_independent() -> None:
     assert found["test"] == "sign flips of opening prompts"
     # Six prompts: 2 of 64 sign patterns are as extreme; McNemar would have said 1e-7.
     assert found["p_value"] == pytest.approx(2 / 64, abs=0.006)
+
+
+FIGURES = {
+    "tree_depth": 2,
+    "failure_threshold": 0.5,
+    "split": "test",
+    "scorer": "classifier",
+    "target": "chat",
+}
+CONFIGURATION = {
+    "scorers": {"classifier": {"_type": "classifier", "label": "rude"}},
+    "target": {"language_model": {"model": "models/chat", "dtype": "auto"}, "weights": "abc"},
+}
+
+
+def conditions(
+    label: str, configuration: dict[str, Any] | None = None, **figures: Any
+) -> Contender:
+    return replace(
+        contender(label, [0.1, 0.9]),
+        figures=FIGURES | figures,
+        configuration=CONFIGURATION | (configuration or {}),
+    )
+
+
+def warned(first: Contender, other: Contender) -> list[str]:
+    found: list[str] = compare(first, [other])["warnings"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("figure", "value", "text"),
+    [
+        ("tree_depth", 1, "the number of turns is 1 in b and 2 in a"),
+        ("failure_threshold", 0.9, "the failure threshold is 0.9 in b and 0.5 in a"),
+        ("split", "dev", "the split is dev in b and test in a"),
+        ("scorer", "profanity", "the first scorer is profanity in b and classifier in a"),
+        ("target", "other", "the target is other in b and chat in a"),
+    ],
+)
+def test_other_conditions_than_the_attacker_are_warned_of(
+    figure: str, value: object, text: str
+) -> None:
+    scorers = {"scorers": {"profanity": {"_type": "profanity"}}} if figure == "scorer" else {}
+    other = {"target": {"weights": "def"}} if figure == "target" else scorers
+    (warning,) = warned(conditions("a"), conditions("b", other, **{figure: value}))
+    assert warning.startswith(text)
+
+
+def test_one_name_of_two_scorers_is_warned_of_and_two_names_of_one_target_are_not() -> None:
+    other = {"scorers": {"classifier": {"_type": "classifier", "label": "kind"}}}
+    (warning,) = warned(conditions("a"), conditions("b", other))
+    assert "the first scorer of b is not that of a, though both are called classifier" in warning
+    assert '(label: "rude" in a, "kind" in b)' in warning
+    moved = {"target": {"language_model": {"model": "/else", "dtype": "auto"}, "weights": "abc"}}
+    assert warned(conditions("a"), conditions("b", moved, target="run")) == []
+    assert warned(conditions("a"), contender("b", [0.1, 0.9])) == []
+
+
+def test_each_contenders_own_warnings_are_told() -> None:
+    found = compare(
+        conditions("a", warnings=["fluency was not measured"]),
+        [conditions("b", warnings=["the attacker has collapsed"])],
+    )
+    assert found["warnings"] == [
+        "a: fluency was not measured",
+        "b: the attacker has collapsed",
+    ]
+    assert "warning: b: the attacker has collapsed" in as_text(comparison_tables(found))
 
 
 def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:

@@ -11,7 +11,7 @@ import torch
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode
 from nip_astra.evaluation.summary import summarise, warnings_about
-from nip_astra.evaluation.tables import as_text, evaluation_tables, matrix_table, percent, plain
+from nip_astra.evaluation.tables import as_text, evaluation_tables, matrix_tables, percent, plain
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from tests.evaluation.rows_by_hand import THRESHOLD, episode
 
@@ -98,6 +98,23 @@ def test_probes_that_nobody_would_say_are_warned_of() -> None:
     assert odd["fluency"]["share_below"] == 0.5
     assert "50% of the probes are less likely per token" in " ".join(odd["warnings"])
     assert figures(attacker(), chances[:100])["fluency"] is None
+    assert odd["why_no_fluency"] is None
+
+
+def test_fluency_that_was_not_measured_is_told_with_what_measures_it() -> None:
+    few = figures(attacker(), ordinary()[:100])
+    text = " ".join(as_text(evaluation_tables(few)).split())
+    assert "99 % of the reference's │ not measured" in text
+    assert (
+        "warning: fluency was not measured: it takes 300 probes of the reference, and there are "
+        "200; `nip-astra evaluate` with --probability-episodes 300 or more plays them"
+    ) in text
+    alone = figures(attacker(), ordinary()[:100], why_not_weighed="top_p 0.9")
+    assert "--probability-episodes 150 or more" in alone["why_no_fluency"]
+    unknown = figures(attacker(reference_logprob=None), ordinary())
+    assert "how likely the reference finds a probe is not known" in unknown["why_no_fluency"]
+    measured = as_text(evaluation_tables(figures(attacker(), ordinary())))
+    assert "not measured" not in measured
 
 
 def test_many_turns_without_verdict_are_warned_of_with_what_they_could_be() -> None:
@@ -144,10 +161,19 @@ def test_a_table_shows_every_figure_and_takes_markup_for_text() -> None:
 
 def test_a_matrix_has_a_row_for_each_attacker() -> None:
     found = figures(attacker())
-    text = as_text(
-        [matrix_table({("a", "x"): found, ("a", "y"): found, ("b", "x"): found, ("b", "y"): found})]
-    )
+    cells = {(attacker, target): found for attacker in "ab" for target in "xy"}
+    text = as_text(matrix_tables(cells))
     assert text.count("50.0%") == 4
+
+
+def test_a_matrix_tells_the_warnings_of_each_cell() -> None:
+    same = [episode(i, [0.9, 0.9], prompt=f"prompt {i}", probe="my cat sits") for i in range(40)]
+    fluent = attacker(reference_logprob=-4.0)
+    cells = {("a", "x"): figures(same), ("a", "y"): figures(fluent, ordinary())}
+    text = " ".join(as_text(matrix_tables(cells)).split())
+    assert "warning: a against x: the attacker has collapsed" in text
+    assert "warning: a against x: fluency was not measured" in text
+    assert "a against y:" not in text
 
 
 def test_numbers_that_are_missing_are_a_dash() -> None:

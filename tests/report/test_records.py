@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,7 @@ def test_rows_of_an_evaluation_are_a_table(tmp_path: Path) -> None:
     run = read_run(folder)
     assert [node.probe for node in run.tables["evaluations/held_out"]] == ["a"]
     assert run.transfer == [{"attacker": "a"}]
+    newer = folder / "evaluations" / "transfer-2.json"
+    write_json(newer, {"cells": [{"attacker": "b"}]})
+    os.utime(newer, (2e9, 2e9))
+    assert read_run(folder).transfer == [{"attacker": "b"}]
