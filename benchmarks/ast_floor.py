@@ -97,6 +97,14 @@ class Floor:
         """Give the floor of a pass with its derivatives in what is read, weights being frozen."""
         return 2 * self.seconds(work["forwarded"], work["head_rows"])
 
+    def of_learning(self, iteration: Mapping[str, Any]) -> float:
+        """Give the floor of an iteration's steps, and of the reference's pass before them."""
+        reference, steps = iteration["work"]["reference"], iteration["num_steps"]
+        attacker = iteration["work_of_updates"]["attacker"]
+        of_step = {name: attacker[name] // steps for name in ("forwarded", "head_rows")}
+        read = self.seconds(reference["forwarded"], reference["head_rows"])
+        return read + steps * self.of_update(of_step)
+
 
 def rows_of(measured: Mapping[str, Any], floors: Mapping[str, Floor]) -> list[list[object]]:
     """Give a row of the table for each part of a setting that was measured.
@@ -111,20 +119,33 @@ def rows_of(measured: Mapping[str, Any], floors: Mapping[str, Floor]) -> list[li
     parts = measured["parts"]
     measured_as = {"rollout": "rollout" if "rollout" in parts else "iteration", "update": "update"}
     found: list[list[object]] = []
+    least: dict[tuple[str, str], float] = {}
     for part, name in measured_as.items():
         ways = parts.get(name, {})
         for precision in [precision for precision in DTYPES if precision in ways]:
-            work = ways[precision]["work"]
+            work, floor = ways[precision]["work"], floors[precision]
             if part == "update":
-                least = floors[precision].of_update(work["attacker"])
+                seconds = floor.of_update(work["attacker"])
             else:
                 # The target, which is under test, stays in float32.
-                least = floors[precision].of_turns(setting, "attacker", work["attacker"])
-                least += floors["fp32"].of_turns(setting, "target", work["target"])
+                seconds = floor.of_turns(setting, "attacker", work["attacker"])
+                seconds += floors["fp32"].of_turns(setting, "target", work["target"])
+            least[part, precision] = seconds
             plain, ours = (ways[way]["phases"][part] for way in ("plain", precision))
-            shares = (plain, ours, least, plain / ours, plain / least, least / ours)
-            found.append([part, precision, *shares])
+            found.append(_row(part, precision, plain, ours, seconds))
+    for precision, way in parts.get("iteration", {}).items():
+        if precision in DTYPES:
+            seconds = least["rollout", precision] + floors[precision].of_learning(way)
+            plain, ours = (
+                sum(parts["iteration"][one]["phases"][part] for part in ("rollout", "update"))
+                for one in ("plain", precision)
+            )
+            found.append(_row("iteration", precision, plain, ours, seconds))
     return found
+
+
+def _row(part: str, precision: str, plain: float, ours: float, least: float) -> list[object]:
+    return [part, precision, plain, ours, least, plain / ours, plain / least, least / ours]
 
 
 def _names_of_setting(measured: Mapping[str, Any]) -> list[str]:

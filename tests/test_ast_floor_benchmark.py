@@ -67,6 +67,19 @@ def test_an_update_is_two_passes(floor: ModuleType, monkeypatch: pytest.MonkeyPa
     assert passes == [(473, 256)]
 
 
+def test_an_iteration_reads_by_the_reference_once_and_learns_step_by_step(
+    floor: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = a_second_a_row(floor, monkeypatch)
+    iteration = {
+        "num_steps": 4,
+        "work": {"reference": {"forwarded": 1579, "head_rows": 896}},
+        "work_of_updates": {"attacker": {"forwarded": 2299, "head_rows": 896}},
+    }
+    assert floor.Floor(torch.float32).of_learning(iteration) == 1579 + 4 * 2 * 574
+    assert passes == [(1579, 896), (574, 224)]
+
+
 def test_a_pass_is_every_product_of_the_model(floor: ModuleType) -> None:
     asked: list[tuple[tuple[int, ...], int]] = []
 
@@ -109,7 +122,7 @@ def test_it_reads_what_the_benchmark_wrote(
     monkeypatch.setattr(floor, "NUM_LAYERS", 1)
     monkeypatch.setattr(floor, "VOCABULARY", 300)
     role = {"forwarded": 600, "head_rows": 500}
-    work = {"attacker": role, "target": role}
+    work = {"attacker": role, "target": role, "reference": role}
     setting = {"model": "smollm2", "episodes": 1, "turn_tokens": 4, "num_threads": 1}
     parts = {
         "deviation": {},
@@ -118,8 +131,13 @@ def test_it_reads_what_the_benchmark_wrote(
             "bf16": {"phases": {"update": 2.0}, "work": work},
         },
         "iteration": {
-            "plain": {"phases": {"rollout": 30.0}},
-            "fp32": {"phases": {"rollout": 6.0}, "work": work},
+            "plain": {"phases": {"rollout": 30.0, "update": 20.0}},
+            "fp32": {
+                "phases": {"rollout": 6.0, "update": 4.0},
+                "work": work,
+                "work_of_updates": work,
+                "num_steps": 2,
+            },
         },
     }
     measured = {"settings": [{"label": "small", "setting": setting, "parts": parts}]}
@@ -135,7 +153,9 @@ def test_it_reads_what_the_benchmark_wrote(
     assert [row[:4] for row in rows[2:]] == [
         ["rollout", "fp32", "30", "6"],
         ["update", "bf16", "10", "2"],
+        ["iteration", "fp32", "50", "10"],
     ]
+    assert float(rows[-1][4]) > float(rows[2][4]), "an iteration is more than its rollout"
     for row in rows[2:]:
         least, ratio, most, share = (float(cell.replace(",", "")) for cell in row[4:])
         assert 0 < least < 1
