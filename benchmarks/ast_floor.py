@@ -4,8 +4,9 @@
     python benchmarks/ast_floor.py ast_speed.json
 
 Times the products of a Llama with the shapes of SmolLM2-135M, each layer with weights of its own,
-for the numbers of rows that each step of a rollout or an update has, by the faster of torch and
-packed oneDNN. Attention, norms, sampling and adapters are left out. Prints Markdown.
+for the numbers of rows that each step of a rollout or an update has, or a step beside TRL's, by the
+faster of torch and packed oneDNN. Attention, norms, sampling and adapters are left out. Prints
+Markdown.
 """
 
 from __future__ import annotations
@@ -105,6 +106,22 @@ class Floor:
         read = self.seconds(reference["forwarded"], reference["head_rows"])
         return read + steps * self.of_update(of_step)
 
+    def of_online_dpo(self, step: Mapping[str, Any], target: Floor) -> float:
+        """Give the floor of a step beside TRL's: two samples a prompt, rated, read and learnt from.
+
+        Parameters
+        ----------
+        target : Floor
+            Of the model that reads the samples; what it says is one token.
+        """
+        prompts = step["num_prompts"] * step["prompt_tokens"]
+        num_rows, said = 2 * step["num_prompts"], 2 * step["num_prompts"] * step["new_tokens"]
+        sampling = self.seconds(prompts, step["num_prompts"])
+        sampling += (step["new_tokens"] - 1) * self.seconds(num_rows, num_rows)
+        # The reference reads what was said once, the update is two passes over it.
+        learning = 3 * self.seconds(prompts + said, said)
+        return sampling + learning + target.seconds(prompts + said, said + num_rows)
+
 
 def rows_of(measured: Mapping[str, Any], floors: Mapping[str, Floor]) -> list[list[object]]:
     """Give a row of the table for each part of a setting that was measured.
@@ -158,13 +175,21 @@ def main() -> None:
     parser.add_argument("measured", type=Path, help="JSON of ast_speed.py, with rollout or update")
     options = parser.parse_args()
     torch.manual_seed(0)
-    settings = json.loads(options.measured.read_text(encoding="utf-8"))["settings"]
+    document = json.loads(options.measured.read_text(encoding="utf-8"))
+    settings = document["settings"]
     header = ["part", "precision", "plain, s", "ours, s", "products, s", "ratio", "most", "share"]
     for measured in settings:
         torch.set_num_threads(measured["setting"]["num_threads"])
         floors = {name: Floor(dtype) for name, dtype in DTYPES.items()}
         print(f"\n{measured['label']}\n")
         print(markdown_table(header, rows_of(measured, floors)))
+    for step in document.get("trl", ()):
+        torch.set_num_threads(document["environment"]["num_threads"])
+        floors = {name: Floor(dtype) for name, dtype in DTYPES.items()}
+        least = floors[step["precision"]].of_online_dpo(step, floors["fp32"])
+        row = _row("step", step["precision"], step["trl_seconds"], step["our_seconds"], least)
+        print("\nTRL's OnlineDPO\n")
+        print(markdown_table([*header[:2], "TRL, s", *header[3:]], [row]))
 
 
 if __name__ == "__main__":

@@ -80,6 +80,16 @@ def test_an_iteration_reads_by_the_reference_once_and_learns_step_by_step(
     assert passes == [(1579, 896), (574, 224)]
 
 
+def test_a_step_beside_trls_samples_rates_reads_and_learns(
+    floor: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes = a_second_a_row(floor, monkeypatch)
+    own, target = floor.Floor(torch.bfloat16), floor.Floor(torch.float32)
+    step = {"num_prompts": 8, "prompt_tokens": 93, "new_tokens": 32}
+    assert own.of_online_dpo(step, target) == 744 + 31 * 16 + 3 * 1256 + 1256
+    assert passes == [(744, 8), (16, 16), (1256, 512), (1256, 528)]
+
+
 def test_a_pass_is_every_product_of_the_model(floor: ModuleType) -> None:
     asked: list[tuple[tuple[int, ...], int]] = []
 
@@ -140,8 +150,15 @@ def test_it_reads_what_the_benchmark_wrote(
             },
         },
     }
-    measured = {"settings": [{"label": "small", "setting": setting, "parts": parts}]}
+    measured: dict[str, Any] = {
+        "settings": [{"label": "small", "setting": setting, "parts": parts}]
+    }
     path = tmp_path / "ast_speed.json"
+    step = {"num_prompts": 1, "prompt_tokens": 9, "new_tokens": 4, "precision": "fp32"}
+    measured |= {
+        "environment": {"num_threads": 1},
+        "trl": [{**step, "trl_seconds": 50.0, "our_seconds": 10.0}],
+    }
     path.write_text(json.dumps(measured), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["ast_floor.py", str(path)])
     floor.main()
@@ -154,9 +171,12 @@ def test_it_reads_what_the_benchmark_wrote(
         ["rollout", "fp32", "30", "6"],
         ["update", "bf16", "10", "2"],
         ["iteration", "fp32", "50", "10"],
+        ["part", "precision", "TRL, s", "ours, s"],
+        ["---", "---", "---:", "---:"],
+        ["step", "fp32", "50", "10"],
     ]
-    assert float(rows[-1][4]) > float(rows[2][4]), "an iteration is more than its rollout"
-    for row in rows[2:]:
+    assert float(rows[4][4]) > float(rows[2][4]), "an iteration is more than its rollout"
+    for row in (*rows[2:5], rows[7]):
         least, ratio, most, share = (float(cell.replace(",", "")) for cell in row[4:])
         assert 0 < least < 1
         assert ratio == 5
