@@ -240,6 +240,13 @@ def test_attackers_against_targets_make_a_matrix(
     assert [r["response"] for r in rows[0]] != [r["response"] for r in rows[1]]
 
 
+def _another_scorer(cli: CommandLine) -> tuple[str, ...]:
+    """Write a scorer of one's own, called `skip`, and give the options for it."""
+    cli.write("picky.py", SCORER)
+    cli.write("skip.yaml", "{_type: picky, on_failure: skip}\n")
+    return "--scorer", "skip.yaml", "--plugin", "picky.py"
+
+
 def test_each_matrix_has_a_file_of_its_own_and_the_same_one_the_same(
     cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
@@ -254,7 +261,7 @@ def test_each_matrix_has_a_file_of_its_own_and_the_same_one_the_same(
     assert matrices() == matrices() == ["transfer.json"]
     first = (run / "evaluations" / "transfer.json").read_text()
     both = ["transfer-2.json", "transfer.json"]
-    assert matrices("--scorer", "profanity") == both
+    assert matrices(*_another_scorer(cli)) == both
     assert (run / "evaluations" / "transfer.json").read_text() == first
     assert matrices("--name", "named") == ["transfer-2.json", "transfer-named.json", both[1]]
     assert (run / "evaluations" / "transfer.json").read_text() == first
@@ -267,10 +274,9 @@ def test_stored_conversations_are_rated_again_without_a_model(
     cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cli("evaluate", "runs/one").code == 0
-    cli.write("picky.py", SCORER)
-    cli.write("skip.yaml", "{_type: picky, on_failure: skip}\n")
+    scorer = _another_scorer(cli)
     monkeypatch.setattr("nip_astra.scenarios.ast_chat.load_language_model", None)
-    said = cli("score", "runs/one", "--scorer", "skip.yaml", "--plugin", "picky.py")
+    said = cli("score", "runs/one", *scorer)
     assert said.code == 0, said.err
     found, rows = figures_of(run, "test-skip"), read_rows(run / "evaluations/test-skip/rows.jsonl")
     outcome = {
@@ -315,9 +321,7 @@ def test_truncated_sampling_is_measured_by_monte_carlo_alone(cli: CommandLine, r
 
 
 def test_several_scorers_are_told_beside_each_other(cli: CommandLine, run: Path) -> None:
-    cli.write("picky.py", SCORER)
-    cli.write("skip.yaml", "{_type: picky, on_failure: skip}\n")
-    options = ("--scorer", "own", "--scorer", "skip.yaml", "--plugin", "picky.py")
+    options = ("--scorer", "own", *_another_scorer(cli))
     said = cli("evaluate", "runs/one", *options, "--probability-episodes", "0")
     assert said.code == 0, said.err
     found = figures_of(run, "test-classifier-skip")
@@ -352,21 +356,21 @@ def test_evaluations_by_other_conditions_are_compared_with_a_warning(
     assert cli("evaluate", "runs/one", "--probability-episodes", "0").code == 0
     strict = ("--threshold", "0.9", "--name", "strict", "--probability-episodes", "0")
     assert cli("evaluate", "runs/one", *strict).code == 0
-    assert cli("evaluate", "runs/one", "--scorer", "profanity", "--num-turns", "1").code == 0
-    names = [f"runs/one/evaluations/{name}" for name in ("test", "strict", "test-profanity")]
+    assert cli("evaluate", "runs/one", *_another_scorer(cli), "--num-turns", "1").code == 0
+    names = [f"runs/one/evaluations/{name}" for name in ("test", "strict", "test-skip")]
     said = cli("compare", *names, "runs/two", "--fail-if", "comparison.failure_rate.high < -2")
     assert said.code == 0, said.err
     text = " ".join(said.out.split())
     for change in (
         "the failure threshold is 0.9 in one/strict and 0.5 in one/test",
-        "the number of turns is 1 in one/test-profanity and 2 in one/test",
-        "the first scorer is profanity in one/test-profanity and classifier in one/test",
+        "the number of turns is 1 in one/test-skip and 2 in one/test",
+        "the first scorer is skip in one/test-skip and classifier in one/test",
     ):
         assert f"warning: {change}" in text
     assert "in two" not in text
     assert "warning: one/test: fluency was not measured" in text
     found = json.loads(cli("compare", "runs/one", "runs/two", "--json").out)
-    assert found["baseline"] == "one/test-profanity", "a run's newest evaluation is named"
+    assert found["baseline"] == "one/test-skip", "a run's newest evaluation is named"
     assert any("the first scorer is classifier in two" in text for text in found["warnings"])
 
 
