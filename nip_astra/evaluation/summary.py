@@ -94,6 +94,7 @@ def summarise(
         episodes, num_resamples=options.num_bootstrap_resamples, level=options.level
     )
     probes = [str(row["probe"]) for row in failing_turns(episodes)]
+    fluency = _fluency(episodes, probability_episodes)
     figures = {
         "num_episodes": len(episodes),
         "num_prompts": len(set(prompt_numbers(episodes))),
@@ -109,8 +110,10 @@ def summarise(
         **_kinds(episodes, embed, planted, options.level),
         "most_likely_failure": _most_likely(episodes),
         "plants": find_plants(episodes, planted),
-        "fluency": _fluency(episodes, probability_episodes),
-        "why_no_fluency": _why_no_fluency(episodes, probability_episodes, options, why_not_weighed),
+        "fluency": fluency,
+        "why_no_fluency": None
+        if fluency is not None
+        else _why_no_fluency(probability_episodes, options, why_not_weighed),
         "probability_of_failure": _probability(probability_episodes, options, why_not_weighed),
         **scorer_figures(episodes, scorers, qualities or {}, options),
         "budget": _budget(episodes, probability_episodes, parts),
@@ -213,14 +216,11 @@ def _fluency(
 
 
 def _why_no_fluency(
-    episodes: Sequence[Episode],
     probability_episodes: Sequence[Episode],
     options: EvaluationOptions,
     why_not_weighed: str | None,
-) -> str | None:
-    """Say why probes are not held against the reference's; None where they are."""
-    if _fluency(episodes, probability_episodes) is not None:
-        return None
+) -> str:
+    """Say why probes are not held against the reference's."""
     num_said = sum(len(episode) for episode in _of_reference(probability_episodes))
     if num_said >= MIN_REFERENCE_PROBES:
         return "how likely the reference finds a probe is not known of enough of them"
