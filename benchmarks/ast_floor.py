@@ -25,7 +25,7 @@ from ast_work import Setting
 from measuring import markdown_table
 from torch import Tensor
 
-from nip_astra.language_models.kernels import LinearMap, dense_linear, packed_linear
+from nip_astra.language_models.kernels import LinearMap, dense_linear, has_onednn, packed_linear
 
 NUM_LAYERS, VOCABULARY, WIDTH = 30, 49152, 576
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))
@@ -71,7 +71,9 @@ class Floor:
     """The least time of a pass, by the faster kernel."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        self._ways = [Products(dtype, kernel) for kernel in (packed_linear, dense_linear)]
+        can_pack = has_onednn(torch.device("cpu"), dtype)
+        kernels = (packed_linear, dense_linear) if can_pack else (dense_linear,)
+        self._ways = [Products(dtype, kernel) for kernel in kernels]
         self.seconds = cache(self._seconds)
 
     def _seconds(self, num_rows: int, num_head_rows: int) -> float:

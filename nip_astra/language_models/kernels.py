@@ -33,11 +33,16 @@ noise decides would change the last digits from run to run."""
 _CLEARLY_FASTER = 1.3
 
 
-def has_onednn(device: torch.device) -> bool:
-    """Say whether oneDNN can multiply on this device."""
+def has_onednn(device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether oneDNN can multiply on this device, in float32 or bfloat16.
+
+    Of bfloat16 it packs no weights for processors that have not AVX-512 or better.
+    """
     # torch leaves its backend checks without types.
     is_built: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return device.type == "cpu" and is_built
+    if device.type != "cpu" or not is_built:
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def packed_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:

@@ -101,7 +101,7 @@ def frozen_weights(
             linear.weight = torch.nn.Parameter(
                 torch.empty(linear.weight.shape, device="meta"), requires_grad=False
             )
-        if has_onednn(matrix.device) and is_packing_faster(matrix.shape, dtype):
+        if has_onednn(matrix.device, dtype) and is_packing_faster(matrix.shape, dtype):
             return packed_linear(matrix, bias)
         return DenseLinear(matrix, bias)
 
@@ -210,7 +210,7 @@ def _gradient_kernel(weight: Tensor) -> Callable[..., Tensor]:
     """Give torch's product, or oneDNN's where torch would use a slower library."""
     if (
         weight.dtype == torch.float32
-        and has_onednn(weight.device)
+        and has_onednn(weight.device, weight.dtype)
         and is_packing_faster(weight.shape, weight.dtype)
     ):
         return OneDnnLinear.apply

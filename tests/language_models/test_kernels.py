@@ -7,8 +7,9 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from nip_astra.language_models import kernels
+from nip_astra.language_models import kernels, weights
 from nip_astra.language_models.kernels import (
     OneDnnLinear,
     dense_linear,
@@ -18,7 +19,7 @@ from nip_astra.language_models.kernels import (
 )
 
 pytestmark = pytest.mark.skipif(
-    not has_onednn(torch.device("cpu")), reason="this build of torch has no oneDNN"
+    not has_onednn(torch.device("cpu"), torch.float32), reason="this build of torch has no oneDNN"
 )
 
 
@@ -71,3 +72,22 @@ def test_the_faster_kernel_is_measured_and_stated(
 def test_small_matrices_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_fastest", lambda *_: pytest.fail("was measured"))
     assert not is_packing_faster(torch.Size([64, 64]), torch.float32)
+
+
+def test_where_bfloat16_cannot_be_packed_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors without AVX-512, where packing raises."""
+    names = vars(torch.ops.mkldnn)
+    monkeypatch.setitem(names, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(weights, "packed_linear", lambda *_: pytest.fail("was packed"))
+    config = LlamaConfig(
+        vocab_size=8,
+        hidden_size=512,
+        intermediate_size=512,
+        num_hidden_layers=1,
+        num_attention_heads=8,
+    )
+    module = LlamaForCausalLM(config)
+    assert module.model.layers[0].mlp.down_proj.weight.numel() >= kernels.SMALLEST_MEASURED
+    frozen = weights.frozen_weights(module, torch.bfloat16, use_adapter=False)
+    assert frozen.layers[0].down(torch.ones(2, 512, dtype=torch.bfloat16)).shape == (2, 512)
+    assert has_onednn(torch.device("cpu"), torch.float32)
