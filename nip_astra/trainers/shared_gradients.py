@@ -18,6 +18,9 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, HelperProcessError
 from nip_astra.utils.forked import fork, kill, signals_held_back, wait_for
 
+_FORGETTING = 1.05
+"""By what a time rises in each minibatch that took longer."""
+
 
 class Task(NamedTuple):
     """Some of the losses of one agent: its name, and the number among its parts."""
@@ -174,7 +177,7 @@ class SharedGradients:
             for task, entries in found.items()
         }
         message = _Message(figures, seconds, list(gradients))
-        self._seconds |= seconds
+        self._note(seconds)
         for number, heard in self._exchange(message).items():
             place = self._places[number][self._num_minibatches % 2]
             self._check_apart(gradients.keys().isdisjoint(heard.weights))
@@ -183,7 +186,7 @@ class SharedGradients:
                 torch._foreach_copy_(
                     [gradients[n] for n in heard.weights], [place[n] for n in heard.weights]
                 )
-            self._seconds |= heard.seconds
+            self._note(heard.seconds)
             for task, entries in heard.figures.items():
                 found[task] = {
                     key: torch.as_tensor(values).to(dtype)
@@ -224,6 +227,12 @@ class SharedGradients:
             if self._number > number:
                 self._send(peer, message)
         return heard
+
+    def _note(self, seconds: Mapping[Task, float]) -> None:
+        """Take the least of late: whatever else the machine does makes a task slow, never fast."""
+        for task, latest in seconds.items():
+            before = self._seconds.get(task, latest)
+            self._seconds[task] = min(latest, before * _FORGETTING)
 
     def _shares(self) -> list[list[Task]]:
         """Divide the tasks: the longest first, each to whom has the least to do."""

@@ -15,7 +15,8 @@ from torch.nn import functional
 from nip_astra.scenario_base.message_space import AgentShape
 from nip_astra.scenario_base.tensordict_agents import AgentBody, Observation
 from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
-from nip_astra.scenarios.graphs.layers import MASKED_KEY, AttentionLayer, GinLayer
+from nip_astra.scenarios.graphs.layers import MASKED_KEY, AttentionLayer, GinLayers
+from nip_astra.scenarios.graphs.network import Network
 
 GRAPHS, NODES = "graphs", "nodes"
 """Names in a representation: [B, 2, D] and [B, S, D]."""
@@ -67,9 +68,8 @@ class GraphBody(AgentBody):
         # The last input is 1 at every node: without it nothing of a graph is seen before
         # something was said.
         self.node_input = nn.Linear(num_said + 1, d_gnn, bias=False)
-        self.gnn_layers = nn.ModuleList(
-            GinLayer(d_gnn, parameters.d_gin_mlp, parameters.activation_function)
-            for _ in range(parameters.num_gnn_layers)
+        self.gnn_layers = GinLayers(
+            parameters.num_gnn_layers, d_gnn, parameters.d_gin_mlp, parameters.activation_function
         )
         # Of a token: the graph network's output, which of the two graph tokens it is, the last
         # message, and the linear messages so far.
@@ -103,8 +103,7 @@ class GraphBody(AgentBody):
         super().set_statistics(of_any_node, linear_histories)
 
     def forward(self, observation: Observation) -> GraphRepresentation:
-        nodes_BSD = self._passed(observation)
-        graphs_B2D, nodes_BSD = self._tokens(nodes_BSD, observation)
+        graphs_B2D, nodes_BSD = self._tokens(observation)
         masks = _key_masks(observation["node_mask"], nodes_BSD.dtype)
         *layers, last = self.attention_layers
         for layer in layers:
@@ -117,37 +116,25 @@ class GraphBody(AgentBody):
             lambda graph_B: self.output(attention.nodes_of(graph_B)),
         )
 
-    def _passed(self, observation: Observation) -> Tensor:
-        """Give the nodes after message passing, [B, S, D]."""
-        said_BFS = self.history(observation).flatten(1, 3)
-        num_frames, num_said, num_nodes = said_BFS.shape
-        weight = self.node_input.weight
-        nodes = functional.linear(
-            said_BFS.transpose(1, 2), weight[:, :num_said], weight[:, num_said]
-        )
-        nodes_GnD = nodes.reshape(2 * num_frames, num_nodes // 2, -1)
-        adjacency_Gnn = observation["adjacency"].flatten(0, 1)
-        # Every node is a neighbour of itself: epsilon is 0.
-        closed_Gnn = adjacency_Gnn + torch.eye(num_nodes // 2, device=adjacency_Gnn.device)
-        for layer in self.gnn_layers:
-            nodes_GnD = layer(nodes_GnD, closed_Gnn)
-        return nodes_GnD.view(num_frames, num_nodes, -1)
-
-    def _tokens(self, nodes_BSD: Tensor, observation: Observation) -> tuple[Tensor, Tensor]:
+    def _tokens(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Give the tokens of the graphs, [B, 2, D], and of the nodes, [B, S, D]."""
-        num_frames, num_nodes, d = nodes_BSD.shape
-        node, flag, message, linear = torch.split(self.token_input.weight, self._token_sizes, dim=1)
-        is_real_BS1 = observation["node_mask"].flatten(1)[..., None].to(nodes_BSD.dtype)
-        sums_B2D = (nodes_BSD * is_real_BS1).view(num_frames, 2, num_nodes // 2, d).sum(2)
+        weights = torch.split(self.token_input.weight, self._token_sizes, dim=1)
+        node, flag, message, linear = weights
+        network = Network(
+            said_BFS=self.history(observation).flatten(1, 3),
+            adjacency_B2nn=observation["adjacency"],
+            is_node_B2n=observation["node_mask"],
+            last_BLS=self.last_message(observation).flatten(1, 2),
+            input_DF=self.node_input.weight,
+            node_ED=node,
+            bias_E=self.token_input.bias,
+            message_EL=message,
+        )
+        nodes_BSD, sums_B2D = self.gnn_layers(network)
         if self.is_pair_invariant:
             first, second = sums_B2D.unbind(1)
             sums_B2D = torch.stack([(first + second) / 2, (first - second).abs()], dim=1)
         graphs_B2D = functional.linear(sums_B2D, node) + (flag.t() + self.token_input.bias)
-        nodes_BSD = functional.linear(nodes_BSD, node, self.token_input.bias)
-        said_BFS = self.last_message(observation).flatten(1, 2)
-        # Few places: a product of two vectors each, faster than one of matrices this narrow.
-        for said_BS, weight_D in zip(said_BFS.unbind(1), message.unbind(1), strict=True):
-            nodes_BSD = torch.addcmul(nodes_BSD, said_BS[..., None], weight_D)
         if self.num_linear:
             heard = functional.linear(self.linear_history(observation).flatten(1), linear)
             graphs_B2D, nodes_BSD = graphs_B2D + heard[:, None], nodes_BSD + heard[:, None]

@@ -43,14 +43,27 @@ class _Forgets:
 
 
 def of_plain_formula(
-    formula: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor
+    formula: Callable[..., Tensor | tuple[Tensor, ...]],
+    inputs: Sequence[Tensor],
+    gradients: Tensor | Sequence[Tensor],
 ) -> Gradients:
-    """Give the derivatives of a formula in all of its inputs, so that they can be derived again."""
+    """Give the derivatives of a formula in all of its inputs, so that they can be derived again.
+
+    Parameters
+    ----------
+    gradients : Tensor or Sequence[Tensor]
+        Those in its result, or in each of its results.
+    """
     with torch.enable_grad():
         # Views: an input that another was computed from gets its own part alone.
         views = [tensor.view_as(tensor) for tensor in inputs]
         asked = [view for view in views if view.requires_grad]
-        found = iter(torch.autograd.grad(formula(*views), asked, gradient, create_graph=True))
+        # Weights for what there is none of, as places of messages, are in no result.
+        found = iter(
+            torch.autograd.grad(
+                formula(*views), asked, gradients, create_graph=True, allow_unused=True
+            )
+        )
     return tuple(next(found) if view.requires_grad else None for view in views)
 
 

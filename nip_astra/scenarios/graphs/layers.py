@@ -6,12 +6,15 @@ Shapes: G graphs (two a frame), n nodes (padded), D width, H heads, Q queries, K
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from nip_astra.scenario_base.tensordict_agents import ACTIVATIONS
-from nip_astra.scenarios.graphs.derivatives import Attention, TanhGin, TanhResidual, apply
+from nip_astra.scenarios.graphs import native
+from nip_astra.scenarios.graphs.network import Network
 
 MASKED_KEY = -1e9
 """What is added to the score of a key that is padding."""
@@ -30,6 +33,11 @@ class GinLayer(nn.Module):
         self.activation = activation
         self.activate = ACTIVATIONS[activation]()
 
+    def weights(self) -> list[Tensor]:
+        """Give weights and biases, from the input on."""
+        inner, outer = self.inner, self.outer
+        return [inner.weight, inner.bias, outer.weight, outer.bias]
+
     def forward(self, nodes_GnD: Tensor, closed_Gnn: Tensor) -> Tensor:
         """Give the nodes after the layer.
 
@@ -38,14 +46,30 @@ class GinLayer(nn.Module):
         closed_Gnn : Tensor
             The adjacency, with every node a neighbour of itself.
         """
-        inner, outer = self.inner, self.outer
-        if self.activation == "tanh":
-            return apply(
-                TanhGin, nodes_GnD, closed_Gnn, inner.weight, inner.bias, outer.weight, outer.bias
-            )
         sums_GnD = torch.bmm(closed_Gnn, self.activate(nodes_GnD))
-        result: Tensor = outer(self.activate(inner(sums_GnD)))
+        result: Tensor = self.outer(self.activate(self.inner(sums_GnD)))
         return result
+
+
+class GinLayers(nn.ModuleList):
+    """A graph network: layers of one activation function, and what it does before and after."""
+
+    def __init__(self, num_layers: int, d_node: int, d_hidden: int, activation: str) -> None:
+        super().__init__(GinLayer(d_node, d_hidden, activation) for _ in range(num_layers))
+        self.activation = activation
+
+    def forward(self, network: Network) -> tuple[Tensor, Tensor]:
+        """Give a token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D]."""
+        if self.activation == "tanh":
+            layers = cast(Iterable[GinLayer], self)
+            weights = [weight for layer in layers for weight in layer.weights()]
+            return native.tanh_network(network, weights)
+        return network.apply(self._passed)
+
+    def _passed(self, nodes_GnD: Tensor, closed_Gnn: Tensor) -> Tensor:
+        for layer in self:
+            nodes_GnD = layer(nodes_GnD, closed_Gnn)
+        return nodes_GnD
 
 
 class AttentionLayer(nn.Module):
@@ -100,8 +124,7 @@ class AttentionLayer(nn.Module):
             From `joint_weights`, once for all calls of a pass.
         """
         query, query_bias, output = weights
-        attended_GQD: Tensor = apply(
-            Attention,
+        attended_GQD = native.attention(
             *(tokens_GQD, keys_GKD, mask_GK1, query, query_bias, output, self.output.bias),
             *(self.attention_norm.weight, self.attention_norm.bias),
         )
@@ -109,7 +132,7 @@ class AttentionLayer(nn.Module):
         tokens = attended_GQD.flatten(0, 1)
         if self.activation == "tanh":
             perceptron = (inner.weight, inner.bias, outer.weight, outer.bias)
-            result = apply(TanhResidual, tokens, *perceptron, norm.weight, norm.bias)
+            result = native.residual(tokens, *perceptron, norm.weight, norm.bias)
         else:
             result = norm(tokens + outer(self.activate(inner(tokens))))
         return result.view_as(tokens_GQD)

@@ -1,0 +1,211 @@
+"""Layers in C equal their plain formulas in values and in both derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from nip_astra.scenarios.graphs import native
+from nip_astra.scenarios.graphs.derivatives import (
+    attention_formula,
+    gin_formula,
+    residual_formula,
+)
+from nip_astra.scenarios.graphs.layers import MASKED_KEY
+from nip_astra.scenarios.graphs.network import Network
+from nip_astra.utils.native_code import SWITCH
+
+pytestmark = pytest.mark.skipif(native.CODE.library() is None, reason="there is no C compiler")
+
+Layer = Callable[..., Tensor]
+WIDTH, HIDDEN, TOKEN, HEADS = 32, 48, 16, 2
+PERCEPTRON = ((HIDDEN, WIDTH), (HIDDEN,), (WIDTH, HIDDEN), (WIDTH,))
+NORM = ((WIDTH,), (WIDTH,))
+JOINT = HEADS * WIDTH
+
+
+def numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def network(
+    num_frames: int, num_nodes: int, num_layers: int = 2, num_said: int = 3
+) -> tuple[Layer, Layer, list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    # Graphs of all sizes, one of no nodes among them.
+    sizes = torch.arange(2 * num_frames).view(-1, 2) % (num_nodes + 1)
+    is_node = torch.arange(num_nodes) < sizes[..., None]
+    # Not symmetric, so that a transposed sum shows; padding is connected to nothing.
+    adjacency = torch.rand(num_frames, 2, num_nodes, num_nodes, generator=generator).round()
+    adjacency *= is_node[..., None] * is_node[..., None, :]
+    said = torch.rand(num_frames, num_said, 2 * num_nodes, generator=generator)
+    last = torch.rand(num_frames, num_said // 2, 2 * num_nodes, generator=generator)
+    of_ends = ((WIDTH, num_said + 1), (TOKEN, WIDTH), (TOKEN,), (TOKEN, num_said // 2))
+
+    def masked(run: Callable[[Network, Sequence[Tensor]], tuple[Tensor, Tensor]]) -> Layer:
+        def layer(*learnt: Tensor) -> Tensor:
+            read = [x.to(learnt[0].dtype) for x in (said, adjacency, last)]
+            given = Network(read[0], read[1], is_node, read[2], *learnt[:4])
+            tokens, sums = run(given, learnt[4:])
+            tokens = tokens.view(num_frames, 2, num_nodes, TOKEN) * is_node[..., None]
+            return torch.cat([tokens.flatten(1), sums.flatten(1)], dim=1)
+
+        return layer
+
+    def by_formula(given: Network, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        def passing(nodes: Tensor, closed: Tensor) -> Tensor:
+            for i in range(0, len(weights), 4):
+                nodes = gin_formula(nodes, closed, *weights[i : i + 4])
+            return nodes
+
+        return given.apply(passing)
+
+    learnt = numbers(*of_ends, *num_layers * PERCEPTRON)
+    return masked(native.tanh_network), masked(by_formula), learnt
+
+
+def residual(num_rows: int) -> tuple[Layer, Layer, list[Tensor]]:
+    return native.residual, residual_formula, numbers((num_rows, WIDTH), *PERCEPTRON, *NORM)
+
+
+def attention(num_tokens: int, num_keys: int) -> tuple[Layer, Layer, list[Tensor]]:
+    mask = torch.zeros(5, num_keys, 1)
+    mask[0, 1] = MASKED_KEY
+
+    def masked(layer: Layer) -> Layer:
+        return lambda tokens, keys, *rest: layer(tokens, keys, mask.to(tokens.dtype), *rest)
+
+    weights = ((JOINT, WIDTH), (JOINT,), (JOINT, WIDTH), (WIDTH,), *NORM)
+    inputs = numbers((5, num_tokens, WIDTH), (5, num_keys, WIDTH), *weights)
+    return masked(native.attention), masked(attention_formula), inputs
+
+
+# Whole blocks of 36 rows, parts of one, graphs larger than one, rows that fill no tile.
+CASES = {
+    "graphs of several blocks": lambda: network(num_frames=10, num_nodes=12),
+    "graphs of one block": lambda: network(num_frames=3, num_nodes=4),
+    "a graph larger than a block": lambda: network(num_frames=22, num_nodes=41, num_layers=1),
+    "many layers": lambda: network(num_frames=4, num_nodes=7, num_layers=5),
+    "nothing said": lambda: network(num_frames=4, num_nodes=7, num_said=0),
+    "rows of a block": lambda: residual(36),
+    "rows beyond a block": lambda: residual(77),
+    "one row": lambda: residual(1),
+    "keys that fill a tile": lambda: attention(num_tokens=3, num_keys=16),
+    "keys that do not": lambda: attention(num_tokens=12, num_keys=19),
+    "tokens beyond a block": lambda: attention(num_tokens=37, num_keys=2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_gives_what_its_formula_gives(case: str) -> None:
+    layer, formula, inputs = CASES[case]()
+    found = layer(*inputs)
+    assert is_native(found)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = formula(*exact)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    given = gradients_of(found, inputs)
+    for name, (gradient, right) in enumerate(
+        zip(given, gradients_of(expected, exact), strict=True)
+    ):
+        if not right.any():
+            assert not gradient.any()
+            continue
+        error = (gradient.double() - right).abs().max() / right.abs().max()
+        # Some sums nearly cancel.
+        assert error < 3e-5, f"input {name}"
+
+
+def is_native(result: Tensor) -> bool:
+    functions = [result.grad_fn]
+    while functions:
+        function = functions.pop()
+        if "Native" in type(function).__name__:
+            return True
+        functions += [above for above, _ in function.next_functions if above is not None]
+    return False
+
+
+def scale_of(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def gradients_of(result: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+    weights = torch.linspace(-1, 1, result.numel()).view_as(result)
+    total = (result * weights).sum()
+    return list(torch.autograd.grad(total, inputs, materialize_grads=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_derivatives_the_same_bits_are_given(case: str) -> None:
+    layer, _, inputs = CASES[case]()
+    with torch.no_grad():
+        found = layer(*inputs)
+    assert torch.equal(found, layer(*inputs))
+
+
+@pytest.mark.parametrize(
+    "case", ["graphs of one block", "nothing said", "one row", "keys that do not"]
+)
+def test_a_second_derivative_is_that_of_the_formula(case: str) -> None:
+    layer, formula, inputs = CASES[case]()
+    twice = []
+    for result in (layer(*inputs), formula(*inputs)):
+        square = result.square().sum()
+        first = torch.autograd.grad(square, inputs, create_graph=True, materialize_grads=True)
+        norm = torch.stack([gradient.square().sum() for gradient in first]).sum()
+        twice.append(torch.autograd.grad(norm, inputs, materialize_grads=True))
+    for found, expected in zip(*twice, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * scale_of(expected))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_no_number_stays_none(case: str) -> None:
+    layer, _, inputs = CASES[case]()
+    with torch.no_grad():
+        inputs[0][..., -1] = float("nan")
+        assert layer(*inputs).isnan().any()
+
+
+def test_large_numbers_do_not_overflow() -> None:
+    layer, formula, inputs = CASES["keys that do not"]()
+    with torch.no_grad():
+        inputs[0] *= 1e4
+        expected = formula(*inputs)
+        torch.testing.assert_close(layer(*inputs), expected, rtol=1e-3, atol=1e-3)
+    layer, formula, inputs = CASES["graphs of one block"]()
+    with torch.no_grad():
+        inputs[0] *= 1e9
+        torch.testing.assert_close(layer(*inputs), formula(*inputs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_reason", ["double", "width", "switch"])
+def test_what_c_does_not_take_goes_through_torch(
+    is_reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, formula, inputs = residual(5)
+    if is_reason == "double":
+        inputs = [x.detach().double().requires_grad_() for x in inputs]
+    elif is_reason == "width":
+        inputs = numbers((5, 8), (16, 8), (16,), (8, 16), (8,), (8,), (8,))
+    else:
+        monkeypatch.setenv(SWITCH, "0")
+    found = layer(*inputs)
+    assert not is_native(found)
+    torch.testing.assert_close(found, formula(*inputs))
+
+
+def test_layers_without_c_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, _, inputs = CASES["many layers"]()
+    found = layer(*inputs)
+    monkeypatch.setenv(SWITCH, "0")
+    other = layer(*inputs)
+    assert not is_native(other)
+    torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
