@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -107,33 +108,44 @@ def _library(source: Path) -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def _reason(error: Exception) -> str:
-    said = getattr(error, "stderr", None)
-    return f"{error}: {said.strip()[:500]}" if said else str(error)
+    """Give one line; of a compiler that fails, the first that it says."""
+    said = (getattr(error, "stderr", None) or "").strip()
+    return f"the compiler fails: {said.splitlines()[0]}" if said else str(error)
 
 
 def _compiled(source: Path) -> Path:
     """Give the shared library of a source file, compiled now or before."""
     text = b"".join(path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h"))))
-    compiler = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
-    if compiler is None:
-        raise FileNotFoundError("there is no C compiler (cc, gcc or clang)")
-    traits = "\n".join([compiler, _run(compiler, "--version"), *_FLAGS, _processor()])
+    compiler = _compiler()
+    traits = "\n".join([*compiler, _run(*compiler, "--version"), *_FLAGS, _processor()])
     key = hashlib.sha256(text + traits.encode()).hexdigest()[:24]
     folder = _cache_folder()
-    path = folder / f"{source.stem}-{key}.so"
-    if not path.exists():
-        # Beside it and then renamed: another process may compile the same at the same time.
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / path.name
-            _compile(compiler, source, made)
-            made.replace(path)
-    return path
+    for path in folder.glob(f"{source.stem}-{key}-*.so"):
+        # Its name has its size: one that was cut short, by a full disk say, may end the process.
+        if path.stat().st_size == int(path.stem.rpartition("-")[2]):
+            return path
+        path.unlink()
+    # Beside it and then renamed: another process may compile the same at the same time.
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "made.so"
+        _compile(compiler, source, made)
+        return made.rename(folder / f"{source.stem}-{key}-{made.stat().st_size}.so")
 
 
-def _compile(compiler: str, source: Path, to: Path) -> None:
+def _compiler() -> list[str]:
+    """Give the command of a C compiler: that of `CC`, or one of the usual."""
+    candidates = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    found = (command for command in candidates if command and shutil.which(command[0]))
+    compiler = next(found, None)
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler (cc, gcc or clang)")
+    return compiler
+
+
+def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
     for attempt, processor in enumerate(_PROCESSORS):
         try:
-            _run(compiler, *_FLAGS, *processor, f"-I{HEADERS}", str(source), "-o", str(to), "-lm")
+            _run(*compiler, *_FLAGS, *processor, f"-I{HEADERS}", str(source), "-o", str(to), "-lm")
         except subprocess.CalledProcessError:
             if attempt + 1 == len(_PROCESSORS):
                 raise
@@ -143,7 +155,13 @@ def _compile(compiler: str, source: Path, to: Path) -> None:
 
 def _run(*command: str) -> str:
     return subprocess.run(
-        command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS
+        command,
+        capture_output=True,
+        text=True,
+        # Messages may be in any language's letters.
+        errors="replace",
+        check=True,
+        timeout=_COMPILE_SECONDS,
     ).stdout
 
 
@@ -164,7 +182,7 @@ def _cache_folder() -> Path:
     base = os.environ.get(CACHE) or Path.home() / ".cache"
     folder = Path(base) / "nip_astra" / "native"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    owner = folder.stat().st_uid
-    if hasattr(os, "getuid") and owner != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+    about = folder.stat()
+    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
+        raise PermissionError(f"others may write to {folder}")
     return folder

@@ -212,7 +212,8 @@ static void softmax(extent rows, extent columns, float *x) {
         for (extent j = LANES; j < columns; j += LANES) highest = at_least(load(x + j), highest);
         float most = highest_of(highest);
         for (extent j = 0; j < columns; j += LANES) {
-            vec share = power_of_two((load(x + j) - most) * LOG2_E);
+            /* Not as small as can be: with numbers near the least some processors are slow. */
+            vec share = power_of_two(at_least((load(x + j) - most) * LOG2_E, all(-100)));
             store(x + j, share);
             total += share;
         }

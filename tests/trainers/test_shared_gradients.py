@@ -290,3 +290,15 @@ def test_tasks_are_divided_by_how_long_they_took() -> None:
     shared._count = 2
     loads = [sum(seconds[task] for task in share) for share in shared._shares()]
     assert sorted(loads) == [3.0, 3.5]
+
+
+def test_one_slow_minibatch_does_not_change_the_division() -> None:
+    task = Task("a", 0)
+    shared = SharedGradients([task], [], {})
+    for seconds in (2.0, 9.0, 2.1):
+        shared._note({task: seconds})
+    assert shared._seconds[task] == pytest.approx(2.1)
+    # What takes longer for good comes to count.
+    for _ in range(40):
+        shared._note({task: 8.0})
+    assert shared._seconds[task] == 8.0

@@ -91,8 +91,9 @@ def test_code_that_does_not_compile_is_left_to_torch(
         assert NativeCode(source).library() is None
         assert NativeCode(source).library() is None
     (line,) = caplog.messages
-    assert "added.c is left to torch" in line
+    assert line.startswith("added.c is left to torch: the compiler fails: ")
     assert "error" in line
+    assert "\n" not in line
     assert compiled_files(tmp_path) == []
 
 
@@ -114,6 +115,47 @@ def test_without_a_compiler_it_is_left_to_torch(
 def test_where_nothing_can_be_kept_it_is_left_to_torch(source: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir(mode=0o500)
     assert NativeCode(source).library() is None
+
+
+@needs_compiler
+def test_a_file_that_was_cut_short_is_compiled_anew(source: Path, tmp_path: Path) -> None:
+    """Loading one may end the process."""
+    assert NativeCode(source).library() is not None
+    (path,) = compiled_files(tmp_path)
+    whole = path.read_bytes()
+    path.unlink()
+    path.write_bytes(whole[: len(whole) // 2])
+    native_code._library.cache_clear()
+    assert NativeCode(source).library() is not None
+    assert [kept.stat().st_size for kept in compiled_files(tmp_path)] == [len(whole)]
+
+
+@needs_compiler
+def test_a_folder_that_others_may_write_to_is_not_used(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "nip_astra" / "native"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert NativeCode(source).why_absent() == f"others may write to {folder}"
+
+
+@needs_compiler
+@pytest.mark.parametrize("given", ["{cc} -DNOTHING", "not_a_compiler"])
+def test_a_compiler_of_ones_own_may_have_arguments_or_be_missing(
+    given: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cc = next(filter(shutil.which, ("cc", "gcc", "clang")))
+    monkeypatch.setenv("CC", given.format(cc=cc))
+    assert NativeCode(source).why_absent() is None
+
+
+def test_what_a_compiler_says_may_be_in_any_letters(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nprintf 'refus\\351\\n' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    assert NativeCode(source).why_absent() == "the compiler fails: refus\N{REPLACEMENT CHARACTER}"
 
 
 def test_a_cache_that_is_a_file_is_left_alone(source: Path, tmp_path: Path) -> None:

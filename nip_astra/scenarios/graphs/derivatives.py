@@ -58,13 +58,28 @@ def of_plain_formula(
         # Views: an input that another was computed from gets its own part alone.
         views = [tensor.view_as(tensor) for tensor in inputs]
         asked = [view for view in views if view.requires_grad]
-        # Weights for what there is none of, as places of messages, are in no result.
+        results = formula(*views)
+        pairs = [
+            (result, gradient)
+            for result, gradient in zip(_several(results), _several(gradients), strict=True)
+            # Where some weights do not learn, one of several results may be a constant.
+            if result.requires_grad
+        ]
         found = iter(
             torch.autograd.grad(
-                formula(*views), asked, gradients, create_graph=True, allow_unused=True
+                [result for result, _ in pairs],
+                asked,
+                [gradient for _, gradient in pairs],
+                create_graph=True,
+                # Weights for what there is none of, as places of messages, are in no result.
+                allow_unused=True,
             )
         )
     return tuple(next(found) if view.requires_grad else None for view in views)
+
+
+def _several(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 # ---- a perceptron of two layers

@@ -17,7 +17,7 @@
 
 /* How many groups of so many rows are computed at once. */
 static extent groups_at_once(extent groups, extent rows) {
-    return smaller(groups, rows < BLOCK ? BLOCK / rows : 1);
+    return smaller(groups, rows && rows < BLOCK ? BLOCK / rows : 1);
 }
 
 /* ---- a perceptron of two layers on a block of rows */
@@ -81,17 +81,6 @@ static extent count_nodes(const unsigned char *is_node, extent g, extent n) {
     return count;
 }
 
-static block next_block(extent graphs, extent n, const unsigned char *is_node, block last) {
-    block next = {last.first + last.count, 0, 0};
-    while (next.first + next.count < graphs) {
-        extent rows = count_nodes(is_node, next.first + next.count, n);
-        if (next.count && next.rows + rows > BLOCK) break;
-        next.rows += rows;
-        next.count++;
-    }
-    return next;
-}
-
 /* What is computed of a block in one layer. */
 typedef struct {
     float *active, *sums, *hidden;
@@ -130,6 +119,17 @@ static matrix of_graph(const float *said, extent count, extent g, extent n) {
 }
 
 static matrix turned(matrix a) { return (matrix){a.at, a.column, a.row}; }
+
+static block next_block(const network *p, block last) {
+    block next = {last.first + last.count, 0, 0};
+    while (next.first + next.count < p->graphs) {
+        extent rows = count_nodes(p->is_node, next.first + next.count, p->n);
+        if (next.count && next.rows + rows > BLOCK) break;
+        next.rows += rows;
+        next.count++;
+    }
+    return next;
+}
 
 /* Goes through the graphs of a block: g, where its rows begin, and how many they are. */
 #define EACH_GRAPH(p, here)                                                              \
@@ -227,7 +227,7 @@ int network_forward(extent layers, extent graphs, extent n, extent d, extent f, 
     if (!memory) return 1;
     float *nodes = piece(&left, most * d);
     block here = {0};
-    while ((here = next_block(graphs, n, is_node, here)).count) {
+    while ((here = next_block(&p, here)).count) {
         read_nodes(&p, here, nodes);
         for (extent i = 0; i < layers; i++) pass_messages(&p, p.layer + i, here, found, nodes);
         write_tokens(&p, here, nodes, tokens, sums);
@@ -261,7 +261,7 @@ int network_backward(extent layers, extent graphs, extent n, extent d, extent f,
     clear(e * d, of_node);
     clear(e, of_bias);
     block here = {0};
-    while ((here = next_block(graphs, n, is_node, here)).count) {
+    while ((here = next_block(&p, here)).count) {
         read_nodes(&p, here, nodes);
         for (extent i = 0; i < layers; i++) pass_messages(&p, p.layer + i, here, found + i, nodes);
         EACH_GRAPH(&p, here) {

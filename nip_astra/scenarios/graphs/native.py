@@ -32,9 +32,11 @@ from nip_astra.scenarios.graphs.network import Network
 from nip_astra.utils.native_code import NativeCode, takes
 
 CODE = NativeCode(Path(__file__).with_name("layers.c"))
-LANES = 16
+TILE = 16
 """Widths are multiples of it."""
-
+MOST_WEIGHTS = 4096
+"""Of one matrix: C reads all weights again for each block of rows, on one core, and is slower than
+torch from about four times as many on."""
 
 Layer = Callable[..., Tensor]
 
@@ -47,11 +49,9 @@ def tanh_network(network: Network, weights: Sequence[Tensor]) -> tuple[Tensor, T
     weights : Sequence[Tensor]
         Those of each layer, one layer after the other.
     """
-    read = (network.said_BFS, network.last_BLS, network.adjacency_B2nn)
-    widths = (len(network.input_DF), len(network.node_ED), len(weights[0]))
-    numbers = [*read, network.input_DF, network.node_ED, *weights]
-    if _is_taken(widths, numbers) and not any(tensor.requires_grad for tensor in read):
-        tokens_BSE, sums_B2D = _run(NativeNetwork, *network, *weights)
+    inputs = (*network, *weights)
+    if NativeNetwork.takes(inputs):
+        tokens_BSE, sums_B2D = NativeNetwork.run(inputs)
         return tokens_BSE, sums_B2D
     return network.apply(partial(_passed, partial(derivatives.apply, TanhGin), weights))
 
@@ -72,30 +72,18 @@ def _network_formula(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 def residual(values_RD: Tensor, *weights: Tensor) -> Tensor:
     """Give `residual_formula`, by C where that can be."""
-    if _is_taken((values_RD.shape[1], len(weights[0])), (values_RD, *weights)):
-        return _run(NativeResidual, values_RD, *weights)[0]
-    return derivatives.apply(TanhResidual, values_RD, *weights)
+    inputs = (values_RD, *weights)
+    if NativeResidual.takes(inputs):
+        return NativeResidual.run(inputs)[0]
+    return derivatives.apply(TanhResidual, *inputs)
 
 
 def attention(tokens_GTD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor, *weights: Tensor) -> Tensor:
     """Give `attention_formula`, by C where that can be."""
     inputs = (tokens_GTD, keys_GKD, mask_GK1, *weights)
-    if _is_taken((tokens_GTD.shape[2], len(weights[0])), inputs):
-        return _run(NativeAttention, *inputs)[0]
+    if NativeAttention.takes(inputs):
+        return NativeAttention.run(inputs)[0]
     return derivatives.apply(Attention, *inputs)
-
-
-def _is_taken(widths: Sequence[int], inputs: Sequence[Tensor]) -> bool:
-    has_whole_lanes = all(width % LANES == 0 for width in widths)
-    return has_whole_lanes and takes(*inputs) and CODE.library() is not None
-
-
-def _run(layer: type[_Native], *inputs: Tensor) -> tuple[Tensor, ...]:
-    inputs = tuple(tensor.contiguous() for tensor in inputs)
-    if not torch.is_grad_enabled():
-        return layer.compute(inputs)
-    results: tuple[Tensor, ...] = layer.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's
-    return results
 
 
 class _Native(torch.autograd.Function):
@@ -109,11 +97,47 @@ class _Native(torch.autograd.Function):
     formula: ClassVar[Callable[..., Tensor | tuple[Tensor, ...]]]
     constants: ClassVar[tuple[int, ...]] = ()
     """Numbers of the inputs without derivatives."""
+    are_bool: ClassVar[tuple[int, ...]] = ()
 
     @staticmethod
     def sizes(inputs: Sequence[Tensor]) -> Sequence[int]:
         """Give what C is told of the shapes."""
         raise NotImplementedError
+
+    @staticmethod
+    def widths(inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
+        """Give the outputs and inputs of matrices."""
+        raise NotImplementedError
+
+    @staticmethod
+    def shapes(inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
+        """Give the shape that each input is to have, from some of them."""
+        raise NotImplementedError
+
+    @classmethod
+    def takes(cls, inputs: Sequence[Tensor]) -> bool:
+        """Say whether C computes this; torch does what it does not, or says what is wrong."""
+        are_small = all(
+            rows * columns <= MOST_WEIGHTS and rows % TILE == columns % TILE == 0
+            for rows, columns in cls.widths(inputs)
+        )
+        return (
+            are_small
+            and takes(*(x for i, x in enumerate(inputs) if i not in cls.are_bool))
+            and all(inputs[i].dtype == torch.bool for i in cls.are_bool)
+            and not any(inputs[i].requires_grad for i in cls.constants)
+            and [tuple(x.shape) for x in inputs] == list(cls.shapes(inputs))
+            and CODE.library() is not None
+        )
+
+    @classmethod
+    def run(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Give the results, with derivatives where they are asked for."""
+        inputs = [tensor.contiguous() for tensor in inputs]
+        if not torch.is_grad_enabled():
+            return cls.compute(inputs)
+        results: tuple[Tensor, ...] = cls.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's
+        return results
 
     @staticmethod
     def empty_results(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -157,6 +181,7 @@ class NativeNetwork(_Native):
     name = "network"
     formula = staticmethod(_network_formula)
     constants = (0, 1, 2, 3)
+    are_bool = (2,)
 
     @staticmethod
     def sizes(inputs: Sequence[Tensor]) -> Sequence[int]:
@@ -166,6 +191,20 @@ class NativeNetwork(_Native):
         widths = (len(input_DF), len(weights[0]), len(node_ED))
         num_graphs, num_layers = 2 * num_frames, len(weights) // 4
         return num_layers, num_graphs, num_nodes // 2, *widths, num_said, last_BLS.shape[1]
+
+    @staticmethod
+    def widths(inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
+        _, _, _, _, input_DF, node_ED, _, _, inner_FD, *_ = inputs
+        return (len(inner_FD), len(input_DF)), (len(node_ED), len(input_DF))
+
+    @staticmethod
+    def shapes(inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
+        num_layers, _, n, d, f, e, num_said, num_last = NativeNetwork.sizes(inputs)
+        num_frames, num_nodes = len(inputs[0]), 2 * n
+        frames = [(num_said, num_nodes), (2, n, n), (2, n), (num_last, num_nodes)]
+        ends = [(d, num_said + 1), (e, d), (e,), (e, num_last)]
+        layers = num_layers * [(f, d), (f,), (d, f), (d,)]
+        return [*((num_frames, *shape) for shape in frames), *ends, *layers]
 
     @staticmethod
     def empty_results(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -192,6 +231,16 @@ class NativeResidual(_Native):
         values_RD, inner_FD, *_ = inputs
         return *values_RD.shape, len(inner_FD)
 
+    @staticmethod
+    def widths(inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
+        _, d, f = NativeResidual.sizes(inputs)
+        return [(f, d)]
+
+    @staticmethod
+    def shapes(inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
+        r, d, f = NativeResidual.sizes(inputs)
+        return (r, d), (f, d), (f,), (d, f), (d,), (d,), (d,)
+
 
 class NativeAttention(_Native):
     """`attention_formula`."""
@@ -205,5 +254,15 @@ class NativeAttention(_Native):
         tokens_GTD, keys_GKD, _, query_JD, *_ = inputs
         groups, num_tokens, d = tokens_GTD.shape
         num_keys = keys_GKD.shape[1]
-        # C takes keys in whole lanes.
-        return groups, num_tokens, num_keys, -(-num_keys // LANES) * LANES, d, len(query_JD)
+        # C takes keys in whole tiles.
+        return groups, num_tokens, num_keys, -(-num_keys // TILE) * TILE, d, len(query_JD)
+
+    @staticmethod
+    def widths(inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
+        *_, d, j = NativeAttention.sizes(inputs)
+        return [(j, d)]
+
+    @staticmethod
+    def shapes(inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
+        g, t, k, _, d, j = NativeAttention.sizes(inputs)
+        return (g, t, d), (g, k, d), (g, k, 1), (j, d), (j,), (j, d), (d,), (d,), (d,)

@@ -44,6 +44,8 @@ class Network(NamedTuple):
     def apply(self, passing: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Give a token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D].
 
+        What the tokens of padding are is not said: nobody may read them.
+
         Parameters
         ----------
         passing : Callable

@@ -186,20 +186,80 @@ def test_large_numbers_do_not_overflow() -> None:
         torch.testing.assert_close(layer(*inputs), formula(*inputs), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_reason", ["double", "width", "switch"])
+@pytest.mark.parametrize("is_reason", ["double", "width", "size", "switch"])
 def test_what_c_does_not_take_goes_through_torch(
     is_reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, formula, inputs = residual(5)
     if is_reason == "double":
         inputs = [x.detach().double().requires_grad_() for x in inputs]
-    elif is_reason == "width":
-        inputs = numbers((5, 8), (16, 8), (16,), (8, 16), (8,), (8,), (8,))
+    elif is_reason in ("width", "size"):
+        d, f = (8, 16) if is_reason == "width" else (64, 256)
+        inputs = numbers((5, d), (f, d), (f,), (d, f), (d,), (d,), (d,))
     else:
         monkeypatch.setenv(SWITCH, "0")
     found = layer(*inputs)
     assert not is_native(found)
-    torch.testing.assert_close(found, formula(*inputs))
+    torch.testing.assert_close(found, formula(*inputs), rtol=1e-4, atol=1e-5)
+
+
+def small_network(**other: Tensor) -> tuple[Network, list[Tensor]]:
+    given = Network(
+        said_BFS=torch.ones(2, 3, 10),
+        adjacency_B2nn=torch.ones(2, 2, 5, 5),
+        is_node_B2n=torch.ones(2, 2, 5, dtype=torch.bool),
+        last_BLS=torch.ones(2, 1, 10),
+        input_DF=torch.ones(16, 4),
+        node_ED=torch.ones(16, 16),
+        bias_E=torch.ones(16),
+        message_EL=torch.ones(16, 1),
+    )
+    weights = [torch.ones(32, 16), torch.ones(32), torch.ones(16, 32), torch.ones(16)]
+    return given._replace(**other), weights
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"adjacency_B2nn": torch.ones(2, 2, 6, 6)},
+        {"is_node_B2n": torch.ones(2, 2, 4, dtype=torch.bool)},
+        {"said_BFS": torch.ones(2, 300, 10)},
+        {"last_BLS": torch.ones(2, 40, 10)},
+        {"bias_E": torch.ones(17)},
+        {"bias_E": torch.ones(16).double()},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_does_not_fit_is_refused_by_torch(other: dict[str, Tensor]) -> None:
+    """C could not tell, and would read beyond its ends."""
+    native.tanh_network(*small_network())
+    with pytest.raises((RuntimeError, ValueError, IndexError)):
+        native.tanh_network(*small_network(**other))
+
+
+def test_a_mask_of_other_numbers_than_true_and_false_goes_through_torch() -> None:
+    given, weights = small_network()
+    numbers = given._replace(is_node_B2n=given.is_node_B2n.long())
+    for found, expected in zip(
+        native.tanh_network(numbers, weights), native.tanh_network(given, weights), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+
+
+def test_nothing_to_attend_from_gives_nothing() -> None:
+    layer, _, inputs = attention(num_tokens=0, num_keys=3)
+    assert layer(*inputs).shape == (5, 0, WIDTH)
+
+
+def test_a_second_derivative_needs_no_layer_that_learns() -> None:
+    given, weights = small_network()
+    given.node_ED.requires_grad_()
+    tokens, _ = native.tanh_network(given, weights)
+    assert is_native(tokens)
+    (first,) = torch.autograd.grad(tokens.square().sum(), given.node_ED, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), given.node_ED)
+    assert second.isfinite().all()
+    assert second.any()
 
 
 def test_layers_without_c_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
