@@ -131,7 +131,8 @@ def test_it_reads_what_the_benchmark_wrote(
 ) -> None:
     monkeypatch.setattr(floor, "NUM_LAYERS", 1)
     monkeypatch.setattr(floor, "VOCABULARY", 300)
-    role = {"forwarded": 600, "head_rows": 500}
+    # Few, for processors that are slow in bfloat16.
+    role = {"forwarded": 60, "head_rows": 60}
     work = {"attacker": role, "target": role, "reference": role}
     setting = {"model": "smollm2", "episodes": 1, "turn_tokens": 4, "num_threads": 1}
     parts = {
