@@ -103,7 +103,8 @@ def _library(source: Path) -> tuple[ctypes.CDLL | None, str | None]:
         reason = _reason(error)
         logger.info("%s is left to torch: %s", source.name, reason)
         return None, reason
-    logger.info("%s is compiled, %.1f s: %s", source.name, time.perf_counter() - started, path)
+    seconds = time.perf_counter() - started
+    logger.info("%s runs as compiled for this processor (%.1f s): %s", source.name, seconds, path)
     return library, None
 
 

@@ -118,8 +118,7 @@ class GraphBody(AgentBody):
 
     def _tokens(self, observation: Observation) -> tuple[Tensor, Tensor]:
         """Give the tokens of the graphs, [B, 2, D], and of the nodes, [B, S, D]."""
-        weights = torch.split(self.token_input.weight, self._token_sizes, dim=1)
-        node, flag, message, linear = weights
+        node, flag, message, linear = torch.split(self.token_input.weight, self._token_sizes, dim=1)
         network = Network(
             said_BFS=self.history(observation).flatten(1, 3),
             adjacency_B2nn=observation["adjacency"],

@@ -1,8 +1,7 @@
 /* Layers for small graphs, each in one pass over blocks of rows that stay in the cache.
 
    Called from native.py; the formulas stand in derivatives.py. Each function gives 0, or 1 where
-   memory is lacking. Widths D, E and F are multiples of
-   16.
+   memory is lacking. Widths D, E and F are multiples of 16.
 
    Shapes: B frames, G = 2 B graphs, or other groups, n nodes (padded), D width, E width of a token,
    F hidden width, R rows, J heads times D, T tokens of a group, Q = T J / D queries of a group, K

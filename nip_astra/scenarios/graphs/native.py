@@ -1,8 +1,8 @@
 """The layers of `derivatives.py`, each a call of C that takes its rows block by block.
 
 What stands between two products never leaves the cache, and is computed again for derivatives. Used
-on CPUs where there is a C compiler, for float32 and widths that are multiples of 16; elsewhere the
-layers are those of `derivatives.py`, with the same values up to rounding.
+on CPUs where there is a C compiler, for small matrices in float32 with widths that are multiples of
+16; elsewhere the layers are those of `derivatives.py`, with the same values up to rounding.
 
 Shapes: those of `derivatives.py` and `network.py`.
 """
@@ -96,8 +96,9 @@ class _Native(torch.autograd.Function):
     name: ClassVar[str]
     formula: ClassVar[Callable[..., Tensor | tuple[Tensor, ...]]]
     constants: ClassVar[tuple[int, ...]] = ()
-    """Numbers of the inputs without derivatives."""
+    """Which inputs have no derivatives."""
     are_bool: ClassVar[tuple[int, ...]] = ()
+    """Which inputs are bool; all others are float32."""
 
     @staticmethod
     def sizes(inputs: Sequence[Tensor]) -> Sequence[int]:

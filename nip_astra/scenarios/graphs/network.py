@@ -22,6 +22,7 @@ class Network(NamedTuple):
     said_BFS : Tensor
         What was said about each node, a number at each place.
     adjacency_B2nn : Tensor
+        1 where two nodes of a graph are joined, a node not with itself.
     is_node_B2n : Tensor
         bool; False at padding, which comes last.
     last_BLS : Tensor
@@ -57,6 +58,7 @@ class Network(NamedTuple):
             self.said_BFS.transpose(1, 2), self.input_DF[:, :num_said], self.input_DF[:, num_said]
         )
         adjacency_Gnn = self.adjacency_B2nn.flatten(0, 1)
+        # Every node is a neighbour of itself: epsilon is 0.
         closed_Gnn = adjacency_Gnn + torch.eye(num_nodes // 2, device=adjacency_Gnn.device)
         nodes_GnD = passing(nodes.reshape(2 * num_frames, num_nodes // 2, -1), closed_Gnn)
         is_node_Gn1 = self.is_node_B2n.flatten(0, 1)[..., None].to(nodes_GnD.dtype)
