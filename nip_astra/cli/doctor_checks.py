@@ -162,12 +162,12 @@ def _extras(_: Question) -> Findings:
 def _devices(_: Question) -> Findings:
     import torch
 
-    from nip_astra.scenarios.graphs.native import CODE as LAYERS
+    from nip_astra.scenarios.graphs.native import why_absent
 
     number = torch.get_num_threads()
     threads = f"{number} thread{'s'[: number != 1]} unless a run is small or told otherwise"
     yield Finding("devices", "cpu", *_computes("cpu", threads))
-    reason = LAYERS.why_absent()
+    reason = why_absent()
     text = f"layers of graphs are left to torch, which takes a third longer: {reason}"
     compiled = (Status.WORKS, "layers of graphs are compiled for this processor")
     yield Finding("devices", "compiler", *((Status.ABSENT, text) if reason else compiled))

@@ -39,6 +39,9 @@ _PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
 _COMPILE_SECONDS = 120.0
 
 
+Argument = int | Tensor | Sequence[Tensor] | None
+
+
 class NativeCode:
     """The functions of one C file.
 
@@ -60,8 +63,10 @@ class NativeCode:
         """Say why the compiled file cannot be had, or None where it can."""
         return f"{SWITCH} is 0" if _is_off() else _library(self.source)[1]
 
-    def call(self, function: str, *arguments: int | Tensor | Sequence[Tensor]) -> None:
+    def call(self, function: str, *arguments: Argument) -> None:
         """Call a function with integers, contiguous tensors on the CPU, and sequences of those.
+
+        None is a tensor that there is none of.
 
         Raises
         ------
@@ -74,11 +79,13 @@ class NativeCode:
             raise MemoryError(f"{function} of {self.source.name} had not enough memory")
 
 
-def _as_c(argument: int | Tensor | Sequence[Tensor]) -> Any:
+def _as_c(argument: Argument) -> Any:
     if isinstance(argument, int):
         return ctypes.c_ssize_t(argument)
     if isinstance(argument, Tensor):
         return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p(None)
     return (ctypes.c_void_p * len(argument))(*(tensor.data_ptr() for tensor in argument))
 
 
@@ -116,7 +123,8 @@ def _reason(error: Exception) -> str:
 
 def _compiled(source: Path) -> Path:
     """Give the shared library of a source file, compiled now or before."""
-    text = b"".join(path.read_bytes() for path in (source, *sorted(HEADERS.glob("*.h"))))
+    headers = sorted(path for folder in (HEADERS, source.parent) for path in folder.glob("*.h"))
+    text = b"".join(path.read_bytes() for path in (source, *headers))
     compiler = _compiler()
     traits = "\n".join([*compiler, _run(*compiler, "--version"), *_FLAGS, _processor()])
     key = hashlib.sha256(text + traits.encode()).hexdigest()[:24]

@@ -30,16 +30,26 @@ INLINE vec load(const float *from) { return *(const loose *)from; }
 INLINE void store(float *to, vec x) { *(loose *)to = x; }
 INLINE vec all(float x) { return x - (vec){0}; }
 
-INLINE float sum(vec x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
+/* Gives x with the parts of so many lanes exchanged. */
+#if defined(__clang__)
+#define EXCHANGED(x, lanes) __builtin_shufflevector(x, x, ORDER(lanes))
+#else
+#define EXCHANGED(x, lanes) __builtin_shuffle(x, (ivec){ORDER(lanes)})
+#endif
+#if LANES == 8
+#define ORDER(lanes)                                                                         \
+    0 ^ lanes, 1 ^ lanes, 2 ^ lanes, 3 ^ lanes, 4 ^ lanes, 5 ^ lanes, 6 ^ lanes, 7 ^ lanes
+#else
+#define ORDER(lanes) 0 ^ lanes, 1 ^ lanes, 2 ^ lanes, 3 ^ lanes
+#endif
 
-INLINE float highest_of(vec x) {
-    float highest = x[0];
-    for (int i = 1; i < LANES; i++) highest = x[i] > highest ? x[i] : highest;
-    return highest;
+/* The sum of all lanes, in each of them. */
+INLINE vec sum(vec x) {
+#if LANES == 8
+    x += EXCHANGED(x, 4);
+#endif
+    x += EXCHANGED(x, 2);
+    return x + EXCHANGED(x, 1);
 }
 
 /* ---- products of matrices: C = A B, on top of a bias or of C itself */
@@ -139,6 +149,15 @@ INLINE vec at_least(vec x, vec bound) { return chosen(x < bound, bound, x); }
 INLINE vec at_most(vec x, vec bound) { return chosen(x > bound, bound, x); }
 #endif
 
+/* The highest of all lanes, in each of them. */
+INLINE vec highest_of(vec x) {
+#if LANES == 8
+    x = at_least(x, EXCHANGED(x, 4));
+#endif
+    x = at_least(x, EXCHANGED(x, 2));
+    return at_least(x, EXCHANGED(x, 1));
+}
+
 /* 2^x: 2^n times a polynomial in the rest, at most 1/2. Below -126 as there; NaN stays NaN. */
 INLINE vec power_of_two(vec x) {
     x = at_least(x, all(-126));
@@ -210,14 +229,14 @@ static void softmax(extent rows, extent columns, float *x) {
     for (extent m = 0; m < rows; m++, x += columns) {
         vec highest = load(x), total = {0};
         for (extent j = LANES; j < columns; j += LANES) highest = at_least(load(x + j), highest);
-        float most = highest_of(highest);
+        vec most = highest_of(highest);
         for (extent j = 0; j < columns; j += LANES) {
             /* Not as small as can be: with numbers near the least some processors are slow. */
             vec share = power_of_two(at_least((load(x + j) - most) * LOG2_E, all(-100)));
             store(x + j, share);
             total += share;
         }
-        vec scale = all(1 / sum(total));
+        vec scale = 1 / sum(total);
         for (extent j = 0; j < columns; j += LANES) store(x + j, load(x + j) * scale);
     }
 }
@@ -227,7 +246,7 @@ static void through_softmax(extent rows, extent columns, const float *shares, fl
     for (extent m = 0; m < rows; m++, shares += columns, gradient += columns) {
         vec along = {0};
         for (extent j = 0; j < columns; j += LANES) along += load(shares + j) * load(gradient + j);
-        float mean = sum(along);
+        vec mean = sum(along);
         for (extent j = 0; j < columns; j += LANES)
             store(gradient + j, load(shares + j) * (load(gradient + j) - mean));
     }
@@ -242,12 +261,12 @@ static void normalise(extent rows, extent d, float *x, float *scale) {
     for (extent m = 0; m < rows; m++, x += d) {
         vec total = {0}, squares = {0};
         for (extent i = 0; i < d; i += LANES) total += load(x + i);
-        vec mean = all(sum(total) / d);
+        vec mean = sum(total) / (float)d;
         for (extent i = 0; i < d; i += LANES) {
             vec apart = load(x + i) - mean;
             squares += apart * apart;
         }
-        scale[m] = 1 / sqrtf(sum(squares) / d + NORM_EPS);
+        scale[m] = 1 / sqrtf(sum(squares)[0] / d + NORM_EPS);
         for (extent i = 0; i < d; i += LANES) store(x + i, (load(x + i) - mean) * scale[m]);
     }
 }
@@ -275,7 +294,7 @@ static void through_norm(const norm *p, extent rows, extent d, const float *grad
             total += weighted;
             along += weighted * value;
         }
-        float mean = sum(total) / d, mean_along = sum(along) / d;
+        vec mean = sum(total) / (float)d, mean_along = sum(along) / (float)d;
         for (extent i = 0; i < d; i += LANES) {
             vec weighted = load(gradient + i) * load(p->gain + i);
             store(of_x + i, (weighted - mean - load(normed + i) * mean_along) * scale[m]);
@@ -283,7 +302,14 @@ static void through_norm(const norm *p, extent rows, extent d, const float *grad
     }
 }
 
-static void begin_norm(const norm *p, extent d) {
-    clear(d, p->of_gain);
-    clear(d, p->of_shift);
+/* Takes gain and shift; where derivatives are asked for, what they are added to becomes 0. */
+static norm norm_of(extent d, const float *const *weights, float *const *of_weights) {
+    norm p = {weights[0], weights[1], NULL, NULL};
+    if (of_weights) {
+        p.of_gain = of_weights[0];
+        p.of_shift = of_weights[1];
+        clear(d, p.of_gain);
+        clear(d, p.of_shift);
+    }
+    return p;
 }

@@ -1,7 +1,7 @@
 """The body of agents that read pairs of graphs.
 
 Shapes: B frames, n nodes of a graph (padded), S = 2 n nodes of both, D width, F message places
-(rounds x channels x positions, or channels x positions of the last round), K keys.
+(rounds x channels x positions, or channels x positions of the last round).
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch.nn import functional
 from nip_astra.scenario_base.message_space import AgentShape
 from nip_astra.scenario_base.tensordict_agents import AgentBody, Observation
 from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
-from nip_astra.scenarios.graphs.layers import MASKED_KEY, AttentionLayer, GinLayers
+from nip_astra.scenarios.graphs.layers import AttentionLayer, GinLayers
 from nip_astra.scenarios.graphs.network import Network
+from nip_astra.scenarios.graphs.pairs import Pairs
 
 GRAPHS, NODES = "graphs", "nodes"
 """Names in a representation: [B, 2, D] and [B, S, D]."""
@@ -53,8 +54,7 @@ class GraphRepresentation(dict[str, Tensor]):
 class GraphBody(AgentBody):
     """A graph isomorphism network, whose sums become a token a graph, and a transformer.
 
-    Nodes carry what was said about them. Nodes of one graph do not attend to one another, but to
-    those of the other graph and to the two graphs; the graphs attend to all.
+    Nodes carry what was said about them; see `pairs.py` for what attends to what.
     """
 
     def __init__(self, parameters: GraphIsomorphismAgentParameters, shape: AgentShape) -> None:
@@ -103,17 +103,16 @@ class GraphBody(AgentBody):
         super().set_statistics(of_any_node, linear_histories)
 
     def forward(self, observation: Observation) -> GraphRepresentation:
-        graphs_B2D, nodes_BSD = self._tokens(observation)
-        masks = _key_masks(observation["node_mask"], nodes_BSD.dtype)
+        pairs = Pairs(*self._tokens(observation), observation["node_mask"])
         *layers, last = self.attention_layers
         for layer in layers:
-            attention = _Attention(layer, graphs_B2D, nodes_BSD, *masks)
-            graphs_B2D, nodes_BSD = attention.graphs(), attention.nodes()
-        attention = _Attention(last, graphs_B2D, nodes_BSD, *masks)
+            reading = layer(pairs)
+            pairs = pairs._replace(graphs_B2D=reading.graphs(), nodes_BSD=reading.nodes())
+        reading = last(pairs)
         return GraphRepresentation(
-            self.output(attention.graphs()),
-            lambda: self.output(attention.nodes()),
-            lambda graph_B: self.output(attention.nodes_of(graph_B)),
+            self.output(reading.graphs()),
+            lambda: self.output(reading.nodes()),
+            lambda graph_B: self.output(reading.nodes_of(graph_B)),
         )
 
     def _tokens(self, observation: Observation) -> tuple[Tensor, Tensor]:
@@ -138,67 +137,3 @@ class GraphBody(AgentBody):
             heard = functional.linear(self.linear_history(observation).flatten(1), linear)
             graphs_B2D, nodes_BSD = graphs_B2D + heard[:, None], nodes_BSD + heard[:, None]
         return graphs_B2D, nodes_BSD
-
-
-class _Attention:
-    """One layer of attention, for the graphs and for the nodes apart."""
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        graphs_B2D: Tensor,
-        nodes_BSD: Tensor,
-        graph_mask_BK1: Tensor,
-        node_mask_GK1: Tensor,
-    ) -> None:
-        assert isinstance(layer, AttentionLayer)
-        self.layer, self.graphs_B2D, self.nodes_BSD = layer, graphs_B2D, nodes_BSD
-        self.graph_mask_BK1, self.node_mask_GK1 = graph_mask_BK1, node_mask_GK1
-        self.weights = layer.joint_weights()
-        first, second = nodes_BSD.chunk(2, dim=1)
-        # The first half is what the first graph's nodes read, the second half the second's.
-        self.keys_BKD = torch.cat([second, graphs_B2D, first, graphs_B2D], dim=1)
-
-    def graphs(self) -> Tensor:
-        """Give the tokens of the graphs, [B, 2, D]."""
-        tokens: Tensor = self.layer(
-            self.graphs_B2D, self.keys_BKD, self.graph_mask_BK1, self.weights
-        )
-        return tokens
-
-    def nodes(self) -> Tensor:
-        """Give the tokens of the nodes, [B, S, D]."""
-        tokens: Tensor = self.layer(*self._by_graph(), self.node_mask_GK1, self.weights)
-        return tokens.view_as(self.nodes_BSD)
-
-    def nodes_of(self, graph_B: Tensor) -> Tensor:
-        """Give the tokens of the nodes of one graph a frame, [B, n, D]."""
-        rows_B = 2 * torch.arange(len(graph_B), device=graph_B.device) + graph_B
-        tokens_GnD, keys_GKD = self._by_graph()
-        tokens: Tensor = self.layer(
-            tokens_GnD.index_select(0, rows_B),
-            keys_GKD.index_select(0, rows_B),
-            self.node_mask_GK1.index_select(0, rows_B),
-            self.weights,
-        )
-        return tokens
-
-    def _by_graph(self) -> tuple[Tensor, Tensor]:
-        num_frames, num_keys, d = self.keys_BKD.shape
-        return (
-            self.nodes_BSD.reshape(2 * num_frames, -1, d),
-            self.keys_BKD.view(2 * num_frames, num_keys // 2, d),
-        )
-
-
-def _key_masks(node_mask_B2n: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Give what is added to the scores of the graphs' keys, [B, K, 1], and the nodes', [G, K, 1].
-
-    Keys are ordered as `_Attention` has them; graphs read each of themselves once.
-    """
-    num_frames, _, n = node_mask_B2n.shape
-    graph_mask = torch.zeros(num_frames, 2, n + 2, dtype=dtype, device=node_mask_B2n.device)
-    graph_mask[:, :, :n].masked_fill_(~node_mask_B2n.flip(1), MASKED_KEY)
-    node_mask = graph_mask.view(2 * num_frames, n + 2, 1).clone()
-    graph_mask[:, 1, n:] = MASKED_KEY
-    return graph_mask.view(num_frames, -1, 1), node_mask

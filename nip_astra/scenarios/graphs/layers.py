@@ -1,11 +1,10 @@
 """Layers for small graphs and few tokens, made of matrix products that can be derived twice.
 
-Shapes: G graphs (two a frame), n nodes (padded), D width, H heads, Q queries, K keys.
+Shapes: G graphs (two a frame), n nodes (padded), D width, R rows.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import cast
 
@@ -13,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from nip_astra.scenario_base.tensordict_agents import ACTIVATIONS
-from nip_astra.scenarios.graphs import native
+from nip_astra.scenarios.graphs import native, transformer
 from nip_astra.scenarios.graphs.network import Network
-
-MASKED_KEY = -1e9
-"""What is added to the score of a key that is padding."""
+from nip_astra.scenarios.graphs.pairs import Pairs, Reading
+from nip_astra.scenarios.graphs.transformer import LayerWeights
 
 
 class GinLayer(nn.Module):
@@ -75,17 +73,13 @@ class GinLayers(nn.ModuleList):
 class AttentionLayer(nn.Module):
     """Attention and a perceptron, each added to its input and normalised (arXiv:1706.03762).
 
-    What is asked and what answers are given apart, so that queries whose result nobody reads cost
-    nothing. The products of each head's query and key matrices, and of its value and output
-    matrices, are taken first: keys and values are then the tokens themselves, uncopied.
+    What comes of graphs and of nodes is given apart, so that what nobody reads costs nothing.
     """
 
     def __init__(self, d_token: int, num_heads: int, d_hidden: int, activation: str) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.query = nn.Linear(d_token, d_token)
-        # A bias of keys would add the same to all scores of a query, and one of values is in
-        # the output's.
         self.key = nn.Linear(d_token, d_token, bias=False)
         self.value = nn.Linear(d_token, d_token, bias=False)
         self.output = nn.Linear(d_token, d_token)
@@ -96,43 +90,24 @@ class AttentionLayer(nn.Module):
         self.activation = activation
         self.activate = ACTIVATIONS[activation]()
 
-    def joint_weights(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Give the weight and bias of queries, [H D, D] and [H D], and of outputs, [H D, D]."""
-        heads, d = self.num_heads, self.query.in_features
-        query_HdD = self.query.weight.view(heads, -1, d)
-        key_HDd = self.key.weight.view(heads, -1, d).transpose(1, 2) / math.sqrt(d / heads)
-        weight = torch.bmm(key_HDd, query_HdD).flatten(0, 1)
-        bias = torch.bmm(key_HDd, self.query.bias.view(heads, -1, 1)).flatten()
-        value_HDd = self.value.weight.view(heads, -1, d).transpose(1, 2)
-        output_HdD = self.output.weight.t().reshape(heads, -1, d)
-        return weight, bias, torch.bmm(value_HDd, output_HdD).flatten(0, 1)
-
-    def forward(
-        self,
-        tokens_GQD: Tensor,
-        keys_GKD: Tensor,
-        mask_GK1: Tensor,
-        weights: tuple[Tensor, Tensor, Tensor],
-    ) -> Tensor:
-        """Give the tokens after having attended to the keys.
-
-        Parameters
-        ----------
-        mask_GK1 : Tensor
-            Added to scores: 0, or `MASKED_KEY` at padding.
-        weights : tuple
-            From `joint_weights`, once for all calls of a pass.
-        """
-        query, query_bias, output = weights
-        attended_GQD = native.attention(
-            *(tokens_GQD, keys_GKD, mask_GK1, query, query_bias, output, self.output.bias),
-            *(self.attention_norm.weight, self.attention_norm.bias),
+    def weights(self) -> LayerWeights:
+        """Give all weights, in the order of the formula."""
+        norm, last = self.attention_norm, self.norm
+        return LayerWeights(
+            self.query.weight.view(self.num_heads, -1, self.query.in_features),
+            *(self.query.bias, self.key.weight, self.value.weight),
+            *(self.output.weight, self.output.bias, norm.weight, norm.bias),
+            *(self.inner.weight, self.inner.bias, self.outer.weight, self.outer.bias),
+            *(last.weight, last.bias),
         )
-        inner, outer, norm = self.inner, self.outer, self.norm
-        tokens = attended_GQD.flatten(0, 1)
+
+    def forward(self, pairs: Pairs) -> Reading:
+        """Give what can be asked of the tokens after the layer."""
+        weights = self.weights()
         if self.activation == "tanh":
-            perceptron = (inner.weight, inner.bias, outer.weight, outer.bias)
-            result = native.residual(tokens, *perceptron, norm.weight, norm.bias)
-        else:
-            result = norm(tokens + outer(self.activate(inner(tokens))))
-        return result.view_as(tokens_GQD)
+            return native.read(pairs, weights)
+        return transformer.read(pairs, weights, self._perceptron)
+
+    def _perceptron(self, rows_RD: Tensor) -> Tensor:
+        result: Tensor = self.norm(rows_RD + self.outer(self.activate(self.inner(rows_RD))))
+        return result

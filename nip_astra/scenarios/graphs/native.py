@@ -9,7 +9,7 @@ Shapes: those of `derivatives.py` and `network.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,19 +19,27 @@ from torch import Tensor
 
 from nip_astra.scenarios.graphs import derivatives
 from nip_astra.scenarios.graphs.derivatives import (
-    Attention,
     Gradients,
     TanhGin,
-    TanhResidual,
-    attention_formula,
     gin_formula,
     of_plain_formula,
-    residual_formula,
 )
 from nip_astra.scenarios.graphs.network import Network
+from nip_astra.scenarios.graphs.pairs import PairReading, Pairs, Reading
+from nip_astra.scenarios.graphs.transformer import LayerWeights, tanh_reading
 from nip_astra.utils.native_code import NativeCode, takes
 
-CODE = NativeCode(Path(__file__).with_name("layers.c"))
+CODES = {
+    name: NativeCode(Path(__file__).with_name(f"{name}.c")) for name in ("network", "transformer")
+}
+
+
+def why_absent() -> str | None:
+    """Say why layers are left to torch, or None where they need not be."""
+    reasons = (code.why_absent() for code in CODES.values())
+    return next((reason for reason in reasons if reason), None)
+
+
 TILE = 16
 """Widths are multiples of it."""
 MOST_WEIGHTS = 4096
@@ -70,25 +78,35 @@ def _network_formula(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     return network.apply(partial(_passed, gin_formula, weights))
 
 
-def residual(values_RD: Tensor, *weights: Tensor) -> Tensor:
-    """Give `residual_formula`, by C where that can be."""
-    inputs = (values_RD, *weights)
-    if NativeResidual.takes(inputs):
-        return NativeResidual.run(inputs)[0]
-    return derivatives.apply(TanhResidual, *inputs)
+def read(pairs: Pairs, weights: LayerWeights) -> Reading:
+    """Give what pairs read in a layer with hyperbolic tangents, by C where that can be."""
+    if NativeGraphTokens.takes((*pairs, *weights)):
+        return _NativeReading(pairs, weights)
+    return tanh_reading(pairs, weights)
 
 
-def attention(tokens_GTD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor, *weights: Tensor) -> Tensor:
-    """Give `attention_formula`, by C where that can be."""
-    inputs = (tokens_GTD, keys_GKD, mask_GK1, *weights)
-    if NativeAttention.takes(inputs):
-        return NativeAttention.run(inputs)[0]
-    return derivatives.apply(Attention, *inputs)
+class _NativeReading:
+    """`tanh_reading` by C."""
+
+    def __init__(self, pairs: Pairs, weights: LayerWeights) -> None:
+        self.pairs, self.weights = pairs, weights
+
+    def graphs(self) -> Tensor:
+        return NativeGraphTokens.run((*self.pairs, *self.weights))[0]
+
+    def nodes(self) -> Tensor:
+        return NativeNodeTokens.run((*self.pairs, *self.weights))[0]
+
+    def nodes_of(self, graph_B: Tensor) -> Tensor:
+        inputs = (*self.pairs, graph_B, *self.weights)
+        if NativeChosenTokens.takes(inputs):
+            return NativeChosenTokens.run(inputs)[0]
+        return tanh_reading(self.pairs, self.weights).nodes_of(graph_B)
 
 
 class _Native(torch.autograd.Function):
-    """A formula by C: `NAME_forward(*sizes, *inputs, *results)` and
-    `NAME_backward(*sizes, *gradients, *inputs, *of_inputs)`, all contiguous.
+    """A formula by C: `NAME_forward(*sizes, *inputs, *kept, *results)` and
+    `NAME_backward(*sizes, *gradients, *inputs, *kept, *of_inputs)`, all contiguous.
 
     Where derivatives are to be derived, they are those of the formula.
     """
@@ -97,8 +115,9 @@ class _Native(torch.autograd.Function):
     formula: ClassVar[Callable[..., Tensor | tuple[Tensor, ...]]]
     constants: ClassVar[tuple[int, ...]] = ()
     """Which inputs have no derivatives."""
-    are_bool: ClassVar[tuple[int, ...]] = ()
-    """Which inputs are bool; all others are float32."""
+    dtypes: ClassVar[Mapping[int, torch.dtype]] = {}
+    """Of the inputs that are not float32."""
+    num_kept: ClassVar[int] = 0
 
     @staticmethod
     def sizes(inputs: Sequence[Tensor]) -> Sequence[int]:
@@ -124,11 +143,11 @@ class _Native(torch.autograd.Function):
         )
         return (
             are_small
-            and takes(*(x for i, x in enumerate(inputs) if i not in cls.are_bool))
-            and all(inputs[i].dtype == torch.bool for i in cls.are_bool)
+            and takes(*(x for i, x in enumerate(inputs) if i not in cls.dtypes))
+            and all(inputs[i].dtype == dtype for i, dtype in cls.dtypes.items())
             and not any(inputs[i].requires_grad for i in cls.constants)
             and [tuple(x.shape) for x in inputs] == list(cls.shapes(inputs))
-            and CODE.library() is not None
+            and CODES[cls.name].library() is not None
         )
 
     @classmethod
@@ -136,7 +155,7 @@ class _Native(torch.autograd.Function):
         """Give the results, with derivatives where they are asked for."""
         inputs = [tensor.contiguous() for tensor in inputs]
         if not torch.is_grad_enabled():
-            return cls.compute(inputs)
+            return cls.compute(inputs, cls.num_kept * [None])
         results: tuple[Tensor, ...] = cls.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's
         return results
 
@@ -150,21 +169,30 @@ class _Native(torch.autograd.Function):
         """Give inputs, or their derivatives, as C takes them."""
         return tensors
 
+    @staticmethod
+    def empty_kept(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Give `num_kept` tensors for what `forward` leaves to `backward` besides the inputs."""
+        return ()
+
     @classmethod
-    def compute(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Give the results without derivatives."""
+    def compute(cls, inputs: Sequence[Tensor], kept: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+        """Give the results, and write what is kept unless that is None."""
         results = cls.empty_results(inputs)
-        CODE.call(f"{cls.name}_forward", *cls.sizes(inputs), *cls.grouped(inputs), *results)
+        given = (*cls.sizes(inputs), *cls.grouped(inputs), *kept)
+        CODES[cls.name].call(f"{cls.name}_forward", *given, *results)
         return results
 
     @classmethod
     def forward(cls, ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.save_for_backward(*inputs)
-        return cls.compute(inputs)
+        kept = cls.empty_kept(inputs)
+        results = cls.compute(inputs, kept)
+        ctx.save_for_backward(*inputs, *kept)
+        return results
 
     @classmethod
     def backward(cls, ctx: Any, *gradients: Tensor) -> Gradients:  # type: ignore[override]
-        inputs = ctx.saved_tensors
+        saved = ctx.saved_tensors
+        inputs, kept = saved[: len(ctx.needs_input_grad)], saved[len(ctx.needs_input_grad) :]
         if torch.is_grad_enabled():
             return of_plain_formula(cls.formula, inputs, gradients)
         of_inputs = [
@@ -172,7 +200,7 @@ class _Native(torch.autograd.Function):
         ]
         found = [x for x in cls.grouped(of_inputs) if x is not None]
         given = (*cls.sizes(inputs), *(x.contiguous() for x in gradients), *cls.grouped(inputs))
-        CODE.call(f"{cls.name}_backward", *given, *found)
+        CODES[cls.name].call(f"{cls.name}_backward", *given, *kept, *found)
         return tuple(of_inputs)
 
 
@@ -181,8 +209,9 @@ class NativeNetwork(_Native):
 
     name = "network"
     formula = staticmethod(_network_formula)
+    num_kept = 1
     constants = (0, 1, 2, 3)
-    are_bool = (2,)
+    dtypes: ClassVar[Mapping[int, torch.dtype]] = {2: torch.bool}
 
     @staticmethod
     def sizes(inputs: Sequence[Tensor]) -> Sequence[int]:
@@ -217,53 +246,109 @@ class NativeNetwork(_Native):
         )
 
     @staticmethod
+    def empty_kept(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        num_layers, num_graphs, n, d, *_ = NativeNetwork.sizes(inputs)
+        return (inputs[0].new_empty(num_layers + 1, num_graphs * n, d),)
+
+    @staticmethod
     def grouped(tensors: Sequence[Any]) -> Sequence[Any]:
         return *tensors[: len(Network._fields)], tensors[len(Network._fields) :]
 
 
-class NativeResidual(_Native):
-    """`residual_formula`."""
+class _NativeTransformer(_Native):
+    """`tanh_reading`; the layer's weights stand last."""
 
-    name = "residual"
-    formula = staticmethod(residual_formula)
-
-    @staticmethod
-    def sizes(inputs: Sequence[Tensor]) -> Sequence[int]:
-        values_RD, inner_FD, *_ = inputs
-        return *values_RD.shape, len(inner_FD)
+    name = "transformer"
+    whose: ClassVar[int]
+    """For whom tokens are given, as C numbers it."""
+    constants: ClassVar[tuple[int, ...]] = (2,)
+    dtypes: ClassVar[Mapping[int, torch.dtype]] = {2: torch.bool}
 
     @staticmethod
     def widths(inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
-        _, d, f = NativeResidual.sizes(inputs)
-        return [(f, d)]
+        weights = _layer_weights(inputs)
+        heads, _, d = weights.query_HdD.shape
+        return (heads * d, d), (len(weights.inner_FD), d)
+
+    @classmethod
+    def sizes(cls, inputs: Sequence[Tensor]) -> Sequence[int]:
+        _, _, is_node_B2n, *_ = inputs
+        weights = _layer_weights(inputs)
+        heads, _, d = weights.query_HdD.shape
+        return cls.whose, len(is_node_B2n), is_node_B2n.shape[2], d, heads, len(weights.inner_FD)
+
+    @classmethod
+    def shapes(cls, inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
+        _, num_frames, n, d, heads, f = cls.sizes(inputs)
+        of_head = _layer_weights(inputs).query_HdD.shape[1]
+        tokens = [(num_frames, 2, d), (num_frames, 2 * n, d), (num_frames, 2, n)]
+        attention = [(heads, of_head, heads * of_head), (d,), *3 * [(d, d)], *3 * [(d,)]]
+        perceptron = [(f, d), (f,), (d, f), *3 * [(d,)]]
+        return [*tokens, *cls.shapes_of_choice(num_frames), *attention, *perceptron]
 
     @staticmethod
-    def shapes(inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
-        r, d, f = NativeResidual.sizes(inputs)
-        return (r, d), (f, d), (f,), (d, f), (d,), (d,), (d,)
-
-
-class NativeAttention(_Native):
-    """`attention_formula`."""
-
-    name = "attention"
-    formula = staticmethod(attention_formula)
-    constants = (2,)
+    def shapes_of_choice(num_frames: int) -> Sequence[tuple[int, ...]]:
+        """Give the shapes of what is between the tokens and the weights."""
+        return ()
 
     @staticmethod
-    def sizes(inputs: Sequence[Tensor]) -> Sequence[int]:
-        tokens_GTD, keys_GKD, _, query_JD, *_ = inputs
-        groups, num_tokens, d = tokens_GTD.shape
-        num_keys = keys_GKD.shape[1]
-        # C takes keys in whole tiles.
-        return groups, num_tokens, num_keys, -(-num_keys // TILE) * TILE, d, len(query_JD)
+    def grouped(tensors: Sequence[Any]) -> Sequence[Any]:
+        return *tensors[:3], None, tensors[3:]
+
+
+class NativeGraphTokens(_NativeTransformer):
+    """`Reading.graphs`."""
+
+    whose = 0
 
     @staticmethod
-    def widths(inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
-        *_, d, j = NativeAttention.sizes(inputs)
-        return [(j, d)]
+    def formula(*inputs: Tensor) -> Tensor:
+        return _formula(inputs).graphs()
+
+
+class NativeNodeTokens(_NativeTransformer):
+    """`Reading.nodes`."""
+
+    whose = 1
 
     @staticmethod
-    def shapes(inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
-        g, t, k, _, d, j = NativeAttention.sizes(inputs)
-        return (g, t, d), (g, k, d), (g, k, 1), (j, d), (j,), (j, d), (d,), (d,), (d,)
+    def formula(*inputs: Tensor) -> Tensor:
+        return _formula(inputs).nodes()
+
+    @staticmethod
+    def empty_results(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (torch.empty_like(inputs[1]),)
+
+
+class NativeChosenTokens(_NativeTransformer):
+    """`Reading.nodes_of`."""
+
+    whose = 2
+    constants = (2, 3)
+    dtypes: ClassVar[Mapping[int, torch.dtype]] = {2: torch.bool, 3: torch.int64}
+
+    @staticmethod
+    def formula(*inputs: Tensor) -> Tensor:
+        return _formula(inputs).nodes_of(inputs[3])
+
+    @staticmethod
+    def shapes_of_choice(num_frames: int) -> Sequence[tuple[int, ...]]:
+        return ((num_frames,),)
+
+    @staticmethod
+    def empty_results(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        _, nodes_BSD, is_node_B2n, *_ = inputs
+        num_frames, _, n = is_node_B2n.shape
+        return (nodes_BSD.new_empty(num_frames, n, nodes_BSD.shape[2]),)
+
+    @staticmethod
+    def grouped(tensors: Sequence[Any]) -> Sequence[Any]:
+        return *tensors[:4], tensors[4:]
+
+
+def _layer_weights(inputs: Sequence[Tensor]) -> LayerWeights:
+    return LayerWeights(*inputs[-len(LayerWeights._fields) :])
+
+
+def _formula(inputs: Sequence[Tensor]) -> PairReading:
+    return tanh_reading(Pairs(*inputs[:3]), _layer_weights(inputs), is_formula=True)

@@ -17,7 +17,7 @@ from nip_astra.scenarios.graphs.derivatives import (
     gin_formula,
     residual_formula,
 )
-from nip_astra.scenarios.graphs.layers import MASKED_KEY
+from nip_astra.scenarios.graphs.pairs import MASKED_KEY
 
 Layer = Callable[..., Tensor]
 WIDTH, HIDDEN, HEADS = 3, 4, 2

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from nip_astra.scenarios.graphs.layers import MASKED_KEY, AttentionLayer, GinLayer
+from nip_astra.scenarios.graphs.layers import AttentionLayer, GinLayer
+from nip_astra.scenarios.graphs.pairs import MASKED_KEY, Pairs
 from tests.scenarios.graph_isomorphism.frames import as_torch_layer
 
 
@@ -31,6 +32,7 @@ def test_an_attention_layer_is_torchs(num_heads: int) -> None:
     tokens = torch.randn(3, 6, 8)
     is_padding = torch.tensor([[False] * 6, [False] * 4 + [True] * 2, [True] + [False] * 5])
     mask = torch.where(is_padding, MASKED_KEY, 0.0)[..., None]
-    given: Tensor = layer(tokens, tokens, mask, layer.joint_weights())
+    nobody = Pairs(torch.ones(0, 2, 8), torch.ones(0, 2, 8), torch.ones(0, 2, 1).bool())
+    given: Tensor = layer(nobody).attend(tokens, tokens, mask)
     expected = as_torch_layer(layer)(tokens, src_key_padding_mask=is_padding)
     torch.testing.assert_close(given, expected, atol=1e-5, rtol=1e-4)

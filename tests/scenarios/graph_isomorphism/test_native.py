@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from nip_astra.scenarios.graphs import native
-from nip_astra.scenarios.graphs.derivatives import (
-    attention_formula,
-    gin_formula,
-    residual_formula,
-)
-from nip_astra.scenarios.graphs.layers import MASKED_KEY
+from nip_astra.scenarios.graphs.derivatives import gin_formula
 from nip_astra.scenarios.graphs.network import Network
+from nip_astra.scenarios.graphs.pairs import Pairs, Reading
+from nip_astra.scenarios.graphs.transformer import LayerWeights, tanh_reading
 from nip_astra.utils.native_code import SWITCH
 
-pytestmark = pytest.mark.skipif(native.CODE.library() is None, reason="there is no C compiler")
+pytestmark = pytest.mark.skipif(native.why_absent() is not None, reason="there is no C compiler")
 
 Layer = Callable[..., Tensor]
-WIDTH, HIDDEN, TOKEN, HEADS = 32, 48, 16, 2
+WIDTH, HIDDEN, TOKEN = 32, 48, 16
 PERCEPTRON = ((HIDDEN, WIDTH), (HIDDEN,), (WIDTH, HIDDEN), (WIDTH,))
 NORM = ((WIDTH,), (WIDTH,))
-JOINT = HEADS * WIDTH
 
 
 def numbers(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -71,35 +68,49 @@ def network(
     return masked(native.tanh_network), masked(by_formula), learnt
 
 
-def residual(num_rows: int) -> tuple[Layer, Layer, list[Tensor]]:
-    return native.residual, residual_formula, numbers((num_rows, WIDTH), *PERCEPTRON, *NORM)
+def tokens_of(
+    whose: str, num_frames: int, num_nodes: int, heads: int = 2, *, is_full: bool = False
+) -> tuple[Layer, Layer, list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    # Graphs of all sizes, one of no nodes among them.
+    sizes = torch.arange(2 * num_frames).view(-1, 2) % (num_nodes + 1)
+    is_node = (torch.arange(num_nodes) < sizes[..., None]) | is_full
+    chosen = torch.randint(2, (num_frames,), generator=generator)
+    of_chosen = torch.arange(num_frames), chosen
+
+    def given_by(read: Callable[[Pairs, LayerWeights], Reading]) -> Layer:
+        def layer(graphs: Tensor, nodes: Tensor, *weights: Tensor) -> Tensor:
+            reading = read(Pairs(graphs, nodes, is_node), LayerWeights(*weights))
+            if whose == "graphs":
+                return reading.graphs()
+            if whose == "chosen nodes":
+                return reading.nodes_of(chosen) * is_node[of_chosen][..., None]
+            return reading.nodes() * is_node.flatten(1)[..., None]
+
+        return layer
+
+    attention = ((heads, WIDTH // heads, WIDTH), (WIDTH,), *3 * [(WIDTH, WIDTH)], *3 * [(WIDTH,)])
+    inputs = numbers(
+        *((num_frames, 2, WIDTH), (num_frames, 2 * num_nodes, WIDTH)),
+        *(*attention, *PERCEPTRON, *NORM),
+    )
+    return given_by(native.read), given_by(partial(tanh_reading, is_formula=True)), inputs
 
 
-def attention(num_tokens: int, num_keys: int) -> tuple[Layer, Layer, list[Tensor]]:
-    mask = torch.zeros(5, num_keys, 1)
-    mask[0, 1] = MASKED_KEY
-
-    def masked(layer: Layer) -> Layer:
-        return lambda tokens, keys, *rest: layer(tokens, keys, mask.to(tokens.dtype), *rest)
-
-    weights = ((JOINT, WIDTH), (JOINT,), (JOINT, WIDTH), (WIDTH,), *NORM)
-    inputs = numbers((5, num_tokens, WIDTH), (5, num_keys, WIDTH), *weights)
-    return masked(native.attention), masked(attention_formula), inputs
-
-
-# Whole blocks of 36 rows, parts of one, graphs larger than one, rows that fill no tile.
+# Several blocks of 36 rows, parts of one, graphs larger than one, rows that fill no tile.
 CASES = {
     "graphs of several blocks": lambda: network(num_frames=10, num_nodes=12),
     "graphs of one block": lambda: network(num_frames=3, num_nodes=4),
     "a graph larger than a block": lambda: network(num_frames=22, num_nodes=41, num_layers=1),
     "many layers": lambda: network(num_frames=4, num_nodes=7, num_layers=5),
     "nothing said": lambda: network(num_frames=4, num_nodes=7, num_said=0),
-    "rows of a block": lambda: residual(36),
-    "rows beyond a block": lambda: residual(77),
-    "one row": lambda: residual(1),
-    "keys that fill a tile": lambda: attention(num_tokens=3, num_keys=16),
-    "keys that do not": lambda: attention(num_tokens=12, num_keys=19),
-    "tokens beyond a block": lambda: attention(num_tokens=37, num_keys=2),
+    "tokens of graphs": lambda: tokens_of("graphs", num_frames=11, num_nodes=9),
+    "tokens of graphs with one head": lambda: tokens_of("graphs", 1, 3, heads=1),
+    "tokens of nodes": lambda: tokens_of("nodes", num_frames=7, num_nodes=9),
+    "tokens of nodes with four heads": lambda: tokens_of("nodes", 2, 5, heads=4),
+    "nodes whose keys fill a tile": lambda: tokens_of("nodes", 2, 14, is_full=True),
+    "more nodes than a block": lambda: tokens_of("nodes", num_frames=22, num_nodes=41),
+    "tokens of chosen nodes": lambda: tokens_of("chosen nodes", num_frames=7, num_nodes=9),
 }
 
 
@@ -152,7 +163,7 @@ def test_without_derivatives_the_same_bits_are_given(case: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["graphs of one block", "nothing said", "one row", "keys that do not"]
+    "case", ["graphs of one block", "nothing said", *(case for case in CASES if "tokens" in case)]
 )
 def test_a_second_derivative_is_that_of_the_formula(case: str) -> None:
     layer, formula, inputs = CASES[case]()
@@ -175,7 +186,7 @@ def test_what_is_no_number_stays_none(case: str) -> None:
 
 
 def test_large_numbers_do_not_overflow() -> None:
-    layer, formula, inputs = CASES["keys that do not"]()
+    layer, formula, inputs = CASES["tokens of graphs"]()
     with torch.no_grad():
         inputs[0] *= 1e4
         expected = formula(*inputs)
@@ -190,12 +201,13 @@ def test_large_numbers_do_not_overflow() -> None:
 def test_what_c_does_not_take_goes_through_torch(
     is_reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer, formula, inputs = residual(5)
+    layer, formula, inputs = tokens_of("graphs", num_frames=2, num_nodes=3)
     if is_reason == "double":
         inputs = [x.detach().double().requires_grad_() for x in inputs]
     elif is_reason in ("width", "size"):
         d, f = (8, 16) if is_reason == "width" else (64, 256)
-        inputs = numbers((5, d), (f, d), (f,), (d, f), (d,), (d,), (d,))
+        of_width = {WIDTH: d, HIDDEN: f, WIDTH // 2: d // 2}
+        inputs = numbers(*(tuple(of_width.get(size, size) for size in x.shape) for x in inputs))
     else:
         monkeypatch.setenv(SWITCH, "0")
     found = layer(*inputs)
@@ -246,9 +258,38 @@ def test_a_mask_of_other_numbers_than_true_and_false_goes_through_torch() -> Non
         torch.testing.assert_close(found, expected)
 
 
-def test_nothing_to_attend_from_gives_nothing() -> None:
-    layer, _, inputs = attention(num_tokens=0, num_keys=3)
-    assert layer(*inputs).shape == (5, 0, WIDTH)
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"nodes_BSD": torch.ones(2, 8, WIDTH)},
+        {"graphs_B2D": torch.ones(3, 2, WIDTH)},
+        {"is_node_B2n": torch.ones(2, 2, 6, dtype=torch.bool)},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_pairs_that_do_not_fit_are_refused_by_torch(other: dict[str, Tensor]) -> None:
+    weights = LayerWeights(*tokens_of("graphs", 1, 1)[2][2:])
+    nodes = torch.ones(2, 10, WIDTH)
+    pairs = Pairs(torch.ones(2, 2, WIDTH), nodes, torch.ones(2, 2, 5, dtype=torch.bool))
+    native.read(pairs, weights).graphs()
+    for ask in (Reading.graphs, Reading.nodes):
+        with pytest.raises((RuntimeError, ValueError)):
+            getattr(native.read(pairs._replace(**other), weights), ask.__name__)()
+
+
+@pytest.mark.parametrize("number", [-1, 2, 1 << 40])
+def test_a_graph_that_no_frame_has_reads_nothing_beyond_the_nodes(number: int) -> None:
+    """The third graph of the last frame would lie beyond the nodes' end."""
+    weights = LayerWeights(*tokens_of("graphs", 1, 1)[2][2:])
+    pairs = Pairs(torch.ones(1, 2, WIDTH), torch.ones(1, 6, WIDTH), torch.ones(1, 2, 3).bool())
+    reading = native.read(pairs, weights)
+    one = reading.nodes_of(torch.tensor([1]))
+    assert torch.equal(reading.nodes_of(torch.tensor([number])), one)
+
+
+def test_no_frames_give_no_tokens() -> None:
+    layer, _, inputs = tokens_of("nodes", num_frames=0, num_nodes=3)
+    assert layer(*inputs).shape == (0, 6, WIDTH)
 
 
 def test_a_second_derivative_needs_no_layer_that_learns() -> None:
