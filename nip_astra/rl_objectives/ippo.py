@@ -80,37 +80,43 @@ class IppoObjective(Objective):
 
     def _policy_entries(self, name: str, view: PolicyView) -> dict[str, Tensor]:
         log_ratios_B = view.evaluation.logprobs_B - view.of_agent("logprob")
-        loss_policy, metrics = self._policy_loss(view, log_ratios_B)
         entropy = view.mean(view.evaluation.entropies_B)
-        losses = {"loss_policy": loss_policy, "loss_entropy": -self.ppo.entropy_coef * entropy}
-        losses |= self.logit_losses(name, view)
-        return losses | metrics | {"entropy": view.figure(view.evaluation.entropies_B)}
+        losses = {
+            "loss_policy": self._policy_loss(view, log_ratios_B),
+            "loss_entropy": -self.ppo.entropy_coef * entropy,
+        }
+        return losses | self.logit_losses(name, view) | self._metrics(view, log_ratios_B)
 
     def _value_entries(self, name: str, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
         return {"loss_value": self._value_loss(self.agents.number(name), values_B, batch)}
 
-    def _policy_loss(
-        self, view: PolicyView, log_ratios_B: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _policy_loss(self, view: PolicyView, log_ratios_B: Tensor) -> Tensor:
         advantages_B = view.of_agent("advantage").to(log_ratios_B.dtype)
         if self.ppo.normalize_advantage:
             advantages_B = normalise(advantages_B, view.is_acting_B)
         ratios_B = log_ratios_B.exp()
-        kl = view.mean(-log_ratios_B)
         if self.ppo.loss_type == "clip":
             low, high = 1 - self.ppo.clip_epsilon, 1 + self.ppo.clip_epsilon
             clipped_B = ratios_B.clamp(low, high)
-            loss = -view.mean(torch.minimum(ratios_B * advantages_B, clipped_B * advantages_B))
-        else:
-            loss = -view.mean(ratios_B * advantages_B) + self.beta[view.number] * kl
-        with torch.no_grad():
-            is_clipped_B = (ratios_B - 1).abs() > self.ppo.clip_epsilon
-            metrics = {
-                "kl": view.figure(-log_ratios_B),
-                "clip_fraction": view.figure(is_clipped_B.to(ratios_B.dtype)),
-                "ess": _effective_share(view, ratios_B),
-            }
-        return loss, metrics
+            return -view.mean(torch.minimum(ratios_B * advantages_B, clipped_B * advantages_B))
+        kl = view.mean(-log_ratios_B)
+        return -view.mean(ratios_B * advantages_B) + self.beta[view.number] * kl
+
+    @torch.no_grad()
+    def _metrics(self, view: PolicyView, log_ratios_B: Tensor) -> dict[str, Tensor]:
+        ratios_B = log_ratios_B.exp()
+        is_clipped_B = (ratios_B - 1).abs() > self.ppo.clip_epsilon
+        ratio, square, log_ratio, clip_fraction, entropy = view.figures(
+            *(ratios_B, ratios_B.square(), log_ratios_B),
+            *(is_clipped_B.to(ratios_B.dtype), view.evaluation.entropies_B),
+        )
+        return {
+            "kl": -log_ratio,
+            "clip_fraction": clip_fraction,
+            # The effective sample size, as a share of the frames: 1 where all ratios are equal.
+            "ess": ratio.square() / square.clamp(min=1e-12),
+            "entropy": entropy,
+        }
 
     def _value_loss(self, number: int, values_B: Tensor, batch: Frames) -> Tensor:
         losses_B = value_losses(
@@ -162,8 +168,3 @@ def normalise(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:
     centred_B = values_B - (values_B * kept_B).sum() / num.clamp(min=1)
     variance = (centred_B.square() * kept_B).sum() / (num - 1).clamp(min=1)
     return centred_B / variance.sqrt().clamp(min=MIN_ADVANTAGE_STD)
-
-
-def _effective_share(view: PolicyView, ratios_B: Tensor) -> Tensor:
-    """Give the effective sample size as a share of the frames, 1 where all ratios are equal."""
-    return view.figure(ratios_B).square() / view.figure(ratios_B.square()).clamp(min=1e-12)

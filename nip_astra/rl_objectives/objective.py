@@ -101,13 +101,13 @@ class PolicyView(NamedTuple):
         kept_B = self.is_acting_B.to(values_B.dtype)
         return (values_B * kept_B).sum() / kept_B.sum().clamp(min=1)
 
-    def figure(self, values_B: Tensor) -> Tensor:
-        """Give the mean to be logged, without grad; NaN where the agent acts in no frame."""
-        values_B = values_B.detach()
+    def figures(self, *values_B: Tensor) -> tuple[Tensor, ...]:
+        """Give means to be logged, without grad; NaN where the agent acts in no frame."""
+        values_XB = torch.stack([values.detach() for values in values_B])
         if self.is_acting_B is None:
-            return values_B.mean()
-        kept_B = self.is_acting_B.to(values_B.dtype)
-        return (values_B * kept_B).sum() / kept_B.sum()
+            return values_XB.mean(1).unbind()
+        kept_B = self.is_acting_B.to(values_XB.dtype)
+        return ((values_XB * kept_B).sum(1) / kept_B.sum()).unbind()
 
 
 AgentLosses = Callable[[str, Frames], dict[str, Tensor]]

@@ -78,7 +78,8 @@ class ReinforceObjective(Objective):
             "loss_entropy": -self.entropy_coef * view.mean(entropies_B),
             **self.logit_losses(name, view),
         }
-        return losses | {"entropy": view.figure(entropies_B)}
+        (entropy,) = view.figures(entropies_B)
+        return losses | {"entropy": entropy}
 
     def _value_entries(self, number: int, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
         losses_B = value_losses(

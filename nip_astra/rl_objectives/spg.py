@@ -215,13 +215,14 @@ class SpgObjective(Objective):
             old_values_B=frames["agents", "value"][:, number, 0],
             clip_value=self.rl.clip_value,
         )
-        entropy = view.mean(view.evaluation.entropies_B)
+        entropies_B = view.evaluation.entropies_B
         log_ratios_B = view.evaluation.logprobs_B.detach() - view.of_agent("logprob")
+        entropy, log_ratio = view.figures(entropies_B, log_ratios_B)
         return self.logit_losses(name, view) | {
             "loss_value": self.ppo.critic_coef * losses_B.mean(),
-            "loss_entropy": -self.ppo.entropy_coef * entropy,
-            "entropy": view.figure(view.evaluation.entropies_B),
-            "kl": view.figure(-log_ratios_B),
+            "loss_entropy": -self.ppo.entropy_coef * view.mean(entropies_B),
+            "entropy": entropy,
+            "kl": -log_ratio,
         }
 
 
