@@ -47,9 +47,8 @@ def test_with_a_shared_reward_the_prover_gives_the_label_away_and_the_probe_sees
         "protocol_common.shared_reward=true",
         "graph_isomorphism.include_linear_message_space=true",
         "message_regression.regressor._type=linear",
-        "rl.num_iterations=80",
+        "rl.num_iterations=60",
         "rl.frames_per_batch=2048",
-        "rl.lr=0.002",
         "rl.pretrain_decisions=false",
     )
     after = run(tmp_path, "vanilla_ppo", *overrides)["after"]
