@@ -89,9 +89,9 @@ def _as_c(argument: Argument) -> Any:
     return (ctypes.c_void_p * len(argument))(*(tensor.data_ptr() for tensor in argument))
 
 
-def takes(*tensors: Tensor) -> bool:
-    """Say whether these tensors are what native code computes with."""
-    return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+def can_read(*tensors: Tensor) -> bool:
+    """Say whether native code finds the numbers of these tensors where they lie."""
+    return all(x.device.type == "cpu" and x.layout == torch.strided for x in tensors)
 
 
 def _is_off() -> bool:

@@ -204,7 +204,14 @@ static void through_tanh(extent size, const float *y, float *gradient) {
 
 /* ---- arrays */
 
-static void clear(extent size, float *x) { memset(x, 0, size * sizeof(float)); }
+/* Where there is nothing, there may be no memory either. */
+static void clear(extent size, float *x) {
+    if (size) memset(x, 0, size * sizeof(float));
+}
+
+static void copy(extent size, const float *from, float *to) {
+    if (size) memcpy(to, from, size * sizeof(float));
+}
 
 static void add(extent size, const float *x, float *to) {
     for (extent i = 0; i < size; i += LANES) store(to + i, load(to + i) + load(x + i));

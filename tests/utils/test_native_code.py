@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nip_astra.utils import native_code
-from nip_astra.utils.native_code import CACHE, SWITCH, NativeCode, takes
+from nip_astra.utils.native_code import CACHE, SWITCH, NativeCode, can_read
 
 ADD_ONE = """
 #include <stdint.h>
@@ -170,6 +170,6 @@ def test_the_switch_leaves_all_to_torch(source: Path, monkeypatch: pytest.Monkey
 
 
 def test_only_float32_on_the_processor_is_taken() -> None:
-    assert takes(torch.zeros(2), torch.zeros(3))
-    assert not takes(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
-    assert not takes(torch.zeros(2, device="meta"))
+    assert can_read(torch.zeros(2), torch.zeros(3).bool())
+    assert not can_read(torch.zeros(2), torch.zeros(2).to_sparse())
+    assert not can_read(torch.zeros(2), torch.zeros(2, device="meta"))

@@ -14,7 +14,7 @@ class GraphIsomorphismAgentParameters(HeadParameters):
     """An agent whose body is a graph network and a transformer."""
 
     activation_function: Literal["tanh", "relu", "gelu"] = "tanh"
-    """Activation between layers; relu is the fastest."""
+    """Activation between layers; tanh is the fastest where they are compiled; `doctor` tells."""
     num_gnn_layers: int = Field(default=5, ge=1)
     """Rounds of message passing; the agent tells no pair apart that takes more rounds of
     Weisfeiler-Lehman refinement."""

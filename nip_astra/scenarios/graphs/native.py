@@ -1,10 +1,11 @@
-"""The layers of `derivatives.py`, each a call of C that takes its rows block by block.
+"""Networks of graphs, each a call of C that takes its rows block by block.
 
-What stands between two products never leaves the cache, and is computed again for derivatives. Used
-on CPUs where there is a C compiler, for small matrices in float32 with widths that are multiples of
-16; elsewhere the layers are those of `derivatives.py`, with the same values up to rounding.
+What stands between two products never leaves the cache, and most of it is computed again for
+derivatives. Used on CPUs where there is a C compiler, for small matrices in float32 with widths
+that are multiples of 16; elsewhere the layers are those of `derivatives.py`, with the same values
+up to rounding.
 
-Shapes: those of `derivatives.py` and `network.py`.
+Shapes: those of `network.py`, `pairs.py` and `transformer.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from nip_astra.scenarios.graphs.derivatives import (
 from nip_astra.scenarios.graphs.network import Network
 from nip_astra.scenarios.graphs.pairs import PairReading, Pairs, Reading
 from nip_astra.scenarios.graphs.transformer import LayerWeights, tanh_reading
-from nip_astra.utils.native_code import NativeCode, takes
+from nip_astra.utils.native_code import NativeCode, can_read
 
 CODES = {
     name: NativeCode(Path(__file__).with_name(f"{name}.c")) for name in ("network", "transformer")
@@ -143,8 +144,8 @@ class _Native(torch.autograd.Function):
         )
         return (
             are_small
-            and takes(*(x for i, x in enumerate(inputs) if i not in cls.dtypes))
-            and all(inputs[i].dtype == dtype for i, dtype in cls.dtypes.items())
+            and can_read(*inputs)
+            and all(x.dtype == cls.dtypes.get(i, torch.float32) for i, x in enumerate(inputs))
             and not any(inputs[i].requires_grad for i in cls.constants)
             and [tuple(x.shape) for x in inputs] == list(cls.shapes(inputs))
             and CODES[cls.name].library() is not None

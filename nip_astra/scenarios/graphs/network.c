@@ -58,7 +58,7 @@ static void read_nodes(const network *p, block here, float *nodes) {
 static void pass_messages(const network *p, const perceptron *layer, block here,
                           const float *active, float *sums, float *hidden) {
     extent d = p->d, n = p->n;
-    memcpy(sums, active, here.rows * d * sizeof(float));
+    copy(here.rows * d, active, sums);
     EACH_GRAPH(p, here)
         multiply_on_itself(length, d, length, plain(p->adjacency + g * n * n, n), active + at * d,
                            sums + at * d);
@@ -134,7 +134,7 @@ int network_forward(extent layers, extent graphs, extent n, extent d, extent f, 
             pass_messages(&p, p.layer + i, here, active, sums, hidden);
             result_of(p.layer + i, here.rows, hidden, nodes);
         }
-        if (kept) memcpy(kept_of(&p, here, layers, kept), nodes, size * sizeof(float));
+        if (kept) copy(size, nodes, kept_of(&p, here, layers, kept));
         write_tokens(&p, here, nodes, tokens, sums_of_nodes);
     }
     free(memory);
@@ -181,7 +181,7 @@ int network_backward(extent layers, extent graphs, extent n, extent d, extent f,
             const float *active = kept_of(&p, here, i, kept);
             pass_messages(&p, p.layer + i, here, active, sums, hidden);
             through_perceptron(p.layer + i, here.rows, gradient, sums, hidden, of_hidden, of_sums);
-            memcpy(gradient, of_sums, here.rows * d * sizeof(float));
+            copy(here.rows * d, of_sums, gradient);
             EACH_GRAPH(&p, here)
                 multiply_on_itself(length, d, length, transposed(adjacency + g * n * n, n),
                                    of_sums + at * d, gradient + at * d);

@@ -59,31 +59,26 @@ class PairReading:
 
     def __init__(self, pairs: Pairs, attend: Attend) -> None:
         self.pairs, self.attend = pairs, attend
+        first, second = pairs.nodes_BSD.chunk(2, dim=1)
+        # The first half is what the first graph's nodes read, the second half the second's.
+        self._keys_BKD = torch.cat([second, pairs.graphs_B2D, first, pairs.graphs_B2D], dim=1)
 
     def graphs(self) -> Tensor:
-        return self.attend(self.pairs.graphs_B2D, self._keys, self._masks[0])
+        return self.attend(self.pairs.graphs_B2D, self._keys_BKD, self._masks[0])
 
     def nodes(self) -> Tensor:
-        return self.attend(*self._by_graph).view_as(self.pairs.nodes_BSD)
+        return self.attend(*self._by_graph()).view_as(self.pairs.nodes_BSD)
 
     def nodes_of(self, graph_B: Tensor) -> Tensor:
         rows_B = 2 * torch.arange(len(graph_B), device=graph_B.device) + graph_B
-        return self.attend(*(values.index_select(0, rows_B) for values in self._by_graph))
+        return self.attend(*(values.index_select(0, rows_B) for values in self._by_graph()))
 
-    @cached_property
-    def _keys(self) -> Tensor:
-        graphs_B2D, nodes_BSD, _ = self.pairs
-        first, second = nodes_BSD.chunk(2, dim=1)
-        # The first half is what the first graph's nodes read, the second half the second's.
-        return torch.cat([second, graphs_B2D, first, graphs_B2D], dim=1)
-
-    @cached_property
     def _by_graph(self) -> tuple[Tensor, Tensor, Tensor]:
         """Give each graph's nodes, keys and mask."""
-        num_frames, num_keys, d = self._keys.shape
+        num_frames, num_keys, d = self._keys_BKD.shape
         return (
             self.pairs.nodes_BSD.reshape(2 * num_frames, -1, d),
-            self._keys.view(2 * num_frames, num_keys // 2, d),
+            self._keys_BKD.view(2 * num_frames, num_keys // 2, d),
             self._masks[1],
         )
 

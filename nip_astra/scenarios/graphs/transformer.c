@@ -1,7 +1,7 @@
 /* A transformer's layer for pairs of graphs, attention and a perceptron, in one pass over blocks of
    tokens that stay in the cache.
 
-   Called from native.py; the formula stands in pairs.py and derivatives.py. Each function gives 0,
+   Called from native.py; the formula stands in transformer.py and pairs.py. Each function gives 0,
    or 1 where memory is lacking. Widths D and F are multiples of 16.
 
    Shapes: B frames, n nodes of a graph (padded), D width, F hidden width, H heads, J = H D. */
@@ -86,16 +86,16 @@ static int take_groups(transformer *p, extent next) {
 static extent rows_of_result(const transformer *p) { return p->whose == OF_GRAPHS ? 2 : p->n; }
 
 static void read_tokens(transformer *p) {
-    extent d = p->d, line = d * sizeof(float);
+    extent d = p->d;
     const float *own = p->whose == OF_GRAPHS ? p->graphs : p->nodes;
     for (extent i = 0; i < p->count; i++) {
         const group *g = p->groups + i;
         extent count = num_keys(g);
         float *keys = p->keys + i * p->most_keys * d, *columns = p->columns + i * d * p->padded;
-        memcpy(p->x + g->at * d, own + g->own, g->rows * line);
-        memcpy(keys, p->nodes + g->first, g->num_first * line);
-        memcpy(keys + g->num_first * d, p->nodes + g->second, g->num_second * line);
-        memcpy(keys + (count - 2) * d, p->graphs + g->graphs, 2 * line);
+        copy(g->rows * d, own + g->own, p->x + g->at * d);
+        copy(g->num_first * d, p->nodes + g->first, keys);
+        copy(g->num_second * d, p->nodes + g->second, keys + g->num_first * d);
+        copy(2 * d, p->graphs + g->graphs, keys + (count - 2) * d);
         for (extent k = 0; k < d; k++) {
             for (extent m = 0; m < count; m++) columns[k * p->padded + m] = keys[m * d + k];
             clear(p->padded - count, columns + k * p->padded + count);
@@ -197,7 +197,7 @@ int transformer_forward(extent whose, extent frames, extent n, extent d, extent 
         weigh(&p.last_norm, p.rows, d, p.last_normed, tokens);
         for (extent i = 0; i < p.count; i++, result += of_group) {
             extent size = p.groups[i].rows * d;
-            memcpy(result, tokens + p.groups[i].at * d, size * sizeof(float));
+            copy(size, tokens + p.groups[i].at * d, result);
             clear(of_group - size, result + size);
         }
     }
@@ -267,7 +267,7 @@ int transformer_backward(extent whose, extent frames, extent n, extent d, extent
     clear(frames * 2 * n * d, of_nodes);
     for (extent next = 0; take_groups(&p, next); next += p.count) {
         for (extent i = 0; i < p.count; i++, gradient += of_group)
-            memcpy(given + p.groups[i].at * d, gradient, p.groups[i].rows * d * sizeof(float));
+            copy(p.groups[i].rows * d, gradient, given + p.groups[i].at * d);
         transform(&p);
         through_norm(&p.last_norm, p.rows, d, given, p.last_normed, p.last_scale, of_sums);
         through_perceptron(&p.perceptron, p.rows, of_sums, p.attended, p.hidden, of_hidden, given);

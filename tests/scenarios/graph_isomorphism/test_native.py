@@ -284,7 +284,74 @@ def test_a_graph_that_no_frame_has_reads_nothing_beyond_the_nodes(number: int) -
     pairs = Pairs(torch.ones(1, 2, WIDTH), torch.ones(1, 6, WIDTH), torch.ones(1, 2, 3).bool())
     reading = native.read(pairs, weights)
     one = reading.nodes_of(torch.tensor([1]))
+    assert is_native(one)
     assert torch.equal(reading.nodes_of(torch.tensor([number])), one)
+
+
+@pytest.fixture
+def pairs() -> Pairs:
+    """Graphs of 4 and 2 nodes; what stands at padding is no number."""
+    is_node = torch.arange(4) < torch.tensor([4, 2])[:, None]
+    graphs, nodes = numbers((1, 2, WIDTH), (1, 8, WIDTH))
+    nodes = torch.where(is_node.view(1, 8, 1), nodes.detach(), torch.nan).requires_grad_()
+    return Pairs(graphs, nodes, is_node[None])
+
+
+def layer_weights() -> LayerWeights:
+    return LayerWeights(*tokens_of("graphs", 1, 1)[2][2:])
+
+
+def test_tokens_of_padding_are_not_read_and_become_0(pairs: Pairs) -> None:
+    reading = native.read(pairs, layer_weights())
+    tokens = reading.nodes()
+    assert is_native(tokens)
+    assert tokens.isfinite().all()
+    assert not tokens[:, 6:].any()
+    assert not reading.nodes_of(torch.tensor([1]))[:, 2:].any()
+    (tokens.sum() + reading.graphs().square().sum()).backward()
+    assert pairs.nodes_BSD.grad is not None
+    assert pairs.nodes_BSD.grad.isfinite().all()
+    assert not pairs.nodes_BSD.grad[:, 6:].any()
+
+
+def test_inputs_may_lie_in_any_order_and_weights_need_not_learn() -> None:
+    layer, formula, inputs = tokens_of("nodes", num_frames=3, num_nodes=5)
+    turned = [
+        x.detach().transpose(-2, -1).contiguous().transpose(-2, -1) if x.ndim > 1 else x.detach()
+        for x in inputs
+    ]
+    turned[1].requires_grad_()
+    found = layer(*turned)
+    assert is_native(found)
+    torch.testing.assert_close(found, formula(*inputs), rtol=1e-4, atol=1e-5)
+    given = gradients_of(found, turned[1:2])
+    torch.testing.assert_close(
+        given, gradients_of(formula(*inputs), inputs[1:2]), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_reading_that_began_without_derivatives_has_them_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs, nodes = numbers((2, 2, WIDTH), (2, 6, WIDTH))
+    pairs = Pairs(graphs, nodes, torch.ones(2, 2, 3, dtype=torch.bool))
+    weights, found = layer_weights(), []
+    for switch in ("1", "0"):
+        monkeypatch.setenv(SWITCH, switch)
+        reading = native.read(pairs, weights)
+        with torch.no_grad():
+            reading.graphs(), reading.nodes_of(torch.tensor([0, 1]))
+        found.append(gradients_of(reading.nodes(), [graphs, nodes]))
+    assert all(gradient.any() for gradient in found[0])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("field", ["is_node_B2n", "graphs_B2D"])
+def test_what_lies_elsewhere_is_not_given_to_c(field: str) -> None:
+    given = Pairs(torch.ones(1, 2, WIDTH), torch.ones(1, 6, WIDTH), torch.ones(1, 2, 3).bool())
+    elsewhere = given._replace(**{field: getattr(given, field).to("meta")})
+    assert native.NativeGraphTokens.takes((*given, *layer_weights()))
+    assert not native.NativeGraphTokens.takes((*elsewhere, *layer_weights()))
 
 
 def test_no_frames_give_no_tokens() -> None:
