@@ -34,13 +34,6 @@ CODES = {
     name: NativeCode(Path(__file__).with_name(f"{name}.c")) for name in ("network", "transformer")
 }
 
-
-def why_absent() -> str | None:
-    """Say why layers are left to torch, or None where they need not be."""
-    reasons = (code.why_absent() for code in CODES.values())
-    return next((reason for reason in reasons if reason), None)
-
-
 TILE = 16
 """Widths are multiples of it."""
 MOST_WEIGHTS = 4096
@@ -48,6 +41,12 @@ MOST_WEIGHTS = 4096
 torch from about four times as many on."""
 
 Layer = Callable[..., Tensor]
+
+
+def why_absent() -> str | None:
+    """Say why layers are left to torch, or None where they need not be."""
+    reasons = (code.why_absent() for code in CODES.values())
+    return next((reason for reason in reasons if reason), None)
 
 
 def tanh_network(network: Network, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -119,6 +118,7 @@ class _Native(torch.autograd.Function):
     dtypes: ClassVar[Mapping[int, torch.dtype]] = {}
     """Of the inputs that are not float32."""
     num_kept: ClassVar[int] = 0
+    """How many tensors `forward` leaves to `backward` besides the inputs."""
 
     @staticmethod
     def sizes(inputs: Sequence[Tensor]) -> Sequence[int]:
@@ -172,7 +172,7 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def empty_kept(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Give `num_kept` tensors for what `forward` leaves to `backward` besides the inputs."""
+        """Give `num_kept` tensors, which have not their values yet."""
         return ()
 
     @classmethod

@@ -13,8 +13,8 @@
 
 enum whose { OF_GRAPHS, OF_NODES, OF_CHOSEN };
 
-/* Weights in the order of native.py, or their derivatives. A head has D / H rows of the first three
-   matrices, and columns of the fourth. */
+/* Weights in the order of transformer.py, or their derivatives. A head has D / H rows of the first
+   three matrices, and columns of the fourth. */
 enum weight {
     QUERY, QUERY_BIAS, KEY, VALUE, OUTPUT, OUTPUT_BIAS, GAIN, SHIFT,
     INNER, INNER_BIAS, OUTER, OUTER_BIAS, LAST_GAIN, LAST_SHIFT
