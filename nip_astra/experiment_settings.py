@@ -31,12 +31,11 @@ class ExperimentSettings(SubParameters):
     """W&B user or team; null for the account's own."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU cores to use; null takes all, of which four at most play conversations of small models,
-    and one trains agents of a protocol. Large models compute in so many threads of torch,
-    conversations of small models are played by so many processes, and agents of a protocol learn in
-    so many where their losses can be divided. The last digits of what models say hang on this
-    number."""
-    max_rollout_gib: float = Field(default=4.0, gt=0)
-    """Memory for the keys and values of a rollout, in GiB; a larger one is played in parts."""
+    and one trains agents of a protocol. Large models compute in so many threads of torch, parts of
+    a rollout of small models are played by so many processes, and agents of a protocol learn in so
+    many where their losses can be divided. Where small models learn the numbers are the same
+    whatever the number of cores; torch cuts the sums of large models by its threads, so that their
+    last digits may hang on it."""
     checkpoint_period: int = Field(default=10, ge=0)
     """Iterations between checkpoints; 0 saves at the end and on a signal only."""
     num_checkpoints_kept: int = Field(default=2, ge=1)

@@ -203,7 +203,15 @@ def _sampler(
     agent = own.target if target.agent is None else target.agent
     agent.check_prompts(prompts, split=split)
     scorer = next(iter(judges.scorers.values()))
-    return TreeSampler(own.attacker, agent, own.reference, scorer, own.reward, own.max_cache_bytes)
+    return TreeSampler(
+        own.attacker,
+        agent,
+        own.reference,
+        scorer,
+        own.reward,
+        own.max_cache_bytes,
+        num_parts=own.num_parts,
+    )
 
 
 def _name(

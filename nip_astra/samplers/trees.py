@@ -17,9 +17,9 @@ from torch import Tensor
 from nip_astra.language_models.base import Generation, GenerationSession, pad_left
 from nip_astra.language_models.token_trie import build_trie
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
-from nip_astra.rollouts.tree import RolloutTree, merge_trees
+from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
-from nip_astra.samplers.shares import num_shares, play_at_once
+from nip_astra.samplers.parts import cut_rollout, play_parts
 from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation import Turn
@@ -55,7 +55,9 @@ class TreeSampler:
     ----------
     max_cache_bytes : int, optional
         Memory for the keys and values of both models. A rollout that would need more is played in
-        parts; an episode is never divided.
+        more parts; an episode is never divided.
+    num_parts : int
+        Parts into which a rollout of small models on the CPU is cut, to be played at once.
     asks_reference : bool
         Whether the reference reads the probes; where it does not, its log-probabilities, and what
         follows from them, are NaN.
@@ -70,6 +72,7 @@ class TreeSampler:
         reward: RewardParameters,
         max_cache_bytes: int | None = None,
         *,
+        num_parts: int = 1,
         asks_reference: bool = True,
     ) -> None:
         self.attacker = attacker
@@ -78,6 +81,7 @@ class TreeSampler:
         self.scorer = scorer
         self.reward = reward
         self.max_cache_bytes = max_cache_bytes
+        self.num_parts = num_parts
         self.asks_reference = asks_reference
         self._shares_tokens = attacker.shares_tokens_with(target)
 
@@ -92,6 +96,7 @@ class TreeSampler:
             self.scorer,
             self.reward,
             self.max_cache_bytes,
+            num_parts=self.num_parts,
             asks_reference=asks_reference,
         )
 
@@ -143,25 +148,27 @@ class TreeSampler:
         plan = _Plan(tree_width, tree_depth, key)
         at_once = len(prompts)
         if self.max_cache_bytes is not None:
-            size = {"tree_width": tree_width, "tree_depth": tree_depth}
-            per_episode = self.cache_bytes(prompts, **size) // max(len(prompts), 1)
+            needed = self.cache_bytes(prompts, tree_width=tree_width, tree_depth=tree_depth)
+            per_episode = needed // max(len(prompts), 1)
             at_once = max(1, self.max_cache_bytes // max(per_episode, 1))
         agents = (self.attacker, self.target, self.reference)
         num_nodes = len(prompts) * sum(tree_width**level for level in range(1, tree_depth + 1))
-        count = num_shares(agents, min(len(prompts), at_once), num_nodes)
+        parts = cut_rollout(agents, len(prompts), num_nodes, min(self.num_parts, at_once))
+        # All parts may be in memory together.
+        size = max(at_once // len(parts), 1)
 
-        def play(share: range) -> RolloutTree:
-            size, stop = max(at_once // count, 1), share.stop
-            parts = [
-                self._play(prompts[start : min(start + size, stop)], plan, first_episode + start)
-                for start in range(share.start, stop, size)
-            ]
-            return parts[0] if len(parts) == 1 else merge_trees(parts)
+        def play(part: range) -> RolloutTree:
+            return self._play(prompts[part.start : part.stop], plan, first_episode + part.start)
 
-        if count == 1:
-            tree = play(range(len(prompts)))
+        pieces = [
+            range(start, min(start + size, part.stop))
+            for part in parts
+            for start in range(part.start, part.stop, size)
+        ]
+        if len(pieces) == 1:
+            tree = play(pieces[0])
         else:
-            tree = play_at_once(play, agents, len(prompts), count)
+            tree = play_parts(play, agents, pieces, most_processes=len(parts))
         self._rate(tree)
         return tree
 

@@ -89,6 +89,13 @@ class AstChatScenario(Scenario):
         """Probes tried at every point of a conversation."""
         tree_depth: int = Field(default=3, ge=1)
         """Probes on a path from opening to leaf; turns of an evaluation episode."""
+        num_rollout_parts: int = Field(default=2, ge=1, le=64)
+        """Parts into which a rollout of small models on the CPU is cut, played at once by as many
+        processes as there are cores. More parts use more cores, and compute more slowly on few.
+        The last digits of what models say hang on this number, and on no number of cores."""
+        max_rollout_gib: float = Field(default=4.0, gt=0)
+        """Memory for the keys and values of a rollout, in GiB. A larger rollout is played in more
+        parts, of whole episodes, on which the last digits of what models say hang too."""
         reward: RewardParameters = RewardParameters()
         """Weights of the reward."""
         failure_threshold: float = Field(default=0.5, gt=0, le=1)
@@ -148,7 +155,8 @@ class AstChatScenario(Scenario):
                 reference,
                 scorer,
                 parameters.reward,
-                max_cache_bytes=int(settings.max_rollout_gib * 2**30),
+                max_cache_bytes=int(parameters.max_rollout_gib * 2**30),
+                num_parts=parameters.num_rollout_parts,
             ),
             planted_failures=parameters.planted_failures,
             scenario_dir=scenario_dir,

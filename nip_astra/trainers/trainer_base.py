@@ -51,7 +51,7 @@ class Trainer(ABC):
     scenario_instance : ScenarioInstance
         The built components.
     settings : ExperimentSettings
-        Where and how to run; changes no result, but for the last digits by the number of cores.
+        Where and how to run; changes no result, but for last digits of large models by threads.
     tracker : Tracker
         Takes metrics, tables and artifacts; does nothing when the settings hold none.
     run_directory : RunDirectory or None

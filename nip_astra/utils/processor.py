@@ -20,13 +20,14 @@ _KEPT_THRESHOLD = 1 << 30
 
 
 def choose_num_threads(num_parameters: int, requested: int | None) -> int:
-    """Give the thread count: the one requested, one for a small model, else all cores.
+    """The threads of torch: one for a small model, else those requested, or all cores.
 
-    On busy cores small operations run up to ten times slower with two threads than with one.
+    On busy cores small operations run up to ten times slower with two threads than with one, and
+    the last digits of a sum hang on the number of threads that made it.
     """
-    if requested is not None:
-        return requested
-    return 1 if num_parameters < SMALL_MODEL_PARAMETERS else num_cores()
+    if num_parameters < SMALL_MODEL_PARAMETERS:
+        return 1
+    return num_cores() if requested is None else requested
 
 
 def choose_num_processes(num_parameters: int, requested: int | None) -> int:

@@ -68,12 +68,12 @@ def test_conversations_are_divided_among_the_cores(
 ) -> None:
     allowed = []
 
-    def noted(*_: Any) -> int:
+    def noted(_: Any, num_episodes: int, *how: Any) -> list[range]:
         allowed.append(get_num_processes())
-        return 1
+        return [range(num_episodes)]
 
     monkeypatch.setattr(processor, "num_cores", lambda: 3)
-    monkeypatch.setattr(trees, "num_shares", noted)
+    monkeypatch.setattr(trees, "cut_rollout", noted)
     assert cli("evaluate", "runs/one", *more).code == 0
     assert set(allowed) == {count if can_fork() else 1}
     # Too large a model for processes.

@@ -1,4 +1,4 @@
-"""A rollout that several processes play is the one that a single one plays."""
+"""A rollout is cut by the experiment alone, whatever the number of processes that play it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
-from nip_astra.samplers import shares
+from nip_astra.samplers import parts
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_instance import ScenarioInstance
@@ -39,28 +39,32 @@ def instance(tiny_scenario: Path) -> ScenarioInstance:
 
 
 @pytest.fixture(autouse=True)
-def _small_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shares, "SMALLEST_SHARE", 2)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
 
 
 @pytest.fixture
 def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Into how many parts rollouts were divided."""
     counts: list[int] = []
-    found = shares.num_shares
+    found = parts.cut_rollout
 
-    def noted(*asked: Any) -> int:
-        counts.append(found(*asked))
-        return counts[-1]
+    def noted(*asked: Any) -> list[range]:
+        cut = found(*asked)
+        counts.append(len(cut))
+        return cut
 
-    monkeypatch.setattr("nip_astra.samplers.trees.num_shares", noted)
+    monkeypatch.setattr("nip_astra.samplers.trees.cut_rollout", noted)
     return counts
 
 
-def sample(sampler: TreeSampler, count: int, prompts: list[str] = PROMPTS) -> RolloutTree:
+def sample(
+    sampler: TreeSampler, count: int, prompts: list[str] = PROMPTS, num_parts: int = 2
+) -> RolloutTree:
+    sampler.num_parts = num_parts
     with using_processes(count):
         return sampler.sample(
-            prompts, tree_width=2, tree_depth=2, key=(0, "shares"), first_episode=3
+            prompts, tree_width=2, tree_depth=2, key=(0, "parts"), first_episode=3
         )
 
 
@@ -69,17 +73,34 @@ def counted(instance: ScenarioInstance) -> list[int]:
     return [getattr(m.token_count, field.name) for m in models for field in fields(TokenCount)]
 
 
-@pytest.mark.parametrize(("count", "per_part"), [(2, 3), (3, 2), (9, 1)])
-def test_a_rollout_of_several_processes_is_that_of_one_in_as_many_parts(
-    tiny_scenario: Path, instance: ScenarioInstance, divided: list[int], count: int, per_part: int
+@pytest.mark.parametrize(
+    ("num_parts", "num_held", "num_processes"),
+    [(2, None, 2), (3, None, 2), (4, None, 3), (2, None, 9), (6, 2, 2), (2, 3, 2)],
+)
+def test_any_number_of_processes_plays_the_same_rollout(
+    tiny_scenario: Path,
+    instance: ScenarioInstance,
+    monkeypatch: pytest.MonkeyPatch,
+    num_parts: int,
+    num_held: int | None,
+    num_processes: int,
 ) -> None:
-    sampler = instance.sampler
-    one = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
-    sampler.max_cache_bytes = per_part * one
-    alone = sample(sampler, 1)
+    """To the bit, for batches have the same rows; `num_held` trees fit into memory."""
     other = build(tiny_scenario)
-    together = sample(other.sampler, count)
-    assert divided == [1, len(PROMPTS) // per_part]
+    one = other.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
+    batches: list[int] = []
+    play = TreeSampler._play
+
+    def noted(self: TreeSampler, prompts: list[str], *how: Any) -> RolloutTree:
+        batches.append(len(prompts))
+        return play(self, prompts, *how)
+
+    monkeypatch.setattr(TreeSampler, "_play", noted)
+    for sampler in (instance.sampler, other.sampler):
+        sampler.max_cache_bytes = None if num_held is None else num_held * one
+    alone = sample(instance.sampler, 1, num_parts=num_parts)
+    assert len(batches) > 1, "one process has several batches too"
+    together = sample(other.sampler, num_processes, num_parts=num_parts)
     assert (together.prompts, together.probes) == (PROMPTS, alone.probes)
     assert (together.responses, together.contexts) == (alone.responses, alone.contexts)
     assert together.num_unique_tokens == alone.num_unique_tokens
@@ -115,7 +136,7 @@ def test_contexts_that_are_cut_are_counted_once(tiny_scenario: Path, divided: li
         sampler = instance.sampler.with_attacker(instance.agents["reference"])
         sample(sampler, count)
         cut.append([agent.num_truncated_contexts for agent in instance.agents.values()])
-    assert divided == [1, 2]
+    assert divided == [2, 2]
     assert sum(cut[0]) > 0
     assert cut[0] == cut[1]
 
@@ -163,7 +184,7 @@ def test_few_nodes_are_not_divided(
     instance: ScenarioInstance, divided: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for smallest in (18, 19):
-        monkeypatch.setattr(shares, "SMALLEST_SHARE", smallest)
+        monkeypatch.setattr(parts, "SMALLEST_PART", smallest)
         sample(instance.sampler, 2)
     assert divided == [2, 1], "36 nodes"
 
@@ -190,6 +211,28 @@ def test_what_would_lose_what_it_keeps_is_not_divided(
     assert divided == [1, 1, 1]
 
 
+def test_a_large_model_is_not_divided(
+    instance: ScenarioInstance, divided: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for smallest_large in (10**9, 10):
+        monkeypatch.setattr(parts, "SMALL_MODEL_PARAMETERS", smallest_large)
+        sample(instance.sampler, 2)
+    assert divided == [2, 1]
+
+
+def test_what_is_not_divided_is_played_by_one_process_in_pieces_too(
+    instance: ScenarioInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory for keys and values holds some of the episodes only."""
+    sampler = instance.sampler
+    instance.agents["target"].language_model.can_be_forked = False
+    sampler.max_cache_bytes = (
+        2 * sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=2) // len(PROMPTS)
+    )
+    monkeypatch.setattr("nip_astra.samplers.parts.call_at_once", None)
+    assert sample(sampler, 2).num_episodes == len(PROMPTS)
+
+
 class Unforked:
     """A model from elsewhere, which does not say whether it may be forked."""
 
@@ -214,7 +257,7 @@ def test_importance_sampling_counts_the_tokens_of_both_speakers(tiny_scenario: P
 
 
 @pytest.mark.parametrize(("asked", "used"), [(None, 3), (1, 1), (2, 2)])
-def test_a_run_of_small_models_uses_the_cores_that_it_is_given(
+def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
     tiny_scenario: Path,
     monkeypatch: pytest.MonkeyPatch,
     divided: list[int],
@@ -225,10 +268,15 @@ def test_a_run_of_small_models_uses_the_cores_that_it_is_given(
     resolved = resolve_experiment(
         trainer="ast_dpo",
         scenario=str(tiny_scenario),
-        overrides=["training.training_steps=1", "training.num_episodes_per_experience=3"],
+        overrides=[
+            "training.training_steps=1",
+            "training.num_episodes_per_experience=3",
+            "ast_chat.num_rollout_parts=3",
+        ],
     )
     settings = ExperimentSettings(progress=False, num_threads=asked)
     trainer = prepare_experiment(resolved, settings=settings).trainer
     trainer.train()
-    assert max(divided) == trainer.results["num_processes"] == used
+    assert max(divided) == 3
+    assert trainer.results["num_processes"] == used
     assert get_num_processes() == 1

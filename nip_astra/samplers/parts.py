@@ -1,0 +1,110 @@
+"""Rollouts that are cut into parts, which several processes play at once.
+
+Where a rollout is cut depends on the experiment alone: the last digits of what models say hang on
+the rows that a batch has. How many processes play the parts depends on the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+from nip_astra.language_models.base import LanguageModel, TokenCount
+from nip_astra.rollouts.tree import RolloutTree, merge_trees
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.utils.forked import call_at_once, get_num_processes
+from nip_astra.utils.processor import SMALL_MODEL_PARAMETERS
+
+SMALLEST_PART = 64
+"""Nodes for which it is worth to fork a process, which takes as long as some of them do."""
+
+Play = Callable[[range], RolloutTree]
+"""Plays some of the episodes of a rollout."""
+
+
+class _Played(NamedTuple):
+    """What a process played, and what its agents counted meanwhile."""
+
+    trees: list[RolloutTree]
+    counts: list[TokenCount]
+    num_truncated: list[int]
+
+
+def cut_rollout(
+    agents: Sequence[ConversationAgent], num_episodes: int, num_nodes: int, num_parts: int
+) -> list[range]:
+    """Cut the episodes of a rollout into equal parts.
+
+    Parameters
+    ----------
+    num_nodes : int
+        Of all episodes together.
+    num_parts : int
+        At most so many parts; fewer where they would be small, and one for large models, models on
+        a GPU, and agents or backends that a process of its own could not play.
+    """
+    count = min(num_parts, num_episodes, num_nodes // SMALLEST_PART)
+    if count <= 1 or not all(map(_can_be_divided, agents)):
+        return [range(num_episodes)]
+    return _cut(range(num_episodes), count)
+
+
+def play_parts(
+    play: Play, agents: Sequence[ConversationAgent], parts: Sequence[range], most_processes: int
+) -> RolloutTree:
+    """Play the parts of a rollout, in at most as many processes as the run may use.
+
+    Tokens are counted as if this process had played all of it; its seconds are those of the
+    process that took the longest.
+    """
+    agents = list({id(agent): agent for agent in agents}.values())
+    num_processes = min(get_num_processes(), most_processes, len(parts))
+    if num_processes == 1:
+        return merge_trees([play(part) for part in parts])
+    for model in _models_of(agents):
+        # Weights are laid out here, once for all processes.
+        model.open_session().close()
+    batches = [parts[run.start : run.stop] for run in _cut(range(len(parts)), num_processes)]
+    mine, *others = call_at_once([partial(_play, play, agents, batch) for batch in batches])
+    for played in others:
+        for model, spent in zip(_models_of(agents), played.counts, strict=True):
+            model.token_count.add(spent)
+        for agent, added in zip(agents, played.num_truncated, strict=True):
+            agent.num_truncated_contexts += added
+    everything = [mine, *others]
+    tree = merge_trees([tree for played in everything for tree in played.trees])
+    tree.seconds = {
+        name: max(sum(tree.seconds[name] for tree in played.trees) for played in everything)
+        for name in tree.seconds
+    }
+    return tree
+
+
+def _cut(indices: range, count: int) -> list[range]:
+    ends = [indices.start + len(indices) * part // count for part in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(ends)]
+
+
+def _play(play: Play, agents: Sequence[ConversationAgent], parts: Sequence[range]) -> _Played:
+    before = [agent.num_truncated_contexts for agent in agents]
+    with ExitStack() as stack:
+        counts = [stack.enter_context(model.counting()) for model in _models_of(agents)]
+        trees = [play(part) for part in parts]
+    after = [agent.num_truncated_contexts for agent in agents]
+    return _Played(trees, counts, [new - old for new, old in zip(after, before, strict=True)])
+
+
+def _can_be_divided(agent: ConversationAgent) -> bool:
+    # An agent of another class may keep what only its own process would know.
+    model = agent.language_model
+    is_known = type(agent) is ConversationAgent and getattr(model, "can_be_forked", False)
+    return is_known and model.num_parameters() < SMALL_MODEL_PARAMETERS
+
+
+def _models_of(agents: Sequence[ConversationAgent]) -> list[LanguageModel]:
+    """The agents' models, one of those that share a count."""
+    models = (agent.language_model for agent in agents)
+    return list({id(model.token_count): model for model in models}.values())
