@@ -177,6 +177,10 @@ class NonFiniteLossError(NipAstraError, ArithmeticError):
     """A loss or gradient is not finite; training stopped before using it."""
 
 
+class NonFiniteOutputError(NipAstraError, ArithmeticError):
+    """A model's logits are no numbers; nothing that it said is used."""
+
+
 class HelperProcessError(NipAstraError, RuntimeError):
     """A process that was to compute a part of the work failed or ended."""
 

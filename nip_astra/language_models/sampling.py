@@ -104,7 +104,8 @@ def _draw_any(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     before_B = ends_BC[rows, chunk_B] - sums_BC[rows, chunk_B]
     within_B = (uniforms_B.double() * ends_BC[:, -1] - before_B) / sums_BC[rows, chunk_B]
     inside = _invert(chunks_BCT[rows, chunk_B].double(), within_B.clamp_(0.0, 1.0 - 2.0**-40))
-    return chunk_B * _CHUNK + inside
+    # Logits that are no numbers lead past the end; they are refused by their log-probability.
+    return (chunk_B * _CHUNK + inside).clamp_(max=vocab_size - 1)
 
 
 def _invert(weights: Tensor, uniforms_B: Tensor) -> Tensor:

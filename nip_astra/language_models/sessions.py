@@ -123,7 +123,8 @@ class CachedSession(GenerationSession):
     ) -> Turns:
         # The last token of a turn is predicted and not read.
         reserve = options.max_new_tokens - 1
-        passes = self._read(contexts, branching, reserve if rows_per_context == 1 else 0)
+        firsts = None if spans is None else [start for start, _ in spans]
+        passes = self._read(contexts, branching, reserve if rows_per_context == 1 else 0, firsts)
         span_logprobs = None if spans is None else self._score_spans(contexts, spans, passes)
         hidden_RX = passes[-1].last_hidden()
         if rows_per_context > 1:
@@ -146,9 +147,26 @@ class CachedSession(GenerationSession):
 
     # ---- reading contexts
 
-    def _read(self, contexts: Sequence[Sequence[int]], branching: int, reserve: int) -> list[_Pass]:
-        """Forward what is new of the contexts: first what siblings share, then the rest."""
+    def _read(
+        self,
+        contexts: Sequence[Sequence[int]],
+        branching: int,
+        reserve: int,
+        firsts: Sequence[int] | None,
+    ) -> list[_Pass]:
+        """Forward what is new of the contexts: first what siblings share, then the rest.
+
+        Parameters
+        ----------
+        firsts : Sequence[int], optional
+            Of each context, the first position that is to be predicted.
+        """
         starts = self._num_cached(contexts, branching)
+        if starts is not None and firsts is not None:
+            # What predicts it was read while its row spoke, and only its keys were kept: where
+            # nothing stands between two turns, so that it is the last token of the first.
+            is_kept = all(start < first for start, first in zip(starts, firsts, strict=True))
+            starts = starts if is_kept else None
         is_fresh = starts is None
         if starts is None:
             self._tree.clear()

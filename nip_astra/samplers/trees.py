@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.language_models.base import Generation, GenerationSession, pad_left
+from nip_astra.language_models.finite import refuse_nan
 from nip_astra.language_models.token_trie import build_trie
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
@@ -179,6 +180,8 @@ class TreeSampler:
         probe_NT, mask_NT, logprobs_NT = self._stack(columns.generations)
         with torch.no_grad(), columns.timed("reference"):
             reference_NT = self._reference_logprobs(columns, probe_NT, mask_NT)
+        if self.asks_reference:
+            self._refuse_nan(self.reference, reference_NT, mask_NT, plan)
         if self.reward.likelihood_model == "reference":
             nll_N = mean_nll(reference_NT, mask_NT)
         else:
@@ -257,6 +260,7 @@ class TreeSampler:
             probes = self.attacker.speak(
                 sessions.attacker, contexts, tree_width, uniforms
             ).generation
+        self._refuse_nan(self.attacker, probes.logprobs_BT, probes.mask_BT, plan)
         if depth + 1 == plan.tree_depth:
             # Its keys and values make room for those of the last responses.
             sessions.attacker.close()
@@ -309,9 +313,19 @@ class TreeSampler:
         if spans is not None and answered.span_logprobs_CT is not None:
             lengths_C = torch.tensor([stop - start for start, stop in spans])
             mask_CT = torch.arange(answered.span_logprobs_CT.shape[1]) < lengths_C[:, None]
+            self._refuse_nan(self.target, answered.span_logprobs_CT, mask_CT, plan)
             columns.target_nll.append(mean_nll(answered.span_logprobs_CT, mask_CT))
-        columns.note("target", contexts, answered.generation)
-        return answered.generation
+        said = answered.generation
+        self._refuse_nan(self.target, said.logprobs_BT, said.mask_BT, plan)
+        columns.note("target", contexts, said)
+        return said
+
+    @staticmethod
+    def _refuse_nan(
+        agent: ConversationAgent, logprobs_NT: Tensor, mask_NT: Tensor, plan: _Plan
+    ) -> None:
+        during = f"the rollout {' '.join(map(str, plan.key))}"
+        refuse_nan(logprobs_NT, mask_NT, role=agent.role, model=agent.language_model, during=during)
 
     @staticmethod
     def _uniforms(

@@ -115,6 +115,11 @@ class ConversationAgent:
         turns = [tuple(ids[:length]) for ids, length in rows]
         return [turn[:-1] if turn and turn[-1] in ends else turn for turn in turns]
 
+    def say(self, text: str) -> list[int]:
+        """The tokens of a turn that this agent is to have said, with the token that ends it."""
+        end = self.conversation_format.turn_end(self.language_model.end_ids)
+        return [*self.conversation_format.encode(text), *end]
+
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """Give the text of turns."""
         decoded: list[str] = self.language_model.tokenizer.batch_decode(

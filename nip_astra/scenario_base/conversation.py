@@ -6,6 +6,7 @@ What a model generated is kept as tokens and never tokenised again; only the tex
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from nip_astra.errors import ContextLengthError, ModelLoadError
 
+_logger = logging.getLogger(__name__)
 _PLACEHOLDER = "\u241f{}\u241f"
 
 
@@ -54,6 +56,17 @@ class ConversationFormat(ABC):
         """Give where the content of the last turn begins and ends in a context that holds it."""
         stop = len(context) - self.num_tokens_after(turns)
         return stop - len(turns[-1].ids), stop
+
+    def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
+        """The token with which the reading model ends a turn, or nothing where there is none.
+
+        Parameters
+        ----------
+        end_ids : Sequence[int]
+            Tokens that end a turn of the model.
+        """
+        own = self.tokenizer.eos_token_id
+        return (*self.end_ids, *([own] if own in end_ids else []), *end_ids)[:1]
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Give the content tokens of a turn that somebody else said."""
@@ -113,7 +126,13 @@ class ChatFormat(ConversationFormat):
             self._glue_by_shape[shape] = self._render_glue(shape)
         return self._glue_by_shape[shape]
 
-    def _render_glue(self, shape: tuple[bool, ...]) -> list[list[int]]:
+    def turn_end(self, end_ids: Sequence[int]) -> tuple[int, ...]:
+        # Of several tokens that end a turn, the template names the one that it was taught with.
+        *_, after = self._render_glue((False, True), speaks_next=False)
+        named = [token for token in after if token in end_ids]
+        return tuple(named[:1]) or super().turn_end(end_ids)
+
+    def _render_glue(self, shape: tuple[bool, ...], *, speaks_next: bool = True) -> list[list[int]]:
         """Render placeholders through the template and tokenise what stands between them."""
         messages = [{"role": role, "content": content} for role, content in self._head]
         names = [_PLACEHOLDER.format(index) for index in range(len(shape))]
@@ -121,7 +140,7 @@ class ChatFormat(ConversationFormat):
             messages.append({"role": "assistant" if is_own else "user", "content": name})
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages, tokenize=False, add_generation_prompt=speaks_next
             )
         except Exception as error:
             raise ModelLoadError(
@@ -154,19 +173,45 @@ def _interleave(glue: Sequence[Sequence[int]], turns: Sequence[Turn]) -> list[in
 class PlainFormat(ConversationFormat):
     """Turns one after the other, for models without a chat template.
 
+    A context begins with the tokenizer's first token, where it sets one. Elsewhere a conversation
+    that lost its oldest turns begins with the separator, and one without separators with the token
+    that begins or ends texts, so that something stands before whatever is to be predicted.
+
     Parameters
     ----------
     separator : str
-        Stands between turns. Where it is one token, saying it ends a turn.
+        Stands between turns, or nothing where it is empty. Where it is one token, saying it ends a
+        turn.
+
+    Raises
+    ------
+    ModelLoadError
+        When nothing can stand before a turn.
     """
 
     def __init__(self, tokenizer: Any, *, separator: str = "\n") -> None:
         super().__init__(tokenizer)
         self._separator = tokenizer.encode(separator, add_special_tokens=False)
+        if separator and not self._separator:
+            _logger.warning(
+                "The tokenizer makes no token of %r, so nothing will stand between turns. Set "
+                "turn_separator to a text that it knows, for instance %r.",
+                separator,
+                tokenizer.eos_token,
+            )
         self.end_ids = tuple(self._separator) if len(self._separator) == 1 else ()
         bos = tokenizer.bos_token_id
         starts_with_bos = bos is not None and tokenizer.encode("a")[:1] == [bos]
         self._start = [bos] if starts_with_bos else []
+        if not self._start and not self._separator:
+            first = tokenizer.eos_token_id if bos is None else bos
+            if first is None:
+                raise ModelLoadError(
+                    "turns were to follow one another with nothing between them, but the tokenizer "
+                    "has no token that begins or ends a text, so a conversation would begin with "
+                    "nothing. Set turn_separator to a text that the tokenizer knows."
+                )
+            self._start = [first]
 
     def context(self, turns: Sequence[Turn]) -> list[int]:
         ids = list(self._start)
@@ -174,6 +219,15 @@ class PlainFormat(ConversationFormat):
             ids += turn.ids
             ids += self._separator
         return ids
+
+    def fit(self, turns: Sequence[Turn], *, num_tokens: int) -> FittedContext:
+        if self._start:
+            return super().fit(turns, num_tokens=num_tokens)
+        whole = self.context(turns)
+        if len(whole) <= num_tokens:
+            return FittedContext(whole, 0)
+        rest = super().fit(turns, num_tokens=num_tokens - len(self._separator))
+        return FittedContext([*self._separator, *rest.ids], rest.num_dropped_turns)
 
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
         return len(self._separator)

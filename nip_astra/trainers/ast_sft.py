@@ -55,10 +55,8 @@ class AstSftTrainer(AstTrainer):
         self._best: list[Sample] = []
         self._given: list[torch.Tensor] = []
         if self.parameters.probes is not None:
-            end = self.policy.end_ids[:1]
-            encode = self.attacker.conversation_format.encode
             texts = read_prompts(self.parameters.probes, self.scenario_instance.scenario_dir)
-            self._given = [torch.tensor([*encode(text), *end]) for text in texts]
+            self._given = [torch.tensor(self.attacker.say(text)) for text in texts]
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         """Give the probes to imitate after this rollout."""

@@ -117,9 +117,8 @@ class GivenProbes:
         self.share = parameters.share
         self.reference = reference
         self.seed = seed
-        end = attacker.language_model.end_ids[:1]
         texts = read_prompts(parameters.probes, scenario_dir)
-        self.probes = [[*attacker.conversation_format.encode(text), *end] for text in texts]
+        self.probes = [attacker.say(text) for text in texts]
 
     @torch.no_grad()
     def replace(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from nip_astra.errors import NonFiniteOutputError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.base import pad_left
+from nip_astra.language_models.sessions import CachedSession
 from nip_astra.resolution import resolve_experiment
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.scenario_base.conversation import Turn
@@ -261,3 +264,44 @@ def test_a_reference_that_is_not_asked_reads_nothing_and_changes_nothing_else(
     for name in tree.nodes.keys() - follows:
         assert torch.equal(tree.nodes[name], asked.nodes[name]), name
     assert (tree.probes, tree.responses) == (asked.probes, asked.responses)
+
+
+@pytest.mark.parametrize("separator", ["", ".", "the cat"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_plain_turns_are_scored_whatever_parts_them(
+    tiny_scenario: Path, monkeypatch: pytest.MonkeyPatch, separator: str, is_cut: bool
+) -> None:
+    """Also where a session kept of the token before a turn its key only."""
+    overrides = [
+        "ast_chat.target.format=plain",
+        f"ast_chat.target.turn_separator='{separator}'",
+        "ast_chat.reward.likelihood_model=target",
+    ]
+    trees = []
+    for is_kept in (True, False):
+        instance = build(tiny_scenario, *overrides)
+        target = instance.agents["target"]
+        if is_cut:
+            target.language_model.context_window = 12 + target.sampling.max_new_tokens
+        if not is_kept:
+            monkeypatch.setattr(CachedSession, "_num_cached", lambda *_: None)
+        trees.append(_sample(instance))
+        assert (target.num_truncated_contexts > 0) == is_cut
+    kept, apart = trees
+    assert kept.probes == apart.probes
+    assert kept.responses == apart.responses
+    assert not kept.nodes["probe_nll"].isnan().any()
+    torch.testing.assert_close(kept.nodes["probe_nll"], apart.nodes["probe_nll"])
+
+
+@pytest.mark.parametrize("role", ["attacker", "target", "reference"])
+def test_logits_that_are_no_numbers_stop_the_rollout(tiny_scenario: Path, role: str) -> None:
+    instance = build(tiny_scenario)
+    model: Any = instance.agents[role].language_model
+    if role == "reference":
+        model = instance.sampler.reference.language_model
+    with torch.no_grad():
+        for weights in model.module.parameters():
+            weights.fill_(float("nan"))
+    with pytest.raises(NonFiniteOutputError, match=rf"{role}'s model.*test.*token 1 of row 1"):
+        _sample(instance)

@@ -44,9 +44,12 @@ def test_tokens_of_a_turn_stay_as_they_were_sampled() -> None:
     assert tuple(ids[-5:-2]) == sampled
 
 
-@pytest.mark.parametrize("make", [ChatFormat, PlainFormat])
-def test_the_last_turn_is_found_in_its_context(make: type[ChatFormat | PlainFormat]) -> None:
-    speech = make(make_tokenizer())
+@pytest.mark.parametrize("separator", [None, ".", "", "the cat"])
+def test_the_last_turn_is_found_in_its_context(separator: str | None) -> None:
+    tokenizer = make_tokenizer()
+    speech: ChatFormat | PlainFormat = ChatFormat(tokenizer)
+    if separator is not None:
+        speech = PlainFormat(tokenizer, separator=separator)
     turns = [*_turns(speech, True), Turn(False, (7, 1, 8))]
     context = speech.context(turns)
     start, stop = speech.last_turn_span(turns, context)
@@ -92,3 +95,54 @@ def test_plain_turns_stand_one_after_the_other() -> None:
     turns = [Turn(False, plain.encode("hello")), Turn(True, plain.encode("fine"))]
     assert tokenizer.decode(plain.context(turns)) == "hello . fine ."
     assert plain.end_ids == tuple(tokenizer.encode(".", add_special_tokens=False))
+
+
+def test_a_separator_without_tokens_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    plain = PlainFormat(make_tokenizer(), separator="\n")
+    assert "turn_separator" in caplog.text
+    assert "'<end>'" in caplog.text
+    assert plain.context(_turns(plain, True)) == PlainFormat(
+        make_tokenizer(), separator=""
+    ).context(_turns(plain, True))
+
+
+@pytest.mark.parametrize("separator", [".", "", "the cat"])
+def test_something_stands_before_the_last_turn_where_all_others_were_dropped(
+    separator: str,
+) -> None:
+    """The tokenizer puts no token before a text, so the first token would follow on nothing."""
+    plain = PlainFormat(make_tokenizer(), separator=separator)
+    turns = [*_turns(plain, True), Turn(False, (7, 1, 8))]
+    fitted = plain.fit(turns, num_tokens=8)
+    start, stop = plain.last_turn_span(turns, fitted.ids)
+    assert fitted.num_dropped_turns >= 3
+    assert len(fitted.ids) <= 8
+    assert fitted.ids[start:stop] == [7, 1, 8]
+    assert start >= 1
+    with pytest.raises(ContextLengthError, match="window"):
+        plain.fit(turns, num_tokens=3)
+
+
+def test_no_separator_and_no_first_token_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(ModelLoadError, match="turn_separator"):
+        PlainFormat(tokenizer, separator="")
+
+
+def test_a_given_turn_ends_as_the_template_ends_one() -> None:
+    """Not with the smallest of the tokens that end a turn, as Qwen2.5 and Llama 3 have several."""
+    tokenizer = make_tokenizer()
+    end, user, pad = tokenizer.convert_tokens_to_ids(["<end>", "<user>", "<pad>"])
+    chat = ChatFormat(tokenizer)
+    assert pad < end < user
+    assert chat.turn_end((pad, end, user)) == (end,)
+    assert chat.turn_end((end,)) == (end,)
+    # A template that names none of them: the tokenizer's own, then any.
+    assert chat.turn_end((pad, user)) == (pad,)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<end>", "<user>")
+    assert ChatFormat(tokenizer).turn_end((pad, end, user)) == (user,)
+    assert PlainFormat(tokenizer, separator="").turn_end((pad, end)) == (end,)
+    assert PlainFormat(tokenizer, separator=".").turn_end((pad, end)) == tuple(
+        tokenizer.encode(".", add_special_tokens=False)
+    )

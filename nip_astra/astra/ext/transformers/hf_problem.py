@@ -20,6 +20,7 @@ from nip_astra.astra.methods.ast_system import WEIGHTS, ASTProblem
 from nip_astra.astra.methods.text_rollouts import TextRollouts, rater_of_system
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import pad_left, pad_right
+from nip_astra.language_models.finite import refuse_nan
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.trainers.value_head import ValueHead
@@ -159,7 +160,9 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         contexts = [self._reader.context_ids(role, text) for text in texts]
         # Drawn from torch's global generator, which the caller may seed.
         uniforms = torch.rand(len(contexts), agent.sampling.max_new_tokens)
-        said = agent.language_model.generate(contexts, 1, uniforms, agent.sampling)
+        model = agent.language_model
+        said = model.generate(contexts, 1, uniforms, agent.sampling)
+        refuse_nan(said.logprobs_BT, said.mask_BT, role=role, model=model, during="a rollout")
         spoken = agent.decode(agent.content_ids(said))
         ids = [row[mask].tolist() for row, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
         return [Spoken(text, tokens) for text, tokens in zip(spoken, ids, strict=True)]

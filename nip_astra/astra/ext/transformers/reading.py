@@ -59,6 +59,4 @@ class Reader:
     def _own_ids(self, role: str, text: str) -> list[int]:
         if isinstance(text, Spoken) and text.ids:
             return list(text.ids)
-        agent = self.agents[role]
-        end = (*agent.sampling.end_ids, *agent.language_model.end_ids)[:1]
-        return [*agent.conversation_format.encode(str(text)), *end]
+        return self.agents[role].say(str(text))
