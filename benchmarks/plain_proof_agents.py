@@ -26,7 +26,7 @@ from nip_astra.scenarios.graphs.layers import AttentionLayer, GinLayer
 
 FRAME_KEYS = (
     *("round", "message_history", "message", "adjacency", "node_mask"),
-    *("active_mask", "can_decide"),
+    *("active_mask", "can_decide", "question_round"),
 )
 """What agents read of a frame."""
 

@@ -30,6 +30,8 @@ class ProtocolTables(NamedTuple):
         bool; who may send anywhere.
     is_prover_A, is_verifier_A : Tensor
         bool.
+    question_round_ORC : Tensor
+        long; the round in which what is to be answered was said, 0 where nothing was.
     """
 
     active_ORAC: Tensor
@@ -37,6 +39,7 @@ class ProtocolTables(NamedTuple):
     has_turn_ORA: Tensor
     is_prover_A: Tensor
     is_verifier_A: Tensor
+    question_round_ORC: Tensor
 
     def to(self, device: torch.device) -> ProtocolTables:
         """Give the tables on a device."""
@@ -170,7 +173,21 @@ def build_tables(handler: ProtocolHandler, active_ORAC: Tensor) -> ProtocolTable
         has_turn_ORA,
         is_prover_A,
         is_verifier_A,
+        _question_rounds(active_ORAC, is_verifier_A),
     )
+
+
+def _question_rounds(active_ORAC: Tensor, is_verifier_A: Tensor) -> Tensor:
+    asked_ORC = _last_before(active_ORAC[:, :, is_verifier_A].any(2))
+    said_ORC = _last_before(active_ORAC.any(2))
+    return torch.where(asked_ORC < 0, said_ORC, asked_ORC).clamp(min=0)
+
+
+def _last_before(happens_ORC: Tensor) -> Tensor:
+    """Give the last round before each in which something happens, -1 where there is none."""
+    rounds_R1 = torch.arange(happens_ORC.shape[1])[:, None]
+    latest_ORC = torch.where(happens_ORC, rounds_R1, -1).cummax(1).values
+    return torch.cat([torch.full_like(latest_ORC[:, :1], -1), latest_ORC[:, :-1]], 1)
 
 
 def describe_table(handler: ProtocolHandler, active_ORAC: Tensor, can_decide_ORA: Tensor) -> str:

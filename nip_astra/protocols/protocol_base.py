@@ -254,6 +254,15 @@ class ProtocolHandler(ABC):
         can_decide_EA = self._look_up(can_decide_ORA, round_E, seed_E)
         return can_decide_EA if agent_decided_EA is None else can_decide_EA & ~agent_decided_EA
 
+    def question_round(self, round_E: Tensor, seed_E: Tensor) -> Tensor:
+        """Give the round of the message that is to be answered in each channel, long `[E, C]`.
+
+        It is the last in which a verifier asked there; before any has, the last in which anyone
+        spoke, and 0 where nobody did. Parameters are those of `active_mask`.
+        """
+        question_round_ORC = self._tables_on(round_E.device).question_round_ORC
+        return self._look_up(question_round_ORC, round_E, seed_E)
+
     @property
     def forced_names(self) -> tuple[str, ...]:
         """Agents whose decisions are forced, so that their policies have none to make."""

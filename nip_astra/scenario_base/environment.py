@@ -196,11 +196,15 @@ class ProtocolEnvironment(EnvBase):
         return {name: value.index_copy(0, rows, fresh[name]) for name, value in frame.items()}
 
     def _turns(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Give who may send and decide; after the last round, and after its own end, nobody."""
+        """Give who may send and decide, and what is to be answered.
+
+        After the last round, and after its own end, nobody may.
+        """
         turn = frame["round"], frame["seed"], frame["has_decided"]
         return {
             "active_mask": self.protocol.active_mask(*turn),
             "can_decide": self.protocol.chooses(*turn),
+            "question_round": self.protocol.question_round(frame["round"], frame["seed"]),
         }
 
     def _said(

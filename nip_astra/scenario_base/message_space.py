@@ -36,7 +36,7 @@ class AgentShape:
     name : str
         The agent's name in the protocol.
     is_verifier : bool
-        Whether the protocol counts the agent among its verifiers.
+        Whether the agent is a verifier or, as a simulator does, plays one: it is no prover.
     has_decision : bool
         Whether the agent needs logits over reject, accept and continue.
     num_rounds : int

@@ -11,6 +11,7 @@ An observation is a mapping of tensors with leading dimension B:
 `message`                          [B, C, P, S]     what was sent in the round before
 `linear_message_history`, `linear_message`          the same with L, where there are such symbols
 `active_mask`, `can_decide`        [B, A, C], [B, A] bool: who may send where, and who may decide
+`question_round`                   [B, C] long      the round whose message is to be answered
 `has_decided`, `decided`           [B, A], [B]      who has decided, and what counts (2: nothing)
 `y`                                [B, 1] long      the label, which no policy reads
 the dataset's own                  [B, ...]         for instance `adjacency` or `image`

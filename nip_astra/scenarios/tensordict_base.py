@@ -349,7 +349,7 @@ def _shape_of(
     seen = protocol.visibility_AC[number].nonzero().flatten().tolist()
     return AgentShape(
         name=name,
-        is_verifier=name in protocol.verifier_names,
+        is_verifier=name not in protocol.prover_names,
         has_decision=protocol.has_decision_logits(name),
         num_rounds=protocol.max_message_rounds,
         num_channels=protocol.num_channels,

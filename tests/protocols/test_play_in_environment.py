@@ -21,10 +21,27 @@ ZK = {"simulator_reward_coefficient": 0.5, "aux_prover_reward_coefficient": 0.25
 SPACE = MessageSpace(num_symbols=3, message_size=2)
 
 
-@pytest.fixture(params=[(name, zk) for name in SEES for zk in (None, ZK)], ids=str)
+ORDERS: dict[str, list[dict[str, bool]]] = {
+    name: [{}, {"sequential": True}, {"sequential": True, "prover0_first": False}]
+    for name in ("debate", "mnip")
+}
+"""Orders of play of protocols that have several."""
+
+
+@pytest.fixture(
+    params=[
+        (name, order, is_verifier_first, zk)
+        for name in SEES
+        for order in ORDERS.get(name, [{}])
+        for is_verifier_first in ((True,) if name in PLAY_ALONE else (True, False))
+        for zk in (None, ZK)
+    ],
+    ids=str,
+)
 def handler(request: pytest.FixtureRequest) -> ProtocolHandler:
-    name, zk = request.param
-    return build(name, {} if name in PLAY_ALONE else {"max_message_rounds": 6}, zk=zk)
+    name, order, is_verifier_first, zk = request.param
+    section = {} if name in PLAY_ALONE else {"max_message_rounds": 6, **order}
+    return build(name, section, zk=zk, verifier_first=is_verifier_first)
 
 
 def make_environment(handler: ProtocolHandler) -> ProtocolEnvironment:
@@ -70,6 +87,31 @@ def test_what_is_said_is_what_agents_with_a_turn_send(handler: ProtocolHandler) 
         rows = torch.arange(NUM_ENVIRONMENTS)
         history = transition.observation["message_history"]
         assert torch.equal(history[rows, frame["round"]], said)
+
+
+def test_what_is_to_be_answered_is_the_verifiers_last_message(handler: ProtocolHandler) -> None:
+    rows = torch.arange(NUM_ENVIRONMENTS)[:, None]
+    channels = torch.arange(handler.num_channels)
+    asks_A = torch.tensor([name in handler.verifier_names for name in handler.agent_names])
+    shape = (NUM_ENVIRONMENTS, handler.num_channels, 2, 3)
+    asked, said = torch.zeros(shape), torch.zeros(shape)
+    num_answered = 0
+    for frame, _, transition, _ in play(make_environment(handler)):
+        is_new_E = frame["round"] == 0
+        asked[is_new_E], said[is_new_E] = 0, 0
+        question = frame["message_history"][rows, frame["question_round"], channels]
+        has_question_EC = asked.flatten(2).any(-1)[..., None, None]
+        expected = torch.where(has_question_EC, asked, said)
+        active_EAC = frame["active_mask"]
+        answers_EC = active_EAC[:, ~asks_A].any(1)
+        assert torch.equal(question[answers_EC], expected[answers_EC])
+        num_answered += int((answers_EC & has_question_EC[..., 0, 0]).sum())
+        message = transition.observation["message"]
+        asked = torch.where(active_EAC[:, asks_A].any(1)[..., None, None], message, asked)
+        said = torch.where(active_EAC.any(1)[..., None, None], message, said)
+    fixed = ("AdpProtocol", "MerlinArthurProtocol", "SoloVerifierProtocol")
+    base = getattr(handler, "base", handler)
+    assert (num_answered > 0) is (type(base).__name__ not in fixed)
 
 
 def test_episodes_end_in_time_and_begin_with_nothing_said_or_decided(

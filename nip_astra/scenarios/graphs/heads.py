@@ -42,13 +42,16 @@ def impossible_symbols(observation: Observation, shape: AgentShape) -> Tensor:
 def closed_graphs(observation: Observation, shape: AgentShape) -> Tensor:
     """Give the graphs of which a prover cannot send a node, True, [B, V, P, 2].
 
-    It answers with a node of the graph opposite to the one that the last message in the same
-    channel and position is of, and of the first graph where there was no message.
+    It answers with a node of the graph opposite to the one that the verifier's last question in the
+    same channel and position is of, and of the first graph where there was no question. In a
+    channel where no verifier has spoken, what was said last there is the question.
     """
-    message_BCPS, n = observation["message"], observation["node_mask"].shape[-1]
-    if shape.num_visible < shape.num_channels:
-        message_BCPS = message_BCPS[:, list(shape.visible_channels)]
-    is_said_BVP2 = message_BCPS.view(*message_BCPS.shape[:-1], 2, n).sum(-1) > 0
+    history_BRCPS, n = observation["message_history"], observation["node_mask"].shape[-1]
+    visible_V = torch.tensor(shape.visible_channels, device=history_BRCPS.device)
+    frames_B1 = torch.arange(len(history_BRCPS), device=history_BRCPS.device)[:, None]
+    rounds_BV = observation["question_round"][:, visible_V]
+    question_BVPS = history_BRCPS[frames_B1, rounds_BV, visible_V]
+    is_said_BVP2 = question_BVPS.view(*question_BVPS.shape[:-1], 2, n).sum(-1) > 0
     is_first_said, is_second_said = is_said_BVP2.unbind(-1)
     return torch.stack([is_first_said & ~is_second_said, ~is_first_said], dim=-1)
 

@@ -54,13 +54,15 @@ def graph_frames(
     history = nn.functional.one_hot(said.view(places), 2 * n).float()
     is_past = torch.arange(shape.num_rounds) < rounds[:, None]
     history *= is_past[:, :, None, None, None]
-    last = history[torch.arange(num_frames), (rounds - 1).clamp(min=0)]
+    last_round = (rounds - 1).clamp(min=0)
+    last = history[torch.arange(num_frames), last_round]
     frames = {
         "adjacency": (above | above.transpose(-1, -2)).float(),
         "node_mask": node_mask,
         "round": rounds,
         "message_history": history,
         "message": last,
+        "question_round": last_round[:, None].expand(-1, shape.num_channels).clone(),
     }
     if space.num_linear_symbols:
         linear = torch.rand(*places, space.num_linear_symbols, generator=generator)

@@ -15,6 +15,7 @@ from nip_astra.factory import build_scenario_instance
 from nip_astra.parameters.content import find_scenario
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import InteractionProtocolType
+from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
@@ -30,10 +31,14 @@ DATASET = {"num_train": 48, "num_test": 16}
 def build(
     *, trainer_type: str = "rl", scenario_dir: Path | None = None, **values: Any
 ) -> ScenarioInstance:
-    model = HyperParameters.with_sections({KIND: GraphIsomorphismScenario.Parameters})
-    given = {"trainer": "vanilla_ppo", "scenario": KIND, "interaction_protocol": "nip"}
+    given = {"trainer": "vanilla_ppo", "scenario": KIND, "interaction_protocol": "nip"} | values
+    name = str(given["interaction_protocol"])
+    protocol = PROTOCOL_HANDLERS.get(name)
+    model = HyperParameters.with_sections(
+        {KIND: GraphIsomorphismScenario.Parameters, name: protocol.Parameters}
+    )
     return build_scenario_instance(
-        model.from_dict(given | values),
+        model.from_dict(given),
         ExperimentSettings(device="cpu"),
         kind=KIND,
         scenario_dir=scenario_dir,
@@ -73,6 +78,72 @@ def test_a_scenario_that_ships_is_what_its_file_says(name: str, layers: int, lar
     scores = instance.train_dataset["wl_score"]
     expected = [0.5, 0.5 + 2 / 48, 0.5 + 7 / 48]
     assert [wl_accuracy(scores, rounds) for rounds in range(3)] == pytest.approx(expected)
+
+
+TWO_PROVERS = [
+    (name, section)
+    for name in ("debate", "mnip")
+    for section in (
+        {},
+        {"sequential": True},
+        {"sequential": True, "prover0_first": False},
+    )
+]
+
+
+@pytest.mark.parametrize("zero_knowledge", [False, True])
+@pytest.mark.parametrize("verifier_first", [True, False])
+@pytest.mark.parametrize(
+    ("protocol", "section"), [("nip", {}), ("multi_channel_test", {}), *TWO_PROVERS]
+)
+def test_provers_answer_what_the_verifier_asked_last(
+    protocol: str, section: dict[str, Any], verifier_first: bool, zero_knowledge: bool
+) -> None:
+    random = {"default": {"is_random": True}}
+    common = {"verifier_first": verifier_first, "zero_knowledge": zero_knowledge}
+    instance = build(
+        interaction_protocol=protocol,
+        protocol_common=common,
+        **small(agents=random) | {"rl": {"frames_per_batch": 512}},
+        **{protocol: section},
+    )
+    handler = instance.protocol_handler
+    assert handler is not None
+    batch = play(instance, handler.max_message_rounds)
+    n = instance.train_dataset["adjacency"].shape[-1]
+    asks = [name in handler.verifier_names for name in handler.agent_names]
+    sent_ETAC = batch["agents", "message"].squeeze(-1) // n
+    answers: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for e in range(len(batch)):
+        asked: dict[int, int] = {}
+        for t in range(batch.shape[1]):
+            if batch["round"][e, t] == 0:
+                asked = {}
+            questions = {}
+            for a, c in batch["active_mask"][e, t].nonzero().tolist():
+                graph = int(sent_ETAC[e, t, a, c])
+                if asks[a]:
+                    questions[c] = graph
+                elif handler.agent_names[a] in handler.prover_names and c in asked:
+                    answers.setdefault((a, c), set()).add((asked[c], graph))
+            asked |= questions
+    assert {(0, 1), (1, 0)} == set().union(*answers.values())
+    assert all(len(seen) == 2 for seen in answers.values()), answers
+    speaking = {a for a, _ in answers}
+    assert len(speaking) == {"nip": 1, "multi_channel_test": 2}.get(protocol, 2)
+
+
+def test_a_simulator_may_send_what_a_verifier_may() -> None:
+    common = {"zero_knowledge": True}
+    instance = build(protocol_common=common, **small(agents={"default": {"is_random": True}}))
+    batch = play(instance)
+    n = instance.train_dataset["adjacency"].shape[-1]
+    handler = instance.protocol_handler
+    assert handler is not None
+    for name in (*handler.verifier_names, "simulator"):
+        a = handler.agent_names.index(name)
+        sends_ETC = batch["active_mask"][:, :, a]
+        assert set((batch["agents", "message"][:, :, a, :, 0] // n)[sends_ETC].tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("protocol", list(InteractionProtocolType))

@@ -30,13 +30,25 @@ def possible(frames: dict[str, Tensor], **shape: object) -> Tensor:
 
 @pytest.fixture
 def frames() -> dict[str, Tensor]:
-    frames = graph_frames(3, SIZES, agent_shape(3))
-    frames["message"] = torch.zeros(3, 2, 2, 6)
-    return frames
+    return with_nothing_said(graph_frames(3, SIZES, agent_shape(3)))
+
+
+def with_nothing_said(frames: dict[str, Tensor]) -> dict[str, Tensor]:
+    silent = {name: torch.zeros_like(frames[name]) for name in ("message", "message_history")}
+    return frames | silent
+
+
+def ask(
+    frames: dict[str, Tensor], frame: int, channel: int, position: int, symbol: int | list[int]
+) -> None:
+    """Have a symbol said in the round that is to be answered."""
+    said_in = int(frames["question_round"][frame, channel])
+    frames["message_history"][frame, said_in, channel, position, symbol] = 1
 
 
 def test_a_verifier_may_send_each_real_node(frames: dict[str, Tensor]) -> None:
-    frames["message"][:, :, :, 0] = 1
+    for frame in range(3):
+        ask(frames, frame, 0, 0, 0)
     sent = possible(frames)
     expected = [[1, 1, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
     for channel in range(2):
@@ -45,10 +57,10 @@ def test_a_verifier_may_send_each_real_node(frames: dict[str, Tensor]) -> None:
 
 
 def test_a_prover_answers_from_the_other_graph(frames: dict[str, Tensor]) -> None:
-    frames["message"][0, 0, 0, 1] = 1  # of the first graph
-    frames["message"][0, 0, 1, 4] = 1  # of the second
-    frames["message"][0, 1, 1, [0, 5]] = 1  # one of each, by two senders
-    frames["message"][2, 1, 0, 2] = 1
+    ask(frames, 0, 0, 0, 1)  # of the first graph
+    ask(frames, 0, 0, 1, 4)  # of the second
+    ask(frames, 0, 1, 1, [0, 5])  # one of each, by two senders
+    ask(frames, 2, 1, 0, 2)
     sent = possible(frames, is_verifier=False).int()
     assert sent[0].tolist() == [
         [[0, 0, 0, 1, 1, 1], [1, 1, 1, 0, 0, 0]],
@@ -58,8 +70,20 @@ def test_a_prover_answers_from_the_other_graph(frames: dict[str, Tensor]) -> Non
     assert sent[2, 1, 0].tolist() == [0, 0, 0, 1, 0, 0], "padding stays out"
 
 
+def test_a_prover_answers_an_earlier_question_than_what_was_said_last(
+    frames: dict[str, Tensor],
+) -> None:
+    frames["question_round"][2, 1] = 0
+    ask(frames, 2, 1, 0, 1)
+    frames["message_history"][2, 1, 1, 0, 4] = 1
+    frames["message"][2, 1, 0, 4] = 1
+    sent = possible(frames, is_verifier=False).int()
+    assert sent[2, 1, 0].tolist() == [0, 0, 0, 1, 0, 0]
+
+
 def test_a_prover_answers_in_the_channels_that_it_sees(frames: dict[str, Tensor]) -> None:
-    frames["message"][0, 0, :, 1] = 1
+    ask(frames, 0, 0, 0, 1)
+    ask(frames, 0, 0, 1, 1)
     sent = possible(frames, is_verifier=False, visible=[1]).int()
     assert sent.shape == (3, 1, 2, 6)
     assert sent[0].tolist() == [[[1, 1, 1, 0, 0, 0]] * 2]
@@ -146,9 +170,9 @@ def test_decisions_may_start_as_what_is_told_alone(sees_round: bool) -> None:
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_a_prover_reads_only_the_graph_that_it_answers_from(num_layers: int) -> None:
     shape = agent_shape(3, is_verifier=False, visible=[1], message_size=1)
-    frames = graph_frames(3, [*SIZES, (3, 3)], shape)
-    frames["message"] = torch.zeros(4, 2, 1, 6)
-    frames["message"][0, 1, 0, 1] = frames["message"][1, 1, 0, 4] = 1
+    frames = with_nothing_said(graph_frames(3, [*SIZES, (3, 3)], shape))
+    ask(frames, 0, 1, 0, 1)
+    ask(frames, 1, 1, 0, 4)
     body = graph_body(shape, num_transformer_layers=num_layers)
     head = GraphPolicyHead(PARAMETERS, shape)
     read = body(frames)
@@ -160,9 +184,8 @@ def test_a_prover_reads_only_the_graph_that_it_answers_from(num_layers: int) -> 
 
 def test_a_prover_reads_both_graphs_where_it_may_answer_from_both() -> None:
     shape = agent_shape(3, is_verifier=False, visible=[1], message_size=1)
-    frames = graph_frames(3, SIZES, shape)
-    frames["message"] = torch.zeros(3, 2, 1, 6)
-    frames["message"][0, 1, 0, [0, 5]] = 1
+    frames = with_nothing_said(graph_frames(3, SIZES, shape))
+    ask(frames, 0, 1, 0, [0, 5])
     head = GraphPolicyHead(PARAMETERS, shape)
     logits_S = head(graph_body(shape)(frames), frames).message_logits_BVPS[0].flatten()
     assert (logits_S != MASKED).all()
