@@ -67,6 +67,9 @@ class ProgressDisplay(Protocol):
     def update(self, num_iterations: int, *, is_resumed: bool) -> None:
         """Advance; `is_resumed` iterations were done by an earlier process."""
 
+    def lengthen(self, num_iterations: int) -> None:
+        """Show that there is more to do than was known."""
+
     def describe(self, description: str) -> None:
         """Show what is being done."""
 
@@ -88,6 +91,10 @@ class _TqdmDisplay:
             # tqdm leaves the initial iterations out of its rate and of the time it foresees.
             self._bar.initial += num_iterations
         self._bar.update(num_iterations)
+
+    def lengthen(self, num_iterations: int) -> None:
+        if getattr(self._bar, "total", None) is not None:
+            self._bar.total += num_iterations
 
     def describe(self, description: str) -> None:
         self._bar.set_description(description)
@@ -121,6 +128,9 @@ class _LineDisplay:
             self._print()
         self._num_lines = lines_due
 
+    def lengthen(self, num_iterations: int) -> None:
+        self._total += num_iterations
+
     def describe(self, description: str) -> None:
         self._description = description
 
@@ -143,6 +153,9 @@ class _SilentDisplay:
     """Nothing."""
 
     def update(self, num_iterations: int, *, is_resumed: bool) -> None:
+        """Show nothing."""
+
+    def lengthen(self, num_iterations: int) -> None:
         """Show nothing."""
 
     def describe(self, description: str) -> None:
@@ -181,6 +194,11 @@ class ProgressBar:
         """Count iterations that an earlier process did; they do not enter the rate."""
         self.num_done += num_iterations
         self._display.update(num_iterations, is_resumed=True)
+
+    def lengthen(self, num_iterations: int) -> None:
+        """Count on iterations that were not known of when the bar was opened."""
+        self.total += num_iterations
+        self._display.lengthen(num_iterations)
 
     def set_description(self, description: str) -> None:
         """Show what is being done, for instance "train"; another task's values go."""
@@ -315,6 +333,8 @@ def attach_progress_bar(
             settings = self.settings
             num_iterations = _capped(num_iterations_func(self), settings.test_run)
             shared: ProgressBar | None = getattr(self, "progress", None)
+            if shared is not None and not _is_counted(self, run_loop):
+                shared.lengthen(num_iterations)
             progress = shared or open_progress(
                 num_iterations, settings.progress, settings.tqdm_func
             )
@@ -339,6 +359,11 @@ def total_num_iterations(owner: ProgressOwner) -> int:
         for loop in loops
         if hasattr(loop, "num_iterations_func")
     )
+
+
+def _is_counted(owner: ProgressOwner, loop: Any) -> bool:
+    """Say whether `total_num_iterations` counts a loop; not where its name is overridden."""
+    return inspect.getattr_static(type(owner), loop.__name__, None) is loop
 
 
 def _capped(num_iterations: int, is_test_run: bool) -> int:

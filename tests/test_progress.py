@@ -116,6 +116,26 @@ def test_a_loop_overridden_without_the_decorator_is_not_counted() -> None:
     assert total_num_iterations(Quiet(Settings())) == 4
 
 
+@pytest.mark.parametrize("test_run", [False, True])
+def test_a_bar_grows_by_a_loop_that_is_called_from_an_undecorated_override(test_run: bool) -> None:
+    class Twice(Loops):
+        def train(self) -> None:  # type: ignore[override]  # as a subclass may write it
+            super().train()
+            super().train()
+
+    bars = Bars()
+    loops = Twice(Settings(tqdm_func=bars, test_run=test_run))
+    loops.progress = open_progress(total_num_iterations(loops), True, bars)
+    (bar,) = bars.made
+    seen = []
+    update = bar.update
+    bar.update = lambda n: (update(n), seen.append((bar.n, bar.total)))  # type: ignore[method-assign, assignment, func-returns-value]  # recorded
+    loops.train()
+    loops.test()
+    assert all(num_done <= total for num_done, total in seen)
+    assert bar.n == bar.total == loops.progress.total == (3 if test_run else 11)
+
+
 def test_loops_share_the_bar_of_their_owner_and_leave_it_open() -> None:
     bars = Bars()
     loops = Loops(Settings(tqdm_func=bars))

@@ -6,6 +6,7 @@ Shapes: B frames, C channels, V channels that an agent sees, A agents.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,11 @@ AgentLosses = Callable[[str, Frames], dict[str, Tensor]]
 
 
 class Objective(LossModule):
-    """Losses of the agents of a protocol. A subclass gives `agent_losses`.
+    """Losses of the agents of a protocol. A subclass gives `agent_losses`, or `forward`.
+
+    With `agent_losses`, each agent learns from its own, and only while it is its turn to learn. A
+    subclass with a `forward` of its own is trained like any loss module of TorchRL: the sum of the
+    entries `loss_*` that it gives is minimised, and it reads whole batches, `unread_keys` included.
 
     The weights of `agents` are the agents' own, not copies. Losses of agents that share no weights
     are independent; where `loss_parts` divides them, a trainer may compute them at the same time.
@@ -153,8 +158,17 @@ class Objective(LossModule):
 
     def __init__(self, agents: PlayingAgents) -> None:
         super().__init__()
+        if not self.has_own_forward() and _gives_nothing(type(self)):
+            raise ConfigurationError(
+                f"the objective {type(self).__name__} was to be built, but its class has no "
+                "losses. It must give agent_losses(name, batch), the losses of one agent, or "
+                "forward(batch), a TensorDict of scalars of which those named loss_* are "
+                "minimised. Define one of them."
+            )
         self.agents = agents
-        if agents.needs_logits:
+        if self.has_own_forward():
+            self.unread_keys = ()
+        elif agents.needs_logits:
             # What an agent's logits earn depends on those of others.
             self.unread_keys = ("next",)
 
@@ -218,12 +232,25 @@ class Objective(LossModule):
         """
         return ()
 
+    @classmethod
+    def has_own_forward(cls) -> bool:
+        """Say whether `forward` is a subclass's own, and so what is to be minimised.
+
+        Not where a class further down gives other gradients.
+        """
+        of_forward, of_gradients = (
+            _definer(cls, name) for name in ("forward", "compute_gradients")
+        )
+        return of_forward is not Objective and issubclass(of_forward, of_gradients)
+
     def has_parts(self) -> bool:
         """Say whether `loss_parts` may stand for the losses of all agents.
 
         Not where a subclass has losses or gradients of its own, and parts that are inherited.
         """
         cls = type(self)
+        if cls.has_own_forward():
+            return False
         has_own_gradients = cls.compute_gradients is not Objective.compute_gradients
         of_losses, of_parts = (_definer(cls, name) for name in ("agent_losses", "loss_parts"))
         if has_own_gradients or not issubclass(of_parts, of_losses):
@@ -355,9 +382,20 @@ class Objective(LossModule):
         self.load_state_dict(state, strict=False)
 
 
+def _gives_nothing(cls: type[Objective]) -> bool:
+    names = ("agent_losses", "compute_gradients")
+    return all(_definer(cls, name) is Objective for name in names)
+
+
 def _definer(cls: type, name: str) -> type:
-    """Give the class that a method comes from."""
-    return next(base for base in cls.__mro__ if name in vars(base))
+    """Give the class that a method comes from.
+
+    TorchRL wraps the `forward` of every class of which an object is made, so that a class may hold
+    one that another wrote.
+    """
+    method = inspect.unwrap(getattr(cls, name))
+    holders = [base for base in cls.__mro__ if name in vars(base)]
+    return [base for base in holders if inspect.unwrap(vars(base)[name]) is method][-1]
 
 
 def frames_of(batch: TensorDictBase) -> Frames:

@@ -30,7 +30,8 @@ class Learner:
     ----------
     loss_module : LossModule
         An `Objective`, whose agents learn apart from each other, or any loss module of TorchRL, of
-        which the sum of the entries `loss_*` is minimised.
+        which the sum of the entries `loss_*` is minimised. So it is of an `Objective` that has a
+        `forward` of its own.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Learner:
         """Set the gradients of a minibatch, and give what to log."""
         self.optimizers.zero_grad()
         objective = self.loss_module
-        if not isinstance(objective, Objective):
+        if not isinstance(objective, Objective) or objective.has_own_forward():
             output = objective(minibatch)
             torch.autograd.backward(sum_of_losses(output.items()))
             return {key: value.detach().mean() for key, value in output.items()}
