@@ -28,8 +28,15 @@ def build_scenario_instance(
         Folder to which `scenario://` references point.
     trainer_type : str
         What the trainer needs built; see `Trainer.trainer_type`.
+
+    Raises
+    ------
+    UnknownNameError
+        When the kind builds nothing for that trainer type.
     """
-    return SCENARIOS.get(kind).build(
+    scenario_class = SCENARIOS.get(kind)
+    scenario_class.check_trainer_type(trainer_type)
+    return scenario_class.build(
         hyper_params,
         getattr(hyper_params, kind),
         settings,

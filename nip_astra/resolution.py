@@ -67,7 +67,7 @@ def resolve_experiment(
     overrides: Iterable[str] = (),
     seed: int | None = None,
     plugins: Sequence[str] = (),
-    hyper_params: HyperParameters | None = None,
+    hyper_params: HyperParameters | Mapping[str, Any] | None = None,
 ) -> ResolvedExperiment:
     """Load plug-ins, stack the parameter layers, and validate the whole.
 
@@ -83,8 +83,8 @@ def resolve_experiment(
         Assignments `a.b=c`.
     plugins : Sequence[str]
         Python files or modules to import first.
-    hyper_params : HyperParameters, optional
-        Fields set on it explicitly form a layer of their own.
+    hyper_params : HyperParameters or Mapping, optional
+        What was given explicitly forms a layer of its own.
 
     Raises
     ------
@@ -97,9 +97,8 @@ def resolve_experiment(
     stack = _Stack.of(parameter_file, top)
     components = _find_components(stack, plugins)
     resolved = _validate(stack, components, is_plugin_given=bool(plugins))
-    hyper_params = _located(resolved.hyper_params, components, stack.folder)
     return ResolvedExperiment(
-        hyper_params,
+        _located(resolved.hyper_params, components, stack.folder),
         resolved.sources,
         components.trainer_class,
         components.kind,
@@ -181,6 +180,7 @@ def _find_components(stack: _Stack, plugins: Sequence[str]) -> _Components:
     scenario_dir = find_scenario(scenario)
     stack.scenario, kind = _read_scenario(scenario_dir)
     scenario_class = _find_kind(kind, scenario_dir)
+    scenario_class.check_trainer_type(trainer_class.trainer_type)
     stack.base = stack.base_run.layer_about(stack.base, scenario_dir, scenario_class, kind)
     protocol = stack.named().get("interaction_protocol")
     return _Components(
@@ -331,9 +331,9 @@ def _located_agents(section: SubParameters) -> SubParameters | None:
     return section.model_copy(update={"agents": {**agents, **moved}}) if moved else None
 
 
-def _layer_of(hyper_params: HyperParameters) -> Layer:
-    values = hyper_params.model_dump(mode="json", exclude_unset=True)
-    return literal_layer("hyper_params", values)
+def _layer_of(hyper_params: HyperParameters | Mapping[str, Any]) -> Layer:
+    is_object = isinstance(hyper_params, HyperParameters)
+    return literal_layer("hyper_params", hyper_params.given() if is_object else hyper_params)
 
 
 def _named_layer(trainer: str | None, scenario: str | None, seed: int | None) -> Layer:

@@ -54,8 +54,9 @@ def test_every_such_value_is_told_whichever_way_it_was_given(tmp_path: Path) -> 
         yaml.safe_dump(STRESS_TEST | {"zk_protocol": {"simulator_reward_coefficient": 3}})
     )
     assert refused(parameter_file=file) == ["zk_protocol.simulator_reward_coefficient"]
-    plain = HyperParameters(**PROOF, training=TrainingConfiguration(lr=0.5))
-    assert refused(hyper_params=plain) == ["training.lr"]
+    with pytest.raises(ParameterError) as caught:
+        HyperParameters(**PROOF, training=TrainingConfiguration(lr=0.5))
+    assert [fault.path for fault in caught.value.faults] == ["training.lr"]
     regressor = "message_regression.regressor._type=mlp"
     assert refused(**STRESS_TEST, overrides=[regressor])[0] == "message_regression.regressor._type"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
@@ -50,6 +50,29 @@ class AgentParameters(SubParameters):
     """Run directory, or wandb://entity/project/run_id, whose trained agent of the same name this
     one starts from; null starts from random weights. The networks must have the same shapes. Such
     an agent is not pretrained."""
+
+
+class RandomAgentParameters(AgentParameters):
+    """An agent that plays uniformly at random: `is_random` is true."""
+
+    def __init__(self, /, **values: Any) -> None:
+        super().__init__(**{"is_random": True} | values)
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
+
+
+class AgentsParameters(dict[str, AgentParameters]):
+    """Parameters of agents by name; `_default` stands for all that have no entry of their own."""
+
+    def __init__(self, /, *agents: Any, **by_name: Any) -> None:
+        super().__init__(*agents, **by_name)
+        if "_default" in self:
+            self[DEFAULT_AGENT] = self.pop("_default")
+
+    def __missing__(self, name: str) -> AgentParameters:
+        if DEFAULT_AGENT in self and name != DEFAULT_AGENT:
+            return self[DEFAULT_AGENT]
+        raise KeyError(name)
 
 
 class HeadParameters(AgentParameters):

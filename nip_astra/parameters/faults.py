@@ -41,6 +41,12 @@ _BOUNDS = {
     "less_than_equal": ("le", "at most"),
     "multiple_of": ("multiple_of", "a multiple of"),
 }
+_CALLED_OTHERWISE = {
+    "entropy_eps": "ppo.entropy_coef, and entropy_coef in the section of reinforce",
+    "body_lr_factor": "agents.<name>.body_lr_factor in the section of the scenario's kind",
+    "learning_rate": "lr",
+}
+"""Names that other projects have for parameters that are found by no likeness."""
 _MAX_SHOWN = 80
 
 
@@ -263,6 +269,8 @@ def _is_number(text: str) -> bool:
 
 def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> str:
     group, _, name = found.path.rpartition(".")
+    if name in _CALLED_OTHERWISE:
+        return f"Here that is {_CALLED_OTHERWISE[name]}."
     # `--set lr=...` for training.lr is the commonest slip.
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == name]
     if elsewhere:

@@ -10,8 +10,10 @@ from pydantic import Field, create_model, field_validator
 from pydantic_core import PydanticCustomError
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.lazy import provided
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.conversion import convert, is_newer, release_of
+from nip_astra.parameters.given import differences, merged, plain_values
 from nip_astra.parameters.message_regression import MessageRegressionParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.protocols import (
@@ -29,8 +31,20 @@ Sections = tuple[tuple[str, type[SubParameters]], ...]
 class HyperParameters(SubParameters):
     """What an experiment is.
 
-    The groups here are shared by all trainers. The parameters of one trainer and of one kind of
-    scenario stand in sections of their names, which `with_sections` adds.
+    The groups here are shared by all trainers. The parameters of one trainer, one kind of scenario
+    and one protocol stand in sections of their names.
+
+    `HyperParameters(trainer=..., ...)` is what a run with these values would have: sections are
+    those of what is named, and what is not given comes from the scenario and the preset, as on the
+    command line. Groups and sections are given as objects or as mappings. The same holds for
+    `from_dict`. With `with_sections` a class is made that takes nothing from files.
+
+    Raises
+    ------
+    UnknownNameError
+        When nothing has the name of the trainer, scenario or protocol.
+    ParameterError
+        With every fault found, also of values that nothing in the run would read.
     """
 
     _sections: ClassVar[Sections] = ()
@@ -69,6 +83,25 @@ class HyperParameters(SubParameters):
     package_version: str = __version__
     """Version that wrote the file. An older file is converted, a newer one refused."""
 
+    def __new__(cls, /, **values: Any) -> Self:
+        if cls is not HyperParameters or not values:
+            return super().__new__(cls)
+        return _completed(values)  # type: ignore[return-value]  # an object of a subclass
+
+    def __init__(self, /, **values: Any) -> None:
+        if _GIVEN not in vars(self):
+            super().__init__(**values)
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on SubParameters'
+
+    def given(self) -> dict[str, Any]:
+        """Give the plain values that were set explicitly, and not taken from files or defaults."""
+        if _GIVEN not in vars(self):
+            values: dict[str, Any] = plain_values(self)
+            return values
+        changed = differences(self.to_dict(), vars(self)[_WHOLE])
+        return merged(vars(self)[_GIVEN], changed)
+
     @field_validator("package_version")
     @classmethod
     def _is_readable(cls, version: str) -> str:
@@ -87,6 +120,8 @@ class HyperParameters(SubParameters):
     def from_dict(cls, values: Mapping[str, Any], *, sources: Mapping[str, str] = {}) -> Self:
         """Validate plain values; those that an older version wrote are converted first."""
         converted = convert(values, source=sources.get("package_version") or "the parameters")
+        if cls is HyperParameters and converted:
+            return cls(**converted)
         return super().from_dict(converted, sources=sources)
 
     @classmethod
@@ -116,10 +151,23 @@ class HyperParameters(SubParameters):
     def __reduce__(self) -> tuple[Any, ...]:
         # A class with sections is made while the program runs, so it cannot be found by its name.
         cls = type(self)
-        return _blank, (cls._plain_class or cls, cls._sections), self.__getstate__()
+        sections = None if cls._plain_class is None else cls._sections
+        return _blank, (cls._plain_class or cls, sections), self.__getstate__()
 
 
 _HERE = __version__
+_GIVEN, _WHOLE = "_given", "_whole"
+"""Names under which an object keeps what it was made of, and all its values at that time."""
+
+
+def _completed(values: Mapping[str, Any]) -> HyperParameters:
+    """Give hyper-parameters with these values and, for the rest, those that a run would have."""
+    given = convert(plain_values(values), source="the parameters")
+    # Files are stacked on top of each other floors above this one.
+    hyper_params: HyperParameters = provided("resolve_experiment")(hyper_params=given).hyper_params
+    # Beside the fields, where pydantic keeps them through copies and pickles, and compares none.
+    vars(hyper_params).update({_GIVEN: given, _WHOLE: hyper_params.to_dict()})
+    return hyper_params
 
 
 @lru_cache(maxsize=256)
@@ -142,7 +190,7 @@ def _sectioned(base: type[HyperParameters], sections: Sections) -> type[HyperPar
     return model
 
 
-def _blank(base: type[HyperParameters], sections: Sections) -> HyperParameters:
+def _blank(base: type[HyperParameters], sections: Sections | None) -> HyperParameters:
     """Give an object of the class with these sections, to be filled by unpickling."""
-    cls = base.with_sections(dict(sections)) if sections else base
+    cls = base if sections is None else base.with_sections(dict(sections))
     return cls.__new__(cls)

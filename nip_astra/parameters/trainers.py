@@ -23,8 +23,13 @@ class RlTrainerParameters(SubParameters):
     """Iterations: collect frames_per_batch frames, then learn from them."""
     num_test_iterations: int = Field(default=10, ge=1)
     """Batches of the test loop. Larger measures more exactly."""
-    frames_per_batch: int = Field(default=2048, ge=1)
+    frames_per_batch: Annotated[int, where("rollouts_per_iteration", None)] = Field(
+        default=2048, ge=1
+    )
     """Frames of an iteration: environments times steps_per_env_per_iteration."""
+    rollouts_per_iteration: int | None = Field(default=None, ge=1)
+    """Environments that play side by side, in place of frames_per_batch: an iteration has this
+    times steps_per_env_per_iteration frames. Null leaves it to frames_per_batch."""
     steps_per_env_per_iteration: int | None = Field(default=None, ge=1)
     """Rounds that each environment plays an iteration; null takes the protocol's longest
     conversation. Smaller plays more environments, with more conversations cut by the batch."""

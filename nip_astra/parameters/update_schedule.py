@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from nip_astra.errors import UnknownNameError
+from nip_astra.errors import ParameterError, ParameterFault, UnknownNameError
+from nip_astra.parameters.faults import show
 from nip_astra.parameters.parameters_base import PolymorphicParameters, polymorphic
 
 
 class UpdateSchedule(PolymorphicParameters):
-    """Base of the schedules."""
+    """Base of the schedules; parameters may be given in their order, without names."""
+
+    def __init__(self, /, *in_order: Any, **values: Any) -> None:
+        names = list(type(self).model_fields)
+        if len(in_order) > len(names) or set(names[: len(in_order)]) & set(values):
+            raise ParameterError(
+                [
+                    ParameterFault(
+                        self.type_name,
+                        show([*in_order, values]),
+                        f"has the parameters {', '.join(names)}, and one of them was given twice",
+                        "Give each once, in this order or by name.",
+                    )
+                ]
+            )
+        super().__init__(**dict(zip(names, in_order, strict=False)), **values)
+
+    # Validation of a group around it takes the fields as they are: see SubParameters.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
 
     def is_active(self, iteration: int) -> bool:
         """Say whether the agent learns in an iteration, counted from 0."""
@@ -65,6 +84,17 @@ class AlternatingPeriodicUpdateSchedule(UpdateSchedule):
     """Iterations of a period in which the first agent learns; the second learns in the rest."""
     position: Literal["first", "second"] = "first"
     """Which of the two this agent is."""
+
+    def __init__(self, /, *in_order: Any, **values: Any) -> None:
+        """Take, in place of `position`, whether this is the first of the two, as `first_agent`."""
+        said = [*in_order[2:], *([values["first_agent"]] if "first_agent" in values else [])]
+        if len(said) == 1 and isinstance(said[0], bool) and "position" not in values:
+            in_order = in_order[:2]
+            values.pop("first_agent", None)
+            values["position"] = "first" if said[0] else "second"
+        super().__init__(*in_order, **values)
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
 
     @model_validator(mode="after")
     def _leaves_room(self) -> Self:

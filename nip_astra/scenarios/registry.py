@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from nip_astra.errors import UnknownNameError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
@@ -25,9 +26,29 @@ class Scenario(ABC):
     reads beside its own section."""
     never_reads: ClassVar[tuple[str, ...]] = ()
     """Parameters that the kind takes and has no use for; values given to them are refused."""
+    trainer_types: ClassVar[tuple[str, ...]] = ("rl", "rl_central_critic", "solo_agent")
+    """What trainers may ask to be built, by their `trainer_type`; any other is refused."""
 
     class Parameters(SubParameters):
         """Parameters of the kind; a subclass adds its own."""
+
+    @classmethod
+    def check_trainer_type(cls, trainer_type: str) -> None:
+        """Refuse a `trainer_type` for which the kind builds nothing.
+
+        Raises
+        ------
+        UnknownNameError
+            Naming those for which it does.
+        """
+        if trainer_type not in cls.trainer_types:
+            raise UnknownNameError(
+                "trainer type",
+                trainer_type,
+                cls.trainer_types,
+                "It is the class attribute trainer_type of the trainer; a scenario kind of your "
+                "own may build for others, which it names in trainer_types.",
+            )
 
     @classmethod
     @abstractmethod

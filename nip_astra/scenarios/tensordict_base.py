@@ -16,8 +16,9 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, DataError, nearest_names
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.parameters.agents import DEFAULT_AGENT, AgentParameters
+from nip_astra.parameters.agents import DEFAULT_AGENT, AgentParameters, RandomAgentParameters
 from nip_astra.parameters.conditions import where
+from nip_astra.parameters.given import plain_values
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.protocol_base import ProtocolHandler
@@ -71,6 +72,7 @@ class TensorDictScenario(Scenario):
         "protocol_common",
         "zk_protocol",
         "rl.frames_per_batch",
+        "rl.rollouts_per_iteration",
         "rl.steps_per_env_per_iteration",
         "rl.use_shared_body",
         "rl.pretrain_agents",
@@ -98,15 +100,18 @@ class TensorDictScenario(Scenario):
         @classmethod
         def _fill_in_defaults(cls, values: Any) -> Any:
             agents = values.get("agents") if isinstance(values, Mapping) else None
-            if not isinstance(agents, Mapping) or not isinstance(
-                agents.get(DEFAULT_AGENT), Mapping
-            ):
+            if not isinstance(agents, Mapping):
                 return values
-            default = agents[DEFAULT_AGENT]
             filled = {
-                name: _merged(default, own) if isinstance(own, Mapping) else own
+                name: plain_values(own) if isinstance(own, RandomAgentParameters) else own
                 for name, own in agents.items()
             }
+            default = filled.get(DEFAULT_AGENT)
+            if isinstance(default, Mapping):
+                filled = {
+                    name: _merged(default, own) if isinstance(own, Mapping) else own
+                    for name, own in filled.items()
+                }
             return {**values, "agents": filled}
 
     @classmethod
@@ -196,7 +201,10 @@ class TensorDictScenario(Scenario):
         steps = hyper_params.rl.steps_per_env_per_iteration or protocol.max_message_rounds
         num_environments = 1
         if trainer_type != "solo_agent":
-            num_environments = _num_environments(hyper_params.rl.frames_per_batch, steps)
+            rl = hyper_params.rl
+            num_environments = rl.rollouts_per_iteration or _num_environments(
+                rl.frames_per_batch, steps
+            )
 
         def environment(split: str, dataset: TensorDict) -> ProtocolEnvironment:
             return ProtocolEnvironment(

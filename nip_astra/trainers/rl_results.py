@@ -20,7 +20,7 @@ def results_of(trainer: TensorDictRlTrainer) -> dict[str, Any]:
         "before": state.before,
         "training": {
             "num_iterations": state.iteration,
-            "num_frames": state.iteration * trainer.rl.frames_per_batch,
+            "num_frames": state.iteration * trainer.frames_per_iteration,
             "num_optimizer_steps": state.num_optimizer_steps,
             "last": state.last,
         },

@@ -295,6 +295,11 @@ class TensorDictRlTrainer(TensorDictTrainer):
         protocol = self.train_environment.protocol
         return self.rl.steps_per_env_per_iteration or protocol.max_message_rounds
 
+    @property
+    def frames_per_iteration(self) -> int:
+        """Frames that all environments play an iteration."""
+        return self.train_environment.num_environments * self._num_steps
+
     @torch.no_grad()
     def collect(self) -> TensorDict:
         """Play a training batch [E, T], with advantages, or with rewards to go where no `gae` is.

@@ -61,7 +61,9 @@ class Trainer(ABC):
     """
 
     trainer_type: ClassVar[str] = "rl"
-    """What the factory builds: "rl" agents with policies, "solo_agent" supervised ones."""
+    """What the factory builds: "rl" agents with policies, "rl_central_critic" the same with value
+    functions that see everything, "solo_agent" supervised ones. Others are refused where the kind
+    of scenario does not name them in its `trainer_types`."""
     scenario_kinds: ClassVar[tuple[str, ...]] = ()
     """Kinds of scenario that this trainer can train on; empty for any."""
     parameter_groups: ClassVar[tuple[str, ...] | None] = None

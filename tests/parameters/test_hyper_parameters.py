@@ -18,6 +18,8 @@ from nip_astra.version import __version__
 from tests.parameters.groups import Circle, Drawing, Paint
 
 BASE = {"trainer": "mine", "scenario": "here"}
+PLAIN = HyperParameters.with_sections({})
+"""Takes nothing from files, and any name of a trainer and scenario."""
 
 
 @pytest.fixture
@@ -28,13 +30,13 @@ def _no_conversions() -> Iterator[None]:
 
 
 def test_seed_zero_is_a_seed() -> None:
-    assert HyperParameters.from_dict(BASE).seed == 0
-    assert HyperParameters.from_dict(BASE | {"seed": 0}).to_dict()["seed"] == 0
+    assert PLAIN.from_dict(BASE).seed == 0
+    assert PLAIN.from_dict(BASE | {"seed": 0}).to_dict()["seed"] == 0
 
 
 def test_a_trainer_and_a_scenario_are_required() -> None:
     with pytest.raises(ParameterError) as caught:
-        HyperParameters.from_dict({})
+        PLAIN.from_dict({})
     assert [fault.path for fault in caught.value.faults] == ["trainer", "scenario"]
 
 
@@ -50,7 +52,7 @@ def test_sections_are_fields_and_may_be_left_out_where_all_have_defaults() -> No
 
 def test_a_section_that_was_not_added_is_an_unknown_parameter() -> None:
     with pytest.raises(ParameterError, match="paint: unknown parameter"):
-        HyperParameters.from_dict(BASE | {"paint": {}})
+        PLAIN.from_dict(BASE | {"paint": {}})
 
 
 def test_equal_sections_give_the_same_class_in_any_order() -> None:
@@ -88,7 +90,7 @@ def test_sections_survive_pickling() -> None:
     again = pickle.loads(pickle.dumps(params))
     assert again == params
     assert type(again) is model
-    plain = HyperParameters.from_dict(BASE)
+    plain = PLAIN.from_dict(BASE)
     assert pickle.loads(pickle.dumps(plain)) == plain
 
 
@@ -128,13 +130,13 @@ def test_the_schema_has_the_sections_with_their_summaries() -> None:
 
 
 def test_the_installed_version_is_recorded() -> None:
-    assert HyperParameters.from_dict(BASE).to_dict()["package_version"] == __version__
+    assert PLAIN.from_dict(BASE).to_dict()["package_version"] == __version__
 
 
 @pytest.mark.parametrize("version", ["99.0.0", "0.999", "0.999.3"])
 def test_a_file_of_a_newer_version_is_refused_with_the_reason(version: str) -> None:
     with pytest.raises(ParameterError) as caught:
-        HyperParameters.from_dict(BASE | {"package_version": version, "seed": -1})
+        PLAIN.from_dict(BASE | {"package_version": version, "seed": -1})
     assert [fault.path for fault in caught.value.faults] == ["seed", "package_version"]
     assert str(caught.value.faults[1]) == (
         f"package_version: was written by a newer nip_astra than the installed {__version__}, "
@@ -145,19 +147,19 @@ def test_a_file_of_a_newer_version_is_refused_with_the_reason(version: str) -> N
 
 def test_a_newer_patch_of_the_same_release_is_read() -> None:
     version = f"{__version__.rpartition('.')[0]}.999"
-    params = HyperParameters.from_dict(BASE | {"package_version": version})
+    params = PLAIN.from_dict(BASE | {"package_version": version})
     assert params.package_version == __version__
 
 
 def test_what_is_no_version_is_refused() -> None:
     with pytest.raises(ParameterError, match="package_version: is no version such as"):
-        HyperParameters.from_dict(BASE | {"package_version": "new"})
+        PLAIN.from_dict(BASE | {"package_version": "new"})
 
 
 @pytest.mark.usefixtures("_no_conversions")
 def test_an_older_file_is_converted_and_carries_the_installed_version_then() -> None:
     register_conversion("0.0", lambda values: {**BASE, "seed": values["random_seed"]})
-    params = HyperParameters.from_dict({"random_seed": 3, "package_version": "0.0.7"})
+    params = PLAIN.from_dict({"random_seed": 3, "package_version": "0.0.7"})
     assert (params.seed, params.package_version) == (3, __version__)
 
 

@@ -37,6 +37,41 @@ def test_two_alternating_schedules_share_the_iterations() -> None:
     assert active(second) == [1, 2, 4, 5, 7]
 
 
+def test_parameters_may_be_given_in_their_order_and_the_first_agent_by_a_truth_value() -> None:
+    assert active(ContiguousPeriodicUpdateSchedule(4, 1, 3)) == [1, 2, 5, 6]
+    pairs = [(True, "first"), (False, "second")]
+    for is_first, position in pairs:
+        expected = AlternatingPeriodicUpdateSchedule(
+            period=5, first_agent_num_rounds=3, position=position
+        )
+        for found in (
+            AlternatingPeriodicUpdateSchedule(5, 3, first_agent=is_first),
+            AlternatingPeriodicUpdateSchedule(5, 3, is_first),
+            AlternatingPeriodicUpdateSchedule(5, 3, position),
+        ):
+            assert found == expected
+    assert AlternatingPeriodicUpdateSchedule(5, 3).position == "first"
+
+
+@pytest.mark.parametrize(
+    ("in_order", "named", "words"),
+    [
+        ((5, 3, "first", 1), {}, "period, first_agent_num_rounds, position"),
+        ((5, 3, True, 1), {}, "period, first_agent_num_rounds, position"),
+        ((5, 3), {"period": 5}, "given twice"),
+        ((5, 3, True), {"first_agent": False}, "first_agent: unknown parameter"),
+        ((5, 3), {"first_agent": True, "position": "second"}, "first_agent: unknown parameter"),
+        ((5, 3), {"first_agent": "yes"}, "first_agent: unknown parameter"),
+        ((5, 5), {"first_agent": True}, "must be below the period"),
+    ],
+)
+def test_parameters_that_contradict_each_other_are_refused(
+    in_order: tuple[object, ...], named: dict[str, object], words: str
+) -> None:
+    with pytest.raises(ParameterError, match=words):
+        AlternatingPeriodicUpdateSchedule(*in_order, **named)
+
+
 @pytest.mark.parametrize(
     "schedule",
     [

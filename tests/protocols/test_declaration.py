@@ -40,8 +40,11 @@ class Echo(DeterministicSingleVerifierProtocolHandler):
         return agent_name == self.agent_names[round_index]
 
 
+PLAIN = HyperParameters.with_sections({})
+
+
 def hyper_params(**values: Any) -> HyperParameters:
-    return HyperParameters.from_dict({"trainer": "none", "scenario": "none", **values})
+    return PLAIN.from_dict({"trainer": "none", "scenario": "none", **values})
 
 
 def refusal(**attributes: Any) -> str:

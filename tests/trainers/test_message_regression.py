@@ -19,6 +19,7 @@ from nip_astra.scenario_base.message_space import MessageSpace
 from nip_astra.trainers.message_regression import MessageRegression
 from tests.protocol_games import build_game
 
+PLAIN = HyperParameters.with_sections({})
 NUM_SYMBOLS = 6
 
 
@@ -26,13 +27,13 @@ def regression(kind: str | None = "linear", seed: int = 0, **fields: Any) -> Mes
     regressor = None if kind is None else {"_type": kind}
     values = {"message_regression": {"regressor": regressor, **fields}}
     names = {"trainer": "none", "scenario": "none", "seed": seed}
-    return MessageRegression(HyperParameters.from_dict(names | values))
+    return MessageRegression(PLAIN.from_dict(names | values))
 
 
 def game(protocol: str = "nip", num_symbols: int = NUM_SYMBOLS, num_linear: int = 0) -> Any:
     """Give what the probe reads of the combined agents."""
     names = {"trainer": "none", "scenario": "none", "interaction_protocol": protocol}
-    handler = build_protocol_handler(HyperParameters(**names))
+    handler = build_protocol_handler(PLAIN(**names))
     space = MessageSpace(num_symbols, 1, num_linear)
     return SimpleNamespace(names=handler.agent_names, protocol=handler, space=space)
 

@@ -17,7 +17,8 @@ from torchrl.objectives import LossModule
 from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives import Objective
-from nip_astra.rl_objectives.objective import Frames
+from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.rl_objectives.objective import Frames, frames_of
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
@@ -28,6 +29,7 @@ from nip_astra.trainers.trainer_base import (
 )
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from tests.toy_protocol_scenario import (
+    KIND,
     toy_kind,
     toy_trainer,
 )
@@ -136,6 +138,79 @@ def test_any_loss_module_of_torchrl_may_be_given() -> None:
     moved = parts_changed(trainer)
     assert moved == {f"{agent}.{part}" for agent in AGENTS for part in ("value_body", "value_head")}
     assert float(trainer.loss_module.scale.detach()) != 1.0, "its own weights learn as well"
+
+
+class ForwardTrainer(TensorDictRlTrainer):
+    """A trainer whose objective gives the losses of all agents together."""
+
+    class Together(Objective):
+        def forward(self, batch: TensorDict) -> TensorDict:
+            assert ("next", "agents", "reward") in batch.keys(True)
+            logprobs = [self.agents.evaluate(name, frames_of(batch)).logprobs_B for name in AGENTS]
+            likely = -torch.stack(logprobs).mean()
+            return TensorDict({"loss_likely": likely, "likelihood": likely.exp().detach()})
+
+    def _get_loss_module_and_gae(self) -> tuple[LossModule, None]:
+        return self.Together(self.agents), None
+
+
+def test_an_objective_may_have_a_forward_of_its_own() -> None:
+    frozen = {"verifier": {"update_schedule": {"_type": "constant", "is_on": False}}}
+    trainer = toy_trainer("my_trainer", trainer_class=ForwardTrainer)
+    assert parts_changed(trainer) == {
+        f"{agent}.{part}" for agent in AGENTS for part in ("policy_body", "policy_head")
+    }
+    assert {"loss_likely", "likelihood"} <= set(trainer.state.last)
+    trainer = toy_trainer("my_trainer", trainer_class=ForwardTrainer, **{KIND: {"agents": frozen}})
+    assert {part.partition(".")[0] for part in parts_changed(trainer)} == {"prover"}
+
+
+def test_a_forward_of_its_own_wins_over_losses_that_are_inherited() -> None:
+    class Doubled(IppoObjective):
+        num_calls = 0
+
+        def forward(self, batch: TensorDict) -> TensorDict:
+            type(self).num_calls += 1
+            losses: TensorDict = super().forward(batch)
+            return losses
+
+    class Doubling(VanillaPpoTrainer):
+        def _get_loss_module_and_gae(self) -> Any:
+            loss_module = Doubled(self.agents, self.hyper_params.ppo, self.rl)
+            loss_module.make_value_estimator(gamma=self.rl.gamma, lmbda=self.rl.lmbda)
+            return loss_module, loss_module.value_estimator
+
+    plain, own = toy_trainer(), toy_trainer("vanilla_ppo", trainer_class=Doubling)
+    assert own.loss_module.has_own_forward()
+    assert not own.loss_module.has_parts()
+    assert not plain.loss_module.has_own_forward()
+    assert plain.loss_module.has_parts()
+    for trainer in (plain, own):
+        trainer.train()
+    assert Doubled.num_calls == own.state.num_optimizer_steps > 0
+    for name, value in weights_of(plain).items():
+        torch.testing.assert_close(value, weights_of(own)[name])
+
+
+def test_an_objective_without_losses_is_refused_when_it_is_made() -> None:
+    class Empty(Objective):
+        """Has no losses."""
+
+    agents = toy_trainer().agents
+    with pytest.raises(ConfigurationError) as caught:
+        Empty(agents)
+    assert "Empty" in str(caught.value)
+    assert "agent_losses" in str(caught.value)
+    assert "forward" in str(caught.value)
+
+
+def test_rollouts_may_be_counted_in_place_of_frames() -> None:
+    trainer = toy_trainer(rl={"rollouts_per_iteration": 5, "steps_per_env_per_iteration": 4})
+    assert trainer.collect().batch_size == (5, 4)
+    assert trainer.frames_per_iteration == 20
+    trainer.train()
+    training = trainer.results["training"]
+    assert training["num_frames"] == 20 * training["num_iterations"]
 
 
 class BufferTrainer(VanillaPpoTrainer):
