@@ -1,0 +1,136 @@
+"""Scripts that were written for nip run here, with the lines changed that the guide lists."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.parameters import HyperParameters
+from nip_astra.resolution import resolve_experiment
+from nip_astra.tracking.run_directory import RunDirectory
+from tests.documents import ROOT
+from tests.nip_scripts import ppo_gi, solo_agents_gi
+
+GUIDE = (ROOT / "doc" / "guides" / "coming-from-nip.md").read_text(encoding="utf-8")
+SCRIPTS = Path(__file__).parent / "nip_scripts"
+TINY = {
+    "num_iterations": [2],
+    "num_test_iterations": [1],
+    "frames_per_batch": [64],
+    "minibatch_size": [32],
+    "max_train_size": [60],
+    "seed": [8144],
+}
+OF_THE_SWEEP = re.compile(
+    r"arguments|cmd_args|experiment|param_grid=|_fn=|nip.utils", re.IGNORECASE
+)
+
+
+def section(heading: str) -> str:
+    """Give the text under a heading of the guide."""
+    return GUIDE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+
+
+def rows(text: str) -> Iterator[list[str]]:
+    """Give the cells of a table's rows, its head left out."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    for line in lines[2:]:
+        yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def lines_of(name: str) -> list[str]:
+    """Give a script's lines without indentation: a call may stand deeper here."""
+    text = (SCRIPTS / name).read_text(encoding="utf-8")
+    return [line.strip() for line in text.replace("from nip ", "from nip_astra ").splitlines()]
+
+
+@pytest.mark.parametrize("name", ["ppo_gi", "solo_agents_gi"])
+def test_every_line_that_changes_is_in_the_guide(name: str) -> None:
+    theirs, ours = lines_of(f"{name}.nip.txt"), lines_of(f"{name}.py")
+    gone = [line for line in theirs if line not in ours]
+    heads = [
+        re.match(r"\W*(?:from \S+ import )?([\w.]+)", line)
+        for line in gone
+        if not OF_THE_SWEEP.search(line)
+    ]
+    listed = section("A script, line by line")
+    missing = {head[1] for head in heads if head and f"`{head[1]}" not in listed}
+    assert missing == set()
+    assert len(gone) < len(theirs) / 2
+
+
+@pytest.mark.parametrize(
+    ("more", "provers"),
+    [
+        ({}, {"prover"}),
+        ({"random_prover": [True]}, {"prover"}),
+        ({"update_spec": [(1, 1)], "pretrain_agents": [True]}, {"prover"}),
+        ({"interaction_protocol": ["debate"], "update_spec": [(1, 1, 1)]}, {"prover0", "prover1"}),
+    ],
+)
+def test_the_ppo_script_runs(
+    more: dict[str, Any], provers: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ppo_gi, "param_grid", ppo_gi.param_grid | TINY | more)
+    ppo_gi.run_all(runs_dir=str(tmp_path), progress=False, test_run="pretrain_agents" in more)
+    run = RunDirectory.open(tmp_path / "ppo_gi_a_0")
+    assert {path.stem for path in (run.path / "model").iterdir()} == {"verifier", *provers}
+    results = run.read_json("results.json")
+    assert 0 <= results["after"]["mean_accuracy"] <= 1
+    recorded = run.read_yaml("hyper_parameters.yaml")
+    combo = {name: values[0] for name, values in ppo_gi.param_grid.items()}
+    assert HyperParameters.from_dict(recorded) == ppo_gi.construct_params(combo)
+    assert recorded["rl"]["num_iterations"] == 2
+    agents = recorded["graph_isomorphism"]["agents"]
+    assert all(agents[name]["is_random"] is ("random_prover" in more) for name in provers)
+
+
+def test_the_ppo_script_prepares_a_run_as_it_stands() -> None:
+    combo = {name: values[0] for name, values in ppo_gi.param_grid.items()} | {"max_train_size": 60}
+    prepared = ppo_gi.run_preparer_fn(combo)
+    assert prepared.total_num_iterations == 5000 + 2 * 10
+    given = ppo_gi.construct_params(combo)
+    assert given == resolve_experiment(hyper_params=given).hyper_params
+
+
+def test_the_solo_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = {"num_epochs": [2], "seed": [8144]}
+    monkeypatch.setattr(solo_agents_gi, "param_grid", solo_agents_gi.param_grid | tiny)
+    solo_agents_gi.run_all(runs_dir=str(tmp_path), progress=False)
+    run = RunDirectory.open(tmp_path / "solo_agents_gi_a_0")
+    assert {path.stem for path in (run.path / "model").iterdir()} == {"prover", "verifier"}
+    recorded = run.read_yaml("hyper_parameters.yaml")
+    assert recorded["solo_agent"]["num_epochs"] == 2
+    agents = recorded["graph_isomorphism"]["agents"]
+    assert agents["prover"]["body_lr_factor"] == {"actor": 0.01, "critic": 1.0}
+
+
+def default_of(path: str) -> Any:
+    """Give the default of a class by the parameter's path in a file."""
+    trainer = path.partition(".")[0] if path.startswith(("spg.", "reinforce.")) else "vanilla_ppo"
+    trainer = "solo_agent" if path.startswith("solo_agent.") else trainer
+    scenario = "image_classification" if path.startswith("image_") else "graph_isomorphism"
+    model = type(HyperParameters(trainer=trainer, scenario=scenario))
+    value: Any = model
+    for name in path.split("."):
+        if isinstance(value, dict) or not hasattr(value, "model_fields"):
+            value = value[name]
+        else:
+            value = value.model_fields[name].get_default(call_default_factory=True)
+        value = type(value) if hasattr(type(value), "model_fields") else value
+    return value
+
+
+def test_the_defaults_that_the_guide_tells_are_those_of_the_classes() -> None:
+    told = list(rows(section("Defaults that differ")))
+    assert len(told) > 18
+    for path, theirs, here in told:
+        if not path.startswith("`"):
+            continue
+        assert f"`{json.dumps(default_of(path.strip('`')))}`" == here, path
+        assert theirs != here
