@@ -28,6 +28,9 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
+ROLE_NAMES = ("attacker", "tester", "auditor")
+"""What the attacker is called in one version or another."""
+
 
 @dataclass
 class CountedBatch:
@@ -220,7 +223,9 @@ def save_problem(system: System[Any, Any], directory: Path) -> None:
         return
     attacker, tokenizer = (
         _savable(system, ("attacker", "tester", "auditor")),
-        _savable(system, ("tokenizer", "attacker_tokenizer", "tester_tokenizer")),
+        _savable(
+            system, ("tokenizer", "attacker_tokenizer", "tester_tokenizer", "auditor_tokenizer")
+        ),
     )
     if attacker is None:
         raise CheckpointError(

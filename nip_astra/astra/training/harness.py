@@ -16,6 +16,7 @@ from nip_astra.astra.core.sampler import Sampler
 from nip_astra.astra.logging import ASTRAWandbLogger, logger
 from nip_astra.astra.training.adapters import AlgorithmAdapter, Player
 from nip_astra.astra.training.configuration import TrainingConfiguration
+from nip_astra.astra.training.experience import ExperienceLoader
 from nip_astra.errors import ConfigurationError
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.harness import Harness as LoopHarness
@@ -73,6 +74,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
             num_episodes_per_experience,
             what="episodes played",
         )
+        _check_one_problem(self.sampler, algorithm)
         self.algorithm = algorithm
         self.num_episodes_per_experience = num_episodes_per_experience
         self.use_wandb = use_wandb
@@ -100,8 +102,9 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         """Another name of `sampler`."""
         return self.sampler
 
-    def experience(self, seed: int | None = None) -> Iterator[Batch]:
-        """Play episodes, and give what they teach in batches, in random order.
+    def experience(self, seed: int | None = None) -> ExperienceLoader[Batch]:
+        """Play episodes, and give what they teach: batches in random order, for any number of
+        passes, with `len` for their number.
 
         Parameters
         ----------
@@ -116,17 +119,21 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
             harness, iteration = copy.copy(harness), 0
             harness.seed = seed
         with torch.no_grad():
-            samples = harness.experience(iteration).samples
+            samples: list[Any] = harness.experience(iteration).samples
         logger.debug("%d samples of %d episodes", len(samples), self.num_episodes_per_experience)
-        if not self._shuffles:
-            return self._in_order(samples)
-        batches: Any = harness.batches(samples, iteration=iteration, epoch=0)
-        return (batch.content for batch in batches)
+        size = harness.batch_size
 
-    def _in_order(self, samples: list[Any]) -> Iterator[Batch]:
-        size = self.loop_harness.batch_size
-        parts = [samples[i : i + size] for i in range(0, len(samples), size)]
-        return (self.algorithm.collate_fn(part) for part in parts)
+        def shuffled(epoch: int) -> Iterator[Batch]:
+            batches: Any = harness.batches(samples, iteration=iteration, epoch=epoch)
+            return (batch.content for batch in batches)
+
+        def in_order(_: int) -> Iterator[Batch]:
+            parts = (samples[i : i + size] for i in range(0, len(samples), size))
+            return (self.algorithm.collate_fn(part) for part in parts)
+
+        return ExperienceLoader(
+            shuffled if self._shuffles else in_order, num_samples=len(samples), batch_size=size
+        )
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
         """Give the loss of a batch, with gradient, and numbers to log."""
@@ -158,6 +165,18 @@ def one_sampler(environment: Any, sampler: Any) -> Any:
             f"{what} was given. Give one Sampler, for instance ASTSampler(problem, prompts)."
         )
     return given[0]
+
+
+def _check_one_problem(sampler: Any, algorithm: Any) -> None:
+    """Refuse to play one problem and train another."""
+    played, trained = sampler.system, getattr(algorithm, "system", sampler.system)
+    if played is not trained:
+        raise ConfigurationError(
+            f"{type(sampler).__name__} plays one problem, a {type(played).__name__}, but "
+            f"{type(algorithm).__name__} trains another, a {type(trained).__name__}, so that what "
+            "is learnt would never be played. Make both of the same object: problem = ...; "
+            "ASTSampler(problem, prompts); DPO(problem)."
+        )
 
 
 def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:

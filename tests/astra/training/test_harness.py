@@ -67,6 +67,31 @@ def test_equal_seeds_give_equal_experience_in_equal_order_and_calls_go_on() -> N
     assert list(harness.experience(seed=0)) == first[0]
 
 
+@pytest.mark.parametrize("options", [{}, {"dataloader_kwargs": {"shuffle": False}}])
+def test_experience_can_be_gone_through_several_times_and_has_a_length(
+    options: dict[str, Any],
+) -> None:
+    harness = harness_of(**options)
+    buffer = harness.experience(seed=0)
+    num_played = len(harness.sampler.system.asked)
+    passes = [[pair for batch in buffer for pair in batch.suffix_pos] for _ in range(3)]
+    assert len(harness.sampler.system.asked) == num_played, "it was played again"
+    assert len(buffer) == len(list(buffer)) == -(-len(passes[0]) // 4) > 2
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(passes[2])
+    assert (passes[0] == passes[1]) == bool(options), "a pass has an order of its own"
+    assert buffer.num_samples == len(passes[0])
+
+
+def test_a_problem_that_is_played_and_another_that_is_trained_are_refused() -> None:
+    played, trained = WordProblem(), WordProblem()
+    for build in (
+        lambda: Trainer(TrainingConfiguration(), ASTSampler(played, PROMPTS), DPO(trained)),
+        lambda: Harness(ASTSampler(played, PROMPTS), DPO(trained)),
+    ):
+        with pytest.raises(ConfigurationError, match=r"plays one problem.*trains another"):
+            build()
+
+
 def test_samples_are_shuffled_unless_asked_not_to() -> None:
     plain = harness_of(dataloader_kwargs={"shuffle": False})
     ordered = [
