@@ -32,7 +32,7 @@ class ModelScorer(Scorer):
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         if parameters.device is not None:
-            device = _device_of(parameters.device)
+            device = resolve_device(parameters.device)
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
 
     def _in_batches(
@@ -51,19 +51,6 @@ class ModelScorer(Scorer):
                 for i, value in zip(part, rate([items[i] for i in part]).tolist(), strict=True):
                     scores[i] = value
         return scores
-
-
-def _device_of(name: str) -> torch.device:
-    kind, _, number = name.partition(":")
-    device = resolve_device(kind)
-    if not number:
-        return device
-    if int(number) >= torch.cuda.device_count():
-        raise ConfigurationError(
-            f"the scorer's device {name!r} was asked for, but torch sees "
-            f"{torch.cuda.device_count()} GPUs, numbered from 0. Give the number of one of them."
-        )
-    return torch.device(name)
 
 
 def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label") -> int:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from nip_astra.errors import ConfigurationError
 
 
-def resolve_device(name: str) -> torch.device:
-    """Give the device for "cpu", "cuda" or "auto".
+def resolve_device(name: str | torch.device) -> torch.device:
+    """Give the device for "cpu", "cuda", "cuda:1" or "auto".
 
     Raises
     ------
     ConfigurationError
-        When a GPU is asked for and there is none.
+        When the name is another, or the GPU that is asked for is not there.
     """
-    has_gpu = torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
+    name = str(name)
+    kind, _, number = name.partition(":")
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
         raise ConfigurationError(
-            "the device 'cuda' was asked for, but torch sees no GPU. Use --device cpu, or install "
-            "a CUDA build of torch."
+            f"the device {name!r} was asked for, but models run on 'cpu' or on GPUs of CUDA: "
+            "'cuda', or 'cuda:1' for the second; 'auto' takes a GPU where there is one. Give one "
+            "of these."
         )
-    return torch.device("cuda" if has_gpu and name in ("cuda", "auto") else "cpu")
+    has_gpu = torch.cuda.is_available()
+    if kind == "cuda" and not has_gpu:
+        raise ConfigurationError(
+            f"the device {name!r} was asked for, but torch sees no GPU. Use --device cpu, or "
+            "install a CUDA build of torch."
+        )
+    if number and int(number) >= torch.cuda.device_count():
+        raise ConfigurationError(
+            f"the device {name!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs, "
+            "numbered from 0. Give the number of one of them."
+        )
+    if number:
+        return torch.device(name)
+    return torch.device("cuda" if has_gpu and kind != "cpu" else "cpu")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic
 
 import torch
@@ -14,11 +15,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import pad
 
+from nip_astra.astra.algorithms.trained import check_value_is_trained
 from nip_astra.astra.core.algorithm import Algorithm
+from nip_astra.astra.core.batches import values_in_parts
 from nip_astra.astra.core.common import ActionT, StateT
 from nip_astra.astra.core.graphs import GraphTree, tree_of
 from nip_astra.astra.core.sampler import Graph
-from nip_astra.astra.core.system import System
+from nip_astra.astra.core.system import System, TokenValues
 from nip_astra.errors import ConfigurationError
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.trainers.ast_ppo import AstPpoTrainer
@@ -117,6 +120,7 @@ class PPO(
         self.modules_lr_factor = self.parameters.value_lr_factor
         self.kl = KlPenalty(self.parameters.kl)
         self.flatten_metrics: dict[str, float] = {}
+        self._is_value_checked = False
 
     @property
     def clip_range(self) -> float:
@@ -170,7 +174,9 @@ class PPO(
         """
         nodes = tree.graph_nodes
         contexts, probes = [node.context for node in nodes], [node.probe for node in nodes]
-        now = self.system.token_values(contexts, probes, needs_values=True)
+        now = values_in_parts(
+            self.system, contexts, probes, partial(self.system.token_values, needs_values=True)
+        )
         assert now.values_BT is not None
         mask_NT = now.mask_BT.cpu()
         lengths = mask_NT.sum(dim=1).tolist()
@@ -178,8 +184,11 @@ class PPO(
         reference = [node.reference_logprobs for node in nodes]
         missing = [number for number, known in enumerate(reference) if known is None]
         if missing:
-            scored_BT, is_token_BT = self.system.reference_values(
-                [contexts[number] for number in missing], [probes[number] for number in missing]
+            scored_BT, is_token_BT, *_ = values_in_parts(
+                self.system,
+                [contexts[number] for number in missing],
+                [probes[number] for number in missing],
+                lambda *texts: TokenValues(*self.system.reference_values(*texts)),
             )
             for number, scored, is_token in zip(missing, scored_BT, is_token_BT, strict=True):
                 reference[number] = scored[is_token].float().cpu()
@@ -230,6 +239,10 @@ class PPO(
             needs_entropy=self.parameters.entropy_weight > 0,
         )
         assert now.values_BT is not None
+        learns_values = self.parameters.value_weight > 0 and torch.is_grad_enabled()
+        if learns_values and not self._is_value_checked:
+            check_value_is_trained(self.system, now)
+            self._is_value_checked = True
         tokens = batch.tokens.to(now.logprobs_BT.device)
         width = tokens["probe_mask"].shape[1]
         # What does not match what was sampled token by token must not be learnt from.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from nip_astra.errors import ConfigurationError
+
 
 class HasAliases:
     """Base of classes whose subclasses may define a method under any of its names.
@@ -24,3 +26,20 @@ class HasAliases:
             for name in names:
                 if name not in own:
                     setattr(cls, name, own[given])
+
+
+def only_one(what: str, **given: Any) -> Any:
+    """Give the argument that goes by several names; None where it is left out.
+
+    Raises
+    ------
+    ConfigurationError
+        When it is given under two of them.
+    """
+    named = {name: value for name, value in given.items() if value is not None}
+    if len(named) > 1:
+        raise ConfigurationError(
+            f"{what} was given as {' and as '.join(named)}, which are names of one argument. Give "
+            f"it once, for instance as {next(iter(given))}."
+        )
+    return next(iter(named.values()), None)

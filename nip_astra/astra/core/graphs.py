@@ -72,8 +72,8 @@ def graphs_and_nodes(tree: RolloutTree) -> tuple[list[TextGraph], list[TextNode]
         children: list[TextNode] = []
         node = Node(
             Conversation(turns, tree.context_of(number)),
-            Spoken(tree.probes[number], tree.nodes["probe"][number][mask_T].tolist()),
-            tree.responses[number],
+            Spoken(tree.probes[number], tree.nodes["probe"][number][mask_T].tolist(), "attacker"),
+            Spoken(tree.responses[number], speaker="target"),
             columns["reward"][number],
             children,
             response_score=columns["response_score"][number],

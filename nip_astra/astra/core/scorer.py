@@ -13,6 +13,7 @@ from nip_astra.astra.core.common import ActionT, StateT
 from nip_astra.scorers.base import Scorer as RegisteredKind
 from nip_astra.scorers.base import Verdict
 from nip_astra.scorers.registry import SCORERS, build_scorer
+from nip_astra.utils.devices import resolve_device
 
 
 class Scorer(HasAliases, ABC, Generic[StateT, ActionT]):
@@ -36,14 +37,14 @@ class RegisteredScorer(Scorer[str, str]):
     name : str
         Its registered name; see `nip-astra list scorers`.
     device : str
-        Where its model runs.
+        Where its model runs: "cpu", "cuda", "cuda:1", "auto".
     **parameters
         The scorer's own parameters, as in a parameter file.
     """
 
-    def __init__(self, name: str, *, device: str = "cpu", **parameters: Any) -> None:
+    def __init__(self, name: str, *, device: str | torch.device = "cpu", **parameters: Any) -> None:
         values = SCORERS.get(name).Parameters.from_dict(parameters)
-        self.rater = build_scorer(values, device=torch.device(device), scenario_dir=None)
+        self.rater = build_scorer(values, device=resolve_device(device), scenario_dir=None)
 
     def score(self, x: Sequence[str]) -> list[float]:
         """Rate texts; NaN where there is no verdict."""

@@ -61,17 +61,20 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         What rates texts, of ASTRA's kind or a registered one; without it no node has a score.
     """
 
-    _aliases = (
-        ("rollout_prompt_with_attacker", "rollout_prompt_with_tester"),
-        ("get_attacker_logprobs", "get_tester_logprobs"),
-        *(("_get_attacker_logprobs_and_validate", "_get_tester_logprobs_and_validate"),),
-        *(
-            (
-                "_rollout_prompt_with_attacker_and_validate",
-                "_rollout_prompt_with_tester_and_validate",
-            ),
-        ),
+    _aliases = tuple(
+        tuple(pattern.format(role) for role in ("attacker", "tester", "auditor"))
+        for pattern in (
+            "rollout_prompt_with_{}",
+            "get_{}_logprobs",
+            "_rollout_prompt_with_{}_and_validate",
+            "_get_{}_logprobs_and_validate",
+        )
     )
+
+    max_batch_bytes: int | None = 4 * 2**30
+    """Memory that one call of a method may take for what a model says of every token of a
+    vocabulary, as estimated from the lengths of the texts; more texts are given in several calls.
+    None for no bound."""
 
     def __init__(self, scorer: Any = None) -> None:
         self.scorer = scorer
@@ -80,6 +83,10 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
     def moderator(self) -> Any:
         """Another name of `scorer`."""
         return self.scorer
+
+    @moderator.setter
+    def moderator(self, scorer: Any) -> None:
+        self.scorer = scorer
 
     @abstractmethod
     def rollout_prompt_with_attacker(self, x: Sequence[StateT]) -> Sequence[ActionT]:
@@ -159,6 +166,7 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         values_BT = None
         if needs_values:
             values_BT = self._values(context, continuation, logprobs_BT)
+            _check_places(values_BT, mask_BT, of=type(self).__name__)
         order_BT = mask_BT.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
         return TokenValues(
             logprobs_BT.gather(1, order_BT) * mask_BT.gather(1, order_BT),
@@ -225,6 +233,13 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         self._check_number(said, len(x), "target")
         return said
 
+    def _asked_of_target(self, state: StateT, action: ActionT) -> StateT:
+        """Give the state with a probe at its end, as the target is to answer it."""
+        return state + action  # type: ignore[operator, no-any-return]  # texts, or like texts
+
+    def _advance_and_validate(self, state: StateT, action: ActionT, response: StateT) -> StateT:
+        return self.advance(state, action, response)
+
     def _checked(self, logprobs: Any, num_rows: int, who: str) -> Tensor:
         """Give log-probabilities as `[B, T]`, or say what is wrong with them."""
         problem = ""
@@ -250,6 +265,25 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
                 f"{type(self).__name__} was asked to let the {who} speak to {num_rows} texts, but "
                 f"gave {given}. Give one text for each, in order, as a list."
             )
+
+
+def _check_places(values_BT: Tensor, mask_BT: Tensor, *, of: str) -> None:
+    """Refuse values that stand one position behind their tokens.
+
+    A mask that is not shifted with the log-probabilities hides the value before the first token of
+    every row, and that one alone.
+    """
+    is_first_BT = mask_BT & (mask_BT.cumsum(dim=1) == 1)
+    is_later_BT = mask_BT & ~is_first_BT
+    is_some_BT = values_BT.detach() != 0
+    if is_later_BT.any() and not is_some_BT[is_first_BT].any() and is_some_BT[is_later_BT].all():
+        raise ConfigurationError(
+            f"the values of {of} were to stand where the log-probabilities of the same tokens do, "
+            "but before the first token of every probe there is 0, and before all others there is "
+            "not: they are hidden by a mask that stands one position further. Mask the values as "
+            "the log-probabilities: values[:, :-1].masked_fill(~mask[:, 1:], 0), where mask says "
+            "which of the tokens read are of the continuation."
+        )
 
 
 class ValueFunctionSystem(System[StateT, ActionT], ABC):

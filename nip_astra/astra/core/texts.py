@@ -21,27 +21,32 @@ class Spoken(str):
     ----------
     ids : tuple[int, ...]
         The tokens it sampled, its end token included; in the speaker's own vocabulary.
+    speaker : str or None
+        "attacker" or "target", where it is known.
     """
 
     ids: tuple[int, ...]
+    speaker: str | None
 
-    def __new__(cls, text: str, ids: Sequence[int] = ()) -> Spoken:
+    def __new__(cls, text: str, ids: Sequence[int] = (), speaker: str | None = None) -> Spoken:
         spoken = super().__new__(cls, text)
         spoken.ids = tuple(ids)
+        spoken.speaker = speaker
         return spoken
 
     def __getnewargs__(self) -> Any:
-        return str(self), self.ids
+        return str(self), self.ids, self.speaker
 
-    def __radd__(self, before: str) -> Conversation:
+    def __radd__(self, before: str) -> str:
         # An opening prompt with what was said to it; a conversation adds its turns itself.
-        return Conversation([before, self])
+        return Conversation([before, self]) if before.strip() else self
 
 
 class Conversation(str):
     """Turns in order: an opening by the target's side, then attacker and target in turn.
 
-    Adding a text adds a turn: `conversation + probe + response`.
+    Adding a text adds a turn: `conversation + probe + response`. What is blank and nobody said
+    adds none, so that `conversation + " " + probe` is the same; models read the turns themselves.
 
     Attributes
     ----------
@@ -66,7 +71,10 @@ class Conversation(str):
         return self.turns, self.attacker_ids
 
     def __add__(self, turn: str) -> Conversation:
-        return Conversation([*self.turns, turn])
+        if isinstance(turn, Conversation):
+            return Conversation([*self.turns, *turn.turns])
+        is_separator = not isinstance(turn, Spoken) and not turn.strip()
+        return self if is_separator else Conversation([*self.turns, turn])
 
 
 def turns_of(text: str) -> tuple[str, ...]:

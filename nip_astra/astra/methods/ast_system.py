@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nip_astra.astra.core.aliases import only_one
 from nip_astra.astra.core.counts import check_count
 from nip_astra.astra.core.graphs import TextGraph, graphs_and_nodes, graphs_of
 from nip_astra.astra.core.sampler import Node, Sampler
@@ -61,7 +62,7 @@ class ASTProblem(System[str, str]):
         likelihood_model: Literal["target", "reference"] = "target",
         moderator: Any = None,
     ) -> None:
-        super().__init__(moderator if scorer is None else scorer)
+        super().__init__(only_one("the scorer", scorer=scorer, moderator=moderator))
         self.ppl_weight = ppl_weight
         self.combined_weight = combined_weight
         self.defense_toxicity_weight = defense_toxicity_weight

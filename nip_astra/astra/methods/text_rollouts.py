@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nip_astra.astra.core.batches import in_parts
 from nip_astra.astra.core.graphs import GraphTree, TextGraph, TextNode, tree_of
 from nip_astra.astra.core.sampler import Graph, Node
 from nip_astra.astra.core.scorer import rater_of
@@ -20,6 +21,9 @@ from nip_astra.astra.core.system import System
 from nip_astra.astra.core.texts import turns_of
 from nip_astra.scorers.base import Exchange, Message, Ratings
 from nip_astra.utils.seeding import SeedPart, derive_seed
+
+SPOKEN_TOKENS = 64
+"""Tokens of a probe and a response, which are not known before they are said."""
 
 
 @contextmanager
@@ -92,7 +96,9 @@ def rater_of_system(system: System[Any, Any]) -> Any:
 
 
 class TextRollouts:
-    """Plays trees by a problem's methods: two calls a level, whatever the number of branches."""
+    """Plays trees by a problem's methods: two calls a level, whatever the number of branches, or
+    as many more as `max_batch_bytes` of the problem demands.
+    """
 
     def __init__(self, system: System[str, str]) -> None:
         self.system = system
@@ -126,12 +132,23 @@ class TextRollouts:
         self, level: list[tuple[str, list[TextNode]]], tree_width: int
     ) -> list[tuple[str, list[TextNode]]]:
         """Add probes and responses below every conversation, and give those that follow."""
-        system = self.system
-        contexts = [context for context, _ in level for _ in range(tree_width)]
+        rows = [place for place in level for _ in range(tree_width)]
+        contexts = [context for context, _ in rows]
         if not contexts:
             return []
+        return [
+            below
+            for part in in_parts(self.system, contexts, spoken=SPOKEN_TOKENS)
+            for below in self._grow_part(contexts[part], [siblings for _, siblings in rows[part]])
+        ]
+
+    def _grow_part(
+        self, contexts: list[str], siblings: Sequence[list[TextNode]]
+    ) -> list[tuple[str, list[TextNode]]]:
+        """Add one probe and response to each conversation, in one call of each method."""
+        system = self.system
         probes = list(system._rollout_prompt_with_attacker_and_validate(contexts))
-        asked = [context + probe for context, probe in zip(contexts, probes, strict=True)]
+        asked = [system._asked_of_target(c, p) for c, p in zip(contexts, probes, strict=True)]
         responses = list(system._rollout_prompt_with_target_and_validate(asked))
         rewards = [float(reward) for reward in system.reward(contexts, probes, responses)]
         response, combined = rate_turns(system, contexts, probes, responses)
@@ -148,6 +165,6 @@ class TextRollouts:
                 is_error=bool(is_error_B[row]),
                 reference_logprobs=reference_BT[row][mask_BT[row]].float().cpu(),
             )
-            level[row // tree_width][1].append(node)
-            below.append((system.advance(*turn[:3]), children))
+            siblings[row].append(node)
+            below.append((system._advance_and_validate(*turn[:3]), children))
         return below

@@ -158,7 +158,7 @@ def test_a_base_model_without_a_template_reads_lines(models: Models, tmp_path: A
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     problem = hf_problem(type(models)(folder, models.target))
     shown = problem.tokenizer.decode(
-        problem._reader.context_ids("attacker", "hello" + Spoken("you", []))
+        problem._reader.context_ids("attacker", Conversation(["hello", "you", "fine"]))
     )
     assert "<user>" not in shown
     ASTSampler(problem, PROMPTS).rollout(0)

@@ -120,8 +120,8 @@ def test_a_weight_that_is_no_weight_is_told_when_the_problem_is_made() -> None:
         WordProblem(ppl_weight=-1.0)
 
 
-@pytest.mark.parametrize("who", ["attacker", "tester"])
-def test_a_problem_may_name_its_methods_as_either_version_does(who: str) -> None:
+@pytest.mark.parametrize("who", ["attacker", "tester", "auditor"])
+def test_a_problem_may_name_its_methods_as_any_version_does(who: str) -> None:
     def said(self: Any, x: Sequence[str]) -> list[str]:
         return WordProblem.rollout_prompt_with_attacker(self, x)
 
@@ -130,8 +130,10 @@ def test_a_problem_may_name_its_methods_as_either_version_does(who: str) -> None
 
     body = {f"rollout_prompt_with_{who}": said, f"get_{who}_logprobs": scored}
     problem = type("Named", (WordProblem,), body)(ppl_weight=0.0)
-    for name in ("attacker", "tester"):
+    for name in ("attacker", "tester", "auditor"):
         assert getattr(type(problem), f"get_{name}_logprobs") is scored
+        assert getattr(type(problem), f"rollout_prompt_with_{name}") is said
+        assert problem.__getattribute__(f"_get_{name}_logprobs_and_validate")
     config = TrainingConfiguration(training_steps=20, lr=0.1, batch_size=16)
     Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
     assert says(problem, "silly") > 0.5
@@ -156,6 +158,14 @@ def test_a_moderator_is_a_scorer_and_the_problem_knows_it_by_both_names() -> Non
     assert problem.scorer.score(["a"]) == [0.25]
     graph = ASTSampler(problem, PROMPTS).rollout(0)
     assert graph.children[0].response_score == 0.25
+
+
+def test_a_scorer_is_given_under_one_of_its_names() -> None:
+    problem = WordProblem()
+    problem.moderator = scorer = Finds()
+    assert problem.scorer is scorer
+    with pytest.raises(ConfigurationError, match="scorer and as moderator"):
+        ASTProblem.__init__(problem, Finds(), moderator=Finds())
 
 
 def test_a_text_without_verdict_has_no_reward_and_makes_no_pair() -> None:

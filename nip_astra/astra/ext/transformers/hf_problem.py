@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nip_astra.astra.core.aliases import only_one
 from nip_astra.astra.core.system import TokenValues, ValueFunctionSystem
-from nip_astra.astra.core.texts import Spoken
+from nip_astra.astra.core.texts import Conversation, Spoken, turns_of
 from nip_astra.astra.ext.transformers.loading import check_same_tokens, load_agents
 from nip_astra.astra.ext.transformers.reading import Reader
 from nip_astra.astra.methods.ast_system import WEIGHTS, ASTProblem
@@ -24,6 +25,7 @@ from nip_astra.language_models.finite import refuse_nan
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.trainers.value_head import ValueHead
+from nip_astra.utils.devices import resolve_device
 
 MAX_CACHE_BYTES = 4 * 2**30
 """Memory for the keys and values of a rollout; a larger one is played in parts."""
@@ -41,19 +43,20 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
     never learn. A model with a chat template reads conversations through it, another reads the
     turns line by line. Texts that the problem gives remember their tokens (`Spoken`,
     `Conversation`), so their log-probabilities are those of the tokens that were sampled; a plain
-    text is taken for one turn.
+    text is taken for one turn, which who is asked is to answer.
 
     Parameters
     ----------
     attacker_model_id, target_model_id : str
-        Hub id, folder, or GGUF file; also `tester_model_id`.
+        Hub id, folder, or GGUF file; the attacker's also as `tester_model_id` and
+        `auditor_model_id`.
     baseline_model_id : str, optional
         The reference: the attacker as it is before training where it is left out, or names the
         attacker's own model.
     scorer : Scorer
         Rates texts; also `moderator`.
     device : str
-        Where models run: "cpu", "cuda", "auto".
+        Where models run: "cpu", "cuda", "cuda:1", "auto".
     attacker_options, target_options : Mapping
         How each reads and speaks; the parameters of an agent of a scenario (`max_new_tokens`,
         `temperature`, `top_p`, `top_k`, `format`, `system_prompt`, `preamble`, ...).
@@ -64,14 +67,18 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
     Attributes
     ----------
     attacker, target, baseline
-        The models of transformers; `tester` is the attacker.
+        The models of transformers; `tester` and `auditor` are the attacker.
     tokenizer
-        The attacker's; also `attacker_tokenizer`.
+        The attacker's; also `attacker_tokenizer`, `tester_tokenizer`, `auditor_tokenizer`.
+    device : str
+        Where models run.
     agents : dict[str, ConversationAgent]
         By role: attacker, target, reference.
     value_head : ValueHead or None
         There once PPO asked for it.
     """
+
+    max_batch_bytes = None  # the backend cuts its own passes
 
     def __init__(
         self,
@@ -79,9 +86,10 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         target_model_id: str | None = None,
         baseline_model_id: str | None = None,
         scorer: Any = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         *,
         tester_model_id: str | None = None,
+        auditor_model_id: str | None = None,
         moderator: Any = None,
         attacker_options: Mapping[str, Any] | None = None,
         target_options: Mapping[str, Any] | None = None,
@@ -89,16 +97,22 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
     ) -> None:
         weights = {"ppl_weight": WEIGHTS.w_likelihood, **weights}
         super().__init__(scorer, moderator=moderator, **weights)
+        place = resolve_device(device)
+        self.device = str(place)
         self.agents = load_agents(
-            attacker_model_id or tester_model_id,
+            only_one(
+                "the attacker's model",
+                attacker_model_id=attacker_model_id,
+                tester_model_id=tester_model_id,
+                auditor_model_id=auditor_model_id,
+            ),
             target_model_id,
             baseline_model_id,
-            device=device,
+            device=place,
             attacker_options=attacker_options or {},
             target_options=target_options or {},
         )
         check_same_tokens(self.agents["attacker"], self.agents["reference"])
-        self.device = device
         self.attacker = self._module("attacker")
         self.target = self._module("target")
         self.baseline = self._module("reference")
@@ -113,12 +127,14 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         """Another name of `attacker`."""
         return self.attacker
 
+    auditor = tester
+
     @property
     def attacker_tokenizer(self) -> Any:
         """Another name of `tokenizer`."""
         return self.tokenizer
 
-    tester_tokenizer = attacker_tokenizer
+    tester_tokenizer = auditor_tokenizer = attacker_tokenizer
 
     def _module(self, role: str) -> Any:
         return getattr(self.agents[role].language_model, "module", None)
@@ -165,7 +181,30 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         refuse_nan(said.logprobs_BT, said.mask_BT, role=role, model=model, during="a rollout")
         spoken = agent.decode(agent.content_ids(said))
         ids = [row[mask].tolist() for row, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
-        return [Spoken(text, tokens) for text, tokens in zip(spoken, ids, strict=True)]
+        return [Spoken(text, tokens, role) for text, tokens in zip(spoken, ids, strict=True)]
+
+    def advance(self, state: str, action: str, response: str) -> str:
+        return Conversation([*turns_of(state), action, response])
+
+    def _asked_of_target(self, state: str, action: str) -> str:
+        return Conversation([*turns_of(state), action])
+
+    def _advance_and_validate(self, state: str, action: str, response: str) -> str:
+        """Give what `advance` gives, as a conversation of turns."""
+        given = self.advance(state, action, response)
+        grown = Conversation([*turns_of(state), action, response])
+        # What differs in white space alone says the same, and there the roles are known.
+        if isinstance(given, str) and "".join(given.split()) == "".join(grown.split()):
+            return grown
+        if isinstance(given, Conversation) and len(given.turns) % 2:
+            return given
+        raise ConfigurationError(
+            f"advance of {type(self).__name__} was to give the conversation after {action!r} and "
+            f"{response!r}, but it gave {given!r}, of which it is not known who said what, while "
+            "models read turns in their own format. Give state + action + response, or fewer "
+            "turns: Conversation([*state.turns, action, response][-3:]), an odd number of them; "
+            "role markers are the business of attacker_options and target_options."
+        )
 
     # ---- log-probabilities
 
@@ -289,11 +328,13 @@ class HFEvaluationProblem(HFASTProblem):
     Parameters
     ----------
     attacker_checkpoint : str
-        Folder that a trainer wrote, with its tokenizer, or a hub id; also `tester_checkpoint`.
+        Folder that a trainer or `save_pretrained` wrote, an adapter's too, or a hub id; also
+        `tester_checkpoint` and `auditor_checkpoint`.
         One that cannot be read is an error: nothing else is evaluated in its place.
     attacker_base_model_id : str, optional
-        What the attacker was before training, the reference; also `tester_base_model_id`. The
-        attacker itself where it is left out, so that likelihoods under the reference say nothing.
+        What the attacker was before training: the reference, and the tokenizer's home where the
+        checkpoint has none; also `tester_base_model_id` and `auditor_base_model_id`. The attacker
+        itself where it is left out, so that likelihoods under the reference say nothing.
     target_model_id : str
         The model under test.
     baseline_model_id : str, optional
@@ -307,21 +348,30 @@ class HFEvaluationProblem(HFASTProblem):
         attacker_checkpoint: str | None = None,
         attacker_base_model_id: str | None = None,
         target_model_id: str | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         scorer: Any = None,
         baseline_model_id: str | None = None,
         *,
         tester_checkpoint: str | None = None,
+        auditor_checkpoint: str | None = None,
         tester_base_model_id: str | None = None,
+        auditor_base_model_id: str | None = None,
         **options: Any,
     ) -> None:
+        checkpoint = only_one(
+            "the attacker's checkpoint",
+            attacker_checkpoint=attacker_checkpoint,
+            tester_checkpoint=tester_checkpoint,
+            auditor_checkpoint=auditor_checkpoint,
+        )
+        base = only_one(
+            "the model that the attacker was",
+            attacker_base_model_id=attacker_base_model_id,
+            tester_base_model_id=tester_base_model_id,
+            auditor_base_model_id=auditor_base_model_id,
+        )
         super().__init__(
-            attacker_checkpoint or tester_checkpoint,
-            target_model_id,
-            baseline_model_id or attacker_base_model_id or tester_base_model_id,
-            scorer,
-            device,
-            **options,
+            checkpoint, target_model_id, baseline_model_id or base, scorer, device, **options
         )
 
 

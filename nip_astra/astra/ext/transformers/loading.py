@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.sources import load_tokenizer, resolve_model
@@ -15,7 +17,6 @@ from nip_astra.scenario_base.agents import (
     load_language_model,
     load_target,
 )
-from nip_astra.utils.devices import resolve_device
 
 Options = Mapping[str, Any]
 
@@ -25,7 +26,7 @@ def load_agents(
     target_model: str | None,
     baseline_model: str | None,
     *,
-    device: str,
+    device: torch.device,
     attacker_options: Options,
     target_options: Options,
 ) -> dict[str, ConversationAgent]:
@@ -38,11 +39,10 @@ def load_agents(
             )
     assert attacker_model is not None
     assert target_model is not None
-    place = resolve_device(device)  # type: ignore[arg-type]  # it tells what is no device
 
     def load(parameters: ConversationAgentParameters, *, trainable: bool) -> LanguageModel:
         return load_language_model(
-            parameters.language_model, device=place, scenario_dir=None, trainable=trainable
+            parameters.language_model, device=device, scenario_dir=None, trainable=trainable
         )
 
     attacker = agent_parameters(attacker_model, attacker_options)
@@ -54,7 +54,7 @@ def load_agents(
         # It speaks as the attacker does, and has no adapter.
         other = agent_parameters(str(baseline_model), _without_lora(attacker_options))
         reference = load(other, trainable=False)
-    tested = load_target(target, policy, device=place, scenario_dir=None)
+    tested = load_target(target, policy, device=device, scenario_dir=None)
     return {
         "attacker": build_agent("attacker", attacker, policy),
         "target": build_agent("target", target, tested),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from nip_astra.astra.core.texts import Conversation, Spoken, turns_of
+from nip_astra.errors import ConfigurationError
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation import Turn
 
@@ -21,7 +22,14 @@ class Reader:
         is_attackers = role != "target"
         if is_attackers and isinstance(text, Conversation) and text.attacker_ids is not None:
             return list(text.attacker_ids)
-        return self.agents[role].contexts([self._turns(role, turns_of(text))])[0]
+        texts = turns_of(text)
+        if len(texts) % 2 != is_attackers and len(texts) != 1:
+            raise ConfigurationError(
+                f"the {role} was to speak, but the conversation of {len(texts)} turns ends with "
+                f"the {role}'s own: {_shown(texts)}. Add one turn for each that speaks: "
+                "conversation + probe + response."
+            )
+        return self.agents[role].contexts([self._turns(role, texts)])[0]
 
     def split(self, role: str, context: str, probe: str) -> tuple[list[int], list[int]]:
         """Give what an agent reads before a probe, and the tokens of the probe.
@@ -38,14 +46,24 @@ class Reader:
         return ids[:start], ids[start:stop]
 
     def _turns(self, role: str, texts: tuple[str, ...]) -> list[Turn]:
-        # The target's side opens, then attacker and target speak in turn.
-        return [
-            Turn(
-                is_own=(index % 2 == 0) == (role == "target"),
-                ids=self._content_ids(role, text, "attacker" if index % 2 else "target"),
-            )
-            for index, text in enumerate(texts)
-        ]
+        # The target's side opens, then attacker and target speak in turn. One text by itself is
+        # what is to be answered, whoever is asked.
+        is_alone = len(texts) == 1
+        turns = []
+        for index, text in enumerate(texts):
+            side = "attacker" if index % 2 else "target"
+            is_own = not is_alone and (side == role or {side, role} == {"attacker", "reference"})
+            speaker = getattr(text, "speaker", None) or side
+            if index and speaker != side:
+                raise ConfigurationError(
+                    f"turn {index + 1} of a conversation was to be the {side}'s, but {text!r} was "
+                    f"said by the {speaker}: {_shown(texts)}. Attacker and target speak in turn "
+                    "after the opening; what is added between them, such as 'User: ', counts as a "
+                    "turn. Add what they said alone, conversation + probe + response, and leave "
+                    "role markers to the agents' format."
+                )
+            turns.append(Turn(is_own=is_own, ids=self._content_ids(role, text, speaker)))
+        return turns
 
     def _content_ids(self, role: str, text: str, speaker: str) -> tuple[int, ...]:
         """Give a turn's tokens, without its end, as an agent reads them."""
@@ -60,3 +78,7 @@ class Reader:
         if isinstance(text, Spoken) and text.ids:
             return list(text.ids)
         return self.agents[role].say(str(text))
+
+
+def _shown(texts: Sequence[str]) -> str:
+    return ", ".join(repr(text if len(text) <= 40 else f"{text[:40]}...") for text in texts[-4:])

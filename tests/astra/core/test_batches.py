@@ -1,0 +1,90 @@
+"""A problem of texts is given no more at once than its models can hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.astra import DPO, PPO, ASTSampler, Trainer, TrainingConfiguration
+from nip_astra.astra.core.batches import in_parts
+from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem
+
+GIB = 2**30
+
+
+def test_two_thousand_texts_are_cut_and_a_few_are_not() -> None:
+    problem = WordProblem()
+    texts = ["how was your day, and what did you do after lunch? " * 3] * 2048
+    parts = list(in_parts(problem, texts, spoken=64))
+    assert [row for part in parts for row in range(2048)[part]] == list(range(2048))
+    longest = len(texts[0]) // 3 + 1 + 64
+    sizes = [part.stop - part.start for part in parts]
+    assert max(sizes) * longest * 50_257 * 8 <= problem.max_batch_bytes == 4 * GIB
+    assert min(sizes[:-1]) > 20
+    assert list(in_parts(problem, texts[:8])) == [slice(0, 8)]
+
+
+def test_long_texts_make_smaller_parts_and_one_text_is_always_let_through() -> None:
+    problem = WordProblem()
+    problem.max_batch_bytes = 50_257 * 8 * 100
+    texts = ["a" * 60, "a" * 60, "a" * 270, "a" * 3000, "a" * 3, "a" * 3]
+    assert [(p.start, p.stop) for p in in_parts(problem, texts)] == [(0, 2), (2, 3), (3, 4), (4, 6)]
+
+
+def test_a_small_vocabulary_makes_larger_parts_and_no_bound_makes_one() -> None:
+    class Letters(WordProblem):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokenizer = range(100)
+
+    texts = ["hello " * 50] * 5000
+    assert len(list(in_parts(Letters(), texts))) == 1 < len(list(in_parts(WordProblem(), texts)))
+    problem = WordProblem()
+    problem.max_batch_bytes = None
+    assert list(in_parts(problem, texts)) == [slice(0, 5000)]
+
+
+class Counts(ValuedWordProblem):
+    """Remembers how many texts each method was given."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(ppl_weight=0.0, **options)
+        self.sizes: dict[str, list[int]] = {"scored": [], "valued": []}
+
+    def _logprobs(self, logits: torch.Tensor, continuation: Any) -> torch.Tensor:
+        self.sizes["scored"].append(len(continuation))
+        return super()._logprobs(logits, continuation)
+
+    def value(self, context: Any, continuation: Any) -> torch.Tensor:
+        self.sizes["valued"].append(len(context))
+        return super().value(context, continuation)
+
+
+@pytest.mark.parametrize("algorithm", [DPO, PPO])
+def test_rollouts_and_scores_keep_to_the_bound(algorithm: Any) -> None:
+    problem = Counts()
+    problem.max_batch_bytes = 50_257 * 8 * 800  # some nine texts of what they say in all
+    config = TrainingConfiguration(training_steps=1, num_episodes_per_experience=4, batch_size=5)
+    sampler = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2)
+    Trainer(config, sampler, algorithm(problem)).train()
+    spoken = [count for who, count in problem.asked if who == "attacker"]
+    assert sum(spoken) == 4 * (3 + 9)
+    assert max(spoken) < 12 < len(spoken) * 12
+    assert len(spoken) > 2
+    assert max(problem.sizes["scored"]) < 4 * 12
+
+
+def test_values_of_parts_are_those_of_all_together() -> None:
+    found = []
+    for limit in (None, 50_257 * 8 * 30):
+        problem = Counts()
+        sampler = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2)
+        graph = sampler.rollout(0)
+        problem.max_batch_bytes = limit
+        problem.sizes["valued"].clear()
+        steps = PPO(problem).flatten(graph)
+        assert (max(problem.sizes["valued"]) < 12) == (limit is not None)
+        found.append([step.tokens["old_logprobs"].tolist() for step in steps])
+    assert found[0] == found[1]

@@ -1,0 +1,147 @@
+"""Who said what is never guessed: conversations that texts are added to keep their roles."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from nip_astra.astra import (
+    DPO,
+    ASTSampler,
+    Conversation,
+    Graph,
+    HFASTProblem,
+    Node,
+    Sampler,
+    Spoken,
+    Trainer,
+    TrainingConfiguration,
+)
+from nip_astra.errors import ConfigurationError
+from tests.astra.conftest import Models
+from tests.astra.toys import PROMPTS, SHORT, Finds, hf_problem, texts_of
+
+WAYS = {
+    "as it is": lambda s, a, r: s + a + r,
+    "spaces": lambda s, a, r: s + " " + a + " " + r,
+    "lines": lambda s, a, r: s + "\n" + a + "\n" + r,
+    "together": lambda s, a, r: s + (a + " " + r),
+    "formatted": lambda s, a, r: f"{s} {a} {r}",
+    "glued": lambda s, a, r: f"{s}{a}{r}",
+    "joined": lambda s, a, r: "\n".join([s, a, r]),
+}
+
+
+def problem_that_advances(models: Models, way: Any) -> HFASTProblem:
+    class Advances(HFASTProblem):
+        def advance(self, state: str, action: str, response: str) -> str:
+            given: str = way(state, action, response)
+            return given
+
+    options = {"attacker_options": SHORT, "target_options": SHORT}
+    return Advances(str(models.attacker), str(models.target), scorer=Finds(), **options)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_an_advance_that_adds_the_same_turns_otherwise_plays_the_same_conversation(
+    models: Models, way: Any
+) -> None:
+    plain = problem_that_advances(models, WAYS["as it is"])
+    other = problem_that_advances(models, way)
+    graphs = [ASTSampler(problem, PROMPTS, 2, 3).rollout(0) for problem in (plain, other)]
+    assert texts_of(graphs[0]) == texts_of(graphs[1])
+    (*_, last) = graphs[1].chain()
+    ids = other._reader.context_ids("attacker", last.context)
+    shown = other.tokenizer.decode(ids)
+    # The opening and two responses are the other's, two probes the attacker's own.
+    assert (shown.count("<user>"), shown.count("<assistant>")) == (3, 3)
+    assert [turn.is_own for turn in other._reader._turns("attacker", last.context.turns)] == [
+        *(False, True, False, True, False)
+    ]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        lambda s, a, r: f"{s}\nUser: {a}\nBot: {r}",
+        lambda s, a, r: s + "User:" + a + "Bot:" + r,
+        lambda s, a, r: (s + a + r)[-20:],
+        lambda s, a, r: s + a,
+        lambda s, a, r: s + r + a,
+        lambda s, a, r: None,
+    ],
+    ids=["labels", "labels as turns", "cut", "no response", "swapped", "nothing"],
+)
+def test_an_advance_that_loses_who_said_what_is_refused(models: Models, way: Any) -> None:
+    problem = problem_that_advances(models, way)
+    with pytest.raises(ConfigurationError, match=r"who said what|was said by the"):
+        ASTSampler(problem, PROMPTS, 2, 3).rollout(0)
+
+
+def test_an_advance_may_drop_the_oldest_turns(models: Models) -> None:
+    problem = problem_that_advances(
+        models, lambda s, a, r: Conversation([*getattr(s, "turns", [s]), a, r][-3:])
+    )
+    (_, _, third) = ASTSampler(problem, PROMPTS, 1, 3).rollout(0).chain()
+    assert len(third.context.turns) == 3
+    Trainer(
+        TrainingConfiguration(training_steps=1), ASTSampler(problem, PROMPTS), DPO(problem)
+    ).train()
+
+
+class OwnLoop(Sampler[str, str]):
+    """A sampler of one's own that adds texts in a way of its own."""
+
+    def __init__(self, system: Any, way: Any) -> None:
+        super().__init__(system)
+        self.way = way
+
+    def rollout(self, seed: int | None = None) -> Graph[str, str]:
+        state: str = "hello"
+        found: list[Node[str, str]] = []
+        for _ in range(3):
+            (probe,) = self.system.rollout_prompt_with_attacker([state])
+            (response,) = self.system.rollout_prompt_with_target([state + " " + probe])
+            found.append(Node(state, probe, response, 0.0, []))
+            state = self.way(state, probe, response)
+        return Graph("hello", found)
+
+
+def test_a_sampler_of_ones_own_may_put_spaces_between_turns(models: Models) -> None:
+    found = OwnLoop(hf_problem(models), WAYS["spaces"]).rollout()
+    assert [len(node.context.split("\n")) for node in found.children] == [1, 3, 5]
+
+
+def test_a_sampler_of_ones_own_that_puts_labels_between_turns_is_refused(models: Models) -> None:
+    way = lambda s, a, r: s + " " + a + "\nBot: " + r  # noqa: E731 - a way, as those above
+    with pytest.raises(ConfigurationError, match=r"said by the|ends with"):
+        OwnLoop(hf_problem(models), way).rollout()
+
+
+def test_turns_know_their_speaker_through_copies_and_trees(models: Models) -> None:
+    said = Spoken("good day", [4, 5, 3], "attacker")
+    for again in (copy.deepcopy(said), pickle.loads(pickle.dumps(said))):
+        assert (again, again.ids, again.speaker) == ("good day", (4, 5, 3), "attacker")
+    graph = ASTSampler(hf_problem(models), PROMPTS).rollout(0)
+    assert [turn.speaker for turn in (graph.children[0].probe, graph.children[0].response)] == [
+        *("attacker", "target")
+    ]
+    assert " " + said is said
+    assert "hello" + said + "" + said == Conversation(["hello", said, said])
+
+
+def test_one_text_is_what_is_to_be_answered_whoever_is_asked(models: Models) -> None:
+    problem = hf_problem(models)
+    for role in ("attacker", "target"):
+        shown = problem.agents[role].language_model.tokenizer.decode(
+            problem._reader.context_ids(role, "hello")
+        )
+        assert shown.count("<user>") == 1
+        assert "<user> hello" in shown
+    with pytest.raises(ConfigurationError, match="ends with the attacker's own"):
+        problem.rollout_prompt_with_attacker([Conversation(["hello", "you"])])
+    with pytest.raises(ConfigurationError, match="ends with the target's own"):
+        problem.rollout_prompt_with_target([Conversation(["hello", "you", "fine"])])
