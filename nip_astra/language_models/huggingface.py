@@ -39,6 +39,7 @@ from nip_astra.language_models.base import (
 from nip_astra.language_models.decode_graphs import DecodeGraphs, build_fixed_steps
 from nip_astra.language_models.decoder import Decoder, build_decoder
 from nip_astra.language_models.plain_forward import generate_turns, score_rows, spread
+from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import sample_tokens
 from nip_astra.language_models.saved_weights import has_adapter, restore_weights, save_weights
@@ -46,9 +47,6 @@ from nip_astra.language_models.sessions import CachedSession
 from nip_astra.language_models.sources import (
     DTYPES,
     computing_dtype,
-    load_causal_lm,
-    load_tokenizer,
-    resolve_model,
     round_weights,
 )
 from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
@@ -81,7 +79,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         """Where the model comes from and how it is held."""
 
         model: str
-        """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`."""
+        """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`. An adapter's
+        folder, as peft writes it, is added into its base's weights."""
+        base_model: str | None = None
+        """What the model was before training: where the tokenizer comes from if `model` holds none,
+        and the weights under an adapter; null for what the adapter names."""
         dtype: Literal["auto", "float32", "bfloat16"] = "auto"
         """What is computed in. auto: bfloat16 for a model that learns, has 50 M weights or more and
         runs where bfloat16 is computed natively; else float32, so that a target answers exactly as
@@ -140,8 +142,8 @@ class HuggingFaceLanguageModel(LanguageModel):
     def load(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> HuggingFaceLanguageModel:
-        name, gguf_file = resolve_model(parameters.model, scenario_dir)
-        module = load_causal_lm(name, gguf_file).to(device)
+        source = parameters.model, parameters.base_model, scenario_dir
+        module = load_model(*source).to(device)
         # Before the weights are rounded, so that it can be checked exactly.
         decoder = build_decoder(module)
         is_full = trainable and parameters.lora is None
@@ -155,7 +157,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             module = add_adapter(module, parameters.lora)
         model = cls(
             module,
-            load_tokenizer(name, gguf_file),
+            find_tokenizer(*source),
             device=device,
             trainable=trainable,
             max_batch_tokens=parameters.max_batch_tokens,

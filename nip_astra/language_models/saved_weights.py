@@ -33,6 +33,7 @@ def restore_weights(module: Any, directory: Path) -> None:
 
             problems = set_peft_model_state_dict(module, state)
             faults = list(problems.unexpected_keys)
+            faults += [key for key in problems.missing_keys if "lora_" in key]
         else:
             problems = module.load_state_dict(state, strict=False)
             tied = set(getattr(module, "all_tied_weights_keys", {}) or {})

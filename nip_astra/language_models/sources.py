@@ -45,9 +45,18 @@ def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str |
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load a tokenizer; equal arguments share one object."""
     try:
-        return AutoTokenizer.from_pretrained(name, **_gguf(gguf_file))
+        tokenizer = AutoTokenizer.from_pretrained(name, **_gguf(gguf_file))
+        is_empty = not tokenizer.encode("a", add_special_tokens=False)
     except Exception as error:
         raise _load_error("tokenizer", name, error) from error
+    if is_empty:
+        # transformers makes one without words where a folder has a model alone.
+        raise ModelLoadError(
+            f"the tokenizer of {name!r} was asked for, but it turns texts into nothing, as one "
+            "does that was made without its files. Save it beside the model: "
+            "tokenizer.save_pretrained(folder)."
+        )
+    return tokenizer
 
 
 def load_causal_lm(name: str, gguf_file: str | None) -> Any:

@@ -31,10 +31,11 @@ from nip_astra.language_models.base import (
     pad_left,
 )
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampler_gap import SamplerGap
 from nip_astra.language_models.saved_weights import save_weights
-from nip_astra.language_models.sources import describe_model, load_tokenizer, resolve_model
+from nip_astra.language_models.sources import describe_model, resolve_model
 from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
 from nip_astra.language_models.token_trie import build_trie
 from nip_astra.language_models.tree_scores import sequences_to_read
@@ -126,7 +127,7 @@ class VllmLanguageModel(LanguageModel):
                 "another one does. Set it for that one: vLLM lets one engine of a process sleep."
             )
         about = describe_model(name)
-        tokenizer = load_tokenizer(name)
+        tokenizer = find_tokenizer(parameters.model, parameters.base_model, scenario_dir)
         scorer = None
         if trainable:
             scorer = HuggingFaceLanguageModel.load(

@@ -197,3 +197,63 @@ def test_an_evaluation_of_a_checkpoint_that_cannot_be_read_does_not_go_on(
     )
     assert problem.tester is problem.attacker
     assert issubclass(ModelLoadError, NipAstraError)
+
+
+def test_an_adapter_saved_by_the_last_lines_of_the_guide_can_be_evaluated(
+    models: Models, tmp_path: Any
+) -> None:
+    lora = {**SHORT, "language_model": {"lora": {"rank": 2}}}
+    problem = hf_problem(models, attacker_options=lora)
+    config = TrainingConfiguration(training_steps=2, lr=0.1, num_episodes_per_experience=4)
+    Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem)).train()
+    problem.attacker.save_pretrained(str(tmp_path / "final_ckpt"))
+    problem.tokenizer.save_pretrained(str(tmp_path / "final_ckpt"))
+    said = ["hello", "good day"], ["you sat", "cat"]
+    trained = problem.get_attacker_logprobs(*said).detach()
+    assert (trained - problem.get_baseline_logprobs(*said)).abs().max() > 1e-3
+    for base in (None, str(models.attacker)):
+        found = HFEvaluationProblem(
+            str(tmp_path / "final_ckpt"), base, str(models.target), scorer=Finds("cat"),
+            attacker_options=SHORT, target_options=SHORT,
+        )  # fmt: skip
+        again = found.get_attacker_logprobs(*said).detach()
+        torch.testing.assert_close(again, trained, rtol=1e-4, atol=1e-4)
+        reference = problem.get_baseline_logprobs(*said) if base else trained
+        torch.testing.assert_close(
+            found.get_baseline_logprobs(*said), reference, rtol=1e-4, atol=1e-4
+        )
+    ASTSampler(found, PROMPTS).rollout(0)
+
+
+@pytest.mark.parametrize("version", ["attacker", "tester", "auditor"])
+def test_the_base_of_a_checkpoint_gives_a_missing_tokenizer(
+    models: Models, tmp_path: Any, version: str
+) -> None:
+    problem = hf_problem(models)
+    problem.attacker.save_pretrained(str(tmp_path / "weights"))
+    names = {f"{version}_checkpoint": str(tmp_path / "weights"), "target_model_id": models.target}
+    with pytest.raises(ModelLoadError, match=r"holds none.*attacker_base_model_id"):
+        HFEvaluationProblem(**names, scorer=Finds())
+    names[f"{version}_base_model_id"] = str(models.attacker)
+    found = HFEvaluationProblem(**names, scorer=Finds(), attacker_options=SHORT)
+    assert getattr(found, f"{version}_tokenizer").get_vocab() == problem.tokenizer.get_vocab()
+    assert getattr(found, version) is found.attacker
+    ASTSampler(found, PROMPTS).eval_rollout("hello")
+
+
+def test_a_model_is_named_once(models: Models) -> None:
+    with pytest.raises(ConfigurationError, match="attacker_model_id and as auditor_model_id"):
+        HFASTProblem(str(models.attacker), str(models.target), auditor_model_id="x")
+    with pytest.raises(ConfigurationError, match="given as attacker_checkpoint and as tester"):
+        HFEvaluationProblem("x", None, "y", tester_checkpoint="z")
+
+
+@pytest.mark.parametrize(
+    "name", ["attacker", "tester", "auditor", "target", "baseline", "tokenizer"]
+)
+def test_another_model_in_the_place_of_one_that_is_played_is_refused(
+    models: Models, name: str
+) -> None:
+    problem = hf_problem(models)
+    with pytest.raises(ConfigurationError, match=r"was to be replaced .*HFEvaluationProblem"):
+        setattr(problem, name, problem.target)

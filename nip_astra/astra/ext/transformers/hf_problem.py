@@ -15,7 +15,7 @@ from torch import Tensor
 from nip_astra.astra.core.aliases import only_one
 from nip_astra.astra.core.system import TokenValues, ValueFunctionSystem
 from nip_astra.astra.core.texts import Conversation, Spoken, turns_of
-from nip_astra.astra.ext.transformers.loading import check_same_tokens, load_agents
+from nip_astra.astra.ext.transformers.loading import ModelId, check_same_tokens, load_agents
 from nip_astra.astra.ext.transformers.reading import Reader
 from nip_astra.astra.methods.ast_system import WEIGHTS, ASTProblem
 from nip_astra.astra.methods.text_rollouts import TextRollouts, rater_of_system
@@ -36,6 +36,27 @@ TEXT_METHODS = (
 """Where a subclass overrides one of these, trees are played through them."""
 
 
+class _Part:
+    """The model or tokenizer of an agent, which cannot be put in another's place."""
+
+    def __init__(self, role: str, name: str) -> None:
+        self.role = role
+        self.name = name
+
+    def __get__(self, problem: HFASTProblem | None, owner: type | None = None) -> Any:
+        if problem is None:
+            return self
+        return getattr(problem.agents[self.role].language_model, self.name, None)
+
+    def __set__(self, problem: HFASTProblem, value: Any) -> None:
+        raise ConfigurationError(
+            f"the {self.name} of the {self.role} of {type(problem).__name__} was to be replaced by "
+            f"a {type(value).__name__}, but trees are played by the agents that were made with the "
+            "problem. Name the model where the problem is made; for one that was trained, "
+            "HFEvaluationProblem(attacker_checkpoint=...)."
+        )
+
+
 class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
     """Attacker, target and reference from Hugging Face.
 
@@ -47,10 +68,10 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
 
     Parameters
     ----------
-    attacker_model_id, target_model_id : str
+    attacker_model_id, target_model_id : str or Path
         Hub id, folder, or GGUF file; the attacker's also as `tester_model_id` and
         `auditor_model_id`.
-    baseline_model_id : str, optional
+    baseline_model_id : str or Path, optional
         The reference: the attacker as it is before training where it is left out, or names the
         attacker's own model.
     scorer : Scorer
@@ -82,14 +103,14 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
 
     def __init__(
         self,
-        attacker_model_id: str | None = None,
-        target_model_id: str | None = None,
-        baseline_model_id: str | None = None,
+        attacker_model_id: ModelId = None,
+        target_model_id: ModelId = None,
+        baseline_model_id: ModelId = None,
         scorer: Any = None,
         device: str | torch.device = "cpu",
         *,
-        tester_model_id: str | None = None,
-        auditor_model_id: str | None = None,
+        tester_model_id: ModelId = None,
+        auditor_model_id: ModelId = None,
         moderator: Any = None,
         attacker_options: Mapping[str, Any] | None = None,
         target_options: Mapping[str, Any] | None = None,
@@ -113,34 +134,15 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
             target_options=target_options or {},
         )
         check_same_tokens(self.agents["attacker"], self.agents["reference"])
-        self.attacker = self._module("attacker")
-        self.target = self._module("target")
-        self.baseline = self._module("reference")
-        self.tokenizer = self._tokenizer("attacker")
-        self.target_tokenizer = self._tokenizer("target")
-        self.baseline_tokenizer = self._tokenizer("reference")
         self.value_head: ValueHead | None = None
         self._reader = Reader(self.agents)
 
-    @property
-    def tester(self) -> Any:
-        """Another name of `attacker`."""
-        return self.attacker
-
-    auditor = tester
-
-    @property
-    def attacker_tokenizer(self) -> Any:
-        """Another name of `tokenizer`."""
-        return self.tokenizer
-
-    tester_tokenizer = auditor_tokenizer = attacker_tokenizer
-
-    def _module(self, role: str) -> Any:
-        return getattr(self.agents[role].language_model, "module", None)
-
-    def _tokenizer(self, role: str) -> Any:
-        return self.agents[role].language_model.tokenizer
+    attacker = tester = auditor = _Part("attacker", "module")
+    target, baseline = _Part("target", "module"), _Part("reference", "module")
+    tokenizer = attacker_tokenizer = _Part("attacker", "tokenizer")
+    tester_tokenizer = auditor_tokenizer = tokenizer
+    target_tokenizer = _Part("target", "tokenizer")
+    baseline_tokenizer = _Part("reference", "tokenizer")
 
     # ---- playing
 
@@ -345,17 +347,17 @@ class HFEvaluationProblem(HFASTProblem):
 
     def __init__(
         self,
-        attacker_checkpoint: str | None = None,
-        attacker_base_model_id: str | None = None,
-        target_model_id: str | None = None,
+        attacker_checkpoint: ModelId = None,
+        attacker_base_model_id: ModelId = None,
+        target_model_id: ModelId = None,
         device: str | torch.device = "cpu",
         scorer: Any = None,
-        baseline_model_id: str | None = None,
+        baseline_model_id: ModelId = None,
         *,
-        tester_checkpoint: str | None = None,
-        auditor_checkpoint: str | None = None,
-        tester_base_model_id: str | None = None,
-        auditor_base_model_id: str | None = None,
+        tester_checkpoint: ModelId = None,
+        auditor_checkpoint: ModelId = None,
+        tester_base_model_id: ModelId = None,
+        auditor_base_model_id: ModelId = None,
         **options: Any,
     ) -> None:
         checkpoint = only_one(
@@ -370,6 +372,10 @@ class HFEvaluationProblem(HFASTProblem):
             tester_base_model_id=tester_base_model_id,
             auditor_base_model_id=auditor_base_model_id,
         )
+        if base is not None:
+            reads = dict(options.pop("attacker_options", None) or {})
+            backend = {"base_model": str(base), **reads.get("language_model", {})}
+            options["attacker_options"] = {**reads, "language_model": backend}
         super().__init__(
             checkpoint, target_model_id, baseline_model_id or base, scorer, device, **options
         )

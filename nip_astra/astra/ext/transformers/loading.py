@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.base import LanguageModel
-from nip_astra.language_models.sources import load_tokenizer, resolve_model
+from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.scenario_base.agents import (
     ConversationAgent,
     ConversationAgentParameters,
@@ -19,12 +20,14 @@ from nip_astra.scenario_base.agents import (
 )
 
 Options = Mapping[str, Any]
+ModelId = str | Path | None
+"""Hub id, folder or GGUF file."""
 
 
 def load_agents(
-    attacker_model: str | None,
-    target_model: str | None,
-    baseline_model: str | None,
+    attacker_model: ModelId,
+    target_model: ModelId,
+    baseline_model: ModelId,
     *,
     device: torch.device,
     attacker_options: Options,
@@ -48,7 +51,7 @@ def load_agents(
     attacker = agent_parameters(attacker_model, attacker_options)
     target = agent_parameters(target_model, target_options)
     policy = load(attacker, trainable=True)
-    if baseline_model in (None, attacker_model):
+    if baseline_model is None or str(baseline_model) == str(attacker_model):
         reference = policy.frozen_reference()
     else:
         # It speaks as the attacker does, and has no adapter.
@@ -62,12 +65,13 @@ def load_agents(
     }
 
 
-def agent_parameters(model: str, options: Options) -> ConversationAgentParameters:
+def agent_parameters(model: str | Path, options: Options) -> ConversationAgentParameters:
     """Give an agent's parameters; it reads by its chat template where it has one."""
+    model = str(model)
     backend = {"_type": "huggingface", "model": model, **options.get("language_model", {})}
     values = {**options, "language_model": backend}
     if "format" not in options:
-        tokenizer = load_tokenizer(*resolve_model(model, None))
+        tokenizer = find_tokenizer(model, backend.get("base_model"), None)
         values["format"] = "chat" if getattr(tokenizer, "chat_template", None) else "plain"
     return ConversationAgentParameters.from_dict(values)
 
@@ -83,5 +87,6 @@ def check_same_tokens(attacker: ConversationAgent, reference: ConversationAgent)
 
 
 def _without_lora(options: Options) -> Options:
-    backend = {k: v for k, v in options.get("language_model", {}).items() if k != "lora"}
+    own = ("lora", "base_model")
+    backend = {k: v for k, v in options.get("language_model", {}).items() if k not in own}
     return {**options, "language_model": backend}

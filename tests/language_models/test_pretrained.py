@@ -1,0 +1,126 @@
+"""What a training left is loaded whole: adapters over their base, and tokenizers from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.adapters import LoraParameters, add_adapter
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.pretrained import TOKENIZER_FILES, find_tokenizer, load_model
+from nip_astra.language_models.sources import load_tokenizer
+from tests.tiny import make_language_model
+
+IDS = torch.tensor([[6, 7, 8, 9]])
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return make_language_model(tmp_path / "base", seed=1)
+
+
+@pytest.fixture
+def adapted(base: Path) -> Any:
+    module = add_adapter(AutoModelForCausalLM.from_pretrained(base), LoraParameters(rank=2))
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    return module.eval()
+
+
+def without_tokenizer(folder: Path) -> Path:
+    for name in (*TOKENIZER_FILES, "chat_template.jinja", "special_tokens_map.json"):
+        (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+def test_an_adapter_is_added_into_the_base_that_it_names(
+    base: Path, adapted: Any, tmp_path: Path
+) -> None:
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = load_model(str(tmp_path / "adapter"), None, None)
+    plain = load_model(str(base), None, None)
+    torch.testing.assert_close(loaded(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert (loaded(IDS).logits - plain(IDS).logits).abs().max() > 0.01
+    assert not hasattr(loaded, "peft_config")
+    assert all(p.requires_grad for p in loaded.parameters()), "it can be trained on"
+    assert len(find_tokenizer(str(tmp_path / "adapter"), None, None)) == len(
+        load_tokenizer(str(base))
+    )
+
+
+def test_a_base_that_moved_is_given(base: Path, adapted: Any, tmp_path: Path) -> None:
+    adapted.save_pretrained(tmp_path / "adapter")
+    moved = base.rename(tmp_path / "moved")
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        load_model(str(tmp_path / "adapter"), None, None)
+    parameters = HuggingFaceLanguageModel.Parameters(
+        model=str(tmp_path / "adapter"), base_model=str(moved)
+    )
+    model = HuggingFaceLanguageModel.load(
+        parameters, device=torch.device("cpu"), scenario_dir=None, trainable=True
+    )
+    torch.testing.assert_close(model.module(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert model.tokenizer.encode("hello good") == [6, 7]
+    assert len(list(model.parameters())) > 0
+
+
+def test_an_adapter_of_another_model_or_without_weights_is_refused(
+    adapted: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "adapter"
+    adapted.save_pretrained(folder)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=23, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    ).save_pretrained(tmp_path / "other")
+    with pytest.raises(ModelLoadError, match=r"could not be added into GPT2LMHeadModel"):
+        load_model(str(folder), str(tmp_path / "other"), None)
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(ModelLoadError, match=r"adapter_model\.safetensors"):
+        load_model(str(folder), None, None)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(
+        json.dumps({**config, "base_model_name_or_path": None})
+    )
+    with pytest.raises(ModelLoadError, match=r"names none.*base_model"):
+        load_model(str(folder), None, None)
+
+
+def test_an_adapter_with_half_of_its_weights_is_refused(adapted: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "adapter"
+    adapted.save_pretrained(folder)
+    weights = load_file(folder / "adapter_model.safetensors")
+    half = dict(list(weights.items())[::2])
+    save_file(half, folder / "adapter_model.safetensors")
+    with pytest.raises(ModelLoadError, match="lora_"):
+        load_model(str(folder), None, None)
+
+
+def test_a_missing_tokenizer_comes_from_the_base_and_is_else_told(
+    base: Path, tmp_path: Path
+) -> None:
+    own = shutil.copytree(base, tmp_path / "own")
+    bare = without_tokenizer(shutil.copytree(base, tmp_path / "bare"))
+    found = find_tokenizer(str(bare), str(base), None)
+    assert found.chat_template == load_tokenizer(str(base)).chat_template
+    with pytest.raises(ModelLoadError, match=r"bare holds none.*attacker_base_model_id"):
+        find_tokenizer(str(bare), None, None)
+    assert find_tokenizer(str(own), "nowhere", None).encode("hello") == [6]
+
+
+def test_a_tokenizer_without_words_is_refused(tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=23, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    # transformers gives a tokenizer of this kind of model where there is none.
+    with pytest.raises(ModelLoadError, match="turns texts into nothing"):
+        load_tokenizer(str(tmp_path / "gpt2"))
