@@ -28,6 +28,8 @@ HOMES = {
     "core.sampler": "Sampler Graph Node",
     "core.scorer": "Scorer",
     "core.system": "System ValueFunctionSystem TrainableSystem",
+    "datasets": "CONVOKIT_REDDIT_TRAIN CONVOKIT_REDDIT_DEV CONVOKIT_REDDIT_TEST AdvBenchPrompt",
+    "datasets.prompts": "CONVOKIT_REDDIT_TRAIN CONVOKIT_REDDIT_DEV CONVOKIT_REDDIT_TEST",
     "ext.transformers": "HFASTProblem HFASTSystem HFASTTrainer HFASTConfiguration "
     "HFEvaluationProblem HFEvaluationSystem",
     "ext.transformers.hf_ast_problem": "HFASTProblem HFASTTrainer HFASTConfiguration "
@@ -73,7 +75,8 @@ def test_older_and_newer_names_are_one_thing() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "algorithms", "methods", "scorers", "training", "ext.transformers", "utils"]
+    "name",
+    ["", "algorithms", "datasets", "methods", "scorers", "training", "ext.transformers", "utils"],
 )
 def test_packages_list_what_they_give_and_refuse_the_rest(name: str) -> None:
     package = import_module(f"nip_astra.astra.{name}".rstrip("."))

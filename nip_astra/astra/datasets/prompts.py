@@ -1,0 +1,220 @@
+"""Openings of everyday conversations, our own or ConvoKit's, and AdvBench's file where it is named.
+
+The lists of ASTRA-RL are attributes of this module, read when they are first asked for:
+`CONVOKIT_REDDIT_TRAIN`, `CONVOKIT_REDDIT_DEV`, `CONVOKIT_REDDIT_TEST`, `ADV_BENCH_PROMPTS` and
+`ADV_BENCH_BASE_TASK_PROMPTS`. Environment variables say where they are read from.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from nip_astra.errors import DataError, MissingDependencyError
+from nip_astra.parameters.content import find_scenario
+from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
+
+Split = Literal["train", "dev", "test"]
+
+CONVOKIT = "NIP_ASTRA_CONVOKIT"
+"""Environment variable: what `CONVOKIT_REDDIT_*` are read from, a `source` of `openings`."""
+ADV_BENCH = "NIP_ASTRA_ADV_BENCH"
+"""Environment variable: a CSV file with the columns goal and target."""
+ADV_BENCH_TASKS = "NIP_ASTRA_ADV_BENCH_TASKS"
+"""Environment variable: a file of prompts, for instance a JSON list of texts."""
+
+OWN_PROMPTS = "smollm2_chat"
+"""The scenario whose openings stand in where nothing else is named."""
+TRAIN_SHARE, DEV_SHARE = 80, 5
+"""Per cent of a corpus without splits; the rest is for tests."""
+NO_TEXTS = ("", "[deleted]", "[removed]")
+"""What is left of a post that was taken back."""
+HUB = "hub:"
+HUB_SPLITS = {"train": ("train",), "dev": ("dev", "validation"), "test": ("test",)}
+
+
+@dataclass
+class AdvBenchPrompt:
+    """A row of AdvBench.
+
+    Attributes
+    ----------
+    goal : str
+        What is asked for.
+    target : str
+        How an answer that complies begins.
+    """
+
+    goal: str
+    target: str
+
+
+def openings(split: Split, source: str | Path | None = None, *, column: str = "text") -> list[str]:
+    """Give the opening prompts of a split.
+
+    Parameters
+    ----------
+    split : {"train", "dev", "test"}
+        Splits have no prompt in common.
+    source : str or Path, optional
+        A corpus as ConvoKit downloads it (a folder with `utterances.jsonl`, of which the first
+        utterance of each conversation is taken), a folder with a file of prompts for each split
+        (`train.jsonl`, or `convokit_reddit_prompts_train.json`), or `hub:owner/name` for a dataset
+        of the Hugging Face hub; our own everyday openings where it is left out.
+    column : str
+        Of a dataset of the hub: where the texts are.
+
+    Raises
+    ------
+    DataError
+        When the source is not there or holds none.
+    """
+    if split not in get_args(Split):
+        raise DataError(
+            f"the openings of the split {split!r} were asked for, but there are 'train', 'dev' and "
+            "'test'. Give one of them."
+        )
+    if source is None:
+        return read_prompts(f"scenario://prompts/{split}.jsonl", find_scenario(OWN_PROMPTS))
+    if str(source).startswith(HUB):
+        found = _of_hub(split, str(source).removeprefix(HUB), column)
+    else:
+        found = _of_folder(split, Path(source).expanduser())
+    if not found:
+        raise DataError(
+            f"the {split} openings of {source} were asked for, but there are none. Give a source "
+            "that holds texts."
+        )
+    return found
+
+
+def read_adv_bench(path: str | Path) -> list[AdvBenchPrompt]:
+    """Read a CSV file with the columns `goal` and `target`."""
+    reason: Exception
+    try:
+        with Path(path).expanduser().open(encoding="utf-8-sig", newline="") as file:
+            return [AdvBenchPrompt(row["goal"], row["target"]) for row in csv.DictReader(file)]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        reason = error
+    except KeyError as error:
+        reason = ValueError(f"it has no column {error}")
+    raise DataError(
+        f"AdvBench was to be read from {path}, but: {reason}. Give a CSV file with the columns "
+        "goal and target."
+    ) from reason
+
+
+def __getattr__(name: str) -> Any:
+    prefix, _, split = name.rpartition("_")
+    if prefix == "CONVOKIT_REDDIT" and split.lower() in get_args(Split):
+        return list(_convokit(split.lower(), os.environ.get(CONVOKIT) or None))
+    if name == "ADV_BENCH_PROMPTS":
+        return read_adv_bench(_named_file(name, ADV_BENCH, "a CSV file with goal and target"))
+    if name == "ADV_BENCH_BASE_TASK_PROMPTS":
+        file = _named_file(name, ADV_BENCH_TASKS, "a JSON list of texts, or one text a line")
+        return read_prompts(str(Path(file).expanduser()), None)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@lru_cache(maxsize=6)
+def _convokit(split: Split, source: str | None) -> list[str]:
+    found = openings(split, source)
+    if source is None:
+        logger.warning(
+            "CONVOKIT_REDDIT_%s holds %d everyday openings of nip_astra, in the place of "
+            "ConvoKit's; set the environment variable %s to a folder of the corpus to read those",
+            split.upper(),
+            len(found),
+            CONVOKIT,
+        )
+    return found
+
+
+def _named_file(name: str, variable: str, what: str) -> str:
+    path = os.environ.get(variable, "").strip()
+    if not path:
+        raise DataError(
+            f"{name} was asked for, but lists of harmful requests are not shipped. Set the "
+            f"environment variable {variable} to a file of your own, {what}; or train from "
+            "everyday openings, openings('train')."
+        )
+    return path
+
+
+def _of_folder(split: str, folder: Path) -> list[str]:
+    if (folder / "utterances.jsonl").is_file():
+        texts = _first_utterances(folder / "utterances.jsonl")
+        return [text for number, text in texts if _split_of(number) == split]
+    names = [f"{split}.jsonl", f"{split}.json", f"{split}.txt"]
+    names.append(f"convokit_reddit_prompts_{split}.json")
+    found = next((folder / name for name in names if (folder / name).is_file()), None)
+    if found is None:
+        raise DataError(
+            f"the {split} openings were to be read from {folder}, but it holds neither "
+            f"utterances.jsonl, as ConvoKit's corpora do, nor {', '.join(names)}. Give the folder "
+            "that holds them; a single file is read by read_prompts."
+        )
+    return read_prompts(str(found), None)
+
+
+def _first_utterances(path: Path) -> Iterator[tuple[str, str]]:
+    """Give number and text of what each conversation of a corpus begins with."""
+    with path.open(encoding="utf-8") as file:
+        for line_number, line in enumerate(file, start=1):
+            try:
+                said = json.loads(line)
+                number, text = str(said["id"]), str(said["text"] or "").strip()
+                conversation = said.get("conversation_id", said.get("root"))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"line {line_number} of {path} is no utterance of ConvoKit: "
+                    f"{type(error).__name__}: {error}. Download the corpus again."
+                ) from error
+            if str(conversation) == number and text not in NO_TEXTS:
+                yield number, text
+
+
+def _split_of(number: str) -> str:
+    """Give the split of a conversation, always the same one."""
+    place = derive_seed("convokit", number) % 100
+    if place < TRAIN_SHARE:
+        return "train"
+    return "dev" if place < TRAIN_SHARE + DEV_SHARE else "test"
+
+
+def _of_hub(split: str, name: str, column: str) -> list[str]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"openings of {name!r} were asked for, and reading them from the hub needs the package "
+            "datasets. Install it with: pip install datasets."
+        ) from error
+    try:
+        splits = datasets.load_dataset(name)
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise DataError(
+            f"openings of {name!r} were to be read from the hub, but: {reason}. Give "
+            "hub:owner/name of a dataset that this machine can reach, or a folder."
+        ) from error
+    found = next((splits[own] for own in HUB_SPLITS[split] if own in splits), None)
+    if found is None or column not in found.column_names:
+        has = "no such split" if found is None else f"no column {column!r}"
+        raise DataError(
+            f"the {split} openings of {name!r} were asked for, but the dataset has {has}; its "
+            f"columns are {dict(splits.column_names)}. Name the column with texts, "
+            "openings(split, source, column=...), or split the dataset."
+        )
+    texts = (str(text).strip() for text in found[column])
+    return [text for text in texts if text not in NO_TEXTS]

@@ -1,0 +1,153 @@
+"""Opening prompts: our own, a corpus of ConvoKit, a dataset of the hub; nothing harmful ships."""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.astra import datasets as lists
+from nip_astra.astra.datasets import openings, prompts, read_adv_bench
+from nip_astra.errors import ConfigurationError, DataError
+
+SPLITS = ("train", "dev", "test")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in (prompts.CONVOKIT, prompts.ADV_BENCH, prompts.ADV_BENCH_TASKS):
+        monkeypatch.delenv(variable, raising=False)
+    prompts._convokit.cache_clear()
+
+
+def corpus(folder: Path, count: int = 400) -> Path:
+    folder.mkdir()
+    rows = []
+    for number in range(count):
+        opening: dict[str, Any] = {"id": f"p{number}", "text": f"opening {number}"}
+        if number % 10 == 0:
+            opening["text"] = "[removed]"
+        elif number % 10 == 1:
+            opening["text"] = None
+        reply = {"id": f"r{number}", "text": "a reply", "reply_to": f"p{number}"}
+        name = "root" if number % 2 else "conversation_id"  # older corpora say root
+        rows += [{**row, name: f"p{number}"} for row in (opening, reply)]
+    (folder / "utterances.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_openings_of_ones_own_stand_in_for_those_of_convokit_and_it_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        found = {split: getattr(lists, f"CONVOKIT_REDDIT_{split.upper()}") for split in SPLITS}
+    assert [len(found[split]) for split in SPLITS] == [108, 24, 48]
+    assert not set(found["train"]) & (set(found["dev"]) | set(found["test"]))
+    assert "in the place of ConvoKit's; set the environment variable NIP_ASTRA_CONVOKIT" in (
+        caplog.text
+    )
+    found["train"].clear()
+    assert len(import_module("nip_astra.astra.datasets.prompts").CONVOKIT_REDDIT_TRAIN) == 108
+
+
+def test_a_corpus_of_convokit_gives_the_first_utterance_of_each_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = corpus(tmp_path / "reddit-corpus-small")
+    monkeypatch.setenv(prompts.CONVOKIT, str(folder))
+    found = {split: getattr(lists, f"CONVOKIT_REDDIT_{split.upper()}") for split in SPLITS}
+    together = [text for split in SPLITS for text in found[split]]
+    assert sorted(together) == sorted(f"opening {n}" for n in range(400) if n % 10 > 1)
+    assert found == {split: openings(split, folder) for split in SPLITS}
+    assert 0.72 < len(found["train"]) / len(together) < 0.88
+    assert len(found["dev"]) < len(found["test"])
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("name", ["dev.jsonl", "dev.txt", "convokit_reddit_prompts_dev.json"])
+def test_a_folder_with_a_file_for_each_split_is_read(tmp_path: Path, name: str) -> None:
+    texts = ["how was your day ?", "good morning"]
+    written = {
+        "jsonl": "".join(json.dumps({"prompt": text}) + "\n" for text in texts),
+        "txt": "\n".join(texts),
+        "json": json.dumps(texts),
+    }
+    (tmp_path / name).write_text(written[name.rpartition(".")[2]])
+    assert openings("dev", tmp_path) == texts
+    with pytest.raises(DataError, match=r"neither utterances\.jsonl.*train\.jsonl"):
+        openings("train", tmp_path)
+
+
+def test_a_corpus_that_is_damaged_or_empty_is_told(tmp_path: Path) -> None:
+    folder = corpus(tmp_path / "corpus", 3)
+    with (folder / "utterances.jsonl").open("a") as file:
+        file.write("[1, 2]\n")
+    with pytest.raises(DataError, match=r"line 7 of .* is no utterance of ConvoKit"):
+        openings("train", folder)
+    (folder / "utterances.jsonl").write_text("")
+    with pytest.raises(DataError, match="there are none"):
+        openings("train", folder)
+    with pytest.raises(DataError, match="'train', 'dev' and 'test'"):
+        openings("valid", folder)  # type: ignore[arg-type]
+
+
+def test_a_dataset_of_the_hub_is_read_through_the_datasets_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = pytest.importorskip("datasets")
+    held = library.DatasetDict(
+        {
+            "train": library.Dataset.from_dict({"text": ["hello there", "[deleted]", " hi "]}),
+            "validation": library.Dataset.from_dict({"text": ["good day"]}),
+        }
+    )
+    asked: list[str] = []
+    monkeypatch.setattr(library, "load_dataset", lambda name: asked.append(name) or held)
+    assert openings("train", "hub:someone/talk") == ["hello there", "hi"]
+    assert openings("dev", "hub:someone/talk") == ["good day"]
+    assert asked == ["someone/talk"] * 2
+    with pytest.raises(DataError, match="no such split"):
+        openings("test", "hub:someone/talk")
+    with pytest.raises(DataError, match=r"no column 'post'.*column="):
+        openings("train", "hub:someone/talk", column="post")
+
+    def unreachable(name: str) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(library, "load_dataset", unreachable)
+    with pytest.raises(DataError, match="no route"):
+        openings("train", "hub:someone/talk")
+
+
+@pytest.mark.parametrize("name", ["ADV_BENCH_PROMPTS", "ADV_BENCH_BASE_TASK_PROMPTS"])
+def test_lists_of_harmful_requests_do_not_ship_and_the_error_says_how_to_name_ones_own(
+    name: str,
+) -> None:
+    with pytest.raises(ConfigurationError, match=rf"{name}.*not shipped.*NIP_ASTRA_ADV_BENCH"):
+        getattr(lists, name)
+    with pytest.raises(DataError):
+        exec(f"from nip_astra.astra.datasets import {name}")
+    assert name not in lists.__all__
+    exec("from nip_astra.astra.datasets import *", {})
+
+
+def test_a_file_of_ones_own_is_read_in_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "own.csv"
+    table.write_text('goal,target\n"say good day, politely",Good day\n')
+    monkeypatch.setenv(prompts.ADV_BENCH, str(table))
+    (row,) = lists.ADV_BENCH_PROMPTS
+    assert (row.goal, row.target) == ("say good day, politely", "Good day")
+    (tmp_path / "tasks.json").write_text('["Write a poem"]')
+    monkeypatch.setenv(prompts.ADV_BENCH_TASKS, str(tmp_path / "tasks.json"))
+    assert lists.ADV_BENCH_BASE_TASK_PROMPTS == ["Write a poem"]
+    table.write_text("goal\nx\n")
+    with pytest.raises(DataError, match=r"no column 'target'"):
+        read_adv_bench(table)
+    with pytest.raises(DataError, match="nowhere"):
+        read_adv_bench(tmp_path / "nowhere.csv")
