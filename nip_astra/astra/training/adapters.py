@@ -221,21 +221,22 @@ def save_problem(system: System[Any, Any], directory: Path) -> None:
     if callable(whole):
         whole(directory)
         return
-    attacker, tokenizer = (
-        _savable(system, ("attacker", "tester", "auditor")),
-        _savable(
-            system, ("tokenizer", "attacker_tokenizer", "tester_tokenizer", "auditor_tokenizer")
-        ),
-    )
-    if attacker is None:
+    check_can_be_saved(system)
+    _savable(system, ROLE_NAMES).save_pretrained(directory)
+    tokenizer = _savable(system, ("tokenizer", *(f"{name}_tokenizer" for name in ROLE_NAMES)))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
+
+
+def check_can_be_saved(system: System[Any, Any]) -> None:
+    """Refuse a problem whose attacker cannot be written."""
+    saves_itself = callable(getattr(system, "save_pretrained", None))
+    if not saves_itself and _savable(system, ROLE_NAMES) is None:
         raise CheckpointError(
             f"the attacker of {type(system).__name__} was to be saved, but it has no attribute "
             "attacker with save_pretrained. Set self.attacker, and self.tokenizer, to objects of "
             "transformers, or define save_pretrained(directory)."
         )
-    attacker.save_pretrained(directory)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(directory)
 
 
 def _savable(system: System[Any, Any], names: Sequence[str]) -> Any:

@@ -182,4 +182,4 @@ def test_every_step_is_logged_and_wrong_input_is_told(
             self.attacker.logits = self.policy.logits
 
     with pytest.raises(CheckpointError, match="no attribute attacker with save_pretrained"):
-        trainer_of(tmp_path / "u", Unsavable()).train()
+        trainer_of(tmp_path / "u", Unsavable())

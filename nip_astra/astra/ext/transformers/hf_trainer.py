@@ -15,7 +15,7 @@ from nip_astra.astra.core.algorithm import Algorithm
 from nip_astra.astra.core.common import Batch, Step
 from nip_astra.astra.core.sampler import Sampler
 from nip_astra.astra.logging import logger
-from nip_astra.astra.training.adapters import save_problem
+from nip_astra.astra.training.adapters import check_can_be_saved, save_problem
 from nip_astra.astra.training.configuration import TrainingConfiguration
 from nip_astra.astra.training.loop import OwnObjectsLoop
 from nip_astra.astra.training.trainer import Trainer
@@ -93,6 +93,7 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
         self.eval_every = period
         self.sampler = self.environment = self.harness.sampler
         self.system = self.problem = self.harness.sampler.system
+        check_can_be_saved(self.problem)
 
     def _make_loop(self) -> OwnObjectsLoop:
         return OwnObjectsLoop(
@@ -143,6 +144,8 @@ class HFASTTrainer(Trainer[str, str, Step, Batch]):
                 folder.rename(replaced)
             temporary.rename(folder)
             shutil.rmtree(replaced, ignore_errors=True)
+        except CheckpointError:
+            raise
         except OSError as error:
             raise CheckpointError(
                 f"the attacker was to be saved in {folder}, but: {error}. Free space, or give "
