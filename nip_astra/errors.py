@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 
@@ -185,6 +186,21 @@ class HelperProcessError(NipAstraError, RuntimeError):
     """A process that was to compute a part of the work failed or ended."""
 
 
+class UnexpectedExitError(NipAstraError, RuntimeError):
+    """Code of a plug-in or a library would have ended the program in the middle of its work."""
+
+    def __init__(self, code: object) -> None:
+        self.code = code
+        super().__init__(
+            f"the program was at work, but code that it called would have ended it: sys.exit("
+            f"{code!r}). The work is not done. Have that code raise an error, or return; "
+            "--debug shows where it stands."
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.code,)
+
+
 class TrackingError(NipAstraError, RuntimeError):
     """An experiment tracker cannot be used as asked."""
 
@@ -200,14 +216,30 @@ class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not
         Path of the run directory.
     is_saved : bool
         Whether there is a checkpoint to go on from.
+    is_at_once : bool
+        Whether it stopped without saving, since a second signal came.
     """
 
-    def __init__(self, signal_name: str, run: str = "RUN", is_saved: bool = True) -> None:
-        self.signal_name, self.run, self.is_saved = signal_name, run, is_saved
-        what = "and its work is saved. Go on" if is_saved else "before its first checkpoint. Begin"
+    def __init__(
+        self,
+        signal_name: str,
+        run: str = "RUN",
+        is_saved: bool = True,
+        *,
+        is_at_once: bool = False,
+    ) -> None:
+        self.signal_name, self.run = signal_name, run
+        self.is_saved, self.is_at_once = is_saved, is_at_once
+        if not is_saved:
+            what = "before its first checkpoint. Begin"
+        elif is_at_once:
+            what = "at once; its work since the last checkpoint is lost. Go on from that"
+        else:
+            what = "and its work is saved. Go on"
         super().__init__(
             f"the run was stopped by {signal_name} {what} with: nip-astra resume {run}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.signal_name, self.run, self.is_saved)
+        new = partial(type(self), is_at_once=self.is_at_once)
+        return new, (self.signal_name, self.run, self.is_saved)

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nip_astra.base_runs import RERUN_TESTS, fetch_base_run
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import ConfigurationError, NipAstraError, RunDirectoryError, StopRequested
+from nip_astra.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NipAstraError,
+    RunDirectoryError,
+    StopRequested,
+    UnexpectedExitError,
+)
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -103,25 +110,32 @@ def run_experiment(
     hyper_params = resolved.hyper_params
     device = resolve_device(settings.device).type
     run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
-    directory = RunDirectory.create(settings.runs_dir, run_id)
-    directory.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
-    directory.write_json(files.PARAMETER_SOURCES, resolved.sources)
-    directory.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
-    directory.write_json(files.ENVIRONMENT, describe_environment() | {"device": device})
+
+    def write(new: RunDirectory) -> None:
+        new.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
+        new.write_json(files.PARAMETER_SOURCES, resolved.sources)
+        new.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
+        new.write_json(files.ENVIRONMENT, describe_environment() | {"device": device})
+
+    directory = RunDirectory.create(settings.runs_dir, run_id, write)
     built: list[Trainer] = []
-    try:
-        with run_lock(directory.path):
+    with run_lock(directory.path):
+        try:
             return _run(resolved, settings, directory, checkpoint=None, built=built)
-    finally:
-        if not built:
-            # A fault of building, such as a missing model: the run id is free for the next try.
-            shutil.rmtree(directory.path, ignore_errors=True)
+        except StopRequested:
+            raise
+        except BaseException:
+            if not built:
+                # A fault of building, such as a missing model: the run id is free again.
+                directory.discard()
+            raise
 
 
 def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResult:
     """Go on with a run from its latest checkpoint, in its directory.
 
-    A run that was stopped before its first checkpoint starts again.
+    A run that was stopped before its first checkpoint starts again; of one that was stopped after
+    its results, the report is written.
 
     Parameters
     ----------
@@ -135,22 +149,51 @@ def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResu
     RunDirectoryError
         When it is no run, the run has ended, or another process is at work on it.
     CheckpointError
-        When the latest checkpoint is corrupt.
+        When the latest checkpoint is corrupt, all are lost, or it is of other parameters than
+        those in the run directory.
     """
     runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
     directory = RunDirectory.find(run, runs_dir)
     with run_lock(directory.path):
         if (directory.path / files.RESULTS).exists():
-            raise RunDirectoryError(
-                f"the run {directory.run_id!r} was to be resumed, but it has ended: "
-                f"{directory.path / files.RESULTS} holds its results. Start a new run."
-            )
+            return _finish_ended(directory)
         resolved = resolve_experiment(parameter_file=directory.path / files.HYPER_PARAMETERS)
         stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
         settings = _settings(stored, settings_fields)
-        store = CheckpointStore(directory.checkpoints_dir, settings.num_checkpoints_kept)
-        checkpoint = store.open_latest()[0] if store.latest() is not None else None
+        checkpoint = _checkpoint_to_go_on_from(directory)
         return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
+
+
+def _finish_ended(directory: RunDirectory) -> ExperimentResult:
+    """Write what a run that was killed after its results still lacks."""
+    results: dict[str, Any] = directory.read_json(files.RESULTS)
+    if (directory.path / files.REPORT).exists():
+        raise RunDirectoryError(
+            f"the run {directory.run_id!r} was to be resumed, but it has ended: "
+            f"{directory.path / files.RESULTS} holds its results. Start a new run."
+        )
+    _remove_leftovers(directory)
+    _write_report(directory)
+    return ExperimentResult(directory, results)
+
+
+def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
+    """Give the newest checkpoint; None where the run was stopped before its first one."""
+    store = CheckpointStore(directory.checkpoints_dir)
+    checkpoint = store.latest()
+    if checkpoint is None and (directory.path / files.HAS_CHECKPOINTS).exists():
+        raise CheckpointError(
+            f"the run {directory.run_id!r} was to be resumed, and it has saved checkpoints, but "
+            f"{store.directory} holds none. Restore that folder, or start a new run; what this one "
+            "has recorded is as it was."
+        )
+    return checkpoint
+
+
+def _remove_leftovers(directory: RunDirectory) -> None:
+    """Remove what a killed process left unfinished."""
+    directory.remove_leftovers()
+    CheckpointStore(directory.checkpoints_dir).remove_leftovers()
 
 
 def _run(
@@ -163,36 +206,50 @@ def _run(
 ) -> ExperimentResult:
     """Build and train; the trainer is put into `built` as soon as it is there."""
     with _log_file(directory), _stop_on_signals() as stop_flag:
+        _remove_leftovers(directory)
         tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
         is_done = False
         try:
             runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
             prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
             built.append(prepared.trainer)
-            if checkpoint is None:
-                tracker.rewind({})
-            else:
-                logger.info("resuming from %s", checkpoint.name)
-                _warn_of_changed_plugins(directory)
-                prepared.trainer.resume(checkpoint)
-            base_run = resolved.hyper_params.base_run
-            if base_run.base_run_type == RERUN_TESTS:
-                prepared.trainer.rerun_tests(fetch_base_run(base_run, directory.path / "base_run"))
-            else:
-                prepared.trainer.train()
-            if not (directory.path / files.RESULTS).exists():
-                directory.write_json(files.RESULTS, prepared.trainer.results)
+            _train(prepared.trainer, directory, checkpoint)
             is_done = True
             _write_report(directory)
-        except StopRequested as stopped:
+        except (StopRequested, KeyboardInterrupt) as stopped:
+            is_at_once = isinstance(stopped, KeyboardInterrupt)
+            name = "SIGINT" if isinstance(stopped, KeyboardInterrupt) else stopped.signal_name
             is_saved = CheckpointStore(directory.checkpoints_dir).latest() is not None
-            raise StopRequested(stopped.signal_name, str(directory.path), is_saved) from None
+            raise StopRequested(
+                stop_flag() or name, str(directory.path), is_saved, is_at_once=is_at_once
+            ) from None
+        except SystemExit as error:
+            logger.error("the run failed: sys.exit(%r) was called", error.code)
+            raise UnexpectedExitError(error.code) from error
         except Exception as error:
             logger.error("the run failed: %s", error)
             raise
         finally:
             tracker.finish(success=is_done)
     return ExperimentResult(directory, prepared.trainer.results)
+
+
+def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -> None:
+    """Train from the beginning or from a checkpoint, or test a base run again."""
+    if checkpoint is None:
+        logger.info("there is no checkpoint; starting from the beginning")
+        trainer.tracker.rewind({})
+    else:
+        logger.info("resuming from %s", checkpoint.name)
+        _warn_of_changed_plugins(directory)
+        trainer.go_on_from(checkpoint)
+    base_run = trainer.hyper_params.base_run
+    if base_run.base_run_type == RERUN_TESTS:
+        trainer.rerun_tests(fetch_base_run(base_run, directory.path / "base_run"))
+    else:
+        trainer.train()
+    if not (directory.path / files.RESULTS).exists():
+        directory.write_json(files.RESULTS, trainer.results)
 
 
 def _write_report(directory: RunDirectory) -> None:
@@ -204,8 +261,13 @@ def _write_report(directory: RunDirectory) -> None:
 
 
 def _warn_of_changed_plugins(directory: RunDirectory) -> None:
-    recorded = directory.read_json(files.ENVIRONMENT)["plugins"]
-    before = {plugin["spec"]: plugin["sha256"] for plugin in recorded}
+    try:
+        recorded = directory.read_json(files.ENVIRONMENT)["plugins"]
+        before = {plugin["spec"]: plugin["sha256"] for plugin in recorded}
+    except (RunDirectoryError, KeyError, TypeError) as error:
+        # Resuming needs no more of that file than this.
+        logger.warning("whether plug-ins have changed cannot be told: %s", error)
+        return
     for plugin in loaded_plugins():
         if plugin.spec in before and before[plugin.spec] != plugin.sha256:
             logger.warning(
@@ -265,9 +327,14 @@ def _stop_on_signals() -> Iterator[Callable[[], str | None]]:
     received: list[str] = []
 
     def note(number: int, _frame: Any) -> None:
+        name = signal.Signals(number).name
         if received:
+            _tell_at_once(f"{name} again: stopping without saving")
             raise KeyboardInterrupt
-        received.append(signal.Signals(number).name)
+        received.append(name)
+        _tell_at_once(
+            f"{name}: finishing the step, then saving and stopping; once more stops without saving"
+        )
 
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
@@ -278,3 +345,12 @@ def _stop_on_signals() -> Iterator[Callable[[], str | None]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def _tell_at_once(text: str) -> None:
+    """Write a line to standard error from within a signal's handler.
+
+    By its number, since a stream that was being written to when the signal came cannot be used.
+    """
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())

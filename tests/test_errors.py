@@ -34,6 +34,7 @@ BUILTINS = {
     "RewardTermError": RuntimeError,
     "NonFiniteLossError": ArithmeticError,
     "HelperProcessError": RuntimeError,
+    "UnexpectedExitError": RuntimeError,
     "TrackingError": RuntimeError,
     "StopRequested": RuntimeError,
 }

@@ -177,11 +177,15 @@ def test_a_signal_stops_the_run_after_its_iteration_and_the_rest_follows_on_resu
 
 
 def test_a_second_signal_stops_at_once(
-    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TOY_SIGNAL", "1:SIGINT:SIGINT")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(StopRequested, match=r"since the last checkpoint is lost.*resume"):
         run("one")
+    said = [line for line in capfd.readouterr().err.splitlines() if line]
+    assert [line.partition(":")[0] for line in said] == ["SIGINT", "SIGINT again"]
+    assert "saving" in said[0]
+    assert "without saving" in said[1]
     assert CheckpointStore(tmp_path / "one" / "checkpoints").open_latest()[1]["step"] == 1
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,28 @@ class CheckpointStore:
         Made when the first checkpoint is saved.
     num_kept : int
         Newest checkpoints that stay.
+    about : Mapping, optional
+        What stands in the metadata of every checkpoint.
+    also_write : Callable[[Path], None], optional
+        Writes what every checkpoint holds beside its own content.
+    marker : Path, optional
+        A file that is made when the first checkpoint has been saved.
     """
 
-    def __init__(self, directory: Path, num_kept: int = 2) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        num_kept: int = 2,
+        *,
+        about: Mapping[str, Any] | None = None,
+        also_write: Callable[[Path], None] | None = None,
+        marker: Path | None = None,
+    ) -> None:
         self.directory = directory
         self.num_kept = num_kept
+        self.about = dict(about or {})
+        self.also_write = also_write
+        self.marker = marker
 
     def save(
         self,
@@ -67,13 +84,15 @@ class CheckpointStore:
         """
         with self._told_as_checkpoint_error(step):
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
+            self.remove_leftovers()
             name = self._unused_name(step)
             temporary = self.directory / f".tmp-{name}"
             try:
                 temporary.mkdir()
                 write(temporary)
-                _write_manifest(temporary, step, metadata)
+                if self.also_write is not None:
+                    self.also_write(temporary)
+                _write_manifest(temporary, step, {**metadata, **self.about}, is_best=is_best)
                 temporary.rename(self.directory / name)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -82,6 +101,9 @@ class CheckpointStore:
             if is_best:
                 self._point(BEST, name)
             self._point(LATEST, name)
+            if self.marker is not None and not self.marker.exists():
+                _write_synced(self.marker, name + "\n")
+                _sync_folder(self.marker.parent)
             self._prune()
         return self.directory / name
 
@@ -95,7 +117,33 @@ class CheckpointStore:
 
     def best(self) -> Path | None:
         """Give the checkpoint saved as best last, None where there is none."""
-        return self._follow(BEST)
+        pointed = self._follow(BEST)
+        if pointed is not None:
+            return pointed
+        # As above, of a first save that was the best.
+        return next(filter(_is_marked_best, reversed(self._all())), None)
+
+    def open_best(self) -> Path:
+        """Give the checkpoint saved as best last, verified.
+
+        Raises
+        ------
+        CheckpointError
+            When there is none or it is corrupt.
+        """
+        path = self.best()
+        if path is None:
+            raise CheckpointError(
+                f"the run's best checkpoint was asked for, but {self.directory} holds none that is "
+                "marked so. Restore the folder, or start a new run."
+            )
+        _, fault = _inspect(path)
+        if fault:
+            raise CheckpointError(
+                f"the run's best checkpoint {path} was asked for, but {fault}. Restore it; to take "
+                f"another one for the best, write its name into {self.directory / BEST}."
+            )
+        return path
 
     def verify(self, path: Path) -> dict[str, Any]:
         """Give a checkpoint's manifest after checking every file against it.
@@ -129,11 +177,11 @@ class CheckpointStore:
             )
         return path, self.verify(path)
 
-    def _advice(self, refused: Path) -> str:
+    def _advice(self, refused: Path | None, pointer: str = LATEST) -> str:
         for other in reversed(self._all()):
             if other != refused and not _inspect(other)[1]:
                 return (
-                    f"Write {other.name} into {self.directory / LATEST} to go on from that one, "
+                    f"Write {other.name} into {self.directory / pointer} to go on from that one, "
                     "the newest that is good."
                 )
         return "There is no other good checkpoint; start a new run."
@@ -154,9 +202,15 @@ class CheckpointStore:
 
     def _follow(self, pointer: str) -> Path | None:
         try:
-            name = (self.directory / pointer).read_text(encoding="utf-8").strip()
+            text = (self.directory / pointer).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return None
+        name = text.strip()
+        if not _NAME.fullmatch(name):
+            raise CheckpointError(
+                f"{self.directory / pointer} was to name a checkpoint, but it holds "
+                f"{name[:60]!r}. {self._advice(None, pointer)}"
+            )
         return self.directory / name
 
     def _point(self, pointer: str, name: str) -> None:
@@ -175,7 +229,7 @@ class CheckpointStore:
                 path.rename(removed)
                 shutil.rmtree(removed)
 
-    def _remove_leftovers(self) -> None:
+    def remove_leftovers(self) -> None:
         """Remove what a killed process left unfinished."""
         for leftover in self.directory.glob(".tmp-*"):
             if leftover.is_dir():
@@ -198,7 +252,7 @@ class CheckpointStore:
             ) from error
 
 
-def _write_manifest(folder: Path, step: int, metadata: dict[str, Any]) -> None:
+def _write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_best: bool) -> None:
     """Sync every file and write down what the checkpoint consists of."""
     files = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -212,6 +266,7 @@ def _write_manifest(folder: Path, step: int, metadata: dict[str, Any]) -> None:
         "format": FORMAT,
         "version": VERSION,
         "step": step,
+        "is_best": is_best,
         "metadata": metadata,
         "files": files,
     }
@@ -247,6 +302,14 @@ def _inspect(path: Path) -> tuple[dict[str, Any], str]:
         if file.stat().st_size != expected["size"] or _digest(file) != expected["sha256"]:
             return {}, f"its file {name} is corrupt"
     return manifest, ""
+
+
+def _is_marked_best(path: Path) -> bool:
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("is_best") is True
 
 
 def _manifest_digest(manifest: dict[str, Any]) -> str:

@@ -27,7 +27,12 @@ from nip_astra.cli.options import (
     Wandb,
     settings_of,
 )
-from nip_astra.errors import NipAstraError, StopRequested, UnknownNameError
+from nip_astra.errors import (
+    NipAstraError,
+    StopRequested,
+    UnexpectedExitError,
+    UnknownNameError,
+)
 
 ROOT_OPTIONS = ("--help", "-h", "--version")
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
@@ -43,6 +48,13 @@ class RunByDefault(TyperGroup):
             advice = "Without a command, options are those of `run`."
             raise UnknownNameError("command", args[0], self.commands, advice)
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SystemExit as error:
+            # A command of ours ends by returning; what exits is a plug-in.
+            raise UnexpectedExitError(error.code) from error
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)

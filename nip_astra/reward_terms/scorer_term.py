@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,12 @@ class ScorerTerm(RewardTerm):
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
         self._scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
+
+    def state(self) -> dict[str, Any]:
+        return {"verdicts": self._scorer.verdicts()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._scorer.load_verdicts(state["verdicts"])
 
     def _values(self, nodes: RatedProbes) -> Tensor:
         exchanges = [Exchange(probe, role="user") for probe in nodes.probes]

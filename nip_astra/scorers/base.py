@@ -5,9 +5,12 @@ Shape suffix: `N` what was rated.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -25,6 +28,13 @@ Role: TypeAlias = Literal["user", "assistant"]
 Verdict: TypeAlias = float | ScorerError | None
 """What a scorer's hook gives for a text: a number from 0 to 1, None where it cannot tell, or the
 error of a text that failed for good, which is not tried again."""
+
+
+MAX_VERDICTS = 1 << 17
+"""Verdicts that a scorer remembers; of more, the oldest are forgotten."""
+
+KEY_BYTES = 16
+"""Length of the digest by which a scorer remembers what it has rated."""
 
 
 class Message(NamedTuple):
@@ -77,8 +87,9 @@ class Scorer:
     """Rate texts. A subclass implements `_score`; caching and checks are done here.
 
     A scorer of conversations sets `reads_history` and implements `_score_exchanges` instead.
-    Each distinct text (or conversation, where the history is read) is rated once in the life of
-    the scorer; a rating that failed is not kept.
+    Each distinct text (or conversation, where the history is read) is rated once, also by a run
+    that goes on from a checkpoint, as long as it is among the last `MAX_VERDICTS`; a rating that
+    failed is not kept.
     """
 
     reads_history: bool = False
@@ -99,7 +110,7 @@ class Scorer:
         self.parameters = parameters
         self.device = device
         self.scenario_dir = scenario_dir
-        self._verdicts: dict[Exchange | str, float | None] = {}
+        self._verdicts: dict[bytes, float | None] = {}
         own = type(self)
         if own._score is Scorer._score and own._score_exchanges is Scorer._score_exchanges:
             raise ConfigurationError(
@@ -142,7 +153,7 @@ class Scorer:
         """
         keys = [self._key(exchange) for exchange in exchanges]
         new = {k: e for k, e in zip(keys, exchanges, strict=True) if k not in self._verdicts}
-        failed: set[Exchange | str] = set()
+        failed: set[bytes] = set()
         if new:
             for key, verdict in zip(new, self._judged(list(new.values())), strict=True):
                 if isinstance(verdict, ScorerError):
@@ -151,13 +162,41 @@ class Scorer:
                     self._verdicts[key] = verdict
         # A failed text has no verdict in the cache.
         known = [self._verdicts.get(key) for key in keys]
+        for key in list(islice(self._verdicts, max(0, len(self._verdicts) - MAX_VERDICTS))):
+            del self._verdicts[key]
         return Ratings(
             torch.tensor([math.nan if v is None else v for v in known], dtype=torch.float32),
             torch.tensor([key in failed for key in keys], dtype=torch.bool),
         )
 
-    def _key(self, exchange: Exchange) -> Exchange | str:
-        return exchange if self.reads_history else exchange.text
+    def verdicts(self) -> dict[str, Any]:
+        """Everything that was rated so far, nested scorers' too, for a checkpoint.
+
+        A model's last digits depend on which texts share a batch, so a run that goes on must not
+        rate again what it has rated.
+        """
+        keys = b"".join(self._verdicts)
+        scores = [math.nan if score is None else score for score in self._verdicts.values()]
+        return {
+            "keys": torch.tensor(list(keys), dtype=torch.uint8).view(-1, KEY_BYTES),
+            "scores": torch.tensor(scores, dtype=torch.float64),
+            "nested": [scorer.verdicts() for scorer in self.nested_scorers],
+        }
+
+    def load_verdicts(self, state: Mapping[str, Any]) -> None:
+        """Take up what `verdicts` gave."""
+        keys: list[bytes] = [row.tobytes() for row in state["keys"].numpy()]
+        scores: list[float] = state["scores"].tolist()
+        self._verdicts = {
+            key: None if math.isnan(score) else score
+            for key, score in zip(keys, scores, strict=True)
+        }
+        for scorer, own in zip(self.nested_scorers, state["nested"], strict=True):
+            scorer.load_verdicts(own)
+
+    def _key(self, exchange: Exchange) -> bytes:
+        read = exchange if self.reads_history else exchange.text
+        return hashlib.blake2b(json.dumps(read).encode(), digest_size=KEY_BYTES).digest()
 
     def _judged(self, exchanges: list[Exchange]) -> list[Verdict]:
         """Give checked verdicts; what failed is raised, or tried once more and then an error."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import re
@@ -13,6 +14,8 @@ from typing import Any, BinaryIO
 from nip_astra.errors import TrackingError
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
@@ -76,27 +79,40 @@ class LocalTracker(Tracker):
     def rewind(self, position: Mapping[str, Any]) -> None:
         """Cut each file to the length that it had; a file that was not there yet is removed.
 
-        An empty position removes all, for a run that starts over.
+        An empty position removes all, for a run that starts over. Timings and conversations that
+        are lost are told in a warning, since nothing is computed from them.
 
         Raises
         ------
         TrackingError
-            When a file has become shorter than it was, or cannot be cut.
+            When the metrics have become shorter than they were, or a file cannot be cut.
         """
         self._close()
         lengths: dict[str, int] = position.get("files", {})
         for name, length in lengths.items():
             path = self._root / name
             size = path.stat().st_size if path.is_file() else 0
-            if size < length:
+            if size >= length:
+                continue
+            if name == METRICS_FILE:
                 raise TrackingError(
                     f"the run was to go on from a checkpoint at byte {length} of {path}, but the "
                     f"file has {size} bytes. Restore the file, or start a new run."
                 )
+            logger.warning(
+                "%s had %d bytes when the checkpoint was saved and has %d now; what is lost stays "
+                "lost, and the run goes on without it",
+                path,
+                length,
+                size,
+            )
         for path in self._written():
             name = path.relative_to(self._root).as_posix()
             try:
-                os.truncate(path, lengths[name]) if name in lengths else path.unlink()
+                if name in lengths:
+                    _cut(path, lengths[name])
+                else:
+                    path.unlink()
             except OSError as error:
                 raise TrackingError(
                     f"{path} was to be cut back to where the checkpoint was saved, but: "
@@ -116,6 +132,7 @@ class LocalTracker(Tracker):
         path = self._root / name
         try:
             if name not in self._files:
+                path.parent.mkdir(exist_ok=True)
                 self._files[name] = path.open("ab")
             file = self._files[name]
             for record in records:
@@ -132,6 +149,13 @@ class LocalTracker(Tracker):
         for file in self._files.values():
             file.close()
         self._files.clear()
+
+
+def _cut(path: Path, length: int) -> None:
+    """Cut a file to a length, or to its last whole line where it is shorter."""
+    if path.stat().st_size < length:
+        length = path.read_bytes().rfind(b"\n") + 1
+    os.truncate(path, length)
 
 
 def _without_non_finite(record: Mapping[str, Any]) -> dict[str, Any]:

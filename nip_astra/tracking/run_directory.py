@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
 import secrets
+import shutil
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from typing import Any
 import yaml
 
 from nip_astra.errors import RunDirectoryError, nearest_names
+from nip_astra.tracking.run_lock import is_abandoned, run_lock
 
 HYPER_PARAMETERS = "hyper_parameters.yaml"
 PARAMETER_SOURCES = "parameter_sources.json"
@@ -23,6 +28,12 @@ ENVIRONMENT = "environment.json"
 RESULTS = "results.json"
 REPORT = "report.html"
 LOG = "log.txt"
+HAS_CHECKPOINTS = ".has_checkpoints"
+"""File that is there from a run's first checkpoint on, so that lost ones are missed."""
+_UNFINISHED = ".new-"
+"""How the name of a run directory begins that is being made, or removed."""
+_SECONDS_TO_BEGIN = 10.0
+"""After which a directory that nobody has locked is taken for one that a killed process left."""
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -81,8 +92,18 @@ class RunDirectory:
         self.path = path
 
     @classmethod
-    def create(cls, runs_dir: str | Path, run_id: str) -> RunDirectory:
-        """Make a new run directory.
+    def create(
+        cls,
+        runs_dir: str | Path,
+        run_id: str,
+        write: Callable[[RunDirectory], object] = lambda directory: None,
+    ) -> RunDirectory:
+        """Make a new run directory, whole or not at all.
+
+        Parameters
+        ----------
+        write : Callable[[RunDirectory], object]
+            Writes the files that it begins with.
 
         Raises
         ------
@@ -94,22 +115,48 @@ class RunDirectory:
                 f"the run id {run_id!r} was asked for, but a run id names a folder. Use letters, "
                 "digits, dots, dashes and underscores."
             )
-        path = Path(runs_dir) / run_id
+        path, new = Path(runs_dir) / run_id, Path(runs_dir) / f"{_UNFINISHED}{run_id}"
         try:
-            path.mkdir(parents=True)
-            (path / "rollouts").mkdir()
-            (path / "checkpoints").mkdir()
-        except FileExistsError as error:
-            raise RunDirectoryError(
-                f"the run {run_id!r} was to be started, but {path} exists. Go on with it by "
-                f"`nip-astra resume {path}`, or choose another --run-id."
-            ) from error
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            _remove_abandoned(new)
+            new.mkdir(parents=True, exist_ok=True)
+            with run_lock(new):
+                try:
+                    for folder in ("rollouts", "checkpoints"):
+                        (new / folder).mkdir()
+                    write(cls(new))
+                    _sync_folder(new)
+                    new.rename(path)
+                except BaseException:
+                    shutil.rmtree(new, ignore_errors=True)
+                    raise
+            _sync_folder(path.parent)
+        except RunDirectoryError:
+            raise
         except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                raise RunDirectoryError(
+                    f"the run {run_id!r} was to be started, but {path} exists. Go on with it by "
+                    f"`nip-astra resume {path}`, or choose another --run-id."
+                ) from error
             raise RunDirectoryError(
                 f"the run directory {path} was to be made, but {error.strerror or error}. Choose "
                 "a folder that you may write to with --runs-dir."
             ) from error
         return cls(path)
+
+    def discard(self) -> None:
+        """Remove the directory, whole or not at all."""
+        unfinished = self.path.with_name(f"{_UNFINISHED}{self.path.name}")
+        with suppress(OSError):
+            self.path.rename(unfinished)
+            shutil.rmtree(unfinished)
+
+    def remove_leftovers(self) -> None:
+        """Remove what a killed process left of files that it was writing."""
+        for leftover in self.path.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -141,7 +188,9 @@ class RunDirectory:
         is_path = len(Path(run).parts) != 1 or (Path(run) / HYPER_PARAMETERS).is_file()
         if is_path or named.is_dir():
             return cls.open(run if is_path else named)
-        names = sorted(path.parent.name for path in Path(runs_dir).glob(f"*/{HYPER_PARAMETERS}"))
+        names = sorted(
+            path.parent.name for path in Path(runs_dir).glob(f"[!.]*/{HYPER_PARAMETERS}")
+        )
         near = nearest_names(str(run), names, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise RunDirectoryError(
@@ -208,6 +257,15 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _OmegaConfDumper.add_representer(str, _represent_text)
+
+
+def _remove_abandoned(own: Path) -> None:
+    """Remove unfinished directories that killed processes left, one's own in any case."""
+    for folder in own.parent.glob(f"{_UNFINISHED}*"):
+        with suppress(OSError):
+            is_old = time.time() - folder.stat().st_mtime > _SECONDS_TO_BEGIN
+            if (is_old or folder == own) and is_abandoned(folder):
+                shutil.rmtree(folder)
 
 
 def _finite(value: Any) -> Any:

@@ -58,6 +58,20 @@ def run_lock(directory: Path) -> Iterator[None]:
             file.truncate(0)
 
 
+def is_abandoned(directory: Path) -> bool:
+    """Say whether no process is at work in a directory; False where that cannot be told."""
+    try:
+        with (directory / LOCK).open("rb") as file:
+            if fcntl is None:
+                return False
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
 def _is_locked(file: IO[bytes], directory: Path) -> bool:
     """Lock the file, and say whether that was possible at all."""
     if fcntl is None:

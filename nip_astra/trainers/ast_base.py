@@ -23,6 +23,7 @@ from nip_astra.language_models.sampler_gap import SamplerGap
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.planted_failures import Discovery
+from nip_astra.scorers.base import Scorer
 from nip_astra.trainers.ast_checkpoints import AstCheckpoints
 from nip_astra.trainers.ast_dry_run import estimate_cost
 from nip_astra.trainers.ast_evaluation import AstEvaluation, rollout_table, warnings_about
@@ -118,7 +119,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
                 self._run_train_loop()
             with ExitStack() as stack:
                 self._build_test_context(stack)
-                if self.training.eval_period:
+                if self.state.best_dev_value is not None:
                     # The weights that did best on the dev prompts.
                     self.checkpoints.restore_best()
                 self._run_test_loop()
@@ -349,8 +350,19 @@ class AstTrainer(AstHooks, TensorDictTrainer):
 
     # ---- saving
 
+    @property
+    def _scorer(self) -> Scorer | None:
+        """What rates, where the sampler says so; a sampler of one's own need not."""
+        scorer = getattr(self.sampler, "scorer", None)
+        return scorer if isinstance(scorer, Scorer) else None
+
     def _save_checkpoint(self, *, is_best: bool = False) -> None:
-        self.state.memory = {"trainer": self.trainer_state(), "terms": self.shaping.state()}
+        scorer = self._scorer
+        self.state.memory = {
+            "trainer": self.trainer_state(),
+            "terms": self.shaping.state(),
+            "verdicts": None if scorer is None else scorer.verdicts(),
+        }
         self.checkpoints.save(self.state, trainer=self.hyper_params.trainer, is_best=is_best)
 
     def resume(self, checkpoint: Path) -> None:
@@ -358,6 +370,8 @@ class AstTrainer(AstHooks, TensorDictTrainer):
         self.state = self.checkpoints.load(checkpoint)
         self.load_trainer_state(self.state.memory["trainer"])
         self.shaping.load_state(self.state.memory["terms"])
+        if self._scorer is not None:
+            self._scorer.load_verdicts(self.state.memory["verdicts"])
 
     def _save_models(self) -> None:
         if self.run_directory is None:

@@ -92,8 +92,14 @@ class AstCheckpoints:
                 )
 
     def restore_best(self) -> None:
-        """Take the weights of the best checkpoint, where one was marked."""
-        best = self.store.best() if self.store else None
-        if best is not None:
+        """Take the weights of the best checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            When it is lost or corrupt.
+        """
+        if self.store is not None:
+            best = self.store.open_best()
             self.policy.restore(best / "attacker")
             logger.info("restored the best checkpoint %s", best.name)

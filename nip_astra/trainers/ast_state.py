@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import torch
-
 from nip_astra.rollouts.samples import Sample
 
 
@@ -62,16 +60,13 @@ class AstState:
         return self.num_optimizer_steps + self.iteration
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values and tensors, with the state of torch's global generator."""
-        plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return plain | {"torch_generator": torch.get_rng_state()}
+        """Give plain values and tensors."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> AstState:
-        """Take what `to_dict` gave and restore torch's global generator."""
-        values = dict(plain)
-        torch.set_rng_state(values.pop("torch_generator"))
-        return cls(**values)
+        """Take what `to_dict` gave."""
+        return cls(**plain)
 
     def begin(self, samples: list[Sample], metrics: dict[str, float]) -> None:
         """Start to use the experience of an iteration."""

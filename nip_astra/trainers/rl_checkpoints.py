@@ -19,7 +19,7 @@ from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.agent_files import AGENTS_DIR, load_agent, save_agents
 from nip_astra.trainers.minibatches import MinibatchBuffer, ReplayBuffer
 from nip_astra.trainers.rl_optimizers import AgentOptimizers
-from nip_astra.trainers.rl_state import RlState, global_generators, set_global_generators
+from nip_astra.trainers.rl_state import RlState
 from nip_astra.trainers.rl_statistics import EpisodeLedger
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,6 @@ class RlCheckpoints:
         self.ledger = ledger
         self.tracker = tracker
         self._records: dict[str, Any] | None = None
-        self._generators: dict[str, Any] | None = None
 
     def save(self, state: RlState, *, trainer: str) -> None:
         """Save everything that a new process needs to go on exactly."""
@@ -84,7 +83,6 @@ class RlCheckpoints:
             "ledger": self.ledger.state(),
             "trainer": self.owner.trainer_state(),
             "tracker": self.tracker.position(),
-            "generators": global_generators(),
         }
 
         def write(directory: Path) -> None:
@@ -100,7 +98,7 @@ class RlCheckpoints:
         logger.info("saved checkpoint %s at iteration %d", path.name, state.iteration)
 
     def load(self, checkpoint: Path) -> RlState:
-        """Take up a checkpoint, all but the global generators, and give the run's state."""
+        """Take up a checkpoint and give the run's state."""
         content = load_state(checkpoint / "state")
         for name in self.agents.names:
             load_agent(self.agents[name], checkpoint / AGENTS_DIR / f"{name}.safetensors")
@@ -111,22 +109,13 @@ class RlCheckpoints:
         self.sampler.load_state(content["sampler"])
         self.ledger.load_state(content["ledger"], torch.device(self.sampler.environment.device))
         self.owner.load_trainer_state(content["trainer"])
-        self._records, self._generators = content["tracker"], content["generators"]
+        self._records = content["tracker"]
         return RlState.from_dict(content["run"])
 
     def rewind_records(self) -> None:
         """Forget what was recorded after the checkpoint that was loaded, if one was."""
         if self._records is not None:
             self.tracker.rewind(self._records)
-
-    def restore_generators(self) -> None:
-        """Take up the global generators of the checkpoint that was loaded, if one was.
-
-        To be called last, after everything that might draw from them.
-        """
-        if self._generators is not None:
-            set_global_generators(self._generators)
-            self._generators = None
 
     def _loss_state(self) -> dict[str, Any]:
         if isinstance(self.loss_module, Objective):

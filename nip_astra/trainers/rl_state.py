@@ -1,13 +1,9 @@
-"""What a run of agents in a protocol has done so far, and the state of global generators."""
+"""What a run of agents in a protocol has done so far."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-import numpy as np
-import torch
 
 
 @dataclass
@@ -42,24 +38,3 @@ class RlState:
     def from_dict(cls, plain: dict[str, Any]) -> RlState:
         """Take what `to_dict` gave."""
         return cls(**plain)
-
-
-def global_generators() -> dict[str, Any]:
-    """Give the states of the generators of Python, numpy and torch, as plain values and tensors."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "python": random.getstate(),
-        "numpy": (str(name), torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def set_global_generators(state: dict[str, Any]) -> None:
-    """Take up what `global_generators` gave."""
-    random.setstate(state["python"])
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -186,7 +186,6 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 self._run_before_loop()
             with ExitStack() as stack:
                 self._build_train_context(stack)
-                self.checkpoints.restore_generators()
                 self._run_train_loop()
             with ExitStack() as stack:
                 self._build_test_context(stack)
@@ -368,7 +367,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         self.checkpoints.save(self.state, trainer=self.hyper_params.trainer)
 
     def resume(self, checkpoint: Path) -> None:
-        """Take up agents, optimizers, sampler, counters and generators of a checkpoint."""
+        """Take up agents, optimizers, sampler and counters of a checkpoint."""
         self.state = self.checkpoints.load(checkpoint)
 
     def _write_results(self) -> None:

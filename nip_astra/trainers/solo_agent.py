@@ -21,7 +21,6 @@ from nip_astra.trainers.agent_files import (
     save_agents,
 )
 from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.rl_state import global_generators, set_global_generators
 from nip_astra.trainers.rl_statistics import read
 from nip_astra.trainers.solo_training import SoloParameters, SoloTraining
 from nip_astra.trainers.trainer_base import (
@@ -89,7 +88,6 @@ class SoloAgentTrainer(TensorDictTrainer):
         self._set_seed()
         if self._content is not None:
             self.tracker.rewind(self._content["tracker"])
-            set_global_generators(self._content["generators"])
         with self._open_progress_bar():
             with ExitStack() as stack:
                 self._build_train_context(stack)
@@ -155,7 +153,6 @@ class SoloAgentTrainer(TensorDictTrainer):
             "last": self._last,
             "optimizers": {name: one.state() for name, one in self.trainings.items()},
             "tracker": self.tracker.position(),
-            "generators": global_generators(),
         }
 
         def write(directory: Path) -> None:

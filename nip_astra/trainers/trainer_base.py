@@ -17,6 +17,13 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from nip_astra.checkpoints.run_state import (
+    check_is_of_run,
+    described_run,
+    load_generators,
+    save_generators,
+    set_global_generators,
+)
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError, ConfigurationError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
@@ -31,7 +38,7 @@ from nip_astra.progress import (
     total_num_iterations,
 )
 from nip_astra.scenario_instance import ScenarioInstance
-from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, RunDirectory
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
 from nip_astra.utils.seeding import derive_seed
@@ -73,6 +80,8 @@ class Trainer(ABC):
     """Trainers whose sections of the hyper-parameters this trainer reads beside its own."""
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {}
     """Groups or parameters of those that this trainer reads under a condition only."""
+    may_change_on_resume: ClassVar[tuple[str, ...]] = ()
+    """Parameters that may differ from those of the checkpoint that a run goes on from."""
     never_reads: ClassVar[tuple[str, ...]] = ()
     """Groups or parameters that no run of this trainer reads, though its scenario may name them;
     `*` stands for any name."""
@@ -93,6 +102,7 @@ class Trainer(ABC):
         self.tracker: Tracker = self.settings.tracker or Tracker()
         self.progress: ProgressBar | None = None
         self.results: dict[str, Any] = {}
+        self._generators: dict[str, Any] | None = None
         section = getattr(hyper_params, hyper_params.trainer, None)
         self.parameters: Any = self.Parameters() if section is None else section
         if self.scenario_kinds and scenario_instance.kind not in self.scenario_kinds:
@@ -144,17 +154,33 @@ class Trainer(ABC):
             self.progress = None
 
     def _set_seed(self) -> None:
-        """Seed the global generators, for code that uses them; ours derives its own."""
+        """Seed the global generators, for code that uses them; ours derives its own.
+
+        In a run that goes on, they take up the states of its checkpoint instead.
+        """
         seed = derive_seed(self.hyper_params.seed, "global")
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
+        if self._generators is not None:
+            set_global_generators(self._generators)
 
     def _checkpoint_store(self) -> CheckpointStore | None:
+        """Give the store of the run's checkpoints; None without a run directory."""
         if self.run_directory is None:
             return None
+        return self._store_in(
+            self.run_directory.checkpoints_dir, marker=self.run_directory.path / HAS_CHECKPOINTS
+        )
+
+    def _store_in(self, directory: Path, *, marker: Path | None = None) -> CheckpointStore:
+        """Give a store whose checkpoints hold what every trainer must know to go on."""
         return CheckpointStore(
-            self.run_directory.checkpoints_dir, self.settings.num_checkpoints_kept
+            directory,
+            self.settings.num_checkpoints_kept,
+            about=described_run(self.hyper_params),
+            also_write=save_generators,
+            marker=marker,
         )
 
     def _has_checkpoint(self) -> bool:
@@ -162,8 +188,35 @@ class Trainer(ABC):
         store = self._checkpoint_store()
         return store is not None and store.latest() is not None
 
+    def go_on_from(self, checkpoint: Path) -> None:
+        """Take up a checkpoint of this run: the trainer's own state, and the global generators.
+
+        `train` then goes on from there.
+
+        Raises
+        ------
+        CheckpointError
+            When it is corrupt, incomplete, of another trainer or of other parameters, or this
+            trainer keeps no state to resume from.
+        """
+        manifest = CheckpointStore(checkpoint.parent).verify(checkpoint)
+        check_is_of_run(
+            checkpoint, manifest, self.hyper_params, may_differ=self.may_change_on_resume
+        )
+        try:
+            self.resume(checkpoint)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"the run was to go on from {checkpoint}, but what it holds is not what the "
+                f"trainer {self.hyper_params.trainer!r} reads: {type(error).__name__}: {error}. "
+                "Resume with the version of nip_astra and the plug-ins that wrote it."
+            ) from error
+        self._generators = load_generators(checkpoint)
+        # At once as well, for a trainer whose `train` seeds nothing.
+        set_global_generators(self._generators)
+
     def resume(self, checkpoint: Path) -> None:
-        """Take up the state of a checkpoint; called before `train`.
+        """Take up the trainer's own state of a checkpoint; hook of `go_on_from`.
 
         Raises
         ------

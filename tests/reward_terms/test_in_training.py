@@ -69,11 +69,11 @@ def test_terms_are_logged_and_a_resumed_run_equals_one_that_was_not_stopped(
 
     middle = sorted(whole.run_directory.checkpoints_dir.glob("step_*"))[0]
     resumed = prepare_experiment(resolved, progress=False).trainer
-    resumed.resume(middle)
+    resumed.go_on_from(middle)
     assert resumed.state.iteration == 2
     resumed.train()
     first = prepare_experiment(resolved, progress=False).trainer
-    first.resume(sorted(whole.run_directory.checkpoints_dir.glob("step_*"))[-1])
+    first.go_on_from(sorted(whole.run_directory.checkpoints_dir.glob("step_*"))[-1])
     assert first.state.iteration == 4
     assert same(resumed.shaping.state(), first.shaping.state())
     for a, b in zip(resumed.policy.parameters(), first.policy.parameters(), strict=True):

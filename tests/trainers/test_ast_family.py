@@ -126,7 +126,7 @@ def test_two_and_two_iterations_equal_four(tiny_scenario: Path, tmp_path: Path, 
     )
     middle = sorted(first.run_directory.checkpoints_dir.glob("step_*"))[0]
     second = _trainer(name, tiny_scenario, *options)
-    second.resume(middle)
+    second.go_on_from(middle)
     assert second.state.iteration == 2
     second.train()
     for a, b in zip(whole.learned, second.learned, strict=True):

@@ -170,7 +170,7 @@ def test_six_iterations_equal_three_and_three(tiny_scenario: Path, tmp_path: Pat
     # The run kept its checkpoints of iterations 3 and 6; go on from that of iteration 3.
     middle = sorted(store.glob("step_*"))[0]
     second = _trainer(tiny_scenario, "training.training_steps=6")
-    second.resume(middle)
+    second.go_on_from(middle)
     assert second.state.iteration == 3
     second.train()
     for a, b in zip(whole.policy.parameters(), second.policy.parameters(), strict=True):

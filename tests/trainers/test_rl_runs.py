@@ -64,7 +64,7 @@ def resumed(tmp_path: Path, path: Path, **more: Any) -> Any:
     settings = ExperimentSettings(progress=False, run_directory=directory, runs_dir=str(tmp_path))
     trainer = toy_trainer(settings=settings, **more)
     checkpoint, _ = CheckpointStore(directory.checkpoints_dir).open_latest()
-    trainer.resume(checkpoint)
+    trainer.go_on_from(checkpoint)
     trainer.train()
     return trainer
 

@@ -163,7 +163,7 @@ def test_six_epochs_are_three_and_three_to_the_bit(tmp_path: Path) -> None:
     assert manifest["metadata"]["epoch"] == 3
     settings = ExperimentSettings(progress=False, run_directory=second)
     again = toy_trainer("solo_agent", settings=settings, solo_agent={**SOLO, "num_epochs": 6})
-    again.resume(checkpoint)
+    again.go_on_from(checkpoint)
     again.train()
     for name in ("prover", "verifier"):
         files = [one.path / "model" / f"{name}.safetensors" for one in (first, second)]

@@ -15,7 +15,7 @@ from nip_astra.astra.core.graphs import graphs_of, tree_of
 from nip_astra.astra.core.sampler import Sampler
 from nip_astra.astra.core.system import System
 from nip_astra.astra.methods.ast_system import ASTSampler
-from nip_astra.astra.methods.text_rollouts import seeded
+from nip_astra.astra.methods.text_rollouts import rater_of_system, seeded
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import CheckpointError, ModelLoadError
 from nip_astra.language_models.base import (
@@ -26,6 +26,7 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.scorers.base import Scorer as RegisteredKind
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 ROLE_NAMES = ("attacker", "tester", "auditor")
@@ -95,6 +96,12 @@ class Player:
         self.attacker, self.target, self.reference = (
             agents[role] for role in ("attacker", "target", "reference")
         )
+
+    @property
+    def scorer(self) -> RegisteredKind | None:
+        """What rates the problem's texts and remembers what it said of them."""
+        scorer: RegisteredKind | None = rater_of_system(self.sampler.system)
+        return scorer
 
     def sample(
         self,

@@ -60,6 +60,8 @@ class OwnObjectsLoop(AstTrainer):
     """
 
     scenario_kinds = ()
+    # The configuration is given anew; more steps are how training goes on after it has ended.
+    may_change_on_resume = ("training.training_steps",)
 
     def __init__(
         self,
@@ -187,10 +189,10 @@ class OwnObjectsLoop(AstTrainer):
                 f"training was to be resumed, but {self.state_dir or 'a trainer without ckpt_dir'} "
                 "holds no checkpoint. Call train() to begin."
             )
-        self.resume(store.open_latest()[0])
+        self.go_on_from(store.open_latest()[0])
 
     def _checkpoint_store(self) -> CheckpointStore | None:
-        return None if self.state_dir is None else CheckpointStore(self.state_dir)
+        return None if self.state_dir is None else self._store_in(self.state_dir)
 
     def _save_checkpoint(self, *, is_best: bool = False) -> None:
         # In the middle of an iteration the state holds samples of the user's own classes.

@@ -1,0 +1,252 @@
+"""Tests of what is looked at before a run goes on, and of runs that were killed at their edges."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nip_astra.checkpoints.store import _write_manifest
+from nip_astra.checkpoints.tensors import save_state
+from nip_astra.errors import CheckpointError, RunDirectoryError, StopRequested, UnexpectedExitError
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers.registry import TRAINERS
+from tests.toy_scenario import toy_scenario_in
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with toy_scenario_in(tmp_path_factory.mktemp("toy") / "toy_scenario") as folder:
+        yield folder
+
+
+@pytest.fixture
+def start(toy: Path, tmp_path: Path) -> Callable[..., Path]:
+    def start_toy(run_id: str = "one", *overrides: str) -> Path:
+        resolved = resolve_experiment(trainer="toy_trainer", scenario=str(toy), overrides=overrides)
+        run_experiment(resolved, runs_dir=str(tmp_path), run_id=run_id, progress=False)
+        return tmp_path / run_id
+
+    return start_toy
+
+
+@pytest.fixture
+def stopped(start: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that was stopped after two of its four iterations."""
+    monkeypatch.setenv("TOY_SIGNAL", "1:SIGTERM")
+    with pytest.raises(StopRequested):
+        start("one")
+    monkeypatch.delenv("TOY_SIGNAL")
+    return tmp_path / "one"
+
+
+def everything_in(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in ("log.txt", ".lock")
+    }
+
+
+def refusal_of(path: Path, error: type[Exception] = CheckpointError) -> str:
+    """What resuming says; nothing that was recorded may be changed by it."""
+    before = everything_in(path)
+    with pytest.raises(error) as caught:
+        resume_experiment(path, progress=False)
+    assert everything_in(path) == before
+    return str(caught.value)
+
+
+def sign(checkpoint: Path, **metadata: Any) -> None:
+    """Make the manifest agree with the files, and say other things of the run."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "manifest.json").unlink()
+    said = manifest["metadata"] | metadata
+    _write_manifest(checkpoint, manifest["step"], said, is_best=False)
+
+
+def test_a_run_with_edited_parameters_is_not_resumed(stopped: Path) -> None:
+    file = stopped / "hyper_parameters.yaml"
+    whole = file.read_text()
+    values = yaml.safe_load(whole)
+    values["toy_trainer"]["offset"] = 7.0
+    values["training"]["lr"] = 0.25
+    file.write_text(yaml.safe_dump(values))
+    said = refusal_of(stopped)
+    for part in ("toy_trainer.offset was 0.5 and is 7.0", "training.lr", "Restore"):
+        assert part in said
+    file.write_text(whole)
+    assert resume_experiment(stopped, progress=False).results == {"last": 4.5}
+
+
+def test_a_checkpoint_of_another_trainer_is_refused(stopped: Path) -> None:
+    checkpoint = stopped / "checkpoints" / "step_00000002"
+    sign(checkpoint, trainer="ast_dpo")
+    said = refusal_of(stopped)
+    for part in ("'ast_dpo'", "'toy_trainer'", "Give the checkpoint"):
+        assert part in said
+    sign(checkpoint, trainer="toy_trainer")
+    # As versions wrote it that kept only torch's generator.
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    del manifest["metadata"]["parameters"]
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    sign(checkpoint)
+    assert "older nip_astra" in refusal_of(stopped)
+
+
+def test_a_checkpoint_that_is_not_what_the_trainer_reads_is_told(stopped: Path) -> None:
+    trainer = TRAINERS.get("toy_trainer")
+    save = trainer._save
+    try:
+        trainer._save = lambda self, done: self._checkpoint_store().save(
+            done + 10, lambda folder: save_state(folder / "state", {"nothing": 1}), metadata={}
+        )
+        resume_experiment(stopped, progress=False)
+    finally:
+        trainer._save = save
+    (stopped / "results.json").unlink()
+    said = refusal_of(stopped)
+    assert "'toy_trainer' reads: KeyError" in said
+
+
+@pytest.mark.parametrize("lost", ["folders", "everything", "the folder itself"])
+def test_a_run_that_lost_its_checkpoints_neither_starts_over_nor_forgets(
+    stopped: Path, lost: str
+) -> None:
+    folder = stopped / "checkpoints"
+    if lost == "the folder itself":
+        shutil.rmtree(folder)
+    else:
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif lost == "everything":
+                path.unlink()
+    said = refusal_of(stopped)
+    assert str(folder) in said
+    assert "start a new run" in said
+
+
+def test_a_garbled_pointer_to_the_latest_checkpoint_is_told(stopped: Path) -> None:
+    for text in (b"../../elsewhere\n", b"\xff\xfe\x00", b""):
+        (stopped / "checkpoints" / "latest").write_bytes(text)
+        assert "Write step_00000002 into" in refusal_of(stopped)
+
+
+def test_lost_timings_conversations_and_environment_do_not_stop_a_resumption(
+    stopped: Path, start: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = start("whole")
+    # The toy records neither; its checkpoint says that it did.
+    (stopped / "environment.json").unlink()
+    state = stopped / "checkpoints" / "step_00000002" / "state.json"
+    plain = json.loads(state.read_text())
+    plain["tracker"]["files"] |= {"timings.jsonl": 100, "rollouts/train.jsonl": 70}
+    state.write_text(json.dumps(plain))
+    sign(state.parent)
+    (stopped / "timings.jsonl").write_text('{"step": 1}\n{"st')
+    resume_experiment(stopped, progress=False)
+    assert (stopped / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert (stopped / "timings.jsonl").read_text() == '{"step": 1}\n'
+    for part in ("timings.jsonl had 100", "train.jsonl had 70", "environment.json"):
+        assert part in caplog.text
+
+
+def test_lost_metrics_stop_a_resumption(stopped: Path) -> None:
+    (stopped / "metrics.jsonl").write_text("")
+    said = refusal_of(stopped, RuntimeError)
+    assert "metrics.jsonl" in said
+    assert "0 bytes" in said
+
+
+def test_a_run_killed_before_its_report_is_finished(start: Callable[..., Path]) -> None:
+    path = start("one")
+    (path / "report.html").unlink()
+    (path / ".report.html.tmp").write_text("<html")
+    (path / "checkpoints" / ".tmp-step_00000004").mkdir()
+    before = everything_in(path)
+    result = resume_experiment(path, progress=False)
+    assert result.results == {"last": 4.5}
+    after = everything_in(path)
+    assert set(after) - set(before) == {"report.html"}
+    assert set(before) - set(after) == {".report.html.tmp"}
+    assert not list(path.rglob(".tmp-*"))
+    assert "has ended" in refusal_of(path, RunDirectoryError)
+
+
+def test_what_a_killed_process_left_is_removed_when_the_run_goes_on(stopped: Path) -> None:
+    (stopped / "checkpoints" / ".tmp-step_00000009" / "model").mkdir(parents=True)
+    (stopped / ".settings.yaml.tmp").write_text("half")
+    resume_experiment(stopped, progress=False)
+    assert not [p for p in stopped.rglob(".*") if p.name not in (".lock", ".has_checkpoints")]
+
+
+def test_code_that_exits_does_not_end_an_unfinished_run_in_silence(
+    start: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start("first")
+    trainer = TRAINERS.get("toy_trainer")
+
+    def leave(self: Any, done: int) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(trainer, "_save", leave)
+    with pytest.raises(UnexpectedExitError, match=r"sys\.exit\(0\).*not done"):
+        start("one")
+    assert "sys.exit(0)" in (tmp_path / "one" / "log.txt").read_text()
+    assert not (tmp_path / "one" / "results.json").exists()
+    monkeypatch.undo()
+    assert resume_experiment(tmp_path / "one", progress=False).results == {"last": 4.5}
+
+
+def test_a_run_directory_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    def fail(new: RunDirectory) -> None:
+        new.write_json("half.json", {})
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        RunDirectory.create(tmp_path, "one", fail)
+    assert list(tmp_path.iterdir()) == []
+    # What a killed process leaves.
+    (tmp_path / ".new-one" / "rollouts").mkdir(parents=True)
+    made = RunDirectory.create(tmp_path, "one", lambda new: new.write_json("a.json", {}))
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    assert (made.path / "a.json").is_file()
+    assert (made.path / "checkpoints").is_dir()
+
+
+def test_an_unfinished_directory_is_left_to_the_process_that_writes_it(tmp_path: Path) -> None:
+    def another(new: RunDirectory) -> None:
+        with pytest.raises(RunDirectoryError, match="at work on it"):
+            RunDirectory.create(tmp_path, "one")
+
+    assert RunDirectory.create(tmp_path, "one", another).path.is_dir()
+
+
+def test_the_first_signal_says_at_once_what_happens(
+    start: Callable[..., Path],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start("first")
+    trainer, said = TRAINERS.get("toy_trainer"), []
+    save = trainer._save
+
+    def asked(self: Any, done: int) -> None:
+        signal.raise_signal(signal.SIGINT)
+        said.append(capfd.readouterr().err)
+        save(self, done)
+
+    monkeypatch.setattr(trainer, "_save", asked)
+    with pytest.raises(StopRequested):
+        start("one")
+    assert "SIGINT: finishing the step, then saving" in said[0]
+    assert len(said) == 1
