@@ -159,13 +159,11 @@ class Player:
 
     def _uncut_batch(self) -> int:
         """Give the episodes whose caches fit into memory together; a strategy is not divided."""
-        limit = self.sampler.max_cache_bytes
-        if limit is None:
+        if self.sampler.max_cache_bytes is None:
             return self.options.batch_size
-        one = self.sampler.cache_bytes(
-            [max(self.prompts, key=len)], tree_width=1, tree_depth=self.options.num_turns
-        )
-        return max(1, min(self.options.batch_size, limit // max(one, 1)))
+        longest = [max(self.prompts, key=len)]
+        fitting = self.sampler.num_at_once(longest, tree_width=1, tree_depth=self.options.num_turns)
+        return min(self.options.batch_size, fitting)
 
     def _rows(self, tree: RolloutTree, file: RowFile, first: int, **columns: Any) -> list[Row]:
         """Give a tree's nodes as rows, numbered through the file, each episode's in order."""

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Generation, GenerationSession, pad_left
 from nip_astra.language_models.finite import refuse_nan
 from nip_astra.language_models.token_trie import build_trie
@@ -122,6 +123,29 @@ class TreeSampler:
             total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
         return total
 
+    def num_at_once(self, prompts: Sequence[str], *, tree_width: int, tree_depth: int) -> int:
+        """How many trees the memory for keys and values holds together; all where it has no bound.
+
+        Raises
+        ------
+        ConfigurationError
+            When it does not hold one.
+        """
+        limit = self.max_cache_bytes
+        if limit is None or not prompts:
+            return len(prompts)
+        needed = self.cache_bytes(prompts, tree_width=tree_width, tree_depth=tree_depth)
+        per_tree = needed // len(prompts)
+        if per_tree > limit:
+            raise ConfigurationError(
+                f"a tree of width {tree_width} and depth {tree_depth} was to be played, but its "
+                f"keys and values may take {per_tree / 2**30:.3g} GiB and a rollout may take "
+                f"{limit / 2**30:.3g}. Raise max_rollout_gib of the scenario, where there is the "
+                "memory (max_cache_bytes of a sampler or problem of your own), or lower "
+                "tree_width, tree_depth or max_new_tokens."
+            )
+        return limit // max(per_tree, 1)
+
     def sample(
         self,
         prompts: Sequence[str],
@@ -147,11 +171,7 @@ class TreeSampler:
             Number of the first prompt's episode within `key`, where episodes are played in parts.
         """
         plan = _Plan(tree_width, tree_depth, key)
-        at_once = len(prompts)
-        if self.max_cache_bytes is not None:
-            needed = self.cache_bytes(prompts, tree_width=tree_width, tree_depth=tree_depth)
-            per_episode = needed // max(len(prompts), 1)
-            at_once = max(1, self.max_cache_bytes // max(per_episode, 1))
+        at_once = self.num_at_once(prompts, tree_width=tree_width, tree_depth=tree_depth)
         agents = (self.attacker, self.target, self.reference)
         num_nodes = len(prompts) * sum(tree_width**level for level in range(1, tree_depth + 1))
         parts = cut_rollout(agents, len(prompts), num_nodes, min(self.num_parts, at_once))

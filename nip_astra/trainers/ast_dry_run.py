@@ -48,7 +48,7 @@ def estimate_cost(
     cache_of_one = sampler.cache_bytes(harness.prompts[:1], **size)
     cache = sampler.cache_bytes(harness.prompts[: training.num_episodes_per_experience], **size)
     if sampler.max_cache_bytes is not None:
-        cache = min(cache, max(sampler.max_cache_bytes, cache_of_one))
+        cache = min(cache, sampler.max_cache_bytes)
     rollout = after_rollout - at_start + max(cache - cache_of_one, 0)
     step = (after_step - after_rollout) * harness.batch_size / max(len(samples), 1)
     update = after_rollout - at_start + step

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.errors import NonFiniteOutputError
+from nip_astra.errors import ConfigurationError, NonFiniteOutputError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.base import pad_left
@@ -94,14 +94,27 @@ def test_a_rollout_in_parts_equals_the_whole(tiny_scenario: Path, likelihood_mod
     instance = build(tiny_scenario, f"ast_chat.reward.likelihood_model={likelihood_model}")
     whole = _sample(instance)
     need = instance.sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=3)
-    for share in (0.5, 0.1):
-        instance.sampler.max_cache_bytes = int(need * share)
+    for num_trees in (2, 1):
+        instance.sampler.max_cache_bytes = num_trees * need // len(PROMPTS)
         parts = _sample(instance)
         assert parts.probes == whole.probes
         assert parts.responses == whole.responses
         assert parts.contexts == whole.contexts
         for name, values in whole.nodes.items():
             assert torch.allclose(parts.nodes[name], values, atol=1e-5), name
+
+
+def test_a_tree_that_the_memory_does_not_hold_is_refused_before_it_is_played(
+    instance: ScenarioInstance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = instance.sampler
+    one = sampler.cache_bytes(PROMPTS, tree_width=2, tree_depth=3) // len(PROMPTS)
+    monkeypatch.setattr(sampler, "_play", None)
+    sampler.max_cache_bytes = one - 1
+    with pytest.raises(ConfigurationError, match=r"width 2 and depth 3.* Raise max_rollout_gib"):
+        _sample(instance)
+    # A smaller one fits.
+    assert sampler.num_at_once(PROMPTS, tree_width=2, tree_depth=2) >= 1
 
 
 def test_the_predicted_cache_holds_what_is_cached(instance: ScenarioInstance) -> None:

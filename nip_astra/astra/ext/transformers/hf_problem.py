@@ -28,7 +28,7 @@ from nip_astra.trainers.value_head import ValueHead
 from nip_astra.utils.devices import resolve_device
 
 MAX_CACHE_BYTES = 4 * 2**30
-"""Memory for the keys and values of a rollout; a larger one is played in parts."""
+"""4 GiB."""
 TEXT_METHODS = (
     *("rollout_prompt_with_attacker", "rollout_prompt_with_target", "advance"),
     *("get_attacker_logprobs", "get_target_logprobs", "get_baseline_logprobs"),
@@ -97,9 +97,13 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         By role: attacker, target, reference.
     value_head : ValueHead or None
         There once PPO asked for it.
+    max_cache_bytes : int
+        Memory for the keys and values of a rollout. A larger rollout is played in parts, a single
+        tree that needs more is refused.
     """
 
     max_batch_bytes = None  # the backend cuts its own passes
+    max_cache_bytes = MAX_CACHE_BYTES
 
     def __init__(
         self,
@@ -163,7 +167,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
             self.agents["reference"],
             rater,
             self.reward_parameters(),
-            max_cache_bytes=MAX_CACHE_BYTES,
+            max_cache_bytes=self.max_cache_bytes,
         )
 
     def rollout_prompt_with_attacker(self, x: Sequence[str]) -> list[Spoken]:

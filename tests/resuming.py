@@ -1,0 +1,62 @@
+"""A short run of every trainer that ships, and runs as a killed process leaves them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from nip_astra.parameters.types import TrainerType
+from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.tracking.run_directory import REPORT, RESULTS
+from tests.tiny import write_scenario
+from tests.toy_protocol_scenario import SMALL, toy_scenario_folder
+
+NUM_ITERATIONS = 4
+AST_OVERRIDES = (
+    f"training.training_steps={NUM_ITERATIONS}",
+    "training.num_episodes_per_experience=2",
+    "training.eval_period=2",
+    "ast_chat.evaluation.use_random_search=false",
+    "ast_chat.evaluation.num_episodes=2",
+    "ast_chat.evaluation.num_dev_episodes=2",
+)
+MORE = {"ast_sft": ("ast_sft.min_score=0.0",)}
+
+
+def short_experiment(trainer: str, folder: Path, *more: str) -> ResolvedExperiment:
+    """Give a run of a trainer that takes about a second, over models written into a new folder."""
+    if trainer.startswith("ast_"):
+        folder.mkdir(parents=True)
+        overrides = [*AST_OVERRIDES, *MORE.get(trainer, ()), *more]
+        scenario = write_scenario(folder)
+        return resolve_experiment(trainer=trainer, scenario=str(scenario), overrides=overrides)
+    scenario = toy_scenario_folder(folder)
+    values = SMALL | {"trainer": trainer, "scenario": str(scenario)}
+    if trainer == TrainerType.SOLO_AGENT:
+        del values["rl"], values["nip"], values["protocol_common"]
+        values["solo_agent"] = {"num_epochs": NUM_ITERATIONS, "batch_size": 16}
+    else:
+        values["rl"] = values["rl"] | {"num_iterations": NUM_ITERATIONS}
+    (folder / "parameters.yaml").write_text(json.dumps(values))
+    return resolve_experiment(parameter_file=folder / "parameters.yaml")
+
+
+def copy_as_killed_after(run: Path, checkpoint: Path, copy: Path) -> None:
+    """Copy a run as a process leaves it that was killed some time after a checkpoint."""
+    shutil.copytree(run, copy)
+    for name in (RESULTS, REPORT):
+        (copy / name).unlink()
+    for later in (copy / "checkpoints").glob("step_*"):
+        if later.name > checkpoint.name:
+            shutil.rmtree(later)
+    (copy / "checkpoints" / "latest").write_text(f"{checkpoint.name}\n")
+
+
+def what_was_found(run: Path) -> dict[str, bytes]:
+    """What must not depend on whether a run was stopped: metrics, conversations, weights."""
+    files = [run / "metrics.jsonl", *run.glob("rollouts/*.jsonl"), *run.glob("model/*.safetensors")]
+    results = json.loads((run / RESULTS).read_text())
+    results.pop("model_dir", None)
+    found = {str(file.relative_to(run)): file.read_bytes() for file in sorted(files)}
+    return found | {RESULTS: json.dumps(results).encode()}

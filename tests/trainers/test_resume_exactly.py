@@ -1,0 +1,180 @@
+"""Runs that go on from any of their checkpoints, as if they had never stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nip_astra.parameters.types import TrainerType
+from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.scorers.base import Exchange, Scorer
+from nip_astra.tracking.local import LocalTracker
+from tests.command_line import plugins_forgotten_after
+from tests.resuming import copy_as_killed_after, short_experiment, what_was_found
+
+
+@pytest.fixture
+def noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every trainer draw from all global generators, and record what it drew."""
+    log_metrics = LocalTracker.log_metrics
+
+    def drawing(self: LocalTracker, values: Mapping[str, float], *, step: int) -> None:
+        drawn = {
+            "drawn/torch": float(torch.rand(())),
+            "drawn/numpy": float(np.random.rand()),
+            "drawn/normal": float(np.random.normal()),
+            "drawn/python": random.random(),
+            "drawn/gauss": random.gauss(0, 1),
+        }
+        log_metrics(self, {**values, **drawn}, step=step)
+
+    monkeypatch.setattr(LocalTracker, "log_metrics", drawing)
+
+
+def check_checkpoints(resolved: ResolvedExperiment, folder: Path) -> Path:
+    """Resume in the middle and at the end, and compare all that was computed."""
+    settings = {"runs_dir": str(folder), "progress": False, "num_checkpoints_kept": 99}
+    whole = run_experiment(resolved, run_id="whole", checkpoint_period=1, **settings)
+    run = whole.run_directory.path
+    checkpoints = sorted(run.glob("checkpoints/step_*"))
+    assert len(checkpoints) == 4
+    for checkpoint in checkpoints[1::2]:
+        copy = folder / checkpoint.name
+        copy_as_killed_after(run, checkpoint, copy)
+        # What another program drew meanwhile.
+        random.seed(5)
+        np.random.seed(5)
+        torch.manual_seed(5)
+        resume_experiment(copy, progress=False)
+        assert what_was_found(copy) == what_was_found(run), checkpoint.name
+    return run
+
+
+@pytest.mark.usefixtures("noise")
+@pytest.mark.parametrize("trainer", [str(trainer) for trainer in TrainerType])
+def test_every_trainer_goes_on_from_any_checkpoint(trainer: str, tmp_path: Path) -> None:
+    with plugins_forgotten_after():
+        resolved = short_experiment(trainer, tmp_path / "scenario")
+        run = check_checkpoints(resolved, tmp_path)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for name in ("torch", "numpy", "normal", "python", "gauss"):
+        drawn = [line[f"drawn/{name}"] for line in lines]
+        assert len(set(drawn)) == len(drawn)
+
+
+OWN_TRAINERS = '''
+import random
+from contextlib import ExitStack
+
+import numpy as np
+import torch
+
+from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.trainers.ast_dpo import AstDpoTrainer
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.trainer_base import TensorDictTrainer, attach_progress_bar
+
+
+@register_trainer("noisy_dpo")
+class NoisyDpo(AstDpoTrainer):
+    """DPO whose loss is weighted by what the global generators draw."""
+
+    class Parameters(AstDpoTrainer.Parameters):
+        """Those of DPO."""
+
+    def step(self, batch):
+        output = super().step(batch)
+        drawn = float(torch.rand(())) + np.random.rand() + random.random()
+        return output._replace(loss=output.loss * drawn)
+
+
+@register_trainer("walk")
+class Walk(TensorDictTrainer):
+    """A random walk, with a loop and checkpoints of its own."""
+
+    place, num_done = 0.0, 0
+
+    def train(self):
+        self._set_seed()
+        with self._open_progress_bar(), ExitStack() as stack:
+            self._build_train_context(stack)
+            self._walk()
+        self.results["place"] = self.place
+
+    @attach_progress_bar(lambda self: self.hyper_params.training.training_steps)
+    def _walk(self, iteration_context):
+        for number in iteration_context.iterate(self.num_done):
+            self.place += np.random.rand() + random.random() + float(torch.randn(()))
+            self.num_done = number + 1
+            self.tracker.log_metrics({"place": self.place}, step=self.num_done)
+            self._checkpoint_or_stop(self.num_done, is_last=False, save=self._save)
+
+    def _save(self):
+        state = {"place": self.place, "done": self.num_done, "at": self.tracker.position()}
+        self._checkpoint_store().save(
+            self.num_done, lambda folder: save_state(folder / "own", state), metadata={}
+        )
+
+    def resume(self, checkpoint):
+        state = load_state(checkpoint / "own")
+        self.place, self.num_done = state["place"], state["done"]
+        self.tracker.rewind(state["at"])
+'''
+
+
+@pytest.mark.parametrize("trainer", ["noisy_dpo", "walk"])
+def test_a_trainer_of_ones_own_that_draws_from_global_generators_goes_on_exactly(
+    trainer: str, tiny_scenario: Path, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "own.py"
+    plugin.write_text(OWN_TRAINERS)
+    overrides = ["training.training_steps=4"]
+    if trainer == "noisy_dpo":
+        overrides += ["ast_chat.evaluation.use_random_search=false"]
+    with plugins_forgotten_after():
+        resolved = resolve_experiment(
+            trainer=trainer,
+            scenario=str(tiny_scenario),
+            plugins=[str(plugin)],
+            overrides=overrides,
+        )
+        check_checkpoints(resolved, tmp_path)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """Which texts scorers rate together."""
+    batches: list[tuple[str, ...]] = []
+    ask: Callable[[Scorer, list[Exchange]], Any] = Scorer._asked
+
+    def noted(self: Scorer, exchanges: list[Exchange]) -> Sequence[Any]:
+        batches.append(tuple(exchange.text for exchange in exchanges))
+        return ask(self, exchanges)
+
+    monkeypatch.setattr(Scorer, "_asked", noted)
+    return batches
+
+
+def test_a_run_that_goes_on_rates_the_texts_that_it_would_have_rated(
+    tmp_path: Path, asked: list[tuple[str, ...]]
+) -> None:
+    term = "ast_chat.reward.terms=[{_type: scorer_term, scorer: {_type: profanity}}]"
+    resolved = short_experiment("ast_dpo", tmp_path / "scenario", term)
+    settings = {"runs_dir": str(tmp_path), "progress": False, "num_checkpoints_kept": 99}
+    whole = run_experiment(resolved, run_id="whole", checkpoint_period=1, **settings)
+    run, before = whole.run_directory.path, list(asked)
+    for checkpoint in sorted(run.glob("checkpoints/step_*"))[1::2]:
+        copy = tmp_path / checkpoint.name
+        copy_as_killed_after(run, checkpoint, copy)
+        asked.clear()
+        resume_experiment(copy, progress=False)
+        assert asked
+        assert asked == before[-len(asked) :]
