@@ -119,14 +119,17 @@ def agent_file_of_run(run: str, name: str, runs_dir: str) -> Path:
     RunDirectoryError
         When it is no run.
     CheckpointError
-        When the run has saved no agent of that name.
+        When the run has saved no agent of that name, or that checkpoint is corrupt.
     """
     directory = RunDirectory.find(run, runs_dir)
     folders = [directory.path / MODEL_DIR]
-    latest = CheckpointStore(directory.checkpoints_dir).latest()
+    store = CheckpointStore(directory.checkpoints_dir)
+    latest = store.latest()
     folders += [] if latest is None else [latest / AGENTS_DIR]
     for folder in folders:
         if (folder / f"{name}.safetensors").is_file():
+            if latest is not None and folder.parent == latest:
+                store.verify(latest)
             return folder / f"{name}.safetensors"
     found = sorted({path.stem for folder in folders for path in folder.glob("*.safetensors")})
     raise CheckpointError(

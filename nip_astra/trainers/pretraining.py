@@ -5,17 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from tensordict import TensorDictBase
-from torch import Tensor, nn
+from torch import nn
 
+from nip_astra.checkpoints.kept_tensors import digest_of_tensors, keep_tensors, read_kept
 from nip_astra.errors import CheckpointError
 from nip_astra.scenario_base.environment import ProtocolEnvironment
 from nip_astra.scenario_base.tensordict_agents import Agent
@@ -42,7 +40,7 @@ def pretrain_bodies(
     A value function that sees more than the policy has a body of another shape, which stays as it
     was. An agent that was loaded from a run stays as it was trained there.
     A body is read from the cache where one was trained from the same: first weights, data, seed,
-    parameters and shape of the agent, and these parameters.
+    parameters and shape of the agent, these parameters, and code.
 
     Parameters
     ----------
@@ -53,7 +51,7 @@ def pretrain_bodies(
     Raises
     ------
     CheckpointError
-        When a file of the cache is broken.
+        When a file of the cache is broken or has been changed.
     """
     data = digest_of_tensors(environment.dataset)
     for name, agent in agents.items():
@@ -68,7 +66,7 @@ def pretrain_bodies(
             logger.info("the body of %s was trained before: %s", name, path)
         else:
             _train(agent, environment, parameters, seed)
-            _save(trained, path)
+            keep_tensors(path, trained.state_dict())
         _copy_to_value_body(agent)
         if with_decisions and agent.policy_head is not None:
             agent.policy_head.decide_as(agent.solo_head)
@@ -113,6 +111,7 @@ def _key(agent: Agent, data: str, parameters: SoloParameters, seed: int) -> str:
         "solo": parameters.to_dict(),
         "seed": seed,
         "data": data,
+        "code": _code_of(agent.policy_body, agent.solo_head),
         "weights": [
             digest_of_tensors(part.state_dict()) for part in (agent.policy_body, agent.solo_head)
         ],
@@ -120,31 +119,24 @@ def _key(agent: Agent, data: str, parameters: SoloParameters, seed: int) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
-    """Give the sha256 of names, types, shapes and values."""
-    digest = hashlib.sha256()
-    for name, value in sorted(tensors.items()):
-        digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def _code_of(*parts: nn.Module) -> list[str]:
+    """Digests of the files whose code computes and trains the parts, and torch's version."""
+    classes = {cls for part in parts for module in part.modules() for cls in type(module).__mro__}
+    names = {cls.__module__ for cls in classes} | {SoloTraining.__module__, __name__}
+    digests = [torch.__version__]
+    for name in sorted(names):
+        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+        if name.partition(".")[0] != "torch" and file.is_file():
+            digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
+    # Without the modules' names: that of a plug-in changes with its folder.
+    return sorted(digests)
 
 
 def _load(trained: nn.Module, path: Path) -> None:
     try:
-        trained.load_state_dict(load_file(path))
-    except (OSError, SafetensorError, RuntimeError) as error:
+        trained.load_state_dict(read_kept(path))
+    except (CheckpointError, RuntimeError) as error:
         raise CheckpointError(
-            f"a pretrained body was to be read from {path}, but the file is broken: {error}. "
+            f"a pretrained body was to be taken from the cache, but the file is broken: {error} "
             "Remove it, so that the body is trained again."
         ) from error
-
-
-def _save(trained: nn.Module, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    weights: dict[str, Any] = {
-        name: value.detach().cpu().clone().contiguous()
-        for name, value in trained.state_dict().items()
-    }
-    temporary = path.with_suffix(".tmp")
-    save_file(weights, temporary)
-    temporary.replace(path)

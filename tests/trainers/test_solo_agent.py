@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nip_astra.checkpoints.store import CheckpointStore
@@ -20,6 +21,7 @@ from nip_astra.errors import (
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.pretraining import CACHE_DIR
+from tests import toy_protocol_scenario
 from tests.toy_protocol_scenario import ToyPolicyHead, toy_kind, toy_trainer
 
 SOLO = {"num_epochs": 20, "batch_size": 10, "lr": 0.02}
@@ -270,6 +272,32 @@ def test_a_broken_file_of_the_cache_is_told(tmp_path: Path) -> None:
         path.write_bytes(b"broken")
     with pytest.raises(CheckpointError, match="Remove it, so that the body is trained again"):
         pretrained(tmp_path)
+
+
+def test_a_changed_file_of_the_cache_is_told(tmp_path: Path) -> None:
+    pretrained(tmp_path)
+    for path in (tmp_path / CACHE_DIR).iterdir():
+        content = bytearray(path.read_bytes())
+        content[-3] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"has been changed.* trained again"):
+        pretrained(tmp_path)
+    weights = {path: load_file(path) for path in (tmp_path / CACHE_DIR).iterdir()}
+    for path, unsigned in weights.items():
+        save_file(unsigned, path)
+    with pytest.raises(CheckpointError, match="does not say what it must hold"):
+        pretrained(tmp_path)
+
+
+def test_a_body_of_other_code_is_trained_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretrained(tmp_path)
+    edited = tmp_path / "toy_protocol_scenario.py"
+    edited.write_text(Path(toy_protocol_scenario.__file__).read_text() + "# another body\n")
+    monkeypatch.setattr(toy_protocol_scenario, "__file__", str(edited))
+    pretrained(tmp_path)
+    assert len(list((tmp_path / CACHE_DIR).iterdir())) == 4
 
 
 def test_a_body_is_not_given_to_a_critic_that_sees_more(tmp_path: Path) -> None:

@@ -302,9 +302,12 @@ def test_a_damaged_or_unwritable_cache_is_told(tmp_path: Path) -> None:
     parameters = PcaModel.Parameters(cache_dir=str(tmp_path / "cache"))
     train = images(20, 1, 4, 4)
     embed_all(parameters, train, train, scenario_dir=None)
-    next((tmp_path / "cache").iterdir()).write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"the file is damaged: .* Delete it; they are computed"):
-        embed_all(parameters, train, train, scenario_dir=None)
+    file = next((tmp_path / "cache").iterdir())
+    changed = file.read_bytes()[:-1] + b"\x01"
+    for content in (b"nothing", changed):
+        file.write_bytes(content)
+        with pytest.raises(DataError, match=r"the file is damaged: .* Delete it; they are compute"):
+            embed_all(parameters, train, train, scenario_dir=None)
     (tmp_path / "file").write_text("")
     below = PcaModel.Parameters(cache_dir=str(tmp_path / "file"))
     with pytest.raises(DataError, match=r"cannot be written: .* Give another cache_dir"):

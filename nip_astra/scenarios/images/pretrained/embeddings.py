@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
-from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nip_astra.errors import DataError
+from nip_astra.checkpoints.kept_tensors import keep_tensors, read_kept
+from nip_astra.errors import CheckpointError, DataError
 from nip_astra.scenarios.images.pretrained.base import PretrainedModel
 from nip_astra.scenarios.images.pretrained.registry import PRETRAINED_MODELS
 
@@ -81,24 +78,20 @@ def _cache_path(parameters: PretrainedModel.Parameters, *images: Tensor) -> Path
 
 def _read(path: Path) -> tuple[Tensor, Tensor]:
     try:
-        views = load_file(path)
+        views = read_kept(path)
         return views["train"], views["test"]
-    except (OSError, SafetensorError, KeyError) as error:
+    except (CheckpointError, KeyError) as error:
         raise DataError(
             f"the pretrained embeddings in {path} were to be read, but the file is damaged: "
-            f"{error}. Delete it; they are computed again."
+            f"{error} Delete it; they are computed again."
         ) from error
 
 
 def _write(path: Path, train: Tensor, test: Tensor) -> None:
-    """Write a file that is either complete or not there, whoever else writes it."""
-    partial = path.with_suffix(f".{uuid4().hex}.partial")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"train": train, "test": test}, partial)
-        os.replace(partial, path)
-    except OSError as error:
+        keep_tensors(path, {"train": train, "test": test})
+    except CheckpointError as error:
         raise DataError(
             f"pretrained embeddings were to be kept in {path.parent}, but it cannot be written: "
-            f"{error}. Give another cache_dir, or none."
+            f"{error} Give another cache_dir, or none."
         ) from error
