@@ -12,9 +12,7 @@ from nip_astra.tracking.run_directory import REPORT, RESULTS
 from tests.tiny import write_scenario
 from tests.toy_protocol_scenario import SMALL, toy_scenario_folder
 
-NUM_ITERATIONS = 4
 AST_OVERRIDES = (
-    f"training.training_steps={NUM_ITERATIONS}",
     "training.num_episodes_per_experience=2",
     "training.eval_period=2",
     "ast_chat.evaluation.use_random_search=false",
@@ -24,20 +22,23 @@ AST_OVERRIDES = (
 MORE = {"ast_sft": ("ast_sft.min_score=0.0",)}
 
 
-def short_experiment(trainer: str, folder: Path, *more: str) -> ResolvedExperiment:
+def short_experiment(
+    trainer: str, folder: Path, *more: str, num_iterations: int = 4
+) -> ResolvedExperiment:
     """Give a run of a trainer that takes about a second, over models written into a new folder."""
     if trainer.startswith("ast_"):
         folder.mkdir(parents=True)
-        overrides = [*AST_OVERRIDES, *MORE.get(trainer, ()), *more]
+        length = f"training.training_steps={num_iterations}"
+        overrides = [*AST_OVERRIDES, length, *MORE.get(trainer, ()), *more]
         scenario = write_scenario(folder)
         return resolve_experiment(trainer=trainer, scenario=str(scenario), overrides=overrides)
     scenario = toy_scenario_folder(folder)
     values = SMALL | {"trainer": trainer, "scenario": str(scenario)}
     if trainer == TrainerType.SOLO_AGENT:
         del values["rl"], values["nip"], values["protocol_common"]
-        values["solo_agent"] = {"num_epochs": NUM_ITERATIONS, "batch_size": 16}
+        values["solo_agent"] = {"num_epochs": num_iterations, "batch_size": 16}
     else:
-        values["rl"] = values["rl"] | {"num_iterations": NUM_ITERATIONS}
+        values["rl"] = values["rl"] | {"num_iterations": num_iterations}
     (folder / "parameters.yaml").write_text(json.dumps(values))
     return resolve_experiment(parameter_file=folder / "parameters.yaml")
 
