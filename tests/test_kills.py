@@ -35,15 +35,15 @@ def killed(trainer: str, folder: Path, every: int) -> dict[str, Any]:
 
 
 def test_a_run_of_no_model_is_killed_all_over(tmp_path: Path) -> None:
-    found = killed("toy_trainer", tmp_path, 9)
+    found = killed("toy_trainer", tmp_path, 14)
     # The run directory, four checkpoints, results and report.
     assert found["operations"] > 100
-    assert found["kills"] > 10
+    assert found["kills"] > 8
 
 
 @pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo", "solo_agent"])
 def test_a_run_of_each_family_is_killed_here_and_there(trainer: str, tmp_path: Path) -> None:
-    assert killed(trainer, tmp_path, 45)["kills"] >= 3
+    assert killed(trainer, tmp_path, 60)["kills"] >= 2
 
 
 @pytest.mark.slow

@@ -99,6 +99,22 @@ def test_a_scorer_that_gives_too_few_scores(cli: CommandLine) -> None:
     assert message.endswith("texts and gave 1 scores. It must give one score a text, in order.")
 
 
+def test_a_scorer_that_ends_the_program_does_not_end_the_run_in_silence(cli: CommandLine) -> None:
+    message = refused(scorer_of(cli, "import sys; sys.exit(0)"))
+    assert "sys.exit(0)" in message
+    assert "not done" in message
+    assert "sys.exit(0)" in (cli.folder / "runs" / "one" / "log.txt").read_text()
+    said = cli("resume", "runs/one")
+    assert said.code == 2
+
+
+def test_a_scorer_that_ends_the_program_does_not_end_a_dry_run_in_silence(cli: CommandLine) -> None:
+    path = cli.write("mine.py", SCORER.format(body="raise SystemExit"))
+    overrides = ("ast_chat.scorer={_type: mine}",)
+    message = refused(cli.run("--plugin", path, "--dry-run", overrides=overrides))
+    assert "sys.exit(None)" in message
+
+
 def test_a_mended_scorer_lets_the_run_be_resumed(cli: CommandLine) -> None:
     refused(scorer_of(cli, "return [float('nan') for text in texts]"))
     # Another process would read the file anew.

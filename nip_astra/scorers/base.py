@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError
 from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.plugins import loaded_plugins
 
 logger = logging.getLogger(__name__)
 
@@ -178,13 +180,21 @@ class Scorer:
         keys = b"".join(self._verdicts)
         scores = [math.nan if score is None else score for score in self._verdicts.values()]
         return {
+            "code": self._code(),
             "keys": torch.tensor(list(keys), dtype=torch.uint8).view(-1, KEY_BYTES),
             "scores": torch.tensor(scores, dtype=torch.float64),
             "nested": [scorer.verdicts() for scorer in self.nested_scorers],
         }
 
     def load_verdicts(self, state: Mapping[str, Any]) -> None:
-        """Take up what `verdicts` gave."""
+        """Take up what `verdicts` gave, unless the scorer's own code has been changed since."""
+        if state["code"] != self._code():
+            logger.warning(
+                "the code of the scorer %r has changed since it rated what the checkpoint holds; "
+                "it rates everything anew",
+                _name_of(self),
+            )
+            return
         keys: list[bytes] = [row.tobytes() for row in state["keys"].numpy()]
         scores: list[float] = state["scores"].tolist()
         self._verdicts = {
@@ -193,6 +203,20 @@ class Scorer:
         }
         for scorer, own in zip(self.nested_scorers, state["nested"], strict=True):
             scorer.load_verdicts(own)
+
+    def _code(self) -> list[str]:
+        """Digests of the files that rate, as they were loaded, but for those of the package."""
+        as_loaded = {plugin.module_name: plugin.sha256 for plugin in loaded_plugins()}
+        digests = []
+        for name in sorted(self.modules):
+            if name.partition(".")[0] in {"nip_astra", "builtins", "abc", "typing"}:
+                continue
+            file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+            digest = as_loaded.get(name)
+            if digest is None and file.is_file():
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+            digests.append(digest or name)
+        return digests
 
     def _key(self, exchange: Exchange) -> bytes:
         read = exchange if self.reads_history else exchange.text

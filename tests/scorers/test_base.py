@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ConfigurationError, ModelLoadError, ScorerError
 from nip_astra.scorers.base import Exchange, Message, Scorer, Verdict
 
@@ -258,3 +261,57 @@ def test_a_scorer_that_rates_nothing_is_told() -> None:
     assert "'Idle' was to be built, but its class rates nothing. Give it the method _score" in str(
         caught.value
     )
+
+
+def saved(verdicts: dict[str, Any], folder: Path) -> dict[str, Any]:
+    save_state(folder / "verdicts", verdicts)
+    state: dict[str, Any] = load_state(folder / "verdicts")
+    return state
+
+
+@pytest.mark.parametrize("kind", [FakeScorer, FakeReader])
+def test_what_was_rated_is_not_rated_again_after_a_checkpoint(
+    kind: type[FakeScorer], tmp_path: Path
+) -> None:
+    def unsure(texts: Sequence[str]) -> list[Verdict]:
+        return [None if text == "turn" else len(text) / 30 for text in texts]
+
+    said = [
+        Exchange("a"),
+        Exchange("turn"),
+        Exchange("half \ud800 of a pair", (Message("user", "b"),)),
+    ]
+    first, second = kind(unsure), kind(unsure)
+    before = first.rate(said)
+    second.load_verdicts(saved(first.verdicts(), tmp_path))
+    after = second.rate(said)
+    assert second.asked == []
+    assert before.scores_N.nan_to_num(-1).tolist() == after.scores_N.nan_to_num(-1).tolist()
+    assert not after.is_error_N.any()
+    second.rate([Exchange("a", (Message("user", "b"),))])
+    # Only who reads the history takes this for something new.
+    assert len(second.asked) == (kind is FakeReader)
+
+
+def test_verdicts_of_a_scorer_whose_code_has_changed_are_not_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = FakeScorer(by_length), FakeScorer(by_length)
+    first.score(["a"])
+    edited = tmp_path / "edited.py"
+    edited.write_text("another scorer")
+    verdicts = saved(first.verdicts(), tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "__file__", str(edited))
+    second.load_verdicts(verdicts)
+    second.score(["a"])
+    assert second.asked == [["a"]]
+    assert "rates everything anew" in caplog.text
+
+
+def test_no_more_verdicts_are_remembered_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nip_astra.scorers.base.MAX_VERDICTS", 2)
+    scorer = FakeScorer(by_length)
+    assert scorer.score(["a", "bb", "ccc"]).tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert len(scorer.verdicts()["scores"]) == 2
+    scorer.score(["ccc", "bb", "a"])
+    assert scorer.asked == [["a", "bb", "ccc"], ["a"]]
