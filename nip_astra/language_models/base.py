@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 
 
@@ -31,6 +32,30 @@ class SamplingOptions:
     top_p: float = 1.0
     end_ids: tuple[int, ...] = ()
     """Tokens that end a turn besides the model's own."""
+
+    @property
+    def cuts(self) -> bool:
+        """Whether `top_k` or `top_p` keeps unlikely tokens from being drawn."""
+        return self.top_k is not None or self.top_p < 1.0
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Says that tokens are to be scored under the distribution that they were drawn from.
+
+    That is the model's at `temperature`, over the tokens that may be drawn: no special ones, no end
+    before `min_new_tokens`, and of the others those that `top_k` and `top_p` left.
+
+    Attributes
+    ----------
+    options : SamplingOptions
+        With which they were drawn; temperature 0 draws from no distribution.
+    kept : KeptTokens or None
+        Of each token in turn; needed where the options cut. `LanguageModel.kept_tokens` finds them.
+    """
+
+    options: SamplingOptions
+    kept: KeptTokens | None = None
 
 
 Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
@@ -266,14 +291,27 @@ class LanguageModel(ABC):
         *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
+        drawn: Drawn | None = None,
     ) -> TokenScores:
         """Give `logprobs` and, from the same pass, entropies and hidden states.
+
+        Parameters
+        ----------
+        drawn : Drawn, optional
+            Score under the distribution that tokens are drawn from; without it, under the model's
+            own (temperature 1, nothing cut off).
 
         Raises
         ------
         ModelLoadError
-            When this backend gives none.
+            When this backend cannot do what is asked for.
         """
+        if drawn is not None:
+            raise ModelLoadError(
+                "log-probabilities under a tempered or cut distribution were asked for, but the "
+                f"backend {type(self).__name__} gives those of the model's own alone. Set the "
+                "trainer's behaviour.logprobs to raw, or use the huggingface backend."
+            )
         if needs_entropy or needs_hidden:
             raise ModelLoadError(
                 f"entropies or hidden states were asked for, but the backend {type(self).__name__} "
@@ -281,6 +319,27 @@ class LanguageModel(ABC):
                 "head), or use the huggingface backend."
             )
         return TokenScores(self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT))
+
+    def kept_tokens(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> KeptTokens:
+        """Give the tokens that `top_k` and `top_p` leave at each position, row by row, on the CPU.
+
+        Raises
+        ------
+        ModelLoadError
+            When this backend cannot tell.
+        """
+        raise ModelLoadError(
+            f"the tokens that top_k or top_p leave were asked for, but the backend "
+            f"{type(self).__name__} cannot tell them. Set the trainer's behaviour.logprobs to raw, "
+            "or use the huggingface backend."
+        )
 
     def sampled_logprobs(
         self,

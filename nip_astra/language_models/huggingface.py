@@ -14,6 +14,7 @@ import copy
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ from nip_astra.language_models.adapters import (
     merged_copy,
 )
 from nip_astra.language_models.base import (
+    Drawn,
     Generation,
     GenerationSession,
     LanguageModel,
@@ -38,7 +40,8 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.decode_graphs import DecodeGraphs, build_fixed_steps
 from nip_astra.language_models.decoder import Decoder, build_decoder
-from nip_astra.language_models.plain_forward import generate_turns, score_rows, spread
+from nip_astra.language_models.drawn import DrawRule, KeptTokens
+from nip_astra.language_models.plain_forward import generate_turns, score_rows
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import sample_tokens
@@ -52,10 +55,10 @@ from nip_astra.language_models.sources import (
 from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
 from nip_astra.language_models.token_trie import build_trie
 from nip_astra.language_models.tree_scores import (
+    find_kept_tokens,
     pair_cost_of,
     score_trie,
     sequences_to_read,
-    share_never_drawn,
 )
 from nip_astra.language_models.weight_snapshot import WeightSnapshot
 from nip_astra.language_models.weights import Weights, live_weights
@@ -321,6 +324,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
+        drawn: Drawn | None = None,
     ) -> TokenScores:
         if not mask_BT.any():
             zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
@@ -328,6 +332,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
+        needs["rule"] = None if drawn is None else self._rule_of(drawn, mask_BT)
         pair_cost = pair_cost_of(self._decoder, self.device)
         trie = build_trie(sequences_to_read(*rows), pair_cost=pair_cost)
         self.token_count.scored += trie.num_unique
@@ -368,21 +373,41 @@ class HuggingFaceLanguageModel(LanguageModel):
         options: SamplingOptions,
     ) -> Tensor | None:
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
-        scores = self.token_scores(*rows, needs_hidden=True)
+        options = replace(options, temperature=1.0, top_k=None, top_p=1.0)
+        return self.token_scores(*rows, drawn=Drawn(options)).logprobs_BT.cpu()
+
+    @torch.no_grad()
+    def kept_tokens(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> KeptTokens:
+        scores = self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT, needs_hidden=True)
         assert scores.hidden_BTX is not None
         mask_BT = mask_BT.to(self.device)
         weights = self._weights_for_scoring() if self._decoder is not None else None
-        head = weights.head if weights is not None else self._causal_lm.get_output_embeddings()
-        never_S = share_never_drawn(
-            head,
+        return find_kept_tokens(
+            weights.head if weights is not None else self._causal_lm.get_output_embeddings(),
             scores.hidden_BTX[mask_BT].to(self.dtype),
-            mask_BT.nonzero()[:, 1] < options.min_new_tokens,
-            banned_ids=self._banned_ids,
-            end_ids=sorted({*self.end_ids, *options.end_ids}),
+            ids_BT.to(self.device)[mask_BT],
+            self._rule_of(Drawn(options), mask_BT),
+            top_k=options.top_k,
+            top_p=options.top_p,
             vocab_size=int(self.module.config.vocab_size),
         )
-        drawn_S = scores.logprobs_BT[mask_BT] - torch.log1p(-never_S)
-        return spread(mask_BT, drawn_S, None, None).logprobs_BT.cpu()
+
+    def _rule_of(self, drawn: Drawn, mask_BT: Tensor) -> DrawRule:
+        options = drawn.options
+        return DrawRule(
+            temperature=options.temperature,
+            banned_ids=self._banned_ids,
+            end_ids=self._ends(options),
+            is_early_S=(mask_BT.nonzero()[:, 1] < options.min_new_tokens).to(self.device),
+            kept=None if drawn.kept is None else drawn.kept.to(self.device),
+        )
 
     # ---- saving
 

@@ -24,6 +24,8 @@ from nip_astra.language_models.base import (
     TokenScores,
     pad_left,
 )
+from nip_astra.language_models.drawn import DrawRule
+from nip_astra.language_models.scoring import chosen_logprobs
 
 
 class _Draw(LogitsProcessor):
@@ -123,8 +125,15 @@ def score_rows(
     max_batch_tokens: int,
     needs_entropy: bool = False,
     needs_hidden: bool = False,
+    rule: DrawRule | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Give what the model thinks of each continuation token, and count the work."""
+    """Give what the model thinks of each continuation token, and count the work.
+
+    Parameters
+    ----------
+    rule : DrawRule, optional
+        Turns logits into those of another distribution.
+    """
     widths = context_mask_BC.sum(dim=1).tolist()
     pieces, order, spent = [], [], TokenCount()
     for part in _parts([width + ids_BT.shape[1] for width in widths], max_batch_tokens):
@@ -133,7 +142,10 @@ def score_rows(
         context, mask = context_BC[part, start:], context_mask_BC[part, start:]
         pieces.append(
             _score_batch(
-                module, context, mask, ids_BT[part], mask_BT[part], needs_entropy, needs_hidden
+                *(module, context, mask, ids_BT[part], mask_BT[part]),
+                needs_entropy=needs_entropy,
+                needs_hidden=needs_hidden,
+                rule=None if rule is None else rule.at(_positions_of(part, mask_BT)),
             )
         )
         spent.forwarded += len(part) * (context.shape[1] + ids_BT.shape[1])
@@ -155,8 +167,10 @@ def _score_batch(
     context_mask_BC: Tensor,
     ids_BT: Tensor,
     mask_BT: Tensor,
+    *,
     needs_entropy: bool,
     needs_hidden: bool,
+    rule: DrawRule | None,
 ) -> TokenScores:
     """Score one batch: the head is applied to the scored positions only."""
     device = module.device
@@ -174,14 +188,26 @@ def _score_batch(
     # The position before a token predicts it.
     before_BTH = hidden[:, context_BC.shape[1] - 1 : -1]
     before_NX = before_BTH[scored_BT]
-    logprobs_NV = module.get_output_embeddings()(before_NX).float().log_softmax(dim=1)
     ids_N = ids_BT.to(device)[scored_BT]
+    logits_NV = module.get_output_embeddings()(before_NX).float()
+    if rule is not None:
+        found = chosen_logprobs(logits_NV, ids_N, rule, needs_entropy=needs_entropy)
+        return spread(scored_BT, *found, before_NX.float() if needs_hidden else None)
+    logprobs_NV = logits_NV.log_softmax(dim=1)
     return spread(
         scored_BT,
         logprobs_NV.gather(1, ids_N.unsqueeze(1)).squeeze(1),
         torch.special.entr(logprobs_NV.exp()).sum(dim=1) if needs_entropy else None,
         before_NX.float() if needs_hidden else None,
     )
+
+
+def _positions_of(rows: Sequence[int], mask_BT: Tensor) -> list[int]:
+    """Give which of the scored positions, counted row by row, are those of some rows."""
+    lengths = mask_BT.sum(dim=1)
+    ends = lengths.cumsum(0).tolist()
+    starts = [end - length for end, length in zip(ends, lengths.tolist(), strict=True)]
+    return [position for row in rows for position in range(starts[row], ends[row])]
 
 
 def spread(

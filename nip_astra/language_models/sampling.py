@@ -84,10 +84,23 @@ def _draw_likely(
     """
     probabilities = (values.double() - mass_B[:, None]).exp()
     if top_p < 1.0:
-        mass_before = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(mass_before >= top_p, 0.0)
+        probabilities = probabilities.masked_fill(_is_beyond(probabilities, top_p), 0.0)
     drawn = _invert(probabilities, uniforms_B.double())
     return tokens.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+
+
+def _is_beyond(probabilities: Tensor, top_p: float) -> Tensor:
+    """Say of probabilities in falling order which lie beyond the nucleus."""
+    return probabilities.cumsum(dim=-1) - probabilities >= top_p
+
+
+def keep_likely(logits_BV: Tensor, *, top_k: int | None, top_p: float) -> Tensor:
+    """Say which tokens `sample_tokens` can draw at temperature 1 from logits, bool `[B, V]`."""
+    size = logits_BV.shape[-1] if top_k is None else min(top_k, logits_BV.shape[-1])
+    values, tokens = logits_BV.topk(size, dim=-1)
+    probabilities = (values.double() - values.double().logsumexp(dim=-1, keepdim=True)).exp()
+    is_kept = (probabilities > 0.0) & ~_is_beyond(probabilities, top_p)
+    return torch.zeros_like(logits_BV, dtype=torch.bool).scatter_(-1, tokens, is_kept)
 
 
 def _draw_any(logits_BV: Tensor, uniforms_B: Tensor) -> Tensor:

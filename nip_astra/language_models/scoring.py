@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nip_astra.language_models.drawn import DrawRule
 from nip_astra.language_models.weights import Weights
 
 MAX_LOGITS = 1 << 24
@@ -32,38 +33,57 @@ def token_logprobs(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor
 
 
 def token_logprobs_and_entropy(
-    hidden_SX: Tensor, ids_S: Tensor, weights: Weights, *, needs_entropy: bool = True
+    hidden_SX: Tensor,
+    ids_S: Tensor,
+    weights: Weights,
+    *,
+    needs_entropy: bool = True,
+    rule: DrawRule | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Give log p of one token a position and the entropy of its distribution, float32 `[S]` nats.
 
     Gradients flow through both. The entropy is None where it is not asked for.
+
+    Parameters
+    ----------
+    rule : DrawRule, optional
+        Turns logits into those of another distribution.
     """
     vocab_size = len(weights.embedding_VX)
     has_gradient = torch.is_grad_enabled() and hidden_SX.requires_grad
-    function = _with_entropy if needs_entropy else _without_entropy
+
+    def function(
+        hidden: Tensor, ids: Tensor, rule: DrawRule | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return chosen_logprobs(weights.head(hidden), ids, rule, needs_entropy=needs_entropy)
+
     if has_gradient and len(ids_S) * vocab_size <= MAX_KEPT_LOGITS:
-        found = [function(hidden_SX, ids_S, weights)]
+        found = [function(hidden_SX, ids_S, rule)]
     else:
         size = max(1, MAX_LOGITS // vocab_size)
-        chunks = zip(torch.split(hidden_SX, size), torch.split(ids_S, size), strict=True)
+        parts = torch.split(torch.arange(len(ids_S)), size)
+        rules = [None if rule is None else rule.at(part.tolist()) for part in parts]
+        chunks = zip(torch.split(hidden_SX, size), torch.split(ids_S, size), rules, strict=True)
         if has_gradient:
-            found = [checkpoint(function, *chunk, weights, use_reentrant=False) for chunk in chunks]
+            found = [checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks]
         else:
-            found = [function(*chunk, weights) for chunk in chunks]
+            found = [function(*chunk) for chunk in chunks]
     logprobs_S = torch.cat([logprobs for logprobs, _ in found])
     entropies = [entropy for _, entropy in found if entropy is not None]
     return logprobs_S, torch.cat(entropies) if needs_entropy else None
 
 
-def _without_entropy(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> tuple[Tensor, None]:
-    logits_SV = weights.head(hidden_SX).float()
+def chosen_logprobs(
+    logits_SV: Tensor, ids_S: Tensor, rule: DrawRule | None = None, *, needs_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Give the same as `token_logprobs_and_entropy`, from logits."""
+    logits_SV = logits_SV.float()
+    if rule is not None:
+        logits_SV = rule.apply(logits_SV)
+    if needs_entropy:
+        found: tuple[Tensor, Tensor] = _ChosenLogprobsAndEntropy.apply(logits_SV, ids_S)  # type: ignore[no-untyped-call]
+        return found
     return _ChosenLogprobs.apply(logits_SV, ids_S), None  # type: ignore[no-untyped-call]
-
-
-def _with_entropy(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> tuple[Tensor, Tensor]:
-    logits_SV = weights.head(hidden_SX).float()
-    found: tuple[Tensor, Tensor] = _ChosenLogprobsAndEntropy.apply(logits_SV, ids_S)  # type: ignore[no-untyped-call]
-    return found
 
 
 class _ChosenLogprobs(torch.autograd.Function):

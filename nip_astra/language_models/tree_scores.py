@@ -6,13 +6,14 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position, `N` to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nip_astra.language_models.base import TokenCount, TokenScores
 from nip_astra.language_models.decoder import Decoder
+from nip_astra.language_models.drawn import DrawRule, KeptTokens
 from nip_astra.language_models.flex_attention import trie_attention, uses_flex_attention
 from nip_astra.language_models.plain_forward import spread
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
@@ -53,6 +54,7 @@ def score_trie(
     max_batch_tokens: int,
     needs_entropy: bool,
     needs_hidden: bool,
+    rule: DrawRule | None = None,
 ) -> tuple[TokenScores, TokenCount]:
     """Give what the model thinks of each continuation token, and count the work.
 
@@ -60,6 +62,8 @@ def score_trie(
     ----------
     trie : TokenTrie
         Of `sequences_to_read`, in the order of the rows.
+    rule : DrawRule, optional
+        Turns logits into those of another distribution.
     """
     device = weights.embedding_VX.device
     trie = trie.to(device)
@@ -85,32 +89,33 @@ def score_trie(
     nodes_S = trie.nodes_SD[row_S.to(device), (before_S + column_S).to(device)]
     hidden_SX = hidden_NX[nodes_S]
     ids_S = ids_BT[mask_BT].to(device)
-    found = token_logprobs_and_entropy(hidden_SX, ids_S, weights, needs_entropy=needs_entropy)
+    found = token_logprobs_and_entropy(
+        hidden_SX, ids_S, weights, needs_entropy=needs_entropy, rule=rule
+    )
     spent = TokenCount(forwarded=trie.num_tokens, head_rows=len(ids_S))
     return spread(mask_BT, *found, hidden_SX.float() if needs_hidden else None), spent
 
 
-def share_never_drawn(
+def find_kept_tokens(
     head: Callable[[Tensor], Tensor],
     hidden_SX: Tensor,
-    is_early_S: Tensor,
+    ids_S: Tensor,
+    rule: DrawRule,
     *,
-    banned_ids: Tensor,
-    end_ids: Sequence[int],
+    top_k: int | None,
+    top_p: float,
     vocab_size: int,
-) -> Tensor:
-    """Give the probability that each position has for tokens that are never drawn there, `[S]`.
-
-    Parameters
-    ----------
-    is_early_S : Tensor
-        bool; True where the turn may not end yet.
-    """
-    size = max(1, MAX_LOGITS // vocab_size)
-    never = [torch.zeros(0, device=hidden_SX.device)]
-    parts = zip(torch.split(hidden_SX, size), torch.split(is_early_S, size), strict=True)
-    for hidden, is_early in parts:
-        share_SV = head(hidden).float().softmax(dim=1)
-        early_S = torch.where(is_early, share_SV[:, end_ids].sum(dim=1), 0.0)
-        never.append(share_SV[:, banned_ids].sum(dim=1) + early_S)
-    return torch.cat(never)
+) -> KeptTokens:
+    """Give what cuts leave at each position, on the CPU; see `DrawRule.keep`."""
+    parts = torch.split(torch.arange(len(ids_S)), max(1, MAX_LOGITS // vocab_size))
+    found = [
+        rule.at(part.tolist())
+        .keep(head(hidden_SX[part]).float(), ids_S[part], top_k=top_k, top_p=top_p)
+        .to(torch.device("cpu"))
+        for part in (part.to(hidden_SX.device) for part in parts)
+        if len(part)
+    ]
+    return KeptTokens(
+        torch.cat([torch.zeros(0, dtype=torch.int32), *(kept.ids_K for kept in found)]),
+        torch.cat([torch.zeros(0, dtype=torch.long), *(kept.counts_S for kept in found)]),
+    )

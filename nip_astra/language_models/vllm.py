@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.base import (
+    Drawn,
     Generation,
     GenerationSession,
     LanguageModel,
@@ -30,6 +31,7 @@ from nip_astra.language_models.base import (
     Turns,
     pad_left,
 )
+from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.registry import register_language_model
@@ -299,16 +301,17 @@ class VllmLanguageModel(LanguageModel):
         *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
+        drawn: Drawn | None = None,
     ) -> TokenScores:
         rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
-        if self.scorer is None and not (needs_entropy or needs_hidden):
+        if self.scorer is None and drawn is None and not (needs_entropy or needs_hidden):
             return TokenScores(self._scored_by_engine(*rows))
         if self.scorer is not None and self.scorer.trainable and torch.is_grad_enabled():
             # An update begins.
             self._num_passes += 1
             self.engine.sleep()
         score = super().token_scores if self.scorer is None else self.scorer.token_scores
-        return score(*rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden)
+        return score(*rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden, drawn=drawn)
 
     def _scored_by_engine(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
@@ -329,6 +332,17 @@ class VllmLanguageModel(LanguageModel):
             logprobs = [*reply.context_logprobs, *reply.logprobs][start:]
             found_BT[row, mask_BT[row].cpu()] = torch.tensor(logprobs[: len(after[row])])
         return found_BT
+
+    def kept_tokens(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        options: SamplingOptions,
+    ) -> KeptTokens:
+        find = super().kept_tokens if self.scorer is None else self.scorer.kept_tokens
+        return find(context_BC, context_mask_BC, ids_BT, mask_BT, options)
 
     def sampled_logprobs(
         self,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
-from nip_astra.rl_objectives.masked import masked_fill_zero
+from nip_astra.rl_objectives.masked import masked_fill_zero, masked_sum
 
 KlKind = Literal["k1", "k2", "k3"]
 """Estimators of KL(policy || reference) from one sample, see `kl_estimate`."""
@@ -39,7 +39,10 @@ def kl_estimate(
     - `k3 = exp(-d) - 1 + d`: unbiased, >= 0, exact and not clamped. Its gradient
       `(1 - exp(-d)) * grad log policy` is on average that of KL(reference || policy).
 
-    On average: over tokens sampled from the policy itself.
+    On average: over tokens sampled from the policy itself, at one position after what was sampled
+    before. A sum of these over the positions of a sequence leaves out that a token decides what may
+    follow: of k2 and k3 its gradient is not that of the divergence between the distributions of
+    sequences, for which there is `sequence_kl_estimate`.
 
     Parameters
     ----------
@@ -74,6 +77,42 @@ def kl_estimate(
         f"the KL divergence was to be estimated by {kind!r}, which is not known. Known kinds: "
         f"{', '.join(KL_KINDS)}. Choose one of these."
     )
+
+
+def sequence_kl_estimate(
+    logprobs_BT: Tensor,
+    reference_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    weights_BT: Tensor | None = None,
+) -> Tensor:
+    """k2 of whole sequences, `1/2 (sum over tokens of log policy - log reference)**2`.
+
+    Its gradient is on average, over sequences sampled from the policy itself, that of KL(policy ||
+    reference) between the distributions of sequences. Its value is no estimate of that divergence:
+    it is larger than `kl_estimate` summed, and by more the longer sequences are.
+
+    Parameters
+    ----------
+    logprobs_BT : Tensor
+        Log-probabilities of the sampled tokens under the policy, nats; gradients flow.
+    reference_logprobs_BT : Tensor
+        The same under the reference; no gradient flows.
+    weights_BT : Tensor, optional
+        What each token's gradient is multiplied by, without gradient: importance weights where
+        another distribution sampled than the policy. The value has none.
+
+    Returns
+    -------
+    Tensor
+        `[B]`.
+    """
+    difference_BT = logprobs_BT - reference_logprobs_BT.detach()
+    sum_B = masked_sum(difference_BT, mask_BT, dim=1)
+    if weights_BT is None:
+        return sum_B.square() / 2
+    slope_B = sum_B.detach() * masked_sum(weights_BT.detach() * difference_BT, mask_BT, dim=1)
+    return slope_B - slope_B.detach() + sum_B.detach().square() / 2
 
 
 class AdaptiveKl:

@@ -43,6 +43,7 @@ def ppo_policy_loss(
     normaliser: float | Tensor | None = None,
     max_length: int | None = None,
     entropy_BT: Tensor | None = None,
+    weights_BT: Tensor | None = None,
 ) -> LossOutput:
     """Clipped policy loss of PPO, token by token (arXiv:1707.06347, eq. 7).
 
@@ -62,6 +63,9 @@ def ppo_policy_loss(
         See `reduce_loss`.
     entropy_BT : Tensor, optional
         Entropy of the policy at each token, nats; for the metrics alone.
+    weights_BT : Tensor, optional
+        What each token's surrogate is multiplied by, >= 0 and without gradient: importance weights
+        where another distribution sampled than `old_logprobs_BT` is of (`importance_weights`).
 
     Returns
     -------
@@ -72,7 +76,7 @@ def ppo_policy_loss(
     log_ratio_BT = _log_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
     ratio_BT = _ratio(log_ratio_BT, mask_BT, "token")
     surrogate_BT, is_clipped_BT = _clipped_surrogate(
-        ratio_BT, _per_token(advantages), clip_low, clip_high
+        ratio_BT, _per_token(advantages, weights_BT), clip_low, clip_high
     )
     loss = reduce_loss(
         -surrogate_BT, mask_BT, reduction, normaliser=normaliser, max_length=max_length
@@ -94,6 +98,7 @@ def group_policy_loss(
     kl_weight: float = 0.0,
     kl_kind: KlKind = "k3",
     entropy_BT: Tensor | None = None,
+    weights_BT: Tensor | None = None,
 ) -> LossOutput:
     """Policy loss over samples of groups of siblings, and a penalty on the KL divergence.
 
@@ -105,6 +110,9 @@ def group_policy_loss(
     ----------
     logprobs_BT, old_logprobs_BT, entropy_BT
         As in `ppo_policy_loss`.
+    weights_BT : Tensor, optional
+        As there, and of the divergence's terms too; where the ratio is of rows, all tokens of a row
+        must have one weight.
     advantages : Tensor
         `[B]`, or `[B, T]` where the ratio is of tokens; no gradient flows.
     normaliser, max_length
@@ -129,7 +137,11 @@ def group_policy_loss(
     _check_group_loss(variant, advantages, reference_logprobs_BT, kl_weight)
     log_ratio_BT = _log_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
     ratio_BT = _ratio(log_ratio_BT, mask_BT, variant.ratio)
-    advantages_BT = _per_token(advantages)
+    row_weights = weights_BT
+    if weights_BT is not None and variant.ratio != "token":
+        # The weight of a row stands at each of its tokens, 0 on padding.
+        row_weights = weights_BT.amax(dim=1, keepdim=True)
+    advantages_BT = _per_token(advantages, row_weights)
     if variant.surrogate == "clipped":
         surrogate_BT, is_clipped_BT = _clipped_surrogate(
             ratio_BT, advantages_BT, variant.clip_low, variant.clip_high
@@ -142,6 +154,7 @@ def group_policy_loss(
     loss_BT = -surrogate_BT if variant.ratio == "token" else torch.zeros_like(logprobs_BT)
     if reference_logprobs_BT is not None:
         kl_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, kl_kind, mask_BT=mask_BT)
+        kl_BT = kl_BT if weights_BT is None else weights_BT * kl_BT
         metrics["kl"] = reduce_loss(kl_BT.detach(), mask_BT, "sequence")
         loss_BT = loss_BT + kl_weight * kl_BT
     loss = reduce_loss(
@@ -182,6 +195,7 @@ def reinforce_loss(
     reduction: Reduction = "sequence_sum",
     normaliser: float | Tensor | None = None,
     max_length: int | None = None,
+    weights_BT: Tensor | None = None,
 ) -> LossOutput:
     """Policy gradient without a ratio, `-A * log pi` (Williams, 1992, REINFORCE).
 
@@ -196,13 +210,15 @@ def reinforce_loss(
         `[B]`, or `[B, T]`; no gradient flows.
     reduction, normaliser, max_length
         See `reduce_loss`.
+    weights_BT : Tensor, optional
+        As in `ppo_policy_loss`, where another distribution sampled than the policy.
 
     Returns
     -------
     LossOutput
         Metrics: `logprob`, nats per token.
     """
-    values_BT = -_per_token(advantages) * masked_fill_zero(logprobs_BT, mask_BT)
+    values_BT = -_per_token(advantages, weights_BT) * masked_fill_zero(logprobs_BT, mask_BT)
     loss = reduce_loss(values_BT, mask_BT, reduction, normaliser=normaliser, max_length=max_length)
     return LossOutput(loss, {"logprob": reduce_loss(logprobs_BT.detach(), mask_BT, "sequence")})
 
@@ -291,9 +307,10 @@ def value_loss(
     )
 
 
-def _per_token(advantages: Tensor) -> Tensor:
+def _per_token(advantages: Tensor, weights: Tensor | None) -> Tensor:
     advantages = advantages.detach()
-    return advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+    advantages = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+    return advantages if weights is None else weights.detach() * advantages
 
 
 def _log_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:

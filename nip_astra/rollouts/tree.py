@@ -48,7 +48,9 @@ class RolloutTree:
         - `is_error` bool: there is none because the scorer failed;
         - `reward` float32, NaN where a score that it needs is;
         - `credit` float32, once an algorithm has set it: reward with what follows from the node;
-        - `reward/<term>` float32: what a reward term added to the reward.
+        - `reward/<term>` float32: what a reward term added to the reward;
+        - `drawn_logprobs`, `drawn_reference_logprobs`, `importance_weight` float32 `[N, T]`, where
+          a trainer needs them (`trainers.behaviour`).
     tree_width : int
         Children of every conversation.
     prompts : list[str]
@@ -62,6 +64,8 @@ class RolloutTree:
         model could have read.
     seconds : dict[str, float]
         Time that attacker, target, reference and scorer took.
+    more_of_samples : list[dict[str, Tensor]]
+        What training samples of each node hold besides, of any length, once a trainer has set it.
     """
 
     nodes: TensorDict
@@ -72,6 +76,7 @@ class RolloutTree:
     contexts: list[list[int]] = field(repr=False)
     num_unique_tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    more_of_samples: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
 
     @property
     def num_nodes(self) -> int:

@@ -32,6 +32,7 @@ from nip_astra.trainers.ast_results import training_summary
 from nip_astra.trainers.ast_rewards import RewardShaping
 from nip_astra.trainers.ast_state import AstState
 from nip_astra.trainers.ast_tokens import rollout_token_metrics, update_token_metrics
+from nip_astra.trainers.behaviour import Behaviour
 from nip_astra.trainers.harness import Harness
 from nip_astra.trainers.optimization import (
     Gradients,
@@ -72,6 +73,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
         self.sampler = sampler
         self.attacker = self.scenario_instance.agents["attacker"]
         self.policy = self.attacker.language_model
+        self.behaviour = self._behaviour()
         self.modules = torch.nn.ModuleDict(self.build_modules())
         policy, modules = list(self.policy.parameters()), list(self.modules.parameters())
         self.learned = [*policy, *modules]
@@ -190,6 +192,17 @@ class AstTrainer(AstHooks, TensorDictTrainer):
 
     # ---- one iteration
 
+    def _behaviour(self) -> Behaviour | None:
+        """Give what probabilities are learnt from, and warn where they are off-policy."""
+        parameters = getattr(self.parameters, "behaviour", None)
+        if parameters is None and not self.compares_with_sampler:
+            return None
+        section = f"{self.hyper_params.trainer}.behaviour"
+        found = Behaviour(parameters, self.attacker.sampling, section)
+        if found.warning:
+            self._warn(found.warning)
+        return found
+
     def prepare(self, tree: RolloutTree) -> dict[str, float]:
         """Add reward terms and credit to a training rollout, and give what to log."""
         gap = SamplerGap()
@@ -200,6 +213,9 @@ class AstTrainer(AstHooks, TensorDictTrainer):
             gap.note(nodes["probe_logprobs"][mask_NT], scored_NT[mask_NT])
             nodes["probe_logprobs"] = scored_NT
         metrics = self.shaping.apply(tree) | gap.take()
+        if self.behaviour is not None:
+            reference = self.sampler.reference.language_model
+            metrics |= self.behaviour.prepare(tree, self.policy, reference)
         tree.nodes["credit"] = self.credit(tree)
         return metrics
 

@@ -22,6 +22,7 @@ from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.ast_rewards import CreditParameters
+from nip_astra.trainers.behaviour import BehaviourParameters, importance_weights_of
 from nip_astra.trainers.kl_penalty import check_estimator
 from nip_astra.trainers.node_samples import node_samples
 from nip_astra.trainers.registry import register_trainer
@@ -38,7 +39,8 @@ class AstGrpoTrainer(AstTrainer):
     `variant` names surrogate, baseline, standard deviation, reduction and what becomes of groups
     of equal credit (`rl_objectives.group_variants`): grpo (arXiv:2402.03300), dr_grpo
     (arXiv:2503.20783), dapo (arXiv:2503.14476), cispo (arXiv:2506.13585), gspo
-    (arXiv:2507.18071), rloo (arXiv:2402.14740). Old log-probabilities are those of sampling.
+    (arXiv:2507.18071), rloo (arXiv:2402.14740). Old log-probabilities are those of sampling
+    (`behaviour`).
     """
 
     compares_with_sampler = True
@@ -61,6 +63,9 @@ class AstGrpoTrainer(AstTrainer):
         """Loss taken off per nat of entropy and token. Larger keeps probes more varied."""
         credit: CreditParameters = CreditParameters()
         """What siblings are compared by."""
+        behaviour: BehaviourParameters = BehaviourParameters()
+        """Which log-probabilities are learnt from where sampling is tempered or cut; the variants
+        with one ratio a probe (gspo, rloo) take importance weights of sequences alone."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,6 +80,13 @@ class AstGrpoTrainer(AstTrainer):
             GROUP_VARIANTS[self.parameters.variant],
             **{name: value for name, value in given.items() if value is not None},
         )
+        level = self.behaviour.level if self.behaviour is not None else None
+        if self.variant.ratio != "token" and level == "token":
+            raise ConfigurationError(
+                f"ast_grpo.variant={self.parameters.variant} was asked for with importance weights "
+                "of tokens, but it has one ratio, and so one weight, a probe. Set "
+                "ast_grpo.behaviour.importance_weights=sequence, or take another variant."
+            )
         self.results["objective"] = {"variant": self.parameters.variant, **asdict(self.variant)}
         logger.info("objective: %s", self.results["objective"])
         check_estimator(self.parameters.kl_kind, self.parameters.kl_weight, "ast_grpo.kl_kind")
@@ -112,6 +124,7 @@ class AstGrpoTrainer(AstTrainer):
             kl_weight=self.parameters.kl_weight,
             kl_kind=self.parameters.kl_kind,
             entropy_BT=scores.entropy_BT,
+            weights_BT=importance_weights_of(batch, scores.logprobs_BT.device),
         )
         if scores.entropy_BT is not None:
             entropy = reduce_loss(scores.entropy_BT, batch["probe_mask"], "sequence")

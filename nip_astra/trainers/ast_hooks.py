@@ -18,6 +18,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast_rewards import credit_of
+from nip_astra.trainers.behaviour import Behaviour
 
 
 class AstHooks(ABC):
@@ -34,12 +35,16 @@ class AstHooks(ABC):
     compares_with_sampler : bool
         Whether the loss compares with the log-probabilities that probes were sampled with. They are
         then scored anew where the model samples by another path than it scores.
+    behaviour : Behaviour or None
+        Which probabilities of probes are learnt from; by the trainer's parameter `behaviour`, a
+        `BehaviourParameters`, where it has one.
     """
 
     parameters: Any
     policy: LanguageModel
     flatten_metrics: dict[str, float] = {}
     compares_with_sampler: ClassVar[bool] = False
+    behaviour: Behaviour | None = None
     _step_batches: Sequence[TensorDict] = ()
 
     @abstractmethod
@@ -111,16 +116,24 @@ class AstHooks(ABC):
         padded = pad_left(contexts, torch.device("cpu"))
         return self.policy.logprobs(*padded, tree.nodes["probe"], tree.nodes["probe_mask"]).cpu()
 
-    def policy_scores(self, batch: TensorDict, **needs: bool) -> TokenScores:
+    def policy_scores(
+        self, batch: TensorDict, *, needs_entropy: bool = False, needs_hidden: bool = False
+    ) -> TokenScores:
         """Give what the attacker thinks of the tokens of `probe` after `context`, with gradient.
+
+        Under the distribution that `behaviour` says; `probe_logprobs` are always the model's own.
 
         Parameters
         ----------
-        needs : bool
-            `needs_entropy`, `needs_hidden`; see `LanguageModel.token_scores`.
+        needs_entropy, needs_hidden
+            See `LanguageModel.token_scores`.
         """
+        drawn = self.behaviour.drawn(batch) if self.behaviour is not None else None
         return self.policy.token_scores(
-            batch["context"], batch["context_mask"], batch["probe"], batch["probe_mask"], **needs
+            *(batch["context"], batch["context_mask"], batch["probe"], batch["probe_mask"]),
+            needs_entropy=needs_entropy,
+            needs_hidden=needs_hidden,
+            drawn=drawn,
         )
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:

@@ -14,6 +14,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.behaviour import BehaviourParameters, importance_weights_of
 from nip_astra.trainers.kl_penalty import KlPenalty
 from nip_astra.trainers.node_samples import node_samples
 from nip_astra.trainers.ppo_loss import ppo_loss
@@ -29,16 +30,20 @@ class AstPpoTrainer(AstTrainer):
     Loss: `-min(r A, clip(r) A)` (arXiv:1707.06347, eq. 7) with `r = pi / pi_old` of each token,
     `+ value_weight * 0.5 * (V - return)^2` (clipped about the old value),
     `+ kl.weight * KL(pi || ref)` or as much less reward, `- entropy_weight * entropy`; means over
-    the tokens that the attacker sampled. Old log-probabilities are those of sampling. Advantages
-    are estimated over all tokens of a conversation, its turns one after the other, at branches
-    with the mean over the children (`rl_objectives.token_gae`, arXiv:1506.02438); tree_width 1 is
-    plain PPO on conversations.
+    the tokens that the attacker sampled. Old log-probabilities are those of sampling (`behaviour`;
+    importance weights multiply policy loss and divergence, not the value loss). Advantages are
+    estimated over all tokens of a conversation, its turns one after the other, at branches with the
+    mean over the children (`rl_objectives.token_gae`, arXiv:1506.02438); tree_width 1 is plain PPO
+    on conversations.
     """
 
     compares_with_sampler = True
 
     class Parameters(PpoParameters):
         """Clipping, advantages, value head and what holds the attacker near the reference."""
+
+        behaviour: BehaviourParameters = BehaviourParameters()
+        """Which log-probabilities are learnt from where sampling is tempered or cut."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -65,8 +70,10 @@ class AstPpoTrainer(AstTrainer):
     @torch.no_grad()
     def probe_logprobs(self, tree: RolloutTree) -> Tensor:
         """Give the attacker's log-probabilities; the values of that pass go into the tree."""
-        scores = self.policy_scores(
-            collate(node_samples(tree, range(tree.num_nodes))), needs_hidden=True
+        batch = collate(node_samples(tree, range(tree.num_nodes)))
+        scores = self.policy.token_scores(
+            *(batch["context"], batch["context_mask"], batch["probe"], batch["probe_mask"]),
+            needs_hidden=True,
         )
         values_BT = self.modules["value_head"](scores.hidden_BTX)
         # A batch is as wide as its longest probe.
@@ -98,6 +105,7 @@ class AstPpoTrainer(AstTrainer):
             batch.to(scores.logprobs_BT.device),
             options,
             kl_loss_weight=self.kl.loss_weight,
+            weights_BT=importance_weights_of(batch, scores.logprobs_BT.device),
             normaliser=self.num_tokens_in_step(batch),
             entropy_BT=scores.entropy_BT,
         )

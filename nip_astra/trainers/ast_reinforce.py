@@ -13,14 +13,15 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import group_advantages
-from nip_astra.rl_objectives.kl import kl_estimate
-from nip_astra.rl_objectives.masked import reduce_loss
+from nip_astra.rl_objectives.kl import kl_estimate, sequence_kl_estimate
+from nip_astra.rl_objectives.masked import mean_over_rows, reduce_loss
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_gradient import reinforce_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.ast_rewards import CreditParameters
+from nip_astra.trainers.behaviour import BehaviourParameters, importance_weights_of
 from nip_astra.trainers.node_samples import node_samples
 from nip_astra.trainers.registry import register_trainer
 
@@ -30,11 +31,16 @@ class AstReinforceTrainer(AstTrainer):
     """Raise whole probes by what they were worth (red teaming by RL, arXiv:2202.03286).
 
     Loss: `(1 - kl_mix) * -A log pi(probe) + kl_mix * KL(pi || ref)(probe) - entropy_weight * H`,
-    sums over a probe's tokens, mean over probes; the divergence is the k2 estimate, whose gradient
-    is that of KL(pi || ref) on average. Perez et al. take a learnt value as the baseline of `A`;
-    here it is the mean of the others: of the siblings, or of the iteration. Unbiased with one
-    epoch and one step an iteration (training.batch_size times gradient_accumulation_steps at least
-    the nodes of an iteration).
+    sums over a probe's tokens, mean over probes; `kl_estimator` says how the divergence is
+    estimated. Perez et al. take a learnt value as the baseline of `A`; here it is the mean of the
+    others: of the siblings, or of the iteration.
+
+    On average the gradient is that of a probe's mean credit and of its divergence, given what was
+    said before, where there are one epoch and one step an iteration (training.batch_size times
+    gradient_accumulation_steps at least the nodes of an iteration), a baseline that does not depend
+    on the probe (`none` or `siblings`; among the others of an iteration are its own descendants),
+    `kl_estimator` sequence_k2, `entropy_weight` 0, and `divides_by_std` off: with it nothing is
+    unbiased, since the deviation depends on the probe. The preset trades that for less variance.
     """
 
     class Parameters(SubParameters):
@@ -43,16 +49,24 @@ class AstReinforceTrainer(AstTrainer):
         kl_mix: float = Field(default=0.3, ge=0, lt=1)
         """Weight of the divergence from the reference against that of the reward, as in the paper
         (0.3 to 0.4 there). Larger stays closer to the reference."""
+        kl_estimator: Literal["sequence_k2", "token_k2"] = "sequence_k2"
+        """How the divergence enters the loss. sequence_k2: half the square of a probe's summed
+        log-ratio, whose gradient is on average that of KL(pi || ref) between whole probes.
+        token_k2: the sum of half the squares of its tokens' log-ratios, which has less variance;
+        its gradient leaves out that a token decides which tokens may follow, and is that of no
+        divergence."""
         baseline: Literal["siblings", "iteration", "none"] = "iteration"
         """With what a probe's credit is compared: the mean of its siblings, of all other probes of
         the iteration, or nothing."""
         divides_by_std: Annotated[bool, where("baseline", "siblings", "iteration")] = True
         """Whether advantages are divided by the standard deviation of what they are compared
-        with, so that the scale of the reward does not matter."""
+        with, so that the scale of the reward does not matter. The gradient is then biased."""
         entropy_weight: float = Field(default=0.0, ge=0)
         """Loss taken off per nat of a probe's summed entropy. Larger keeps probes more varied."""
         credit: CreditParameters = CreditParameters()
         """What a probe is worth."""
+        behaviour: BehaviourParameters = BehaviourParameters()
+        """Which log-probabilities are learnt from where sampling is tempered or cut."""
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
         """Give one sample a node with a verdict."""
@@ -79,15 +93,27 @@ class AstReinforceTrainer(AstTrainer):
         scores = self.policy_scores(batch, needs_entropy=options.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)
         mask_BT = batch["probe_mask"]
-        loss, metrics = reinforce_loss(scores.logprobs_BT, mask_BT, batch["advantage"])
-        kl = self._sum(
-            kl_estimate(scores.logprobs_BT, batch["reference_logprobs"], "k2", mask_BT=mask_BT),
-            mask_BT,
+        weights_BT = importance_weights_of(batch, scores.logprobs_BT.device)
+        loss, metrics = reinforce_loss(
+            scores.logprobs_BT, mask_BT, batch["advantage"], weights_BT=weights_BT
         )
+        kl = self._divergence(scores.logprobs_BT, batch, weights_BT)
         loss = (1 - options.kl_mix) * loss + options.kl_mix * kl
         if scores.entropy_BT is not None:
             loss = loss - options.entropy_weight * self._sum(scores.entropy_BT, mask_BT)
         return LossOutput(loss, metrics | {"kl": kl.detach()})
+
+    def _divergence(
+        self, logprobs_BT: Tensor, batch: TensorDict, weights_BT: Tensor | None
+    ) -> Tensor:
+        """Give the estimate of the divergence, a mean over probes."""
+        reference_BT, mask_BT = batch["reference_logprobs"], batch["probe_mask"]
+        if self.parameters.kl_estimator == "sequence_k2":
+            return mean_over_rows(
+                sequence_kl_estimate(logprobs_BT, reference_BT, mask_BT, weights_BT=weights_BT)
+            )
+        kl_BT = kl_estimate(logprobs_BT, reference_BT, "k2", mask_BT=mask_BT)
+        return self._sum(kl_BT if weights_BT is None else weights_BT * kl_BT, mask_BT)
 
     @staticmethod
     def _sum(values_BT: Tensor, mask_BT: Tensor) -> Tensor:

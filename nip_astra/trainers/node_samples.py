@@ -17,6 +17,9 @@ from nip_astra.rollouts.tree import RolloutTree
 def node_samples(tree: RolloutTree, nodes: Sequence[int], **columns: Tensor) -> list[Sample]:
     """Give one sample a node: `context`, `probe`, `old_logprobs`, `reference_logprobs`, `episode`.
 
+    The log-probabilities are those by which the tree is learnt from (`learning_logprobs`); where it
+    has them, importance weights and the rest of `trainers.behaviour` are added.
+
     Parameters
     ----------
     nodes : Sequence[int]
@@ -26,11 +29,10 @@ def node_samples(tree: RolloutTree, nodes: Sequence[int], **columns: Tensor) -> 
         probe's length.
     """
     mask_NT = tree.nodes["probe_mask"]
-    columns = {
-        "old_logprobs": tree.nodes["probe_logprobs"],
-        "reference_logprobs": tree.nodes["reference_logprobs"],
-        **columns,
-    }
+    old_NT, reference_NT = learning_logprobs(tree)
+    columns = {"old_logprobs": old_NT, "reference_logprobs": reference_NT, **columns}
+    if "importance_weight" in tree.nodes.keys():  # noqa: SIM118 - iteration gives rows
+        columns["importance_weight"] = tree.nodes["importance_weight"]
     return [
         {
             "context": torch.tensor(tree.context_of(node)),
@@ -40,6 +42,19 @@ def node_samples(tree: RolloutTree, nodes: Sequence[int], **columns: Tensor) -> 
                 name: values[node][mask_NT[node]] if values.ndim == 2 else values[node]
                 for name, values in columns.items()
             },
+            **(tree.more_of_samples[node] if tree.more_of_samples else {}),
         }
         for node in nodes
     ]
+
+
+def learning_logprobs(tree: RolloutTree) -> tuple[Tensor, Tensor]:
+    """Give log-probabilities of probes under attacker and reference, `[N, T]`, to learn from.
+
+    Those of the distribution that was drawn from where the trainer has asked for them, else those
+    of the models themselves.
+    """
+    names = "drawn_logprobs", "drawn_reference_logprobs"
+    if names[0] not in tree.nodes.keys():  # noqa: SIM118 - iteration gives rows
+        names = "probe_logprobs", "reference_logprobs"
+    return tree.nodes[names[0]], tree.nodes[names[1]]

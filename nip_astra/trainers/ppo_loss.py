@@ -24,6 +24,7 @@ def ppo_loss(
     kl_loss_weight: float,
     normaliser: float | None,
     entropy_BT: Tensor | None = None,
+    weights_BT: Tensor | None = None,
 ) -> LossOutput:
     """Policy, value, divergence and entropy loss of a batch of probes; see `AstPpoTrainer`.
 
@@ -40,6 +41,8 @@ def ppo_loss(
         What sums over tokens are divided by; their number by default.
     entropy_BT : Tensor, optional
         With gradient; needed where `options.entropy_weight` is not 0.
+    weights_BT : Tensor, optional
+        Importance weights of the policy's and the divergence's terms.
     """
     mask_BT = batch["probe_mask"]
     loss, metrics = ppo_policy_loss(
@@ -51,6 +54,7 @@ def ppo_loss(
         clip_high=options.clip_range,
         normaliser=normaliser,
         entropy_BT=entropy_BT,
+        weights_BT=weights_BT,
     )
     value, more = value_loss(
         values_BT,
@@ -65,6 +69,7 @@ def ppo_loss(
         kl_BT = kl_estimate(
             logprobs_BT, batch["reference_logprobs"], options.kl.kind, mask_BT=mask_BT
         )
+        kl_BT = kl_BT if weights_BT is None else weights_BT * kl_BT
         loss += kl_loss_weight * reduce_loss(kl_BT, mask_BT, "token", normaliser=normaliser)
     if entropy_BT is not None:
         entropy = reduce_loss(entropy_BT, mask_BT, "token", normaliser=normaliser)

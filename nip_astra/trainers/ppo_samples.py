@@ -19,7 +19,7 @@ from nip_astra.rl_objectives.token_gae import token_gae
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.trainers.kl_penalty import KlParameters
-from nip_astra.trainers.node_samples import node_samples
+from nip_astra.trainers.node_samples import learning_logprobs, node_samples
 
 
 class PpoParameters(SubParameters):
@@ -76,9 +76,7 @@ def ppo_samples(
     """
     nodes = tree.nodes
     mask_NT = nodes["probe_mask"]
-    kl_NT = kl_estimate(
-        nodes["probe_logprobs"], nodes["reference_logprobs"], parameters.kl.kind, mask_BT=mask_NT
-    )
+    kl_NT = kl_estimate(*learning_logprobs(tree), parameters.kl.kind, mask_BT=mask_NT)
     is_last_NT = torch.arange(mask_NT.shape[1]) == mask_NT.sum(dim=1, keepdim=True) - 1
     rewards_NT = torch.where(is_last_NT, nodes["reward"][:, None], torch.zeros(()))
     advantages_NT, returns_NT = token_gae(

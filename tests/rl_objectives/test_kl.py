@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
-from nip_astra.rl_objectives.kl import KL_KINDS, AdaptiveKl, KlKind, kl_estimate
+from nip_astra.rl_objectives.kl import (
+    KL_KINDS,
+    AdaptiveKl,
+    KlKind,
+    kl_estimate,
+    sequence_kl_estimate,
+)
 
 LOGITS = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([-0.5, 0.4, 0.2, 0.0], dtype=torch.float64).log_softmax(0)
@@ -52,6 +58,39 @@ def test_the_mean_gradients_are_what_the_docstring_says() -> None:
     assert torch.allclose(_mean_gradient("k1"), torch.zeros(4).double(), atol=1e-12)
     assert torch.allclose(_mean_gradient("k2"), _divergence_gradient(is_reverse=True), atol=1e-12)
     assert torch.allclose(_mean_gradient("k3"), _divergence_gradient(is_reverse=False), atol=1e-12)
+
+
+def test_of_sequences_only_the_square_of_the_sum_has_the_gradient_of_their_divergence() -> None:
+    # Two tokens of three; the second depends on the first.
+    generator = torch.Generator().manual_seed(0)
+    logits, others = torch.randn(2, 4, 3, generator=generator, dtype=torch.float64)
+    logits.requires_grad_()
+    first, second = (x.flatten() for x in torch.meshgrid(*[torch.arange(3)] * 2, indexing="ij"))
+
+    def logprobs(logits: torch.Tensor) -> torch.Tensor:
+        of_all = logits.log_softmax(dim=-1)
+        return torch.stack([of_all[0, first], of_all[1 + first, second]], dim=1)
+
+    policy, reference = logprobs(logits), logprobs(others)
+    mask = torch.ones_like(policy, dtype=torch.bool)
+    chances_B = policy.sum(dim=1).exp()
+
+    def gradient(value: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    exact = gradient((chances_B * (policy - reference).sum(dim=1)).sum())
+    of_sum = sequence_kl_estimate(policy, reference, mask)
+    sum_of = kl_estimate(policy, reference, "k2").sum(dim=1)
+    found, other = (gradient((chances_B.detach() * values).sum()) for values in (of_sum, sum_of))
+    torch.testing.assert_close(found, exact, atol=1e-12, rtol=0)
+    assert (other - exact).norm() > 0.1 * exact.norm()
+
+
+def test_the_square_of_the_sum_by_hand() -> None:
+    policy = torch.tensor([[-1.0, -2.0, math.nan], [-0.5, math.nan, math.nan]])
+    reference = torch.tensor([[-2.0, -5.0, 1.0], [-0.25, 1.0, 1.0]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert sequence_kl_estimate(policy, reference, mask).tolist() == [8.0, 0.03125]
 
 
 @pytest.mark.parametrize("kind", KL_KINDS)

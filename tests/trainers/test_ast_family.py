@@ -174,6 +174,7 @@ CHANGES: dict[str, dict[str, object]] = {
         "kl_mix": 0.9,
         "baseline": "siblings",
         "divides_by_std": "false",
+        "kl_estimator": "token_k2",
         "entropy_weight": 0.5,
         "credit.kind": "mean_child",
     },
@@ -190,6 +191,22 @@ CONTEXT = {
     "ast_ppo.kl.horizon": ("ast_ppo.kl.target=0.01",),
     "ast_sft.credit.kind": ("ast_sft.num_best=4",),
 }
+TEMPERED = "ast_chat.attacker.temperature=0.5"
+for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
+    _section = f"{_name}.behaviour"
+    CHANGES[_name] |= {
+        "behaviour.logprobs": "raw",
+        "behaviour.importance_weights": "token",
+        "behaviour.max_importance_weight": 0.3,
+    }
+    _raw = f"{_section}.logprobs=raw"
+    CONTEXT |= {
+        f"{_section}.logprobs": (TEMPERED,),
+        f"{_section}.importance_weights": (TEMPERED, _raw),
+        f"{_section}.max_importance_weight": (
+            *(TEMPERED, _raw, f"{_section}.importance_weights=sequence"),
+        ),
+    }
 
 
 @cache

@@ -24,10 +24,9 @@ from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System, TokenValues
 from nip_astra.errors import ConfigurationError
 from nip_astra.rollouts.samples import Sample, collate
-from nip_astra.trainers.ast_ppo import AstPpoTrainer
 from nip_astra.trainers.kl_penalty import KlPenalty
 from nip_astra.trainers.ppo_loss import ppo_loss
-from nip_astra.trainers.ppo_samples import ppo_samples
+from nip_astra.trainers.ppo_samples import PpoParameters, ppo_samples
 
 
 @dataclass
@@ -95,7 +94,8 @@ class PPO(
     vf_loss_coef : float
         Weight of the value loss, >= 0.
     **options
-        Other parameters of `ast_ppo`, for instance `gamma`, `lam`, `kl={"weight": 0.1}`.
+        Other parameters of `ast_ppo`, for instance `gamma`, `lam`, `kl={"weight": 0.1}`; not
+        `behaviour`, since the system itself says how likely its probes were.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class PPO(
         super().__init__(system)
         named = {"clip_range": clip_range, "value_weight": vf_loss_coef}
         given = {name: value for name, value in named.items() if value is not None}
-        self.parameters = AstPpoTrainer.Parameters.from_dict({**given, **options})
+        self.parameters = PpoParameters.from_dict({**given, **options})
         if not callable(getattr(system, "value", None)):
             raise ConfigurationError(
                 f"PPO was to train {type(system).__name__}, which has no value function. Define "

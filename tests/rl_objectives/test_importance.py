@@ -1,0 +1,105 @@
+"""Importance weights turn means under one distribution into means under another."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nip_astra.rl_objectives.importance import ImportanceLevel, importance_weights
+from nip_astra.rl_objectives.kl import sequence_kl_estimate
+from nip_astra.rl_objectives.policy_gradient import reinforce_loss
+
+PI = torch.tensor([[0.5, 0.25], [0.2, math.nan]]).log()
+MU = torch.tensor([[0.25, 0.5], [0.8, 1.0]]).log()
+MASK = torch.tensor([[True, True], [True, False]])
+
+
+@pytest.mark.parametrize(
+    ("level", "most", "expected"),
+    [
+        ("token", 9.0, [[2.0, 0.5], [0.25, 0.0]]),
+        ("token", 1.5, [[1.5, 0.5], [0.25, 0.0]]),
+        ("sequence", 9.0, [[1.0, 1.0], [0.25, 0.0]]),
+        ("sequence", 0.5, [[0.5, 0.5], [0.25, 0.0]]),
+    ],
+)
+def test_weights_by_hand(level: ImportanceLevel, most: float, expected: list[list[float]]) -> None:
+    found = importance_weights(PI, MU, MASK, level=level, most=most)
+    torch.testing.assert_close(found, torch.tensor(expected))
+
+
+def test_a_token_that_was_next_to_impossible_gets_the_largest_weight() -> None:
+    behaviour = torch.tensor([[-1e4]])
+    found = importance_weights(
+        torch.zeros(1, 1), behaviour, torch.ones(1, 1, dtype=torch.bool), level="token", most=3.0
+    )
+    assert found.item() == 3.0
+
+
+# Sequences of two tokens of three: the second depends on the first.
+SEQUENCES = torch.tensor(list(itertools.product(range(3), repeat=2)))
+ALL = torch.ones(9, 2, dtype=torch.bool)
+REWARDS = torch.tensor([1.0, 0.0, 0.3, -1.0, 2.0, 0.1, 0.4, 0.9, -0.2], dtype=torch.float64)
+
+
+def _logprobs(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Give the log-probabilities of the tokens of all sequences, `[9, 2]`."""
+    of_all = (logits / temperature).log_softmax(dim=-1)
+    first_B, second_B = SEQUENCES.unbind(dim=1)
+    return torch.stack([of_all[0, first_B], of_all[1 + first_B, second_B]], dim=1)
+
+
+def _logits(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64).requires_grad_()
+
+
+def _mean_under(behaviour_B: Tensor, values_B: Tensor) -> Tensor:
+    return (behaviour_B.detach() * values_B).sum()
+
+
+def _relative_error(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+def test_weighted_by_whole_sequences_the_mean_gradient_is_that_of_the_expected_reward() -> None:
+    logits = _logits(0)
+    now, behaviour = _logprobs(logits), _logprobs(logits.detach(), temperature=0.5)
+    (exact,) = torch.autograd.grad(
+        (now.sum(dim=1).exp() * REWARDS).sum(), logits, retain_graph=True
+    )
+
+    def gradient(weights: Tensor | None) -> Tensor:
+        chances_B = behaviour.sum(dim=1).exp()
+        # The loss is a mean over rows of equal weight.
+        advantages_B = REWARDS * chances_B * len(SEQUENCES)
+        loss = reinforce_loss(now, ALL, advantages_B, weights_BT=weights).loss
+        return -torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    def weights(level: ImportanceLevel, most: float) -> Tensor:
+        return importance_weights(now, behaviour, ALL, level=level, most=most)
+
+    assert _relative_error(gradient(weights("sequence", 1e9)), exact) < 1e-12
+    uncorrected = _relative_error(gradient(None), exact)
+    assert uncorrected > 0.3
+    # Truncated, or of tokens, weights are nearer than none.
+    assert 1e-3 < _relative_error(gradient(weights("token", 1e9)), exact) < uncorrected
+    assert 1e-3 < _relative_error(gradient(weights("sequence", 2.0)), exact) < uncorrected
+
+
+def test_the_divergence_weighted_by_whole_sequences_has_the_gradient_of_the_divergence() -> None:
+    logits, reference = _logits(1), _logprobs(_logits(2).detach())
+    now, behaviour = _logprobs(logits), _logprobs(logits.detach(), temperature=0.5)
+    total_B = now.sum(dim=1)
+    divergence = (total_B.exp() * (total_B - reference.sum(dim=1))).sum()
+    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    weights = importance_weights(now, behaviour, ALL, level="sequence", most=1e9)
+    values_B = sequence_kl_estimate(now, reference, ALL, weights_BT=weights)
+    torch.testing.assert_close(values_B, sequence_kl_estimate(now, reference, ALL))
+    mean = _mean_under(behaviour.sum(dim=1).exp(), values_B)
+    found = torch.autograd.grad(mean, logits)[0]
+    assert _relative_error(found, exact) < 1e-12
