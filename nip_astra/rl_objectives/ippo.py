@@ -19,6 +19,7 @@ from nip_astra.rl_objectives.objective import (
     PlayingAgents,
     PolicyView,
 )
+from nip_astra.rl_objectives.ratios import bounded, is_gradient_clipped
 
 MIN_ADVANTAGE_STD = 1e-6
 """Advantages of a minibatch that differ by less are shifted to mean 0 and not scaled up further."""
@@ -41,7 +42,8 @@ class IppoObjective(Objective):
     (arXiv:1707.06347, eq. 7 and 8; arXiv:2011.09533 for several agents). The mean of `-log r` under
     the old policy is `KL(pi_old || pi)`. `beta`, one an agent, is multiplied by kl_increment after
     an iteration whose mean divergence exceeds kl_target by 1.5 times, and by kl_decrement where it
-    falls short of it by as much.
+    falls short of it by as much. Beyond 20 nats (`ratios.MAX_LOG_RATIO`) a ratio is held and has no
+    gradient; the charge has one still.
 
     Advantages are shifted and scaled by mean and (unbiased) deviation over those frames, where
     normalize_advantage; a deviation below 1e-6 counts as that, and a single frame gets 0. With
@@ -81,38 +83,47 @@ class IppoObjective(Objective):
     def _policy_entries(self, name: str, view: PolicyView) -> dict[str, Tensor]:
         log_ratios_B = view.evaluation.logprobs_B - view.of_agent("logprob")
         entropy = view.mean(view.evaluation.entropies_B)
+        ratios_B = bounded(log_ratios_B).exp()
+        advantages_B = view.of_agent("advantage").to(log_ratios_B.dtype)
+        if self.ppo.normalize_advantage:
+            advantages_B = normalise(advantages_B, view.is_acting_B)
+        gains_B = ratios_B * advantages_B
+        if self.ppo.loss_type == "clip":
+            clipped_B = self._clip(ratios_B) * advantages_B
+            policy_loss = -view.mean(torch.minimum(gains_B, clipped_B))
+            is_clipped_B = is_gradient_clipped(clipped_B, gains_B)
+        else:
+            kl = view.mean(-log_ratios_B)
+            policy_loss = -view.mean(gains_B) + self.beta[view.number] * kl
+            is_clipped_B = torch.zeros_like(gains_B, dtype=torch.bool)
         losses = {
-            "loss_policy": self._policy_loss(view, log_ratios_B),
+            "loss_policy": policy_loss,
             "loss_entropy": -self.ppo.entropy_coef * entropy,
         }
-        return losses | self.logit_losses(name, view) | self._metrics(view, log_ratios_B)
+        metrics = self._metrics(view, log_ratios_B, ratios_B, is_clipped_B)
+        return losses | self.logit_losses(name, view) | metrics
 
     def _value_entries(self, name: str, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
         return {"loss_value": self._value_loss(self.agents.number(name), values_B, batch)}
 
-    def _policy_loss(self, view: PolicyView, log_ratios_B: Tensor) -> Tensor:
-        advantages_B = view.of_agent("advantage").to(log_ratios_B.dtype)
-        if self.ppo.normalize_advantage:
-            advantages_B = normalise(advantages_B, view.is_acting_B)
-        ratios_B = log_ratios_B.exp()
-        if self.ppo.loss_type == "clip":
-            low, high = 1 - self.ppo.clip_epsilon, 1 + self.ppo.clip_epsilon
-            clipped_B = ratios_B.clamp(low, high)
-            return -view.mean(torch.minimum(ratios_B * advantages_B, clipped_B * advantages_B))
-        kl = view.mean(-log_ratios_B)
-        return -view.mean(ratios_B * advantages_B) + self.beta[view.number] * kl
+    def _clip(self, ratios_B: Tensor) -> Tensor:
+        return ratios_B.clamp(1 - self.ppo.clip_epsilon, 1 + self.ppo.clip_epsilon)
 
     @torch.no_grad()
-    def _metrics(self, view: PolicyView, log_ratios_B: Tensor) -> dict[str, Tensor]:
-        ratios_B = log_ratios_B.exp()
-        is_clipped_B = (ratios_B - 1).abs() > self.ppo.clip_epsilon
-        ratio, square, log_ratio, clip_fraction, entropy = view.figures(
+    def _metrics(
+        self, view: PolicyView, log_ratios_B: Tensor, ratios_B: Tensor, is_clipped_B: Tensor
+    ) -> dict[str, Tensor]:
+        is_outside_B = self._clip(ratios_B) != ratios_B
+        ratio, square, log_ratio, clip_fraction, outside_fraction, entropy = view.figures(
             *(ratios_B, ratios_B.square(), log_ratios_B),
-            *(is_clipped_B.to(ratios_B.dtype), view.evaluation.entropies_B),
+            *(is_clipped_B.to(ratios_B.dtype), is_outside_B.to(ratios_B.dtype)),
+            view.evaluation.entropies_B,
         )
         return {
             "kl": -log_ratio,
+            # The share of frames whose gradient the clip takes away, and of those beyond it.
             "clip_fraction": clip_fraction,
+            "outside_fraction": outside_fraction,
             # The effective sample size, as a share of the frames: 1 where all ratios are equal.
             "ess": ratio.square() / square.clamp(min=1e-12),
             "entropy": entropy,

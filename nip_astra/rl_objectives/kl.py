@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.rl_objectives.masked import masked_fill_zero, masked_sum
+from nip_astra.rl_objectives.ratios import bounded
 
 KlKind = Literal["k1", "k2", "k3"]
 """Estimators of KL(policy || reference) from one sample, see `kl_estimate`."""
@@ -36,7 +37,8 @@ def kl_estimate(
       score): use it in the reward, without gradient;
     - `k2 = d**2 / 2`: biased, >= 0. Its gradient `d * grad log policy` is on average that of
       KL(policy || reference): the one to use in a loss;
-    - `k3 = exp(-d) - 1 + d`: unbiased, >= 0, exact and not clamped. Its gradient
+    - `k3 = exp(-d) - 1 + d`: unbiased, >= 0, exact for d within 20 nats of 0, where it is held
+      (`ratios.MAX_LOG_RATIO`). Its gradient
       `(1 - exp(-d)) * grad log policy` is on average that of KL(reference || policy).
 
     On average: over tokens sampled from the policy itself, at one position after what was sampled
@@ -72,6 +74,7 @@ def kl_estimate(
     if kind == "k2":
         return difference_BT.square() / 2
     if kind == "k3":
+        difference_BT = bounded(difference_BT)
         return torch.expm1(-difference_BT) + difference_BT
     raise ConfigurationError(
         f"the KL divergence was to be estimated by {kind!r}, which is not known. Known kinds: "

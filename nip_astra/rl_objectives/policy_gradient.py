@@ -9,6 +9,7 @@ weighted by their rows give those of the whole.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -25,10 +26,7 @@ from nip_astra.rl_objectives.masked import (
     reduce_loss,
 )
 from nip_astra.rl_objectives.outputs import LossOutput
-
-MAX_LOG_RATIO = 80.0
-"""Nats. Larger log-ratios are held here: an infinite ratio would make the gradient of a clipped
-token NaN where it is 0."""
+from nip_astra.rl_objectives.ratios import bounded, is_gradient_clipped
 
 
 def ppo_policy_loss(
@@ -47,7 +45,8 @@ def ppo_policy_loss(
 ) -> LossOutput:
     """Clipped policy loss of PPO, token by token (arXiv:1707.06347, eq. 7).
 
-    `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` with `ratio = pi / pi_old`.
+    `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` with `ratio = pi / pi_old`,
+    whose logarithm is held within 20 nats of 0 (`ratios.MAX_LOG_RATIO`).
 
     Parameters
     ----------
@@ -70,8 +69,9 @@ def ppo_policy_loss(
     Returns
     -------
     LossOutput
-        Metrics: `clip_fraction` (share of tokens whose gradient the clip removed), `approx_kl`
-        (k3 estimate of KL(pi_old || pi), nats per token), `ratio_mean`, and `entropy`.
+        Metrics: `clip_fraction` (share of tokens whose gradient the clip removed),
+        `outside_fraction` (share whose ratio is beyond the clip, on the side of a gain or not),
+        `approx_kl` (k3 estimate of KL(pi_old || pi), nats per token), `ratio_mean`, and `entropy`.
     """
     log_ratio_BT = _log_ratio(logprobs_BT, old_logprobs_BT, mask_BT)
     ratio_BT = _ratio(log_ratio_BT, mask_BT, "token")
@@ -81,8 +81,9 @@ def ppo_policy_loss(
     loss = reduce_loss(
         -surrogate_BT, mask_BT, reduction, normaliser=normaliser, max_length=max_length
     )
-    metrics = _ratio_metrics(log_ratio_BT, ratio_BT, is_clipped_BT, mask_BT, entropy_BT)
-    return LossOutput(loss, metrics)
+    is_outside_BT = _clip(ratio_BT, clip_low, clip_high) != ratio_BT
+    shares = {"clip_fraction": is_clipped_BT, "outside_fraction": is_outside_BT}
+    return LossOutput(loss, _ratio_metrics(log_ratio_BT, ratio_BT, shares, mask_BT, entropy_BT))
 
 
 def group_policy_loss(
@@ -148,9 +149,12 @@ def group_policy_loss(
         )
     else:
         weight_BT = _clip(ratio_BT.detach(), variant.clip_low, variant.clip_high)
-        is_clipped_BT = weight_BT != ratio_BT.detach()
+        # The clip bounds a weight and takes no gradient away.
+        is_clipped_BT = torch.zeros_like(ratio_BT, dtype=torch.bool)
         surrogate_BT = weight_BT * advantages_BT * masked_fill_zero(logprobs_BT, mask_BT)
-    metrics = _ratio_metrics(log_ratio_BT, ratio_BT, is_clipped_BT, mask_BT, entropy_BT)
+    is_outside_BT = _clip(ratio_BT, variant.clip_low, variant.clip_high) != ratio_BT
+    shares = {"clip_fraction": is_clipped_BT, "outside_fraction": is_outside_BT}
+    metrics = _ratio_metrics(log_ratio_BT, ratio_BT, shares, mask_BT, entropy_BT)
     loss_BT = -surrogate_BT if variant.ratio == "token" else torch.zeros_like(logprobs_BT)
     if reference_logprobs_BT is not None:
         kl_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, kl_kind, mask_BT=mask_BT)
@@ -315,7 +319,7 @@ def _per_token(advantages: Tensor, weights: Tensor | None) -> Tensor:
 
 def _log_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor) -> Tensor:
     # Masked before exp: the gradient of an infinite value times 0 would be NaN.
-    return masked_fill_zero(logprobs_BT - old_logprobs_BT.detach(), mask_BT)
+    return bounded(masked_fill_zero(logprobs_BT - old_logprobs_BT.detach(), mask_BT))
 
 
 def _ratio(log_ratio_BT: Tensor, mask_BT: Tensor, level: RatioLevel) -> Tensor:
@@ -323,8 +327,8 @@ def _ratio(log_ratio_BT: Tensor, mask_BT: Tensor, level: RatioLevel) -> Tensor:
     if level == "sequence_mean":
         log_ratio_BT = masked_mean(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
     elif level == "sequence_product":
-        log_ratio_BT = masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
-    return log_ratio_BT.clamp(max=MAX_LOG_RATIO).exp()
+        log_ratio_BT = bounded(masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1))
+    return log_ratio_BT.exp()
 
 
 def _clip(ratio_BT: Tensor, low: float | None, high: float | None) -> Tensor:
@@ -339,19 +343,22 @@ def _clipped_surrogate(
     """Give the surrogate, to be maximised, and where the clip holds it."""
     free_BT = ratio_BT * advantages_BT
     clipped_BT = _clip(ratio_BT, low, high) * advantages_BT
-    return torch.minimum(free_BT, clipped_BT), clipped_BT.detach() < free_BT.detach()
+    return torch.minimum(free_BT, clipped_BT), is_gradient_clipped(clipped_BT, free_BT)
 
 
 def _ratio_metrics(
     log_ratio_BT: Tensor,
     ratio_BT: Tensor,
-    is_clipped_BT: Tensor,
+    shares: Mapping[str, Tensor],
     mask_BT: Tensor,
     entropy_BT: Tensor | None,
 ) -> dict[str, Tensor]:
     log_ratio_BT = log_ratio_BT.detach()
     columns = {
-        "clip_fraction": is_clipped_BT.to(log_ratio_BT.dtype).expand_as(log_ratio_BT),
+        **{
+            name: is_so_BT.to(log_ratio_BT.dtype).expand_as(log_ratio_BT)
+            for name, is_so_BT in shares.items()
+        },
         "approx_kl": torch.expm1(log_ratio_BT) - log_ratio_BT,
         "ratio_mean": ratio_BT.detach().expand_as(log_ratio_BT),
     }

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.masked import masked_fill_zero
-from nip_astra.rl_objectives.policy_gradient import MAX_LOG_RATIO
+from nip_astra.rl_objectives.ratios import bounded
 
 
 def shaping_losses(
@@ -111,7 +111,7 @@ def clipped_shaping_losses(
         `[A]`, as of `shaping_losses`.
     """
     log_ratio_BA = masked_fill_zero(logprobs_BA - old_logprobs_BA.detach(), mask_BA)
-    ratio_BIA = log_ratio_BA.clamp(max=MAX_LOG_RATIO).exp().unsqueeze(1)
+    ratio_BIA = bounded(log_ratio_BA).exp().unsqueeze(1)
     clipped_BIA = torch.where(
         advantages_BA.detach().unsqueeze(2) >= 0,
         ratio_BIA.clamp(max=1 + clip_epsilon),

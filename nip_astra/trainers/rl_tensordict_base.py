@@ -62,7 +62,7 @@ from nip_astra.utils.processor import peak_memory_bytes
 Gae = nn.Module
 """Called with a batch [E, T]; writes value, advantage and value target under `agents`."""
 
-SHARED_FIGURES = ("kl", "clip_fraction", "ess")
+SHARED_FIGURES = ("kl", "clip_fraction", "outside_fraction", "ess")
 """Figures of agents whose mean over the agents is logged as well."""
 
 

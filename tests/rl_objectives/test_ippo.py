@@ -172,8 +172,48 @@ def test_the_clipped_loss_is_what_the_hand_gives() -> None:
     # min(1.5 * 2, 1.2 * 2) = 2.4 and min(0.5 * -1, 0.8 * -1) = -0.8.
     assert float(found["loss_policy"].detach()) == pytest.approx(-(2.4 - 0.8) / 2)
     assert float(found["kl"]) == pytest.approx(-float(ratios.log().mean()))
-    assert float(found["clip_fraction"]) == 1.0
+    # The clip takes the gradient of both away.
+    assert float(found["clip_fraction"]) == float(found["outside_fraction"]) == 1.0
     assert float(found["ess"]) == pytest.approx(1.0 / 1.25)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "clipped", "outside"), [("clip", 0.5, 1.0), ("kl_penalty", 0.0, 1.0)]
+)
+def test_a_ratio_beyond_its_clip_counts_as_clipped_only_where_that_takes_its_gradient(
+    loss_type: str, clipped: float, outside: float
+) -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents, num_frames=2)
+    with torch.no_grad():
+        now_B = agents.evaluate("first", batch).logprobs_B
+    batch["agents", "logprob"][:, 0] = now_B - math.log(1.5)
+    batch["agents", "advantage"][:, 0, 0] = torch.tensor([2.0, -1.0], dtype=torch.float64)
+    objective = objective_of(agents, normalize_advantage=False, loss_type=loss_type)
+    found = objective.agent_losses("first", frames_of(batch))
+    assert float(found["clip_fraction"]) == clipped
+    assert float(found["outside_fraction"]) == outside
+
+
+@pytest.mark.parametrize("loss_type", ["clip", "kl_penalty"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e4])
+def test_a_policy_that_went_far_has_a_finite_gradient_in_float32(
+    log_ratio: float, advantage: float, loss_type: str
+) -> None:
+    agents = AlwaysActing()
+    batch = make_batch(agents, num_frames=2)
+    batch = batch.apply(lambda x: x.float() if x.is_floating_point() else x)
+    agents.float()
+    with torch.no_grad():
+        now_B = agents.evaluate("first", batch).logprobs_B
+    batch["agents", "logprob"][:, 0] = now_B - log_ratio
+    batch["agents", "advantage"][:] = advantage
+    objective = objective_of(agents, normalize_advantage=False, loss_type=loss_type)
+    found = objective.agent_losses("first", frames_of(batch))
+    assert found["ess"].isfinite()
+    sum(value for key, value in found.items() if key.startswith("loss")).backward()
+    assert all(bool(weight.grad.isfinite().all()) for weight in agents["first"].parameters())
 
 
 def test_a_better_move_becomes_likelier() -> None:
@@ -262,7 +302,7 @@ def test_a_minibatch_in_which_an_agent_never_acts_says_nothing_of_its_policy() -
     batch = make_batch(agents)
     batch["is_acting"][:, 0] = False
     objective = objective_of(agents)
-    figures = ("kl", "clip_fraction", "ess", "entropy")
+    figures = ("kl", "clip_fraction", "outside_fraction", "ess", "entropy")
     for name, is_told in (("first", False), ("second", True)):
         found = objective.agent_losses(name, frames_of(batch))
         assert {key: bool(found[key].isfinite()) for key in figures} == dict.fromkeys(

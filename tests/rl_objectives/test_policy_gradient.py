@@ -17,6 +17,7 @@ from nip_astra.rl_objectives.policy_gradient import (
     reinforce_loss,
     value_loss,
 )
+from nip_astra.rl_objectives.ratios import bounded
 from tests.rl_objectives.batches import DOUBLE, length_of, random_batch, without
 
 CLIP = {"clip_low": 0.2, "clip_high": 0.3}
@@ -47,6 +48,7 @@ def test_one_token_of_ppo_by_hand(
     assert output.loss.item() == pytest.approx(loss, abs=1e-12)
     assert logprobs.grad.item() == pytest.approx(slope, abs=1e-12)
     assert output.metrics["clip_fraction"].item() == float(slope == 0.0)
+    assert output.metrics["outside_fraction"].item() == float(abs(ratio - 1) > 0.2)
     assert output.metrics["ratio_mean"].item() == pytest.approx(ratio)
     assert output.metrics["approx_kl"].item() == pytest.approx(ratio - 1 - math.log(ratio))
 
@@ -111,6 +113,37 @@ def test_one_ratio_a_row_by_hand(level: str, ratios: tuple[float, float]) -> Non
     assert output.metrics["clip_fraction"] == 0.0
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratio", [100.0, -100.0, 1e4])
+@pytest.mark.parametrize("name", ["ppo", *GROUP_VARIANTS])
+def test_a_policy_that_went_far_has_finite_gradients_and_metrics_in_float32(
+    name: str, log_ratio: float, advantage: float
+) -> None:
+    old = torch.tensor([[-120.0, -1.0], [-150.0, -2.0]])
+    logprobs = (old + torch.tensor([[log_ratio, 0.1], [log_ratio, -0.1]])).requires_grad_()
+    advantages, mask = torch.full((2,), advantage), torch.ones(2, 2, dtype=torch.bool)
+    if name == "ppo":
+        output = ppo_policy_loss(logprobs, old, advantages, mask, **CLIP)
+    else:
+        variant = GROUP_VARIANTS[name]
+        output = group_policy_loss(
+            *(logprobs, old, advantages, mask),
+            variant=variant,
+            max_length=length_of(variant),
+            reference_logprobs_BT=old,
+            kl_weight=0.1,
+        )
+    output.loss.backward()
+    assert logprobs.grad.isfinite().all()
+    assert all(math.isfinite(float(value)) for value in output.metrics.values())
+
+
+def test_a_log_ratio_in_the_ordinary_range_is_what_it_is() -> None:
+    ordinary = torch.tensor([-20.0, -1.5, 0.0, 1e-7, 20.0])
+    assert torch.equal(bounded(ordinary), ordinary)
+    assert bounded(torch.tensor([-21.0, 1e4])).tolist() == [-20.0, 20.0]
+
+
 def test_a_weighted_token_learns_beyond_its_clip() -> None:
     logprobs = tokens(math.log(8.0) - 4.0).requires_grad_()
     output = group_policy_loss(
@@ -122,7 +155,8 @@ def test_a_weighted_token_learns_beyond_its_clip() -> None:
     )
     output.loss.backward()
     assert logprobs.grad.item() == pytest.approx(-5.0 * 2.0)
-    assert output.metrics["clip_fraction"] == 1.0
+    assert output.metrics["clip_fraction"] == 0.0
+    assert output.metrics["outside_fraction"] == 1.0
 
 
 @pytest.mark.parametrize("name", GROUP_VARIANTS)

@@ -313,6 +313,7 @@ def test_statistics_are_logged_by_agent_and_for_all() -> None:
         "std_max_message_prob",
         "kl",
         "clip_fraction",
+        "outside_fraction",
         "ess",
         "grad_norm",
         "lr",
@@ -328,6 +329,7 @@ def test_statistics_are_logged_by_agent_and_for_all() -> None:
         "share_undecided",
         "kl",
         "clip_fraction",
+        "outside_fraction",
         "ess",
     ):
         assert figure in row, figure
