@@ -25,10 +25,14 @@ class ExperimentSettings(SubParameters):
     """Name of the run and of its directory; null makes one from trainer, scenario and time."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Whether Weights & Biases mirrors the run directory."""
-    wandb_project: str = "nip_astra"
-    """W&B project."""
+    wandb_project: str | None = None
+    """W&B project; null takes WANDB_PROJECT of the environment, or nip_astra."""
     wandb_entity: str | None = None
-    """W&B user or team; null for the account's own."""
+    """W&B user or team; null takes WANDB_ENTITY of the environment, or the account's own."""
+    wandb_group: str | None = None
+    """Group of runs on W&B; null takes WANDB_RUN_GROUP of the environment, or none."""
+    wandb_tags: list[str] = []
+    """Tags of the run on W&B; with none, those of WANDB_TAGS in the environment."""
     num_threads: int | None = Field(default=None, ge=1)
     """CPU cores to use; null takes all, of which four at most play conversations of small models,
     and one trains agents of a protocol. Large models compute in so many threads of torch, parts of

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nip_astra.base_runs import RERUN_TESTS, BaseRun, check_rerun, located, only, read_base_run
 from nip_astra.errors import ConfigurationError, NipAstraError, PluginError, UnknownNameError
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
     find_scenario,
@@ -50,6 +51,8 @@ class ResolvedExperiment:
         The scenario's kind.
     scenario_dir : Path
         The scenario's folder.
+    settings : ExperimentSettings
+        What the files say under `settings`; they hold where nothing else is asked for.
     """
 
     hyper_params: HyperParameters
@@ -57,6 +60,7 @@ class ResolvedExperiment:
     trainer_class: type[Trainer]
     kind: str
     scenario_dir: Path
+    settings: ExperimentSettings = field(default_factory=ExperimentSettings)
 
 
 def resolve_experiment(
@@ -103,6 +107,7 @@ def resolve_experiment(
         components.trainer_class,
         components.kind,
         components.scenario_dir,
+        resolved.settings,
     )
 
 

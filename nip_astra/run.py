@@ -34,6 +34,7 @@ from nip_astra.tracking.environment import describe_environment
 from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
+from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.utils.devices import resolve_device
 
@@ -75,10 +76,12 @@ def prepare_experiment(
     experiment : HyperParameters or ResolvedExperiment
         Hyper-parameters are completed as on the command line; see `resolve_experiment`.
     settings : ExperimentSettings, optional
-        Or its fields by name.
+        In place of what the parameter file says under `settings`.
+    **settings_fields
+        Single settings, by name.
     """
     resolved = _resolved(experiment)
-    settings = _settings(settings, settings_fields)
+    settings = _settings(settings or resolved.settings, settings_fields)
     instance = build_scenario_instance(
         resolved.hyper_params,
         settings,
@@ -106,7 +109,7 @@ def run_experiment(
         When SIGINT or SIGTERM stopped the run; its work is saved.
     """
     resolved = _resolved(experiment)
-    settings = _settings(settings, settings_fields)
+    settings = _settings(settings or resolved.settings, settings_fields)
     hyper_params = resolved.hyper_params
     device = resolve_device(settings.device).type
     run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
@@ -215,7 +218,7 @@ def _run(
             built.append(prepared.trainer)
             _train(prepared.trainer, directory, checkpoint)
             is_done = True
-            _write_report(directory)
+            _write_report(directory, tracker)
         except (StopRequested, KeyboardInterrupt) as stopped:
             is_at_once = isinstance(stopped, KeyboardInterrupt)
             name = "SIGINT" if isinstance(stopped, KeyboardInterrupt) else stopped.signal_name
@@ -252,10 +255,10 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         directory.write_json(files.RESULTS, trainer.results)
 
 
-def _write_report(directory: RunDirectory) -> None:
+def _write_report(directory: RunDirectory, tracker: Tracker) -> None:
     """Write report.html; a run that has ended well does not fail for its report."""
     try:
-        write_report([directory.path])
+        tracker.log_report(write_report([directory.path]))
     except NipAstraError as error:
         logger.warning("the report was not written: %s", error)
 
@@ -292,8 +295,7 @@ def _resolved(experiment: HyperParameters | ResolvedExperiment) -> ResolvedExper
     return resolve_experiment(hyper_params=experiment)
 
 
-def _settings(settings: ExperimentSettings | None, fields: dict[str, Any]) -> ExperimentSettings:
-    base = settings or ExperimentSettings()
+def _settings(base: ExperimentSettings, fields: dict[str, Any]) -> ExperimentSettings:
     if not fields:
         return base
     runtime = {

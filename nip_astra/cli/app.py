@@ -22,6 +22,7 @@ from nip_astra.cli.options import (
     RunsDir,
     ScenarioName,
     Seed,
+    Settings,
     Threads,
     Trainer,
     Wandb,
@@ -102,6 +103,7 @@ def run(
     ] = None,
     runs_dir: RunsDir = None,
     num_threads: Threads = None,
+    settings: Settings = None,
     test_run: Annotated[
         bool, typer.Option("--test-run", help="Cut every loop to one iteration.")
     ] = False,
@@ -117,6 +119,7 @@ def run(
     commands.run(
         _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin),
         settings_of(
+            settings,
             device=device,
             wandb=wandb,
             run_id=run_id,
@@ -135,13 +138,16 @@ def resume(
     wandb: Wandb = None,
     runs_dir: RunsDir = None,
     num_threads: Threads = None,
+    settings: Settings = None,
     debug: Debug = False,
 ) -> None:
     """Go on with a stopped run from its latest checkpoint."""
     from nip_astra.cli import commands
 
-    settings = settings_of(device=device, wandb=wandb, runs_dir=runs_dir, num_threads=num_threads)
-    commands.resume(run, settings)
+    given = settings_of(
+        settings, device=device, wandb=wandb, runs_dir=runs_dir, num_threads=num_threads
+    )
+    commands.resume(run, given)
 
 
 @app.command(name="list")
@@ -185,10 +191,10 @@ def schema(
     plugin: Plugins = None,
     debug: Debug = False,
 ) -> None:
-    """Print the JSON Schema of the parameter files of a trainer and scenario."""
-    from nip_astra.cli import commands
+    """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
+    from nip_astra.cli import schema_commands
 
-    commands.schema(_experiment_arguments(trainer, scenario, None, None, None, plugin))
+    schema_commands.schema(_experiment_arguments(trainer, scenario, None, None, None, plugin))
 
 
 for command in measuring.COMMANDS:

@@ -28,6 +28,14 @@ Overrides = Annotated[
         "--set", metavar="A.B=C", help="Override a parameter: --set training.lr=1e-4. Repeatable."
     ),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--settings",
+        metavar="A=B",
+        help="Override a setting: --settings checkpoint_period=5. Repeatable.",
+    ),
+]
 Seed = Annotated[int | None, typer.Option(metavar="NUMBER", help="Root of all randomness.")]
 Plugins = Annotated[
     list[str] | None,
@@ -110,6 +118,9 @@ Untrained = Annotated[
 ]
 
 
-def settings_of(**given: Any) -> dict[str, Any]:
-    """Give the settings that were given on the command line."""
-    return {name: value for name, value in given.items() if value is not None}
+def settings_of(assignments: list[str] | None = None, **given: Any) -> dict[str, Any]:
+    """Give the settings that were given on the command line; options of their own win."""
+    from nip_astra.parameters.loading import parse_overrides
+
+    by_name = parse_overrides(assignments or [], "--settings").values
+    return by_name | {name: value for name, value in given.items() if value is not None}

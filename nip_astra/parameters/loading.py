@@ -12,7 +12,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conversion import convert
+from nip_astra.parameters.faults import show
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.merging import Merger, default_lists
 from nip_astra.tracking.run_directory import escape_references
@@ -21,6 +23,8 @@ DEFAULT_SOURCE = "default"
 """Source of a value that no layer gave."""
 OVERRIDE_SOURCE = "--set"
 """Source of a value that an assignment `a.b=c` gave."""
+SETTINGS_SECTION = "settings"
+"""Section of a parameter file that says where and how its runs take place."""
 _OPEN = "???"
 
 
@@ -42,10 +46,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class ResolvedParameters:
-    """Validated parameters and the source of every value, by dotted path."""
+    """Validated parameters and the source of every value, by dotted path.
+
+    Attributes
+    ----------
+    settings : ExperimentSettings
+        What the layers say under `settings`.
+    """
 
     hyper_params: HyperParameters
     sources: dict[str, str]
+    settings: ExperimentSettings
 
 
 def literal_layer(source: str, values: Mapping[str, Any]) -> Layer:
@@ -91,10 +102,11 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
     return layers
 
 
-def parse_overrides(overrides: Iterable[str]) -> Layer:
+def parse_overrides(overrides: Iterable[str], option: str = OVERRIDE_SOURCE) -> Layer:
     """Read `a.b=c` assignments; values are YAML, so `1e-5` is a number and `null` is None.
 
-    An element of a list is named by its number, from 0: `a.b.0.c=d`.
+    An element of a list is named by its number, from 0: `a.b.0.c=d`. `option` is what they were
+    given by.
 
     Raises
     ------
@@ -106,12 +118,12 @@ def parse_overrides(overrides: Iterable[str]) -> Layer:
     for item in overrides:
         name, sign, _ = item.partition("=")
         parts = name.strip().split(".")
-        if not sign or not all(part.strip() for part in parts):
-            hint = "Write --set path.to.parameter=value."
+        # OmegaConf would take a[b] for a.b, also where it is a slip.
+        is_path = all(part.strip() and not set(part) & set("[]") for part in parts)
+        if not sign or not is_path:
+            hint = f"Write {option} path.to.parameter=value."
             faults.append(
-                ParameterFault(
-                    name.strip() or item, repr(item), "is no assignment", hint, OVERRIDE_SOURCE
-                )
+                ParameterFault(name.strip() or item, repr(item), "is no assignment", hint, option)
             )
             continue
         try:
@@ -119,13 +131,13 @@ def parse_overrides(overrides: Iterable[str]) -> Layer:
         except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
             problem = f"has a value that is no YAML ({_first_line(error)})"
             hint = "Quote a value with special characters: 'a.b=\"x: y\"'."
-            faults.append(ParameterFault(name.strip(), repr(item), problem, hint, OVERRIDE_SOURCE))
+            faults.append(ParameterFault(name.strip(), repr(item), problem, hint, option))
             continue
-        merger.add(values, OVERRIDE_SOURCE)
+        merger.add(values, option)
     faults += merger.faults
     if faults:
         raise ParameterError(faults)
-    return Layer(OVERRIDE_SOURCE, merger.values)
+    return Layer(option, merger.values)
 
 
 def merge_layers(
@@ -194,18 +206,41 @@ def resolve_parameters(layers: Sequence[Layer], model: type[HyperParameters]) ->
         for path, value in flatten(values)
         if value == _OPEN
     ]
+    settings = ExperimentSettings()
+    left_open = {fault.path for fault in faults}
+    hyper_params: HyperParameters | None = None
+    try:
+        settings = _read_settings(values.pop(SETTINGS_SECTION, {}), sources)
+    except ParameterError as error:
+        faults += error.faults
     try:
         hyper_params = model.from_dict(values, sources=sources)
     except ParameterError as error:
-        left_open = {fault.path for fault in faults}
-        others = [fault for fault in error.faults if fault.path not in left_open]
-        raise ParameterError([*faults, *others]) from None
-    if faults:
+        faults += [fault for fault in error.faults if fault.path not in left_open]
+    if faults or hyper_params is None:
         raise ParameterError(faults)
     every_path = [path for path, _ in flatten(hyper_params.to_dict())]
     return ResolvedParameters(
-        hyper_params, {path: sources.get(path, DEFAULT_SOURCE) for path in every_path}
+        hyper_params,
+        {path: sources.get(path, DEFAULT_SOURCE) for path in every_path},
+        settings,
     )
+
+
+def _read_settings(given: Any, sources: Mapping[str, str]) -> ExperimentSettings:
+    """Validate the settings of files; faults have their path in the file."""
+    head = f"{SETTINGS_SECTION}."
+    if not isinstance(given, Mapping):
+        source = sources.get(SETTINGS_SECTION, "")
+        problem = "must be a group of settings"
+        raise ParameterError([ParameterFault(SETTINGS_SECTION, show(given), problem, "", source)])
+    own = {path.removeprefix(head): source for path, source in sources.items()}
+    try:
+        return ExperimentSettings.from_dict(given, sources=own)
+    except ParameterError as error:
+        raise ParameterError(
+            [fault._replace(path=head + fault.path) for fault in error.faults]
+        ) from None
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

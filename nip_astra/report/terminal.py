@@ -14,6 +14,7 @@ from nip_astra.report import protocol_runs
 from nip_astra.report.records import RunRecord
 from nip_astra.report.summary import Row
 from nip_astra.tracking.run_directory import REPORT
+from nip_astra.tracking.wandb_tracker import offline_runs
 
 NOTHING = "-"
 """Stands where there is no figure."""
@@ -58,6 +59,8 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
         if path is not None:
             # Whole, however narrow the terminal: it is there to be copied.
             console.print(Text(f"{name:<10} {path}"), soft_wrap=True)
+    for folder in offline_runs(run_path):
+        console.print(Text(f"W&B        upload it with: wandb sync {folder}"), soft_wrap=True)
 
 
 def print_dry_run(estimate: Mapping[str, Any], console: Console) -> None:

@@ -18,12 +18,20 @@ class TrackingSettings(Protocol):
         """Whether Weights & Biases mirrors the run directory."""
 
     @property
-    def wandb_project(self) -> str:
-        """W&B project."""
+    def wandb_project(self) -> str | None:
+        """W&B project; None for that of the environment, or nip_astra."""
 
     @property
     def wandb_entity(self) -> str | None:
-        """W&B user or team; None for the account's own."""
+        """W&B user or team; None for that of the environment, or the account's own."""
+
+    @property
+    def wandb_group(self) -> str | None:
+        """Group of runs; None for that of the environment, or none."""
+
+    @property
+    def wandb_tags(self) -> list[str]:
+        """Tags; with none, those of the environment."""
 
 
 def open_tracker(
@@ -43,14 +51,18 @@ def open_tracker(
     """
     trackers: list[Tracker] = [LocalTracker(run_directory)]
     if settings.wandb != "disabled":
-        from nip_astra.tracking.wandb_tracker import WandbTracker
+        from nip_astra.tracking.wandb_tracker import WandbLabels, WandbTracker
 
         trackers.append(
             WandbTracker(
                 run_directory,
                 mode=settings.wandb,
-                project=settings.wandb_project,
-                entity=settings.wandb_entity,
+                labels=WandbLabels(
+                    settings.wandb_project,
+                    settings.wandb_entity,
+                    settings.wandb_group,
+                    tuple(settings.wandb_tags),
+                ),
                 config=config,
             )
         )

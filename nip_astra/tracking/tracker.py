@@ -33,6 +33,9 @@ class Tracker:
     def log_summary(self, values: Mapping[str, float]) -> None:
         """Record the run's final numbers."""
 
+    def log_report(self, path: Path) -> None:
+        """Record the run's report, a web page."""
+
     def position(self) -> dict[str, Any]:
         """Give how far the records go, for a checkpoint."""
         return {}
@@ -77,6 +80,10 @@ class CompositeTracker(Tracker):
     def log_summary(self, values: Mapping[str, float]) -> None:
         for tracker in self.trackers:
             tracker.log_summary(values)
+
+    def log_report(self, path: Path) -> None:
+        for tracker in self.trackers:
+            tracker.log_report(path)
 
     def position(self) -> dict[str, Any]:
         return self.trackers[0].position()

@@ -12,7 +12,7 @@ from nip_astra.errors import (
     NipAstraError,
     TrackingError,
 )
-from nip_astra.tracking.wandb_tracker import has_credentials
+from nip_astra.tracking.wandb_tracker import ENVIRONMENT_KEY, has_credentials
 
 SCHEME = "wandb://"
 """How references to runs on W&B begin."""
@@ -58,7 +58,10 @@ def read_config(reference: str) -> dict[str, Any]:
         When W&B cannot be asked, or knows no such run.
     """
     run = _find_run(reference)
-    return _ask(reference, lambda: dict(run.config))
+    config: dict[str, Any] = _ask(reference, lambda: dict(run.config))
+    # What it ran on stands beside the parameters.
+    config.pop(ENVIRONMENT_KEY, None)
+    return config
 
 
 def download_model(reference: str, folder: Path) -> None:

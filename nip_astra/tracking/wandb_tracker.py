@@ -8,10 +8,11 @@ import netrc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from nip_astra.errors import MissingDependencyError, TrackingError
-from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.groups import grouped
+from nip_astra.tracking.run_directory import ENVIRONMENT, RunDirectory
 from nip_astra.tracking.tracker import Tracker
 
 STEP = "iteration"
@@ -21,11 +22,37 @@ W&B's own step may only grow, which a resumed run's need not.
 """
 
 
+ENVIRONMENT_KEY = "environment"
+"""Key of W&B's config, beside the parameters, of what the run ran on."""
+DEFAULT_PROJECT = "nip_astra"
+
+
+class WandbLabels(NamedTuple):
+    """Under what a run is found on W&B; what is empty is taken from W&B's own variables.
+
+    Attributes
+    ----------
+    project : str or None
+        `WANDB_PROJECT`, or nip_astra.
+    entity : str or None
+        User or team: `WANDB_ENTITY`, or the account's own.
+    group : str or None
+        `WANDB_RUN_GROUP`, or none.
+    tags : tuple[str, ...]
+        `WANDB_TAGS`, or none.
+    """
+
+    project: str | None = None
+    entity: str | None = None
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+
+
 class WandbTracker(Tracker):
-    """Sends config, metrics by step, tables and artifacts to W&B.
+    """Sends config, environment, metrics by step, tables, artifacts and the report to W&B.
 
     All of W&B's local folders are below the run directory. Code, git remotes and command lines,
-    which may hold secrets, are not sent.
+    which may hold secrets, are not sent. Names of metrics are `grouped`.
 
     Parameters
     ----------
@@ -43,8 +70,7 @@ class WandbTracker(Tracker):
         run_directory: RunDirectory,
         *,
         mode: Literal["online", "offline"],
-        project: str,
-        entity: str | None,
+        labels: WandbLabels,
         config: Mapping[str, Any],
     ) -> None:
         if mode == "online" and not has_credentials():
@@ -67,13 +93,15 @@ class WandbTracker(Tracker):
         self._wandb = wandb
         try:
             self._run = wandb.init(
-                project=project,
-                entity=entity,
+                project=labels.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+                entity=labels.entity,
+                group=labels.group,
+                tags=list(labels.tags) or None,
                 id=run_directory.run_id,
                 name=run_directory.run_id,
                 mode=mode,
                 dir=str(root),
-                config=dict(config),
+                config=dict(config) | _environment(run_directory),
                 resume="allow" if mode == "online" else None,
                 settings=wandb.Settings(
                     silent=True,
@@ -94,7 +122,7 @@ class WandbTracker(Tracker):
         self._run.define_metric("*", step_metric=STEP)
 
     def log_metrics(self, values: Mapping[str, float], *, step: int) -> None:
-        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        finite = {grouped(name): value for name, value in values.items() if math.isfinite(value)}
         self._run.log({**finite, STEP: step})
 
     def log_table(
@@ -116,7 +144,11 @@ class WandbTracker(Tracker):
         self._run.log_artifact(artifact, aliases=list(aliases) or None)
 
     def log_summary(self, values: Mapping[str, float]) -> None:
-        self._run.summary.update(dict(values))
+        self._run.summary.update({grouped(name): value for name, value in values.items()})
+
+    def log_report(self, path: Path) -> None:
+        # The page is whole by itself; W&B shows it in a frame of its own.
+        self._run.log({"report": self._wandb.Html(str(path), inject=False)})
 
     def finish(self, *, success: bool) -> None:
         try:
@@ -130,6 +162,18 @@ class WandbTracker(Tracker):
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _environment(run_directory: RunDirectory) -> dict[str, Any]:
+    """What the run ran on, with the state of git and the device, as an entry of the config."""
+    if not (run_directory.path / ENVIRONMENT).is_file():
+        return {}
+    return {ENVIRONMENT_KEY: run_directory.read_json(ENVIRONMENT)}
+
+
+def offline_runs(run_path: Path) -> list[Path]:
+    """The folders that W&B wrote offline for a run, in order, for `wandb sync`."""
+    return sorted((run_path / "wandb").glob("offline-run-*"))
 
 
 def _cells(row: Sequence[Any]) -> list[Any]:

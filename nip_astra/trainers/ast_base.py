@@ -24,6 +24,7 @@ from nip_astra.parameters.types import ScenarioType
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
+from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.ast_checkpoints import AstCheckpoints
 from nip_astra.trainers.ast_dry_run import estimate_cost
 from nip_astra.trainers.ast_evaluation import AstEvaluation, rollout_table, warnings_about
@@ -405,14 +406,8 @@ class AstTrainer(AstHooks, TensorDictTrainer):
             self.state, self._discovery(), self.scenario_instance, self.training
         )
         self.results.setdefault("warnings", [])
-        self.tracker.log_summary(
-            {
-                f"{when}/{name}": value
-                for when in ("before", "after")
-                for name, value in self.results[when].items()
-                if isinstance(value, (int, float))
-            }
-        )
+        for when in ("before", "after", "random_search"):
+            self.tracker.log_summary(summary_of(when, self.results.get(when) or {}))
         if self.run_directory is not None:
             self.run_directory.write_json("results.json", self.results)
 

@@ -27,13 +27,6 @@ def results_of(trainer: TensorDictRlTrainer) -> dict[str, Any]:
     }
 
 
-def summary_of(statistics: Mapping[str, Any]) -> dict[str, float]:
-    """Give the numbers of test statistics, as `after/<name>`."""
-    return {
-        f"after/{name}": value for name, value in statistics.items() if isinstance(value, float)
-    }
-
-
 def as_of_test(statistics: Mapping[str, Any]) -> dict[str, float]:
     """Give the numbers of test statistics with the prefix `test_` before each figure."""
     found = {}

@@ -25,6 +25,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.rl_objectives.episode_gae import ends_of, reward_to_go
 from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.agent_files import (
     agent_file_of_run,
     load_agent,
@@ -39,7 +40,7 @@ from nip_astra.trainers.rl_checkpoints import RlCheckpoints
 from nip_astra.trainers.rl_learning import Learner
 from nip_astra.trainers.rl_optimizers import AgentOptimizers
 from nip_astra.trainers.rl_preparation import normalize_observations
-from nip_astra.trainers.rl_results import as_of_test, estimate_cost, results_of, summary_of
+from nip_astra.trainers.rl_results import as_of_test, estimate_cost, results_of
 from nip_astra.trainers.rl_state import RlState
 from nip_astra.trainers.rl_statistics import (
     EpisodeLedger,
@@ -372,7 +373,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     def _write_results(self) -> None:
         self.results |= results_of(self)
-        self.tracker.log_summary(summary_of(self.results["after"]))
+        for when in ("before", "after"):
+            self.tracker.log_summary(summary_of(when, self.results[when] or {}))
         if self.run_directory is not None:
             self.run_directory.write_json("results.json", self.results)
 

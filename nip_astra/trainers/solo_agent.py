@@ -12,6 +12,7 @@ from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.protocols import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
+from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.agent_files import (
     AGENTS_DIR,
     agent_file_of_run,
@@ -180,8 +181,6 @@ class SoloAgentTrainer(TensorDictTrainer):
             "before": None,
             "training": {"num_epochs": self.num_epochs_done, "last": self._last},
         }
-        self.tracker.log_summary(
-            {f"after/{name}": value for name, value in self.results["after"].items()}
-        )
+        self.tracker.log_summary(summary_of("after", self.results["after"]))
         if self.run_directory is not None:
             self.run_directory.write_json("results.json", self.results)

@@ -58,7 +58,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 RUN_OPTIONS = (
     *("trainer", "scenario", "parameters", "set", "seed", "plugin", "device", "wandb"),
-    *("run-id", "runs-dir", "num-threads", "test-run", "dry-run", "debug"),
+    *("run-id", "runs-dir", "num-threads", "settings", "test-run", "dry-run", "debug"),
 )
 HEAVY = ("torch", "transformers", "tensordict", "wandb", "omegaconf", "rich.table")
 

@@ -51,7 +51,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
         FakeArtifact("model", "newer", ("v1", "latest")),
         FakeArtifact("model", "older", ("v0",)),
     ]
-    fake = FakeApi({"trainer": "vanilla_ppo", "rl": {"lr": 0.5}}, artifacts)
+    fake = FakeApi({"trainer": "vanilla_ppo", "rl": {"lr": 0.5}, "environment": {}}, artifacts)
     monkeypatch.setattr(wandb_runs, "open_api", lambda: fake)
     return fake
 

@@ -16,7 +16,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.tracking.wandb_tracker import _cells
+from nip_astra.tracking.wandb_tracker import _cells, offline_runs
 from tests.tracking.wandb_log import WandbLog
 
 pytest.importorskip("wandb")
@@ -43,6 +43,10 @@ def log_a_run(tracker: Tracker, model: Path) -> None:
     tracker.log_table("train", ["probe", "score"], [["so ?", 0.75], ["well", 0.5]], step=2)
     tracker.log_artifact(model, name="attacker-one", type="model", aliases=["best"])
     tracker.log_summary({"after/failure_rate": 0.625})
+    page = model / "report.html"
+    page.write_text("<p>what was found</p>")
+    tracker.log_report(page)
+    page.unlink()
     tracker.finish(success=True)
 
 
@@ -69,7 +73,11 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     connect = socket.create_connection
     monkeypatch.setattr(socket, "create_connection", refuse)
     directory = RunDirectory.create(tmp_path / "runs", "one")
-    settings = ExperimentSettings(wandb="offline", wandb_project="rude")
+    environment = {"git": {"commit": "abc", "is_dirty": False}, "device": "cpu"}
+    directory.write_json("environment.json", environment)
+    settings = ExperimentSettings(
+        wandb="offline", wandb_project="rude", wandb_group="all", wandb_tags=["a", "b"]
+    )
     config = {"trainer": "ast_dpo", "training": {"lr": 1e-3, "optimizer": "adamw"}}
     log_a_run(open_tracker(settings, directory, config), model)
     # W&B's own process writes the last records after the run has finished, and then ends.
@@ -78,14 +86,18 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     (file,) = directory.path.glob("wandb/offline-run-*/*.wandb")
     log = WandbLog(file)
     assert (log.run_id, log.project, log.exit_code) == ("one", "rude", 0)
+    assert (log.group, log.tags) == ("all", ["a", "b"])
     assert {name: log.config[name] for name in config} == config
+    assert log.config["environment"] == environment
 
     by_step: dict[int, dict[str, Any]] = {}
-    for row in log.history:
+    *rows, last = log.history
+    assert (file.parent / "files" / last["report"]["path"]).read_text() == "<p>what was found</p>"
+    for row in rows:
         by_step.setdefault(row["iteration"], {}).update(row)
     assert sorted(by_step) == [1, 2]
-    assert (by_step[1]["loss"], by_step[2]["loss"]) == (1.5, 0.5)
-    assert "distinct_share" not in by_step[1]
+    assert (by_step[1]["train/loss"], by_step[2]["train/loss"]) == (1.5, 0.5)
+    assert "rollout/distinct_share" not in by_step[1]
     assert by_step[2]["time/seconds"] == 2.0
 
     tables = []
@@ -104,7 +116,7 @@ def test_an_offline_run_is_read_back_with_config_metrics_tables_and_artifact(
     assert (entry.path, entry.size) == ("weights.txt", 13)
     assert Path(entry.local_path).read_text() == "one two three"
     assert directory.path.resolve() in Path(entry.local_path).parents
-    assert log.summary["after/failure_rate"] == 0.625
+    assert log.summary["eval/after/failure_rate"] == 0.625
 
     # Nothing is left outside of the run directory, said on the terminal, or changed.
     assert list(home.iterdir()) == []
@@ -149,3 +161,28 @@ def test_rows_with_nested_values_of_different_parts_make_a_table() -> None:
         columns=["episode", "rewards", "rounds"], data=[_cells(row) for row in rows]
     )
     assert table.data[1] == [2, "{}", '[{"decision": 1}, {"said": [3]}]']
+
+
+def test_what_is_not_set_is_taken_from_the_variables_of_wandb(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "of_the_environment")
+    monkeypatch.setenv("WANDB_RUN_GROUP", "group_of_the_environment")
+    given = {"project": [], "group": []}
+    for number, settings in enumerate(
+        [
+            ExperimentSettings(wandb="offline"),
+            ExperimentSettings(wandb="offline", wandb_project="x"),
+        ]
+    ):
+        directory = RunDirectory.create(tmp_path / "runs", f"run{number}")
+        open_tracker(settings, directory, {}).finish(success=True)
+        importlib.import_module("wandb").teardown()
+        (file,) = offline_runs(directory.path)
+        log = WandbLog(next(file.glob("*.wandb")))
+        given["project"].append(log.project)
+        given["group"].append(log.group)
+    assert given == {
+        "project": ["of_the_environment", "x"],
+        "group": ["group_of_the_environment"] * 2,
+    }

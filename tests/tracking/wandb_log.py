@@ -43,6 +43,8 @@ class WandbLog:
     ----------
     config, summary : dict
         As logged.
+    group, tags : str, list[str]
+        Under what the run is found.
     history : list[dict]
         A dict a row.
     artifacts : list
@@ -61,6 +63,7 @@ class WandbLog:
         for record in read_records(path):
             if record.HasField("run"):
                 self.run_id, self.project = record.run.run_id, record.run.project
+                self.group, self.tags = record.run.run_group, list(record.run.tags)
                 self.config |= _items(record.run.config.update)
             elif record.HasField("history"):
                 self.history.append(_items(record.history.item))

@@ -27,9 +27,16 @@ def test_an_offline_run_holds_config_metrics_tables_and_artifacts(
     (file,) = (tmp_path / "mirrored" / "wandb").glob("offline-run-*/*.wandb")
     log = WandbLog(file)
     assert log.config["training"]["training_steps"] == 2
-    rewards = [row["mean_reward"] for row in log.history if "mean_reward" in row]
+    assert log.config["environment"]["device"] == "cpu"
+    rewards = [r["rollout/mean_reward"] for r in log.history if "rollout/mean_reward" in r]
     assert len(rewards) == 2
     assert any("rollouts/train" in row for row in log.history)
+    assert any("report" in row for row in log.history)
+    ends = [
+        f"eval/{when}/failure_rate_{e}" for when in ("before", "after") for e in ("low", "high")
+    ]
+    assert set(ends) <= set(log.summary)
+    assert {"train/loss", "eval/dev/failure_rate"} <= set().union(*log.history)
     assert {"attacker-mirrored", "checkpoint-mirrored"} <= {
         artifact.name for artifact in log.artifacts
     }
