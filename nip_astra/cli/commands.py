@@ -88,12 +88,6 @@ def show(experiment: dict[str, Any], *, as_yaml: bool) -> None:
     open_console().print(table)
 
 
-def schema(experiment: dict[str, Any]) -> None:
-    """Print the JSON Schema."""
-    resolved = resolve_experiment(**experiment)
-    sys.stdout.write(json.dumps(type(resolved.hyper_params).model_json_schema(), indent=2) + "\n")
-
-
 def _report(result: ExperimentResult) -> None:
     print_results(result.results, result.run_directory.path, open_console())
 

@@ -1,0 +1,126 @@
+"""The JSON Schema of parameter files, for editors.
+
+A file is less than what it resolves to: it may hold a part of any group, extend another file, refer
+to parameters by `${a.b}`, and change single elements of a list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema
+
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.hyper_parameters import HyperParameters
+
+DIALECT = "http://json-schema.org/draft-07/schema#"
+"""The newest dialect that all editors read."""
+DEFINITIONS = "definitions"
+REFERENCE = {
+    "type": "string",
+    "pattern": r"\$\{.+\}|^\?\?\?$",
+    "description": "${path.to.parameter}, whose value it takes; ??? must be given later.",
+}
+EXTENDS = "Another file, from the folder of this one, whose values hold where this has none."
+SETTINGS = "Where and how the run takes place; what the command line says wins."
+SECTION_OF_A_PLUGIN = {"type": "object", "description": "The section of a plug-in."}
+_KEPT_BESIDE = ("description", "default")
+
+
+def schema_of_files(
+    model: type[HyperParameters], known: Mapping[str, Sequence[str]], *, is_open: bool
+) -> dict[str, Any]:
+    """The JSON Schema of files whose values `model` validates when they are complete.
+
+    Parameters
+    ----------
+    known : Mapping[str, Sequence[str]]
+        For parameters at the top that are names: those that an editor proposes.
+    is_open : bool
+        Whether groups of names that the model does not know pass, as sections of plug-ins.
+    """
+    schema: dict[str, Any] = _of(model)
+    settings = _of(ExperimentSettings)
+    definitions = schema.pop("$defs", {}) | settings.pop("$defs", {})
+    definitions["ExperimentSettings"] = settings
+    properties = schema["properties"]
+    for name, values in known.items():
+        others = properties[name].get("anyOf", [{"type": "string"}])
+        properties[name]["anyOf"] = [{"enum": list(values)}, *others]
+    for group in (schema, *definitions.values()):
+        _describe(group, definitions)
+    # The version that is installed says nothing about a file.
+    del properties["package_version"]["default"]
+    properties["settings"] = {"$ref": "#/$defs/ExperimentSettings", "description": SETTINGS}
+    files = _loosened(schema)
+    files["properties"] |= {"extends": {"type": "string", "description": EXTENDS}}
+    files["additionalProperties"] = SECTION_OF_A_PLUGIN if is_open else False
+    files[DEFINITIONS] = {name: _loosened(one) for name, one in sorted(definitions.items())}
+    files[DEFINITIONS]["Reference"] = REFERENCE
+    return {"$schema": DIALECT, "title": "nip_astra parameter file", **files}
+
+
+class _Generator(GenerateJsonSchema):
+    """Leaves out what lives in the process only, and requires nothing: another file may give it."""
+
+    def field_is_present(self, field: Any) -> bool:
+        return not field.get("serialization_exclude", False)
+
+    def field_is_required(self, field: Any, total: bool) -> bool:
+        return False
+
+
+def _of(model: type[Any]) -> dict[str, Any]:
+    schema: dict[str, Any] = model.model_json_schema(schema_generator=_Generator)
+    return schema
+
+
+def _describe(group: Mapping[str, Any], definitions: Mapping[str, Any]) -> None:
+    """Put back the summaries that pydantic leaves out where a class says the same."""
+    for one in group.get("properties", {}).values():
+        reference = one.get("$ref", "").rpartition("/")[2]
+        if "description" not in one and "description" in definitions.get(reference, {}):
+            one["description"] = definitions[reference]["description"]
+
+
+def _loosened(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema of what a file may hold in place of a complete value."""
+    loose = {key: value for key, value in schema.items() if key not in ("title", "required")}
+    if "description" in loose:
+        loose["description"] = " ".join(loose["description"].split())
+    if "$ref" in loose:
+        loose["$ref"] = loose["$ref"].replace("$defs", DEFINITIONS)
+    for key in ("properties", "patternProperties"):
+        if key in loose:
+            loose[key] = {name: _value(one) for name, one in loose[key].items()}
+    for key in ("items", "additionalProperties"):
+        if isinstance(loose.get(key), Mapping):
+            loose[key] = _value(loose[key])
+    for key in ("anyOf", "oneOf"):
+        if key in loose:
+            loose["anyOf"] = [_loosened(one) for one in loose[key]]
+    loose.pop("oneOf", None)
+    return loose
+
+
+def _value(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a value at a name or in a list, which may be a reference to another."""
+    loose = _loosened(schema)
+    if isinstance(loose.get("default"), Mapping):
+        del loose["default"]  # told by its parts
+    beside = {key: loose.pop(key) for key in _KEPT_BESIDE if key in loose}
+    kinds = loose.pop("anyOf", None) or [loose]
+    if {"type": "string"} in kinds or not any(kinds):
+        return {**beside, "anyOf": kinds} if len(kinds) > 1 else {**beside, **kinds[0]}
+    kinds += [_elements(kind) for kind in kinds if kind.get("type") == "array"]
+    return {**beside, "anyOf": [*kinds, {"$ref": f"#/{DEFINITIONS}/Reference"}]}
+
+
+def _elements(array: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a group that changes single elements of a list, by number."""
+    return {
+        "type": "object",
+        "patternProperties": {"^[0-9]+$": array.get("items", {})},
+        "additionalProperties": False,
+    }

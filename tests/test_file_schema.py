@@ -1,0 +1,119 @@
+"""The JSON Schema of parameter files: what it takes and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft7Validator
+from omegaconf import OmegaConf
+
+from nip_astra.parameters.content import content_root
+from nip_astra.resolution import resolve_experiment
+from nip_astra.tracking.run_directory import to_yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((content_root() / "parameters").glob("*/*.yaml"))
+SCHEMA = content_root() / "parameters" / "schema.json"
+VALIDATOR = Draft7Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
+
+
+def faults(text: str) -> list[str]:
+    """Give what an editor marks in a file."""
+    values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    # JSON has no names that are numbers.
+    values = json.loads(json.dumps(values))
+    return [error.json_path for error in VALIDATOR.iter_errors(values)]
+
+
+def test_the_schema_that_ships_is_that_of_the_classes() -> None:
+    # In a process of its own: here other tests have registered names.
+    printed = subprocess.run(
+        [sys.executable, "run.py", "schema"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    command = "python run.py schema > parameters/schema.json"
+    assert json.loads(printed) == json.loads(SCHEMA.read_text()), f"write it anew: {command}"
+
+
+def test_the_schema_is_one() -> None:
+    Draft7Validator.check_schema(VALIDATOR.schema)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.stem}")
+def test_a_file_that_ships_passes_and_names_its_schema(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert faults(text) == []
+    first = text.partition("\n")[0]
+    mark = "# yaml-language-server: $schema="
+    assert first.startswith(mark)
+    assert (file.parent / first.removeprefix(mark)).resolve() == SCHEMA.resolve()
+
+
+@pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo"])
+def test_what_a_run_writes_down_passes(trainer: str) -> None:
+    assert faults(to_yaml(resolve_experiment(trainer=trainer).hyper_params.to_dict())) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "extends: other.yaml",
+        "training: {lr: 1e-4}",
+        "training: {lr: '${ast_sft.lr}', batch_size: '${oc.env:BATCH}', max_grad_norm: null}",
+        "training: ${mine}\nmine: {anything: 1}",
+        "seed: ???",
+        "ast_chat: {target: {temperature: 0.5}}",
+        "ast_chat: {reward: {terms: [{_type: entropy_bonus, weight: '${mine.weight}'}]}}",
+        "ast_chat: {reward: {terms: {0: {weight: 0.5}}}}",
+        "settings: {checkpoint_period: 5, wandb_tags: [a, b]}",
+        "my_trainer: {my_option: [1, {a: b}]}\ntrainer: my_trainer",
+    ],
+)
+def test_parts_references_and_sections_of_plugins_pass(text: str) -> None:
+    assert faults(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("training: {lrr: 1e-4}", "$.training"),
+        ("training: {lr: -1}", "$.training.lr"),
+        ("training: {optimizer: adm}", "$.training.optimizer"),
+        ("training: {lr: fast}", "$.training.lr"),
+        ("sede: 3", "$.sede"),
+        ("extends: [a.yaml]", "$.extends"),
+        ("ast_dpo: {beta: [1]}", "$.ast_dpo.beta"),
+        ("settings: {checkpoint_period: -1}", "$.settings.checkpoint_period"),
+        ("settings: {run_directory: x}", "$.settings"),
+    ],
+)
+def test_what_the_loader_refuses_is_marked(text: str, path: str) -> None:
+    assert any(path.startswith(found) for found in faults(text)), faults(text)
+
+
+def test_every_value_says_what_it_is() -> None:
+    silent = [path for path, schema in _values(VALIDATOR.schema, "") if "description" not in schema]
+    assert [path for path in silent if not path.endswith("._type")] == []
+
+
+def _values(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name, one in schema.get("properties", {}).items():
+        yield f"{path}.{name}", one
+    for name, one in schema.get("definitions", {}).items():
+        yield from _values(one, name)
+
+
+def test_the_schema_of_one_trainer_knows_its_sections_only() -> None:
+    arguments = ["schema", "--trainer", "ast_dpo"]
+    printed = subprocess.run(
+        [sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    schema = json.loads(printed)
+    assert {"ast_dpo", "ast_chat", "settings", "extends"} <= set(schema["properties"])
+    assert "vanilla_ppo" not in schema["properties"]
+    assert schema["additionalProperties"] is False
