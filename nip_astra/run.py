@@ -22,6 +22,7 @@ from nip_astra.errors import (
     StopRequested,
     UnexpectedExitError,
 )
+from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -62,6 +63,10 @@ class ExperimentResult:
 
     run_directory: RunDirectory
     results: dict[str, Any]
+
+    def read(self) -> RunResults:
+        """Everything that the run wrote down, as objects and frames."""
+        return read_results(self.run_directory.path)
 
 
 def prepare_experiment(
@@ -255,10 +260,12 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         directory.write_json(files.RESULTS, trainer.results)
 
 
-def _write_report(directory: RunDirectory, tracker: Tracker) -> None:
+def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> None:
     """Write report.html; a run that has ended well does not fail for its report."""
     try:
-        tracker.log_report(write_report([directory.path]))
+        path = write_report([directory.path])
+        if tracker is not None:
+            tracker.log_report(path)
     except NipAstraError as error:
         logger.warning("the report was not written: %s", error)
 

@@ -11,6 +11,7 @@ import pytest
 
 import nip_astra
 from nip_astra import parameters
+from nip_astra.registry import ALL_REGISTRIES
 
 ROOT = Path(__file__).resolve().parents[1]
 HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy", "peft")
@@ -75,3 +76,16 @@ def test_a_name_that_is_not_exported_is_an_attribute_error() -> None:
         nip_astra.nothing  # noqa: B018 - reading it is the test
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         parameters.nothing  # noqa: B018 - reading it is the test
+
+
+def test_what_a_plugin_or_notebook_needs_comes_from_the_package_alone() -> None:
+    code = (
+        "import sys\n"
+        "from nip_astra import Field, HyperParameters, SubParameters, read_results, where\n"
+        "from nip_astra import ExperimentSettings, load_plugin, register_conversion\n"
+        "print(*sorted(set(sys.modules) & {'torch', 'transformers', 'wandb', 'pandas'}))"
+    )
+    assert run_python(code).split() == []
+    registers = {name for name in nip_astra.__all__ if name.startswith("register_")}
+    kinds = {f"register_{kind}" for kind in ALL_REGISTRIES}
+    assert kinds <= registers

@@ -18,7 +18,8 @@ _ROLLOUT_FIGURES = (
     *("mean_", "std_", "worst_", "share_", "residual_", "num_episodes", "num_undetermined"),
     *("num_scorer_errors", "probe_", "failure_", "episode_", "distinct_", "plants_", "target_"),
 )
-_INTERVAL = "_interval"
+INTERVAL = "_interval"
+"""How names of intervals end; before it stands the name of what they are of."""
 
 
 def grouped(name: str) -> str:
@@ -40,8 +41,8 @@ def summary_of(when: str, report: Mapping[str, Any]) -> dict[str, float]:
     found: dict[str, float] = {}
     for name, value in report.items():
         is_pair = isinstance(value, list | tuple) and len(value) == 2
-        if name.endswith(_INTERVAL) and is_pair and all(map(_is_number, value)):
-            stem = f"{when}/{name.removesuffix(_INTERVAL)}"
+        if name.endswith(INTERVAL) and is_pair and all(map(_is_number, value)):
+            stem = f"{when}/{name.removesuffix(INTERVAL)}"
             found |= {f"{stem}_low": value[0], f"{stem}_high": value[1]}
         elif _is_number(value):
             found[f"{when}/{name}"] = value

@@ -1,0 +1,174 @@
+"""What a run found, as objects and as pandas frames, for notebooks and scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nip_astra.errors import MissingDependencyError, UnknownNameError
+from nip_astra.evaluation.rows import Row, read_rows
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.tracking.groups import INTERVAL, summary_of
+from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
+from nip_astra.tracking.run_directory import RESULTS, RunDirectory
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MEASUREMENTS = ("before", "after", "random_search")
+"""Parts of results.json that hold figures, in the order in which they are told."""
+
+
+class Figure(NamedTuple):
+    """One number that a run found.
+
+    Attributes
+    ----------
+    when : str
+        "before" or "after" training, or "random_search".
+    name : str
+        As in results.json: `failure_rate`, or `verifier/mean_value` of an agent.
+    value : float
+        What was measured.
+    low, high : float or None
+        Ends of its interval; None where it has none.
+    """
+
+    when: str
+    name: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class RunResults:
+    """What a run wrote down.
+
+    Attributes
+    ----------
+    path : Path
+        The run's directory.
+    results : dict
+        The content of results.json; empty where the run has not ended.
+    metrics : list[dict]
+        Rows of metrics.jsonl, each with its `step`.
+    timings : list[dict]
+        Rows of timings.jsonl.
+    """
+
+    path: Path
+    results: dict[str, Any]
+    metrics: list[Row]
+    timings: list[Row]
+
+    @property
+    def figures(self) -> list[Figure]:
+        """Every number that was measured before and after training, and by random search."""
+        return [
+            figure
+            for when in MEASUREMENTS
+            for figure in _figures(when, self.results.get(when) or {})
+        ]
+
+    def figure(self, name: str, when: str = "after") -> Figure:
+        """One of the figures.
+
+        Raises
+        ------
+        UnknownNameError
+            When there is none of that name.
+        """
+        of_that_time = {one.name: one for one in self.figures if one.when == when}
+        if name not in of_that_time:
+            advice = f"They stand under {when!r} in {self.path / RESULTS}."
+            raise UnknownNameError("figure", name, of_that_time, advice)
+        return of_that_time[name]
+
+    @property
+    def tables(self) -> list[str]:
+        """Names of the tables of conversations, as `rollouts/<name>` or `evaluations/<name>`."""
+        files = [*self.path.glob("rollouts/*.jsonl"), *self.path.glob("evaluations/*/rows.jsonl")]
+        return sorted(_table_name(file) for file in files)
+
+    def conversations(self, table: str) -> list[Row]:
+        """The rows of one of the `tables`.
+
+        Raises
+        ------
+        UnknownNameError
+            When there is none of that name.
+        """
+        if table not in self.tables:
+            raise UnknownNameError("table", table, self.tables, f"They stand in {self.path}.")
+        file = f"{table}.jsonl" if table.startswith("rollouts/") else f"{table}/rows.jsonl"
+        return read_rows(self.path / file)
+
+    def figures_frame(self) -> pd.DataFrame:
+        """The figures, one a row: `when`, `name`, `value`, `low`, `high`."""
+        return _pandas().DataFrame(self.figures, columns=list(Figure._fields))
+
+    def metrics_frame(self) -> pd.DataFrame:
+        """Metrics and timings by `step`, one column a name; where a step lacks one it is NaN."""
+        by_step: dict[Any, Row] = {}
+        for row in (*self.metrics, *self.timings):
+            by_step.setdefault(row["step"], {}).update(row)
+        rows = [by_step[step] for step in sorted(by_step)]
+        return _pandas().DataFrame(rows or [{"step": None}]).set_index("step").iloc[: len(rows)]
+
+    def conversations_frame(self, table: str) -> pd.DataFrame:
+        """The rows of one of the `tables`; groups within a row become columns `a.b`."""
+        return _pandas().json_normalize(self.conversations(table))
+
+
+def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResults:
+    """Read what a run wrote down, also of one that has not ended.
+
+    Parameters
+    ----------
+    run : str or Path
+        The run directory, or its name in `runs_dir`.
+    runs_dir : str or Path, optional
+        In place of the setting's default.
+
+    Raises
+    ------
+    RunDirectoryError
+        When it is no run, or its results are broken.
+    DataError
+        When rows are broken.
+    """
+    directory = RunDirectory.find(run, runs_dir or ExperimentSettings().runs_dir)
+    has_ended = (directory.path / RESULTS).is_file()
+    return RunResults(
+        directory.path,
+        directory.read_json(RESULTS) if has_ended else {},
+        read_rows(directory.path / METRICS_FILE),
+        read_rows(directory.path / TIMINGS_FILE),
+    )
+
+
+def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:
+    for path, value in summary_of(when, report).items():
+        name = path.removeprefix(f"{when}/")
+        if name in report:
+            ends = report.get(f"{name}{INTERVAL}") or (None, None)
+            yield Figure(when, name, float(value), *ends)
+
+
+def _table_name(file: Path) -> str:
+    of_rollouts = file.parent.name == "rollouts"
+    return f"rollouts/{file.stem}" if of_rollouts else f"evaluations/{file.parent.name}"
+
+
+def _pandas() -> Any:
+    try:
+        import pandas
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"a frame was asked for, but the package pandas cannot be imported: {error}. Install "
+            "it with: pip install 'nip_astra[pandas]'"
+        ) from error
+    return pandas
