@@ -70,8 +70,8 @@ class ProgressDisplay(Protocol):
     def lengthen(self, num_iterations: int) -> None:
         """Show that there is more to do than was known."""
 
-    def describe(self, description: str) -> None:
-        """Show what is being done."""
+    def describe(self, description: str, position: str = "") -> None:
+        """Show what is being done, and how far that is where it is not the whole run."""
 
     def postfix(self, values: Mapping[str, str]) -> None:
         """Show the latest values."""
@@ -96,8 +96,8 @@ class _TqdmDisplay:
         if getattr(self._bar, "total", None) is not None:
             self._bar.total += num_iterations
 
-    def describe(self, description: str) -> None:
-        self._bar.set_description(description)
+    def describe(self, description: str, position: str = "") -> None:
+        self._bar.set_description(f"{description} {position}, in all" if position else description)
 
     def postfix(self, values: Mapping[str, str]) -> None:
         self._bar.set_postfix(values, refresh=False)
@@ -115,7 +115,7 @@ class _LineDisplay:
         self._num_done = 0
         self._num_resumed = 0
         self._num_lines = 0
-        self._description = ""
+        self._description = self._position = ""
         self._postfix = ""
         self._started = time.monotonic()
 
@@ -131,8 +131,8 @@ class _LineDisplay:
     def lengthen(self, num_iterations: int) -> None:
         self._total += num_iterations
 
-    def describe(self, description: str) -> None:
-        self._description = description
+    def describe(self, description: str, position: str = "") -> None:
+        self._description, self._position = description, position
 
     def postfix(self, values: Mapping[str, str]) -> None:
         self._postfix = ", ".join(f"{name}={value}" for name, value in values.items())
@@ -144,7 +144,10 @@ class _LineDisplay:
         elapsed = time.monotonic() - self._started
         per_iteration = elapsed / max(self._num_done - self._num_resumed, 1)
         remaining = per_iteration * max(self._total - self._num_done, 0)
-        head = f"{self._description} {self._num_done}/{self._total}".strip()
+        in_all = f"{self._num_done}/{self._total}"
+        if self._position:
+            in_all = f"{self._position}, in all {in_all}"
+        head = f"{self._description} {in_all}".strip()
         times = f"[{tqdm.format_interval(elapsed)}<{tqdm.format_interval(remaining)}]"
         print(" ".join(filter(None, [head, times, self._postfix])), file=self._stream, flush=True)
 
@@ -158,7 +161,7 @@ class _SilentDisplay:
     def lengthen(self, num_iterations: int) -> None:
         """Show nothing."""
 
-    def describe(self, description: str) -> None:
+    def describe(self, description: str, position: str = "") -> None:
         """Show nothing."""
 
     def postfix(self, values: Mapping[str, str]) -> None:
@@ -207,9 +210,15 @@ class ProgressBar:
             self._display.postfix({})
         self._display.describe(description)
 
+    def set_position(self, num_done: int, num_iterations: int) -> None:
+        """Show how far that is which is being done, where it is a part of the whole run."""
+        if self._description and num_iterations != self.total:
+            self._display.describe(self._description, f"{num_done}/{num_iterations}")
+
     def set_postfix(self, values: Mapping[str, float | str]) -> None:
-        """Show the latest values; numbers with three significant digits."""
-        self._display.postfix({name: _short(value) for name, value in values.items()})
+        """Show the latest values; numbers with three significant digits, and no NaN."""
+        known = {name: value for name, value in values.items() if value == value}
+        self._display.postfix({name: _short(value) for name, value in known.items()})
 
     def close(self) -> None:
         """Leave the terminal in order."""
@@ -256,10 +265,14 @@ class IterationContext:
         self.num_iterations = num_iterations
         self._progress = progress
         self._step_func = step_func
+        self._num_done = 0
+        self._is_described = False
 
     def set_description(self, description: str) -> None:
         """Show what is being done, for instance "train"."""
         self._progress.set_description(description)
+        self._is_described = True
+        self._count(0)
 
     def set_postfix(self, **values: float | str) -> None:
         """Show the latest values; numbers with three significant digits."""
@@ -267,6 +280,7 @@ class IterationContext:
 
     def step(self, num_iterations: int = 1) -> None:
         """Count iterations that were just done."""
+        self._count(num_iterations)
         self._progress.step(num_iterations)
         self._call_step_func(num_iterations)
 
@@ -280,11 +294,17 @@ class IterationContext:
         """
         num_skipped = min(start, self.num_iterations)
         if num_skipped > 0:
+            self._count(num_skipped)
             self._progress.skip(num_skipped)
             self._call_step_func(num_skipped)
         for index in range(start, self.num_iterations):
             yield index
             self.step()
+
+    def _count(self, num_iterations: int) -> None:
+        self._num_done += num_iterations
+        if self._is_described:
+            self._progress.set_position(self._num_done, self.num_iterations)
 
     def _call_step_func(self, num_iterations: int) -> None:
         if self._step_func is not None:

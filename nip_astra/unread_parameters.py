@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -81,6 +81,30 @@ def check_that_all_are_read(
     ]
     if faults:
         raise ParameterError(faults)
+
+
+def never_read(
+    paths: Iterable[str],
+    hyper_params: HyperParameters,
+    trainer_class: type[Trainer],
+    scenario_class: type[Scenario],
+    kind: str,
+) -> list[str]:
+    """Give those of some parameters that nothing reads, and those of groups read elsewhere only.
+
+    A single parameter whose condition does not hold is none of them: it is there to be found.
+    """
+    if trainer_class.parameter_groups is None:
+        return []
+    run = _Run(hyper_params, trainer_class, scenario_class, kind, _Order([]))
+    top = (_Scope("", hyper_params),)
+    unmet = {}
+    for name, field in type(hyper_params).model_fields.items():
+        conditions = [one for one in field.metadata if isinstance(one, ReadWhere)]
+        conditions += [one for path, one in trainer_class.reads_where.items() if path == name]
+        unmet[name] = _first_unmet(conditions, top)
+    leaves = (_Leaf(path, None, False, unmet.get(path.partition(".")[0])) for path in paths)
+    return [leaf.path for leaf in leaves if any(run.reasons_against(leaf))]
 
 
 class _Condition(NamedTuple):

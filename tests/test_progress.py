@@ -143,7 +143,7 @@ def test_loops_share_the_bar_of_their_owner_and_leave_it_open() -> None:
     loops.train()
     loops.test()
     (bar,) = bars.made
-    assert (bar.total, bar.n, bar.description, bar.is_closed) == (7, 7, "train", False)
+    assert (bar.total, bar.n, bar.description, bar.is_closed) == (7, 7, "train 4/4, in all", False)
     assert bar.postfixes[-1] == {"loss": "0.123", "state": "fine"}
 
 
@@ -156,12 +156,34 @@ def test_values_are_short_and_those_of_another_task_go() -> None:
         "rate": "12,346",
         "loss": "1e-05",
         "huge": "1e+12",
-        "lost": "nan",
     }
     bar.set_description("train")
     assert bars.made[0].postfixes[-1] != {}
     bar.set_description("test")
     assert bars.made[0].postfixes[-1] == {}
+
+
+def test_a_part_of_a_run_says_how_far_it_is_beside_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    loops = Loops(Settings(), start=1)
+    loops.progress = open_progress(total_num_iterations(loops))
+    loops.train()
+    loops.test()
+    heads = [line.split(" [")[0] for line in stream.getvalue().splitlines()]
+    # The second loop does not say what it is.
+    assert heads[:3] == [f"train {n}/4, in all {n}/7" for n in (2, 3, 4)]
+    assert heads[3:] == [f"train 4/4, in all {n}/7" for n in (5, 6, 7)]
+
+
+def test_a_bar_shows_the_part_before_the_whole() -> None:
+    bars = Bars()
+    loops = Loops(Settings(tqdm_func=bars))
+    loops.progress = open_progress(total_num_iterations(loops), True, bars)
+    loops.train()
+    assert bars.made[0].description == "train 4/4, in all"
 
 
 def test_a_loop_without_a_shared_bar_opens_and_closes_its_own() -> None:

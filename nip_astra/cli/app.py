@@ -173,14 +173,20 @@ def show(
     seed: Seed = None,
     plugin: Plugins = None,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a parameter file.")] = False,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what each parameter is.")] = False,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show those as well that nothing in the run reads.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Show every parameter, its value, and where the value comes from."""
-    from nip_astra.cli import commands
+    """Show every parameter, its value, where the value comes from, and what it is."""
+    from nip_astra.cli import show_commands
 
-    commands.show(
+    show_commands.show(
         _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin),
         as_yaml=as_yaml,
+        is_explained=explain,
+        are_all_shown=show_all,
     )
 
 

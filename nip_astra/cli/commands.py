@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import sys
 from typing import Any
 
 import transformers
@@ -14,7 +12,6 @@ from rich.text import Text
 from nip_astra.cli.terminal import open_console, plain_table
 from nip_astra.errors import NipAstraError, UnknownNameError
 from nip_astra.parameters.content import find_scenario, scenario_names
-from nip_astra.parameters.loading import flatten
 from nip_astra.plugins import load_plugin
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.report.terminal import print_dry_run, print_results
@@ -25,7 +22,6 @@ from nip_astra.run import (
     resume_experiment,
     run_experiment,
 )
-from nip_astra.tracking.run_directory import to_yaml
 
 REGISTRY_MODULES = (
     "language_models",
@@ -75,19 +71,6 @@ def list_names(kind: str | None, plugins: list[str]) -> None:
             _print_scenarios(console)
 
 
-def show(experiment: dict[str, Any], *, as_yaml: bool) -> None:
-    """Print the resolved parameters."""
-    resolved = resolve_experiment(**experiment)
-    values = resolved.hyper_params.to_dict()
-    if as_yaml:
-        sys.stdout.write(to_yaml(values))
-        return
-    table = plain_table(None, "parameter", "value", "from")
-    for path, value in flatten(values):
-        table.add_row(Text(path), Text(_short(value)), Text(resolved.sources.get(path, "")))
-    open_console().print(table)
-
-
 def _report(result: ExperimentResult) -> None:
     print_results(result.results, result.run_directory.path, open_console())
 
@@ -124,8 +107,3 @@ def _purpose(registry: Registry[Any], name: str) -> str:
     except NipAstraError as error:
         return f"cannot be used: {error}"
     return text.strip().partition("\n")[0]
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 100 else f"{text[:97]}..."

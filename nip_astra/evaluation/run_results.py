@@ -108,7 +108,8 @@ class RunResults:
 
     def figures_frame(self) -> pd.DataFrame:
         """The figures, one a row: `when`, `name`, `value`, `low`, `high`."""
-        return _pandas().DataFrame(self.figures, columns=list(Figure._fields))
+        frame: pd.DataFrame = _pandas().DataFrame(self.figures, columns=list(Figure._fields))
+        return frame
 
     def metrics_frame(self) -> pd.DataFrame:
         """Metrics and timings by `step`, one column a name; where a step lacks one it is NaN."""
@@ -116,11 +117,14 @@ class RunResults:
         for row in (*self.metrics, *self.timings):
             by_step.setdefault(row["step"], {}).update(row)
         rows = [by_step[step] for step in sorted(by_step)]
-        return _pandas().DataFrame(rows or [{"step": None}]).set_index("step").iloc[: len(rows)]
+        whole = _pandas().DataFrame(rows or [{"step": None}]).set_index("step")
+        frame: pd.DataFrame = whole.iloc[: len(rows)]
+        return frame
 
     def conversations_frame(self, table: str) -> pd.DataFrame:
         """The rows of one of the `tables`; groups within a row become columns `a.b`."""
-        return _pandas().json_normalize(self.conversations(table))
+        frame: pd.DataFrame = _pandas().json_normalize(self.conversations(table))
+        return frame
 
 
 def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResults:

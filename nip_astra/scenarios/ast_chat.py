@@ -56,8 +56,9 @@ class EvaluationParameters(SubParameters):
     """Episodes of a dev evaluation."""
     num_bootstrap_resamples: int = Field(default=2000, ge=100)
     """Resamples of opening prompts for an interval."""
-    use_random_search: bool = True
-    """Whether to spend as many target queries on the untrained attacker, for comparison."""
+    use_random_search: bool | None = None
+    """Whether to spend as many target queries on the untrained attacker, for comparison; null does
+    so where failures are planted, since it counts those that are found."""
     batch_size: int = Field(default=256, ge=1)
     """Episodes played at once."""
     labelled_responses: str | None = None

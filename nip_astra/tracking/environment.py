@@ -7,16 +7,18 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from nip_astra.plugins import loaded_plugins
 
 PACKAGES = ("nip_astra", "torch", "transformers", "tensordict", "peft", "wandb")
+_CODE_DIR = Path(__file__).resolve().parent
 _GIT_TIMEOUT_SECONDS = 10.0
 
 
 def describe_environment() -> dict[str, Any]:
-    """Give versions, platform, git state and plug-ins, as plain values without secrets.
+    """Give versions, platform, git state of the code and plug-ins, as values without secrets.
 
     Packages are not imported; the thread count is torch's where torch is in use already.
     """
@@ -48,7 +50,13 @@ def _version_of(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Give commit and cleanness of the repository around the working directory, if any."""
+    """Give commit and cleanness of the repository that holds this code, if one does.
+
+    A repository around an installed package, for instance around its virtual environment, is not
+    that of the code: git does not track the package there.
+    """
+    if _git("ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None
     commit = _git("rev-parse", "HEAD")
     status = _git("status", "--porcelain")
     if commit is None or status is None:
@@ -60,6 +68,7 @@ def _git(*arguments: str) -> str | None:
     try:
         done = subprocess.run(
             ["git", *arguments],
+            cwd=_CODE_DIR,
             capture_output=True,
             text=True,
             check=True,

@@ -8,7 +8,6 @@ evaluation, early stopping, checkpoints, results) is done here.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -325,7 +324,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
             is_best = self.state.count_evaluation(dev[self.training.dev_metric])
         self.tracker.log_metrics(metrics | timings, step=self.state.iteration)
         context.set_postfix(
-            loss=metrics.get("loss", math.nan),
+            loss=metrics.get("loss", "nothing to learn from"),
             reward=metrics["mean_reward"],
             failures=metrics["failure_rate"],
             tokens_per_second=timings["time/tokens_per_second"],

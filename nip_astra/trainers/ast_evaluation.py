@@ -109,8 +109,9 @@ class AstEvaluation:
         return self.run("dev", range(self.num_parts("dev"))).report()
 
     def num_random_search_parts(self) -> int:
-        """Give the number of batches of a random search, 0 when it is switched off."""
-        if not self.options.use_random_search:
+        """Give the number of batches of a random search, 0 where there is none."""
+        asked = self.options.use_random_search
+        if not (bool(self.instance.planted_failures) if asked is None else asked):
             return 0
         width, depth = self.scenario.tree_width, self.scenario.tree_depth
         num_nodes = sum(width**level for level in range(1, depth + 1))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from nip_astra.plugins import load_plugin
+from nip_astra.tracking import environment
 from nip_astra.tracking.environment import describe_environment
 
 
@@ -39,24 +40,45 @@ def test_torch_is_not_imported_for_it() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
 
 
-def test_commit_and_cleanness_of_the_working_directory_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of the code; the working directory is in another repository."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    for name in ("code", "elsewhere"):
+        (tmp_path / name).mkdir()
+        git(tmp_path / name, "init", "-q")
+        git(tmp_path / name, "commit", "-q", "--allow-empty", "-m", name)
+    folder = tmp_path / "code" / "nip_astra"
+    folder.mkdir()
+    (folder / "environment.py").write_text("")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr(environment, "_CODE_DIR", folder)
+    return folder
+
+
+def test_commit_and_cleanness_of_the_code_are_told_and_not_of_the_working_directory(
+    code: Path,
 ) -> None:
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "commit", "-q", "--allow-empty", "-m", "x")
-    monkeypatch.chdir(tmp_path)
-    commit = git(tmp_path, "rev-parse", "HEAD")
+    git(code, "add", ".")
+    git(code, "commit", "-q", "-m", "the code")
+    commit = git(code, "rev-parse", "HEAD")
     assert describe_environment()["git"] == {"commit": commit, "is_dirty": False}
-    (tmp_path / "new").write_text("")
+    (code / "new").write_text("")
     assert describe_environment()["git"] == {"commit": commit, "is_dirty": True}
 
 
-def test_without_a_repository_or_git_there_is_no_git_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.chdir(tmp_path)
+def test_a_repository_around_an_installed_package_is_not_that_of_the_code(code: Path) -> None:
     assert describe_environment()["git"] is None
+
+
+def test_without_a_repository_or_git_there_is_no_git_state(
+    code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(code, "add", ".")
+    git(code, "commit", "-q", "-m", "the code")
+    monkeypatch.setattr(environment, "_CODE_DIR", tmp_path)
+    assert describe_environment()["git"] is None
+    monkeypatch.setattr(environment, "_CODE_DIR", code)
     monkeypatch.setenv("PATH", "")
     assert describe_environment()["git"] is None
 

@@ -1,0 +1,52 @@
+"""What `show` prints of an experiment."""
+
+from __future__ import annotations
+
+import pytest
+
+from nip_astra.cli.show_commands import meanings_of
+from nip_astra.parameters.loading import flatten
+from nip_astra.resolution import resolve_experiment
+from tests.command_line import CommandLine
+
+
+def shown(said: str) -> set[str]:
+    return {line.split()[0] for line in said.splitlines() if line.strip()}
+
+
+def test_groups_that_the_trainer_does_not_read_are_named_and_not_shown(cli: CommandLine) -> None:
+    said = cli("show", "--trainer", "ast_dpo").out
+    assert {"training.lr", "ast_dpo.beta", "ast_chat.tree_width"} <= shown(said)
+    assert not any(path.startswith(("rl.", "ppo.", "message_regression.")) for path in shown(said))
+    last = " ".join(said.partition("not shown")[2].split())
+    assert "--all" in last
+    assert {"rl,", "ppo,", "zk_protocol,"} <= set(last.split())
+
+
+def test_all_shows_them(cli: CommandLine) -> None:
+    said = cli("show", "--trainer", "ast_dpo", "--all").out
+    assert {"training.lr", "rl.lr", "ppo.loss_type"} <= shown(said)
+    assert "not shown" not in said
+
+
+def test_a_group_is_hidden_where_its_condition_does_not_hold(cli: CommandLine) -> None:
+    plain = shown(cli("show", "--trainer", "vanilla_ppo").out)
+    wrapped = cli(
+        "show", "--trainer", "vanilla_ppo", "--set", "protocol_common.zero_knowledge=true"
+    )
+    assert {"rl.lr", "ppo.kl_target"} <= plain
+    assert "zk_protocol.simulator_reward_coefficient" not in plain
+    assert "zk_protocol.simulator_reward_coefficient" in shown(wrapped.out)
+
+
+def test_explain_says_what_each_is_and_where_it_is_read(cli: CommandLine) -> None:
+    said = " ".join(cli("show", "--trainer", "vanilla_ppo", "--explain").out.split())
+    assert "Discount per round." in said
+    assert "loss_type is kl_penalty" in said
+
+
+@pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo"])
+def test_every_parameter_has_a_meaning(trainer: str) -> None:
+    hyper_params = resolve_experiment(trainer=trainer).hyper_params
+    meanings = dict(meanings_of(hyper_params))
+    assert [path for path, _ in flatten(hyper_params.to_dict()) if not meanings.get(path)] == []
