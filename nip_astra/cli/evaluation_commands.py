@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from nip_astra.cli.attacker_folders import Surroundings
 from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.evaluation_loading import (
     LoadedAttacker,
@@ -65,6 +66,7 @@ class EvaluateRequest:
     plugins: Sequence[str]
     played: PlayingRequest
     judged: JudgingRequest
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
 
 def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> None:
@@ -80,6 +82,7 @@ def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> No
             overrides=request.overrides,
             plugins=request.plugins,
             is_untrained=request.is_untrained,
+            surroundings=request.surroundings,
         )
         for spec in request.targets or (None,):
             target = load_target(spec, attacker, settings)

@@ -11,7 +11,8 @@ from typing import Any
 import yaml
 
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
-from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
+from nip_astra.cli.attacker_folders import Surroundings, attacker_of_folder, resolve_around
+from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.storage import weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
@@ -25,6 +26,9 @@ from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.utils.devices import resolve_device
+
+MODEL_DIR, ATTACKER_DIR = "model", "attacker"
+"""Folders with the attacker's weights, in a run and in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +120,14 @@ def resolve_run(path: Path, overrides: Sequence[str], plugins: Sequence[str]) ->
 def run_of(path: str | Path) -> tuple[Path, Path | None]:
     """Give the run of a run directory or checkpoint, and the checkpoint.
 
-    `checkpoints/latest` and `checkpoints/best` are the checkpoints that they point to.
+    `checkpoints/latest` and `checkpoints/best` are the checkpoints that they point to; a run's
+    `model`, and a checkpoint's `attacker`, mean the whole run or checkpoint.
     """
     found = Path(path)
+    if (found.parent / HYPER_PARAMETERS).is_file() and found.name == MODEL_DIR:
+        return found.parent, None
+    if (found.parent / MANIFEST).is_file() and found.name == ATTACKER_DIR:
+        found = found.parent
     store = CheckpointStore(found.parent)
     checkpoint: Path | None = found
     if found.name in (LATEST, BEST) and not found.is_dir():
@@ -136,13 +145,16 @@ def load_attacker(
     overrides: Sequence[str] = (),
     plugins: Sequence[str] = (),
     is_untrained: bool = False,
+    surroundings: Surroundings = Surroundings(),  # noqa: B008 - frozen
 ) -> LoadedAttacker:
     """Build the scenario of a run, and give its attacker the weights that training left.
 
     Parameters
     ----------
     path : str
-        A run directory, or a checkpoint in one; see `run_of`.
+        A run directory, or a checkpoint in one; see `run_of`. Or a folder with a model or adapter.
+    surroundings : Surroundings
+        The scenario of such a folder.
     is_untrained : bool
         Give the attacker as it was before training, the reference.
 
@@ -152,13 +164,18 @@ def load_attacker(
         When it is no run, its scenario has no attacker, or it has no weights yet.
     """
     run, checkpoint = run_of(path)
-    if not (run / HYPER_PARAMETERS).is_file():
-        raise RunDirectoryError(
-            f"the attacker of {path} was to be evaluated, but it holds no {HYPER_PARAMETERS} and "
-            "is no checkpoint of a run. Give a run, for instance runs/<run id>, or one of its "
-            f"checkpoints: runs/<run id>/checkpoints/{LATEST}, or .../checkpoints/step_<number>."
+    is_run = (run / HYPER_PARAMETERS).is_file()
+    if is_run and surroundings.are_given:
+        raise ConfigurationError(
+            f"{path} was to be evaluated in a scenario of one's own, but it is of the run {run}, "
+            "which says its scenario. Leave out --scenario and --parameters; single parameters are "
+            "changed by --set."
         )
-    resolved = resolve_run(run, overrides, plugins)
+    resolved = (
+        resolve_run(run, overrides, plugins)
+        if is_run
+        else resolve_around(run, surroundings, overrides, plugins)
+    )
     instance = build_scenario_instance(
         resolved.hyper_params, settings, kind=resolved.kind, scenario_dir=resolved.scenario_dir
     )
@@ -172,14 +189,18 @@ def load_attacker(
     if is_untrained:
         agent = replace(instance.agents["reference"], role="attacker")
         label, suffix, source = f"{name} untrained", "untrained", None
-    elif checkpoint is None and (run / "model").is_dir():
-        agent = _of_model_folder(instance, section, run / "model", settings, resolved.scenario_dir)
-        label, suffix, source = name, "", run / "model"
+    elif not is_run:
+        agent = attacker_of_folder(run, instance, section, settings)
+        label, suffix, source = name, "", run
+    elif checkpoint is None and (run / MODEL_DIR).is_dir():
+        folder = run / MODEL_DIR
+        agent = _of_model_folder(instance, section, folder, settings, resolved.scenario_dir)
+        label, suffix, source = name, "", folder
     else:
         if checkpoint is None:
             checkpoint = _newest_checkpoint(run)
         CheckpointStore(checkpoint.parent).verify(checkpoint)
-        agent, source = instance.agents["attacker"], checkpoint / "attacker"
+        agent, source = instance.agents["attacker"], checkpoint / ATTACKER_DIR
         agent.language_model.restore(source)
         label, suffix = f"{name} {checkpoint.name}", checkpoint.name
     instance.sampler = instance.sampler.with_attacker(agent)

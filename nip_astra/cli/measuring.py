@@ -20,9 +20,11 @@ from nip_astra.cli.options import (
     NumTurns,
     Overrides,
     Overwrite,
+    ParameterFile,
     Plugins,
     ProbabilityEpisodes,
     Runs,
+    ScenarioName,
     Scorers,
     Seed,
     Split,
@@ -36,6 +38,8 @@ from nip_astra.cli.options import (
 
 def evaluate(
     runs: Runs,
+    scenario: ScenarioName = None,
+    parameters: ParameterFile = None,
     targets: Targets = None,
     scorers: Scorers = None,
     name: EvaluationName = None,
@@ -61,6 +65,7 @@ def evaluate(
 ) -> None:
     """Measure attackers on held-out prompts; goes on where a killed evaluation was."""
     from nip_astra.cli import evaluation_commands as commands
+    from nip_astra.cli.attacker_folders import Surroundings
     from nip_astra.cli.judging import JudgingRequest
 
     commands.evaluate(
@@ -82,6 +87,7 @@ def evaluate(
             judged=JudgingRequest(
                 scorers or [], name, threshold, labelled, embedder, overwrite, fail_if, as_json
             ),
+            surroundings=Surroundings(scenario, parameters),
         ),
         settings_of(device=device, num_threads=num_threads),
     )

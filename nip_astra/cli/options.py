@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 Runs = Annotated[
-    list[str], typer.Argument(metavar="RUN...", help="Run directories or checkpoints.")
+    list[str],
+    typer.Argument(metavar="RUN...", help="Runs, checkpoints, or folders of models or adapters."),
 ]
 Trainer = Annotated[
     str | None, typer.Option(metavar="NAME", help="Registered trainer, e.g. ast_dpo.")

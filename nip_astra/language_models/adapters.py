@@ -5,12 +5,18 @@ from __future__ import annotations
 import copy
 import re
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import Field
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError, nearest_names
+from nip_astra.errors import (
+    ConfigurationError,
+    MissingDependencyError,
+    ModelLoadError,
+    nearest_names,
+)
 from nip_astra.language_models.saved_weights import has_adapter
 from nip_astra.parameters.parameters_base import SubParameters
 
@@ -81,6 +87,32 @@ def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
         return nullcontext()
     state: AbstractContextManager[None] = module.disable_adapter()
     return state
+
+
+def merge_adapter(module: Any, folder: Path) -> Any:
+    """Give a plain model with the adapter that peft saved in a folder added into its weights.
+
+    Raises
+    ------
+    ModelLoadError
+        When the adapter cannot be read, or is not of this model.
+    MissingDependencyError
+        When peft is not installed.
+    """
+    try:
+        from peft import PeftModel
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the adapter in {folder} was asked for, and it needs the package peft. Install it "
+            "with: pip install 'nip_astra[lora]'."
+        ) from error
+    try:
+        return PeftModel.from_pretrained(module, str(folder)).merge_and_unload()
+    except Exception as error:
+        raise ModelLoadError(
+            f"the adapter in {folder} was asked for, but cannot be put on its model: {error}. Give "
+            "a folder that save_pretrained of a peft model wrote."
+        ) from error
 
 
 def merged_copy(module: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterable
 from functools import lru_cache
@@ -12,10 +13,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from nip_astra.errors import MissingDependencyError, ModelLoadError
+from nip_astra.language_models.adapters import merge_adapter
 from nip_astra.parameters.content import resolve_reference
 
 logger = logging.getLogger(__name__)
 
+MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SMALLEST_BFLOAT16_MODEL = 50_000_000
 """Below this many weights nothing is gained from bfloat16."""
@@ -33,17 +36,40 @@ def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str |
         if source.suffix == ".gguf":
             _require_gguf(reference)
             return str(source.parent), source.name
-        if not (source / "config.json").exists():
+        if not is_model_folder(source):
             raise ModelLoadError(
                 f"the model {reference!r} was asked for, but {source} holds no config.json. Give "
-                "a folder that save_pretrained wrote."
+                "a folder that save_pretrained wrote, of a model or of an adapter."
             )
     return str(source), None
 
 
+def is_model_folder(folder: Path) -> bool:
+    """Say whether a folder holds a model, or an adapter of one."""
+    return any((folder / name).is_file() for name in (MODEL_CONFIG, ADAPTER_CONFIG))
+
+
+def _base_of_adapter(name: str) -> str | None:
+    """Give what a folder's adapter was trained on; None for a folder or hub id of a model."""
+    config = Path(name) / ADAPTER_CONFIG
+    if not config.is_file() or (Path(name) / MODEL_CONFIG).is_file():
+        return None
+    try:
+        base = json.loads(config.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError) as error:
+        raise _load_error("adapter", name, error) from error
+    if not isinstance(base, str) or not base:
+        raise ModelLoadError(
+            f"the adapter {name!r} was asked for, but its {ADAPTER_CONFIG} does not name the model "
+            "that it was trained on. Write its folder or hub id there as base_model_name_or_path."
+        )
+    return base
+
+
 @lru_cache(maxsize=8)
 def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
-    """Load a tokenizer; equal arguments share one object."""
+    """Load a tokenizer; equal arguments share one object. An adapter has that of its model."""
+    name = _base_of_adapter(name) or name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **_gguf(gguf_file))
         is_empty = not tokenizer.encode("a", add_special_tokens=False)
@@ -60,7 +86,13 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
 
 
 def load_causal_lm(name: str, gguf_file: str | None) -> Any:
-    """Load a causal language model in float32 with the SDPA attention, in eval mode."""
+    """Load a causal language model in float32 with the SDPA attention, in eval mode.
+
+    Of an adapter's folder that is the model it was trained on, with the adapter added in.
+    """
+    base = _base_of_adapter(name)
+    if base is not None:
+        return merge_adapter(load_causal_lm(base, None), Path(name)).eval()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name,

@@ -203,13 +203,13 @@ def test_the_latest_checkpoint_is_found_by_its_pointer_or_by_a_link(
     assert figures_of(run, "linked")["attacker"] == f"one {older}"
 
 
-@pytest.mark.parametrize("path", ["runs/one/checkpoints", "runs/one/model", "runs/none/latest"])
+@pytest.mark.parametrize("path", ["runs/one/checkpoints", "runs/none/latest"])
 def test_another_folder_is_told_what_can_be_evaluated(
     cli: CommandLine, run: Path, path: str
 ) -> None:
     message = refused(cli("evaluate", path))
     assert f"the attacker of {path} was to be evaluated" in message
-    assert "Give a run, for instance runs/<run id>, or one of its checkpoints" in message
+    assert "Give a run, for instance runs/<run id>, one of its checkpoints" in message
 
 
 def test_attackers_against_targets_make_a_matrix(
@@ -421,7 +421,7 @@ def test_what_is_printed_as_json_is_the_file(cli: CommandLine, run: Path) -> Non
 
 
 def test_what_cannot_be_evaluated_is_refused(cli: CommandLine, run: Path) -> None:
-    assert "holds no hyper_parameters.yaml" in refused(cli("evaluate", "runs/two"))
+    assert "neither a run nor one of its checkpoints" in refused(cli("evaluate", "runs/two"))
     assert "Give one of them as --split" in refused(cli("evaluate", "runs/one", "--split", "exam"))
     assert "unknown scorer 'clasifier'. Did you mean 'classifier'?" in refused(
         cli("evaluate", "runs/one", "--scorer", "clasifier")
