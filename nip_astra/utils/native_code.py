@@ -1,7 +1,9 @@
 """C that is compiled for the machine at hand when it is first needed, where there is a compiler.
 
 Nothing depends on it: whoever calls it has the same in torch, for machines without a compiler. What
-was compiled is kept in the user's cache, by its text, the compiler and the processor.
+was compiled is kept in the user's cache, by its text, the compiler, the processor and its own
+bytes. Since it is run, nobody else may be able to put another file there: where the cache, or a
+folder above it, is others' to change, each process compiles for itself.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,7 @@ _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trap
 # The second is how it is said for some processors that are not x86.
 _PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
 _COMPILE_SECONDS = 120.0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 Argument = int | Tensor | Sequence[Tensor] | None
@@ -103,10 +108,13 @@ def _library(source: Path) -> tuple[ctypes.CDLL | None, str | None]:
     """Give the library, or why there is none."""
     started = time.perf_counter()
     try:
-        path = _compiled(source)
-        library = ctypes.CDLL(str(path))
+        with _folder() as folder:
+            path, descriptor = _compiled(source, folder)
+            # Through the descriptor: what stands at the path may by now be another file. It stays
+            # open, since the loader takes a number that it has seen for the file of that time.
+            held = Path(f"/proc/self/fd/{descriptor}")
+            library = ctypes.CDLL(str(held if held.exists() else path))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        # RuntimeError: there is no home to keep anything in.
         reason = _reason(error)
         logger.info("%s is left to torch: %s", source.name, reason)
         return None, reason
@@ -121,24 +129,50 @@ def _reason(error: Exception) -> str:
     return f"the compiler fails: {said.splitlines()[0]}" if said else str(error)
 
 
-def _compiled(source: Path) -> Path:
-    """Give the shared library of a source file, compiled now or before."""
+def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
+    """Give the shared library of a source file, compiled now or before, and its descriptor."""
     headers = sorted(path for folder in (HEADERS, source.parent) for path in folder.glob("*.h"))
     text = b"".join(path.read_bytes() for path in (source, *headers))
     compiler = _compiler()
     traits = "\n".join([*compiler, _run(*compiler, "--version"), *_FLAGS, _processor()])
     key = hashlib.sha256(text + traits.encode()).hexdigest()[:24]
-    folder = _cache_folder()
     for path in folder.glob(f"{source.stem}-{key}-*.so"):
-        # Its name has its size: one that was cut short, by a full disk say, may end the process.
-        if path.stat().st_size == int(path.stem.rpartition("-")[2]):
-            return path
+        if (descriptor := _verified(path)) is not None:
+            return path, descriptor
+        logger.warning("%s is not what was compiled, so it is compiled anew", path)
         path.unlink()
     # Beside it and then renamed: another process may compile the same at the same time.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / "made.so"
         _compile(compiler, source, made)
-        return made.rename(folder / f"{source.stem}-{key}-{made.stat().st_size}.so")
+        made.chmod(0o500)
+        digest = hashlib.sha256(made.read_bytes()).hexdigest()
+        path = made.rename(folder / f"{source.stem}-{key}-{digest}.so")
+    descriptor = _verified(path)
+    if descriptor is None:
+        raise OSError(f"{path} changed as soon as it was written")
+    return path, descriptor
+
+
+def _verified(path: Path) -> int | None:
+    """Give the descriptor of a file of this user alone with the bytes that its name says.
+
+    Loading any other may run what somebody else wrote, or end the process.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    about = os.fstat(descriptor)
+    with open(descriptor, "rb", closefd=False) as file:
+        is_file = stat.S_ISREG(about.st_mode)
+        is_own = about.st_uid == os.getuid() and not about.st_mode & _OTHERS_WRITE
+        if is_file and is_own:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest == path.stem.rpartition("-")[2]:
+                return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _compiler() -> list[str]:
@@ -154,7 +188,8 @@ def _compiler() -> list[str]:
 def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
     for attempt, processor in enumerate(_PROCESSORS):
         try:
-            _run(*compiler, *_FLAGS, *processor, f"-I{HEADERS}", str(source), "-o", str(to), "-lm")
+            options = (*_FLAGS, *processor, f"-I{HEADERS}", str(source), "-o", str(to), "-lm")
+            _run(*compiler, *options, scratch=to.parent)
         except subprocess.CalledProcessError:
             if attempt + 1 == len(_PROCESSORS):
                 raise
@@ -162,9 +197,11 @@ def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
             return
 
 
-def _run(*command: str) -> str:
+def _run(*command: str, scratch: Path | None = None) -> str:
+    """Give what a command says; what it writes on the way goes to `scratch`."""
     return subprocess.run(
         command,
+        env=None if scratch is None else os.environ | {"TMPDIR": str(scratch)},
         capture_output=True,
         text=True,
         # Messages may be in any language's letters.
@@ -186,12 +223,47 @@ def _processor() -> str:
     return "\n".join(lines)
 
 
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Give the cache, or where there is none that can be trusted, a folder for this process."""
+    try:
+        folder = _cache_folder()
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: there is no home.
+        logger.info("what is compiled is not kept: %s", error)
+        with tempfile.TemporaryDirectory() as scratch:
+            yield _of_this_user_alone(Path(scratch))
+    else:
+        yield folder
+
+
 def _cache_folder() -> Path:
-    """Give a folder of this user alone, since what lies there is run."""
     base = os.environ.get(CACHE) or Path.home() / ".cache"
     folder = Path(base) / "nip_astra" / "native"
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    about = folder.stat()
-    if hasattr(os, "getuid") and (about.st_uid != os.getuid() or about.st_mode & 0o022):
-        raise PermissionError(f"others may write to {folder}")
-    return folder
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        # One by one: of parents, `mkdir` takes no mode.
+        missing.mkdir(mode=0o700, exist_ok=True)
+    return _of_this_user_alone(folder)
+
+
+def _of_this_user_alone(folder: Path) -> Path:
+    """Give a folder without links in its path, where nobody else can put or exchange a file.
+
+    Raises
+    ------
+    PermissionError
+        When somebody else could, there or in a folder above.
+    """
+    if not hasattr(os, "getuid"):
+        raise PermissionError(f"who may write to {folder} cannot be told on this system")
+    found = folder.resolve(strict=True)
+    user = os.getuid()
+    for path in (found, *found.parents):
+        about = path.stat()
+        # In a sticky folder, as /tmp, names are exchanged by the owners of what they name.
+        is_open = about.st_mode & _OTHERS_WRITE and (
+            path == found or not about.st_mode & stat.S_ISVTX
+        )
+        if is_open or about.st_uid not in ({user} if path == found else {user, 0}):
+            raise PermissionError(f"others may write to {path}")
+    return found

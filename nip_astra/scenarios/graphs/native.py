@@ -40,6 +40,9 @@ MOST_WEIGHTS = 4096
 """Of one matrix: C reads all weights again for each block of rows, on one core, and is slower than
 torch from about four times as many on."""
 
+IS_NODE = 2
+"""Where among the inputs of each function it stands which nodes are there, [B, 2, n]."""
+
 Layer = Callable[..., Tensor]
 
 
@@ -148,6 +151,7 @@ class _Native(torch.autograd.Function):
             and all(x.dtype == cls.dtypes.get(i, torch.float32) for i, x in enumerate(inputs))
             and not any(inputs[i].requires_grad for i in cls.constants)
             and [tuple(x.shape) for x in inputs] == list(cls.shapes(inputs))
+            and _has_padding_last(inputs[IS_NODE])
             and CODES[cls.name].library() is not None
         )
 
@@ -345,6 +349,11 @@ class NativeChosenTokens(_NativeTransformer):
     @staticmethod
     def grouped(tensors: Sequence[Any]) -> Sequence[Any]:
         return *tensors[:4], tensors[4:]
+
+
+def _has_padding_last(is_node_B2n: Tensor) -> bool:
+    """Say whether C, which counts a graph's nodes, takes the right ones."""
+    return not bool((is_node_B2n[..., 1:] > is_node_B2n[..., :-1]).any())
 
 
 def _layer_weights(inputs: Sequence[Tensor]) -> LayerWeights:

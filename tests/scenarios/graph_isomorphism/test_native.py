@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nip_astra.scenarios.graphs import native
 from nip_astra.scenarios.graphs.derivatives import gin_formula
+from nip_astra.scenarios.graphs.native import NativeNetwork
 from nip_astra.scenarios.graphs.network import Network
 from nip_astra.scenarios.graphs.pairs import Pairs, Reading
 from nip_astra.scenarios.graphs.transformer import LayerWeights, tanh_reading
@@ -247,6 +248,40 @@ def test_what_does_not_fit_is_refused_by_torch(other: dict[str, Tensor]) -> None
     native.tanh_network(*small_network())
     with pytest.raises((RuntimeError, ValueError, IndexError)):
         native.tanh_network(*small_network(**other))
+
+
+HOLE = torch.tensor([True, False, True, True, False]).expand(2, 2, 5)
+
+
+def test_padding_between_the_nodes_of_a_graph_is_left_out() -> None:
+    """C counts nodes up to the last, so torch takes such graphs."""
+    edges = (HOLE[..., None] & HOLE[..., None, :]).float()
+    given, weights = small_network(adjacency_B2nn=edges, is_node_B2n=HOLE)
+    tokens, sums = native.tanh_network(given, weights)
+    order = torch.tensor([0, 2, 3, 1, 4])
+    at_end = given._replace(
+        adjacency_B2nn=edges[..., order, :][..., order], is_node_B2n=HOLE[..., order]
+    )
+    expected, sums_at_end = native.tanh_network(at_end, weights)
+    assert not NativeNetwork.takes((*given, *weights))
+    assert NativeNetwork.takes((*at_end, *weights))
+    torch.testing.assert_close(sums, sums_at_end)
+    of_nodes = tokens.unflatten(1, (2, 5))[:, :, order[:3]]
+    torch.testing.assert_close(of_nodes, expected.unflatten(1, (2, 5))[:, :, :3])
+
+
+def test_tokens_between_the_nodes_of_a_graph_are_not_read() -> None:
+    graphs, nodes = (x.detach() for x in numbers((2, 2, WIDTH), (2, 10, WIDTH)))
+    other = torch.where(HOLE.reshape(2, 10, 1), nodes, nodes + 1)
+    weights = LayerWeights(*(x.detach() for x in layer_weights()))
+    first, second = (native.read(Pairs(graphs, x, HOLE), weights) for x in (nodes, other))
+    torch.testing.assert_close(first.graphs(), second.graphs())
+    is_node = HOLE.reshape(2, 10)
+    torch.testing.assert_close(first.nodes()[is_node], second.nodes()[is_node])
+    chosen = torch.tensor([0, 1])
+    torch.testing.assert_close(
+        first.nodes_of(chosen)[HOLE[:, 0]], second.nodes_of(chosen)[HOLE[:, 0]]
+    )
 
 
 def test_a_mask_of_other_numbers_than_true_and_false_goes_through_torch() -> None:
