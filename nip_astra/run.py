@@ -31,7 +31,7 @@ from nip_astra.report.page import write_report
 from nip_astra.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking import run_directory as files
-from nip_astra.tracking.environment import describe_environment
+from nip_astra.tracking.environment import changes_of_rounding, describe_environment
 from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
@@ -221,6 +221,7 @@ def _run(
             runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
             prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
             built.append(prepared.trainer)
+            _note_computation(directory, settings, prepared.scenario_instance)
             _train(prepared.trainer, directory, checkpoint)
             is_done = True
             _write_report(directory, tracker)
@@ -268,6 +269,28 @@ def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> No
             tracker.log_report(path)
     except NipAstraError as error:
         logger.warning("the report was not written: %s", error)
+
+
+def _note_computation(
+    directory: RunDirectory, settings: ExperimentSettings, instance: ScenarioInstance
+) -> None:
+    """Write down by what layers are computed, and tell what changed since the run was begun."""
+    try:
+        before = dict(directory.read_json(files.ENVIRONMENT))
+    except (RunDirectoryError, TypeError, ValueError) as error:
+        # Resuming does not need what the run was begun on.
+        logger.warning("what the run was begun on cannot be told: %s", error)
+        return
+    computed = {"device": resolve_device(settings.device).type, "layers": instance.layers}
+    changes = changes_of_rounding(before, describe_environment() | computed)
+    if changes:
+        logger.warning(
+            "the run goes on where it was not begun, so last digits may differ from those of a "
+            "run that was not stopped: %s",
+            "; ".join(changes),
+        )
+    # What the run was begun on stays; a run of an older version has not written it down.
+    directory.write_json(files.ENVIRONMENT, computed | before)
 
 
 def _warn_of_changed_plugins(directory: RunDirectory) -> None:

@@ -52,6 +52,8 @@ class ScenarioInstance:
         All agents with networks as one actor.
     describe_datapoint : callable, optional
         Gives plain values that a report shows of one row of a dataset.
+    layers : str
+        By what layers are computed, which decides last digits: "torch", or what is compiled.
     """
 
     kind: str
@@ -69,6 +71,7 @@ class ScenarioInstance:
     test_environment: ProtocolEnvironment | None = None
     combined_agents: CombinedAgents | None = None
     describe_datapoint: Callable[[TensorDictBase], dict[str, Any]] | None = None
+    layers: str = "torch"
 
     @property
     def num_parameters(self) -> int:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import Field
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
@@ -30,6 +31,7 @@ from nip_astra.scenarios.graphs.heads import (
     GraphValueHead,
     impossible_symbols,
 )
+from nip_astra.scenarios.graphs.native import computed_by
 from nip_astra.scenarios.graphs.pairs_file import as_dataset, load_pairs
 from nip_astra.scenarios.graphs.wl import BEYOND_WL, ISOMORPHIC, MAX_WL_ROUNDS
 from nip_astra.scenarios.registry import register_scenario
@@ -93,6 +95,10 @@ class GraphIsomorphismScenario(TensorDictScenario):
         cls, parameters: Parameters, agent: GraphIsomorphismAgentParameters, shape: AgentShape
     ) -> SoloAgentHead:
         return GraphSoloHead(agent, shape)
+
+    @classmethod
+    def layers_on(cls, device: torch.device) -> str:
+        return computed_by() if device.type == "cpu" else super().layers_on(device)
 
     @classmethod
     def impossible_symbols(cls, observation: Observation, shape: AgentShape) -> Tensor:

@@ -170,6 +170,11 @@ class TensorDictScenario(Scenario):
         return {"id": int(row["datapoint_id"])}
 
     @classmethod
+    def layers_on(cls, device: torch.device) -> str:
+        """Say by what layers are computed on a device, where that is not torch alone."""
+        return "torch"
+
+    @classmethod
     def impossible_symbols(cls, observation: Observation, shape: AgentShape) -> Tensor | None:
         """Give the symbols that an agent cannot send, True, broadcasting to [B, V, P, S]."""
         return None
@@ -228,6 +233,7 @@ class TensorDictScenario(Scenario):
             test_environment=environment("test", datasets.test),
             scenario_dir=scenario_dir,
             describe_datapoint=partial(cls.describe_datapoint, parameters),
+            layers=cls.layers_on(device),
         )
 
     @classmethod

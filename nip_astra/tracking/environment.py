@@ -6,6 +6,8 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.machine(),
+        "processor": processor_name(),
         "num_cpus": os.cpu_count(),
         "num_threads": None if torch is None else torch.get_num_threads(),
         "packages": {package: _version_of(package) for package in PACKAGES},
@@ -40,6 +43,32 @@ def describe_environment() -> dict[str, Any]:
             for plugin in loaded_plugins()
         ],
     }
+
+
+def processor_name() -> str:
+    """Give the name of the processor's model, or else of its architecture."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def changes_of_rounding(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Tell what in the descriptions of two environments lets last digits differ.
+
+    What an older version did not write down is left out.
+    """
+    old, new = (
+        {name: described.get(name) for name in ("processor", "device", "layers")}
+        | {"torch": described.get("packages", {}).get("torch")}
+        for described in (before, now)
+    )
+    return [
+        f"{name} was {value!r} and is {new[name]!r}"
+        for name, value in old.items()
+        if value is not None and value != new[name]
+    ]
 
 
 def _version_of(package: str) -> str | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -13,17 +12,23 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from nip_astra.checkpoints.kept_tensors import digest_of_tensors, keep_tensors, read_kept
-from nip_astra.errors import CheckpointError
 from nip_astra.scenario_base.environment import ProtocolEnvironment
 from nip_astra.scenario_base.tensordict_agents import Agent
+from nip_astra.tracking.environment import processor_name
 from nip_astra.trainers.solo_training import SoloParameters, SoloTraining
+from nip_astra.utils.kept_tensors import digest_of_tensors, keep_tensors, take_tensors
+from nip_astra.utils.source_digest import digest_of_code
 from nip_astra.version import __version__
 
 logger = logging.getLogger(__name__)
 
 CACHE_DIR = "pretrained_bodies"
 """Folder in the runs folder."""
+CODE = (
+    *("nip_astra.scenarios", "nip_astra.scenario_base", "nip_astra.utils"),
+    *("nip_astra.trainers.solo_training", "nip_astra.trainers.rl_optimizers", __name__),
+)
+"""What a trained body depends on, besides the modules of its own classes."""
 
 
 def pretrain_bodies(
@@ -34,35 +39,37 @@ def pretrain_bodies(
     with_decisions: bool,
     seed: int,
     runs_dir: str,
+    layers: str,
 ) -> None:
     """Train each agent's body alone, and give its policy and its value function the result.
 
     A value function that sees more than the policy has a body of another shape, which stays as it
     was. An agent that was loaded from a run stays as it was trained there.
     A body is read from the cache where one was trained from the same: first weights, data, seed,
-    parameters and shape of the agent, these parameters, and code.
+    parameters and shape of the agent, and these parameters; and in the same way: by the same code,
+    on such a processor. A file of the cache that is damaged is replaced.
 
     Parameters
     ----------
     with_decisions : bool
         Whether an agent's decisions start as what it tells alone, where its policy head takes that
         over.
-
-    Raises
-    ------
-    CheckpointError
-        When a file of the cache is broken or has been changed.
+    layers : str
+        `ScenarioInstance.layers`.
     """
     data = digest_of_tensors(environment.dataset)
+    computed_by = [layers, str(environment.device), processor_name(), torch.__version__]
     for name, agent in agents.items():
         if agent.is_random or agent.parameters_of_agent.load_from_run is not None:
             continue
         assert agent.policy_body is not None
         assert agent.solo_head is not None
         trained = nn.ModuleDict({"body": agent.policy_body, "solo_head": agent.solo_head})
-        path = Path(runs_dir) / CACHE_DIR / f"{_key(agent, data, parameters, seed)}.safetensors"
-        if path.exists():
-            _load(trained, path)
+        key = _key(agent, data, parameters, seed, computed_by)
+        path = Path(runs_dir) / CACHE_DIR / f"{key}.safetensors"
+        weights = take_tensors(path)
+        if weights is not None:
+            trained.load_state_dict(weights)
             logger.info("the body of %s was trained before: %s", name, path)
         else:
             _train(agent, environment, parameters, seed)
@@ -98,12 +105,16 @@ def _copy_to_value_body(agent: Agent) -> None:
     agent.value_body.load_state_dict(trained)
 
 
-def _key(agent: Agent, data: str, parameters: SoloParameters, seed: int) -> str:
+def _key(
+    agent: Agent, data: str, parameters: SoloParameters, seed: int, computed_by: list[str]
+) -> str:
     """Give the digest of everything that a trained body depends on."""
     assert agent.policy_body is not None
     assert agent.solo_head is not None
     what = {
         "version": __version__,
+        "code": digest_of_code({*CODE, *_modules_of(agent)}),
+        "computed_by": computed_by,
         "parts": ["body", "solo_head"],
         "agent": agent.name,
         "shape": asdict(agent.shape),
@@ -111,7 +122,6 @@ def _key(agent: Agent, data: str, parameters: SoloParameters, seed: int) -> str:
         "solo": parameters.to_dict(),
         "seed": seed,
         "data": data,
-        "code": _code_of(agent.policy_body, agent.solo_head),
         "weights": [
             digest_of_tensors(part.state_dict()) for part in (agent.policy_body, agent.solo_head)
         ],
@@ -119,24 +129,7 @@ def _key(agent: Agent, data: str, parameters: SoloParameters, seed: int) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _code_of(*parts: nn.Module) -> list[str]:
-    """Digests of the files whose code computes and trains the parts, and torch's version."""
-    classes = {cls for part in parts for module in part.modules() for cls in type(module).__mro__}
-    names = {cls.__module__ for cls in classes} | {SoloTraining.__module__, __name__}
-    digests = [torch.__version__]
-    for name in sorted(names):
-        file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
-        if name.partition(".")[0] != "torch" and file.is_file():
-            digests.append(hashlib.sha256(file.read_bytes()).hexdigest())
-    # Without the modules' names: that of a plug-in changes with its folder.
-    return sorted(digests)
-
-
-def _load(trained: nn.Module, path: Path) -> None:
-    try:
-        trained.load_state_dict(read_kept(path))
-    except (CheckpointError, RuntimeError) as error:
-        raise CheckpointError(
-            f"a pretrained body was to be taken from the cache, but the file is broken: {error} "
-            "Remove it, so that the body is trained again."
-        ) from error
+def _modules_of(agent: Agent) -> set[str]:
+    """Give the modules of an agent's own classes, plug-ins among them."""
+    names = {one.__module__ for part in agent.modules() for one in type(part).__mro__}
+    return {name for name in names if name.split(".")[0] not in ("torch", "builtins", "abc")}

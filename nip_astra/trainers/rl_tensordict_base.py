@@ -231,6 +231,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 with_decisions=self.rl.pretrain_decisions,
                 seed=self.hyper_params.seed,
                 runs_dir=self.settings.runs_dir,
+                layers=self.scenario_instance.layers,
             )
         self.state.is_prepared = True
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,11 +62,15 @@ class NativeCode:
 
     def library(self) -> ctypes.CDLL | None:
         """Give the compiled file, or None where it cannot be had; the log says why, once."""
-        return None if _is_off() else _library(self.source)[0]
+        return None if _is_off() else _library(self.source).library
 
     def why_absent(self) -> str | None:
         """Say why the compiled file cannot be had, or None where it can."""
-        return f"{SWITCH} is 0" if _is_off() else _library(self.source)[1]
+        return f"{SWITCH} is 0" if _is_off() else _library(self.source).reason
+
+    def described(self) -> str:
+        """Name the file with the first digits of the compiled file's sha256."""
+        return f"{self.source.name} {_library(self.source).digest[:12]}"
 
     def call(self, function: str, *arguments: Argument) -> None:
         """Call a function with integers, contiguous tensors on the CPU, and sequences of those.
@@ -103,9 +107,16 @@ def _is_off() -> bool:
     return os.environ.get(SWITCH) == "0"
 
 
+class _Loaded(NamedTuple):
+    """A library with the sha256 of its file, or why there is none."""
+
+    library: ctypes.CDLL | None = None
+    digest: str = ""
+    reason: str | None = None
+
+
 @lru_cache
-def _library(source: Path) -> tuple[ctypes.CDLL | None, str | None]:
-    """Give the library, or why there is none."""
+def _library(source: Path) -> _Loaded:
     started = time.perf_counter()
     try:
         with _folder() as folder:
@@ -117,10 +128,10 @@ def _library(source: Path) -> tuple[ctypes.CDLL | None, str | None]:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = _reason(error)
         logger.info("%s is left to torch: %s", source.name, reason)
-        return None, reason
+        return _Loaded(reason=reason)
     seconds = time.perf_counter() - started
     logger.info("%s runs as compiled for this processor (%.1f s): %s", source.name, seconds, path)
-    return library, None
+    return _Loaded(library, _digest_in(path))
 
 
 def _reason(error: Exception) -> str:
@@ -169,10 +180,15 @@ def _verified(path: Path) -> int | None:
         is_own = about.st_uid == os.getuid() and not about.st_mode & _OTHERS_WRITE
         if is_file and is_own:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest == path.stem.rpartition("-")[2]:
+            if digest == _digest_in(path):
                 return descriptor
     os.close(descriptor)
     return None
+
+
+def _digest_in(path: Path) -> str:
+    """Give the sha256 that a file is to have by its name."""
+    return path.stem.rpartition("-")[2]
 
 
 def _compiler() -> list[str]:

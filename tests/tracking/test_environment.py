@@ -12,7 +12,7 @@ import pytest
 
 from nip_astra.plugins import load_plugin
 from nip_astra.tracking import environment
-from nip_astra.tracking.environment import describe_environment
+from nip_astra.tracking.environment import changes_of_rounding, describe_environment
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -27,6 +27,7 @@ def test_versions_platform_and_threads_are_told() -> None:
     described = describe_environment()
     assert described["python"] == platform.python_version()
     assert described["packages"]["torch"]
+    assert described["processor"]
     assert described["num_threads"] == sys.modules["torch"].get_num_threads()
     assert json.loads(json.dumps(described)) == described
 
@@ -100,3 +101,22 @@ def test_nothing_of_the_environment_variables_or_arguments_is_told(
     monkeypatch.setenv("WANDB_API_KEY", "very-secret")
     monkeypatch.setattr(sys, "argv", ["run.py", "--token=very-secret"])
     assert "very-secret" not in json.dumps(describe_environment())
+
+
+def test_what_lets_last_digits_differ_is_told_and_nothing_else() -> None:
+    before = {
+        "processor": "A",
+        "device": "cpu",
+        "layers": "compiled: network.c 1",
+        "packages": {"torch": "2.5", "wandb": "1"},
+        "python": "3.11.1",
+    }
+    assert changes_of_rounding(before, before | {"python": "3.12"}) == []
+    now = before | {"layers": "torch (there is no C compiler)", "packages": {"torch": "2.6"}}
+    layers, torch = changes_of_rounding(before, now)
+    assert layers == ("layers was 'compiled: network.c 1' and is 'torch (there is no C compiler)'")
+    assert torch == "torch was '2.5' and is '2.6'"
+
+
+def test_what_an_older_version_did_not_write_down_has_not_changed() -> None:
+    assert changes_of_rounding({"device": "cpu"}, {"device": "cpu", "processor": "A"}) == []

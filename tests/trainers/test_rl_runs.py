@@ -124,6 +124,33 @@ def test_a_run_from_files_is_resumed_after_a_signal(tmp_path: Path) -> None:
     assert again.results["after"] == done.results["after"]
 
 
+def test_a_resume_tells_that_layers_are_computed_in_another_way(tmp_path: Path) -> None:
+    folder = toy_scenario_folder(tmp_path / "toy")
+    (tmp_path / "p.yaml").write_text(
+        json.dumps({**SMALL, "trainer": "vanilla_ppo", "scenario": str(folder)})
+    )
+    resolved = resolve_experiment(parameter_file=tmp_path / "p.yaml")
+    directory = run_experiment(
+        resolved, runs_dir=str(tmp_path / "runs"), run_id="a", progress=False
+    ).run_directory
+    begun = directory.read_json("environment.json")
+    assert begun["layers"] == "torch"
+    assert begun["processor"]
+
+    def resumed_log() -> str:
+        (directory.path / "results.json").unlink()
+        (directory.path / "log.txt").unlink()
+        resume_experiment(directory.path, progress=False)
+        return (directory.path / "log.txt").read_text()
+
+    assert "last digits may differ" not in resumed_log()
+    directory.write_json("environment.json", begun | {"layers": "compiled: toy.c 12"})
+    log = resumed_log()
+    assert "last digits may differ" in log
+    assert "layers was 'compiled: toy.c 12' and is 'torch'" in log
+    assert directory.read_json("environment.json")["layers"] == "compiled: toy.c 12"
+
+
 PRINT_NUMBERS = """
 import json, sys
 from tests.toy_protocol_scenario import toy_kind, toy_trainer

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nip_astra.checkpoints.store import CheckpointStore
@@ -20,9 +19,14 @@ from nip_astra.errors import (
 )
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers import pretraining
 from nip_astra.trainers.pretraining import CACHE_DIR
-from tests import toy_protocol_scenario
-from tests.toy_protocol_scenario import ToyPolicyHead, toy_kind, toy_trainer
+from tests.toy_protocol_scenario import (
+    ToyPolicyHead,
+    ToyProtocolScenario,
+    toy_kind,
+    toy_trainer,
+)
 
 SOLO = {"num_epochs": 20, "batch_size": 10, "lr": 0.02}
 
@@ -266,38 +270,45 @@ def test_whatever_matters_has_a_body_of_its_own(tmp_path: Path, other: dict[str,
     assert len(list((tmp_path / CACHE_DIR).iterdir())) == 4
 
 
-def test_a_broken_file_of_the_cache_is_told(tmp_path: Path) -> None:
-    pretrained(tmp_path)
-    for path in (tmp_path / CACHE_DIR).iterdir():
-        path.write_bytes(b"broken")
-    with pytest.raises(CheckpointError, match="Remove it, so that the body is trained again"):
-        pretrained(tmp_path)
+@pytest.mark.parametrize("how", ["no safetensors file", "cut short", "other bytes"])
+def test_a_damaged_body_is_trained_again(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = pretrained(tmp_path).agents.state_dict()
+    files = {path: path.read_bytes() for path in (tmp_path / CACHE_DIR).iterdir()}
+    for path, whole in files.items():
+        damaged = {
+            "no safetensors file": b"broken",
+            "cut short": whole[:-1],
+            "other bytes": whole[:-8] + bytes(8),
+        }
+        path.write_bytes(damaged[how])
+    second = pretrained(tmp_path).agents.state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first if "_body" in name)
+    assert caplog.text.count("computed anew") == 2
+    assert {path: path.read_bytes() for path in files} == files
 
 
-def test_a_changed_file_of_the_cache_is_told(tmp_path: Path) -> None:
-    pretrained(tmp_path)
-    for path in (tmp_path / CACHE_DIR).iterdir():
-        content = bytearray(path.read_bytes())
-        content[-3] ^= 1
-        path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"has been changed.* trained again"):
-        pretrained(tmp_path)
-    weights = {path: load_file(path) for path in (tmp_path / CACHE_DIR).iterdir()}
-    for path, unsigned in weights.items():
-        save_file(unsigned, path)
-    with pytest.raises(CheckpointError, match="does not say what it must hold"):
-        pretrained(tmp_path)
-
-
-def test_a_body_of_other_code_is_trained_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["layers", "processor", "code"])
+def test_what_was_computed_in_another_way_is_trained_again(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pretrained(tmp_path)
-    edited = tmp_path / "toy_protocol_scenario.py"
-    edited.write_text(Path(toy_protocol_scenario.__file__).read_text() + "# another body\n")
-    monkeypatch.setattr(toy_protocol_scenario, "__file__", str(edited))
+    if what == "layers":
+        monkeypatch.setattr(ToyProtocolScenario, "layers_on", lambda device: "compiled: toy.c")
+    elif what == "processor":
+        monkeypatch.setattr(pretraining, "processor_name", lambda: "another")
+    else:
+        monkeypatch.setattr(pretraining, "digest_of_code", lambda modules: "other lines")
     pretrained(tmp_path)
     assert len(list((tmp_path / CACHE_DIR).iterdir())) == 4
+
+
+def test_a_bodys_code_is_that_of_its_classes_as_well(tmp_path: Path) -> None:
+    agent = pretrained(tmp_path).agents["prover"]
+    modules = pretraining._modules_of(agent)
+    assert {"tests.toy_protocol_scenario", "nip_astra.scenario_base.tensordict_agents"} <= modules
+    assert not any(name.startswith("torch") for name in modules)
 
 
 def test_a_body_is_not_given_to_a_critic_that_sees_more(tmp_path: Path) -> None:

@@ -52,6 +52,14 @@ def why_absent() -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
+def computed_by() -> str:
+    """Say whether layers are compiled, and what, or why they are left to torch."""
+    reason = why_absent()
+    if reason is not None:
+        return f"torch ({reason})"
+    return "compiled: " + ", ".join(code.described() for code in CODES.values())
+
+
 def tanh_network(network: Network, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Give tokens and sums of a network with layers of `gin_formula`, by C where that can be.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
 from nip_astra.scenarios.graphs import native
 from nip_astra.scenarios.graphs.derivatives import gin_formula
 from nip_astra.scenarios.graphs.native import NativeNetwork
@@ -412,3 +414,13 @@ def test_layers_without_c_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None
     other = layer(*inputs)
     assert not is_native(other)
     torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_told_by_what_layers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = GraphIsomorphismScenario.layers_on
+    assert re.fullmatch(
+        r"compiled: network\.c [0-9a-f]{12}, transformer\.c [0-9a-f]{12}", on(torch.device("cpu"))
+    )
+    assert on(torch.device("cuda")) == "torch"
+    monkeypatch.setenv(SWITCH, "0")
+    assert on(torch.device("cpu")) == f"torch ({SWITCH} is 0)"

@@ -298,16 +298,21 @@ def test_nothing_is_kept_without_a_folder(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_damaged_or_unwritable_cache_is_told(tmp_path: Path) -> None:
+def test_damaged_views_are_computed_again_and_an_unwritable_cache_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     parameters = PcaModel.Parameters(cache_dir=str(tmp_path / "cache"))
     train = images(20, 1, 4, 4)
-    embed_all(parameters, train, train, scenario_dir=None)
-    file = next((tmp_path / "cache").iterdir())
-    changed = file.read_bytes()[:-1] + b"\x01"
-    for content in (b"nothing", changed):
-        file.write_bytes(content)
-        with pytest.raises(DataError, match=r"the file is damaged: .* Delete it; they are compute"):
-            embed_all(parameters, train, train, scenario_dir=None)
+    first, _ = embed_all(parameters, train, train, scenario_dir=None)
+    (path,) = (tmp_path / "cache").iterdir()
+    whole = path.read_bytes()
+    for damaged in (b"nothing", whole[:-4] + b"\0\0\0\0", whole[:-1]):
+        path.write_bytes(damaged)
+        caplog.clear()
+        found, _ = embed_all(parameters, train, train, scenario_dir=None)
+        assert "computed anew" in caplog.text
+        assert torch.equal(found, first)
+        assert path.read_bytes() == whole
     (tmp_path / "file").write_text("")
     below = PcaModel.Parameters(cache_dir=str(tmp_path / "file"))
     with pytest.raises(DataError, match=r"cannot be written: .* Give another cache_dir"):

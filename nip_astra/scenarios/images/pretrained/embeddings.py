@@ -12,10 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nip_astra.checkpoints.kept_tensors import keep_tensors, read_kept
-from nip_astra.errors import CheckpointError, DataError
+from nip_astra.errors import DataError
 from nip_astra.scenarios.images.pretrained.base import PretrainedModel
 from nip_astra.scenarios.images.pretrained.registry import PRETRAINED_MODELS
+from nip_astra.utils.kept_tensors import keep_tensors, take_tensors
+from nip_astra.utils.source_digest import digest_of_code
 
 
 def embedding_key(parameters: PretrainedModel.Parameters) -> str:
@@ -39,12 +40,12 @@ def embed_all(
     DataError
         When the model does not give a view of each image, or not of finite numbers.
     """
-    cached = _cache_path(parameters, train_images_NKHW, test_images_NKHW)
-    if cached is not None and cached.exists():
-        return _read(cached)
-    model = PRETRAINED_MODELS.get(parameters.type_name)(
-        parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir
-    )
+    model_class = PRETRAINED_MODELS.get(parameters.type_name)
+    cached = _cache_path(parameters, model_class, train_images_NKHW, test_images_NKHW)
+    kept = None if cached is None else take_tensors(cached)
+    if kept is not None:
+        return kept["train"], kept["test"]
+    model = model_class(parameters, train_images_NKHW=train_images_NKHW, scenario_dir=scenario_dir)
     views = []
     for images in (train_images_NKHW, test_images_NKHW):
         with torch.no_grad():
@@ -65,10 +66,13 @@ def _check(views: Tensor, images: Tensor, name: str) -> None:
         )
 
 
-def _cache_path(parameters: PretrainedModel.Parameters, *images: Tensor) -> Path | None:
+def _cache_path(
+    parameters: PretrainedModel.Parameters, model: type[PretrainedModel], *images: Tensor
+) -> Path | None:
     if parameters.cache_dir is None:
         return None
     digest = hashlib.sha256(embedding_key(parameters).encode())
+    digest.update(digest_of_code({__name__, model.__module__}).encode())
     for one in images:
         digest.update(str(list(one.shape)).encode())
         digest.update(one.contiguous().numpy().tobytes())
@@ -76,22 +80,11 @@ def _cache_path(parameters: PretrainedModel.Parameters, *images: Tensor) -> Path
     return folder / f"{embedding_key(parameters)}_{digest.hexdigest()[:24]}.safetensors"
 
 
-def _read(path: Path) -> tuple[Tensor, Tensor]:
-    try:
-        views = read_kept(path)
-        return views["train"], views["test"]
-    except (CheckpointError, KeyError) as error:
-        raise DataError(
-            f"the pretrained embeddings in {path} were to be read, but the file is damaged: "
-            f"{error} Delete it; they are computed again."
-        ) from error
-
-
 def _write(path: Path, train: Tensor, test: Tensor) -> None:
     try:
         keep_tensors(path, {"train": train, "test": test})
-    except CheckpointError as error:
+    except OSError as error:
         raise DataError(
             f"pretrained embeddings were to be kept in {path.parent}, but it cannot be written: "
-            f"{error} Give another cache_dir, or none."
+            f"{error}. Give another cache_dir, or none."
         ) from error

@@ -1,0 +1,63 @@
+"""What is kept is read back to the bit, or not at all."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+from nip_astra.utils.kept_tensors import digest_of_tensors, keep_tensors, take_tensors
+
+
+def test_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+    shared = torch.arange(6.0).view(2, 3)
+    tensors = {"a": shared, "b": shared.t(), "c": torch.tensor(True), "d": torch.zeros(0)}
+    keep_tensors(tmp_path / "new" / "kept.safetensors", tensors)
+    found = take_tensors(tmp_path / "new" / "kept.safetensors")
+    assert found is not None
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["kept.safetensors"]
+
+
+def test_nothing_is_said_of_what_was_never_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.DEBUG):
+        assert take_tensors(tmp_path / "none.safetensors") is None
+    assert caplog.messages == []
+
+
+def test_every_byte_that_differs_is_found_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "kept.safetensors"
+    keep_tensors(path, {"a": torch.arange(3.0)})
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        found = take_tensors(path)
+        # Of the header, only what leaves names, types, shapes, values and digest as they are.
+        assert found is None or torch.equal(found["a"], torch.arange(3.0)), place
+    path.write_bytes(whole[:-1])
+    caplog.clear()
+    assert take_tensors(path) is None
+    assert "computed anew" in caplog.text
+
+
+def test_a_file_of_another_writer_has_no_digest(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path = tmp_path / "other.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert take_tensors(path) is None
+
+
+def test_names_types_and_shapes_count_as_values_do() -> None:
+    x = torch.zeros(4)
+    digests = {
+        digest_of_tensors(tensors)
+        for tensors in ({"a": x}, {"b": x}, {"a": x.view(2, 2)}, {"a": x.int()}, {"a": x + 1})
+    }
+    assert len(digests) == 5
