@@ -68,6 +68,9 @@ class AgentBody(nn.Module, ABC):
     and scaled by the statistics that were set, by none at first.
     """
 
+    has_hidden_state: bool = False
+    """Whether learning draws random numbers, as dropout does, or changes buffers, as batch
+    normalisation does, so that several processes would part; then one computes all losses."""
     history_mean: Tensor
     history_scale: Tensor
     linear_mean: Tensor
@@ -315,7 +318,12 @@ def start_from(network: nn.Sequential, other: nn.Sequential) -> None:
         mine.bias[:num_outputs] = its.bias
 
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": Tanh, "relu": nn.ReLU, "gelu": nn.GELU}
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": Tanh,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "sigmoid": nn.Sigmoid,
+}
 """Activation functions by the names that parameters use."""
 
 

@@ -202,7 +202,8 @@ class TensorDictScenario(Scenario):
             parameters.d_linear_message_space if parameters.include_linear_message_space else 0,
         )
         agents = cls.build_agents(hyper_params, parameters, protocol, space, datasets, trainer_type)
-        combined = CombinedAgents(agents, protocol, space).to(device)
+        # In play; a trainer changes that for as long as agents learn.
+        combined = CombinedAgents(agents, protocol, space).to(device).eval()
         steps = hyper_params.rl.steps_per_env_per_iteration or protocol.max_message_rounds
         num_environments = 1
         if trainer_type != "solo_agent":

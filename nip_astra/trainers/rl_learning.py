@@ -86,6 +86,7 @@ class Learner:
             and isinstance(self.buffer, MinibatchBuffer)
             and isinstance(self.loss_module, Objective)
             and self.loss_module.has_parts()
+            and not any(getattr(m, "has_hidden_state", False) for m in self.loss_module.modules())
         )
 
     def learn(self, batch: TensorDict, iteration: int) -> tuple[dict[str, Tensor], int]:

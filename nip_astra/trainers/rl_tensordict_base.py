@@ -252,7 +252,9 @@ class TensorDictRlTrainer(TensorDictTrainer):
             started = time.perf_counter()
             batch = self.collect()
             collected = time.perf_counter()
+            self.agents.train()
             metrics, num_steps = self.learner.learn(batch, iteration)
+            self.agents.eval()
             self.state.num_optimizer_steps += num_steps
             timings = _timings(batch.numel(), started, collected)
             statistics = read(metrics | self._statistics(batch, metrics))

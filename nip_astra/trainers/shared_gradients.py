@@ -167,7 +167,8 @@ class SharedGradients:
             raise ConfigurationError(
                 "losses were to be computed by several processes at once, but networks draw random "
                 "numbers in them, as dropout does, or keep statistics, as batch normalisation "
-                "does, so that the processes would part. Train with --num-threads 1."
+                "does, so that the processes would part. Train with --num-threads 1, or have the "
+                "body say so by `has_hidden_state`."
             )
         if gradients:
             place = self._places[self._number][self._num_minibatches % 2]

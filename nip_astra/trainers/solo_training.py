@@ -128,6 +128,7 @@ class SoloTraining:
             group["lr"] = self.parameters.lr * factor * left
         learns = self._schedule.is_active(epoch)
         losses, right = [], []
+        self.agent.train(learns)
         for rows_B in torch.split(order_N, self.parameters.batch_size):
             with torch.set_grad_enabled(learns):
                 losses_B, right_B = self._judge(self.environment, rows_B)
@@ -137,6 +138,7 @@ class SoloTraining:
                 self.optimizer.step()
             losses.append(losses_B.detach())
             right.append(right_B)
+        self.agent.eval()
         score = SoloScore(torch.cat(losses).mean(), torch.cat(right))
         if not bool(score.loss.isfinite()):
             raise NonFiniteLossError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,32 @@ def test_a_test_run_ends_with_results(
     assert results["after"]
     assert (tmp_path / "one" / "model").is_dir()
     assert "<svg" in (tmp_path / "one" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_networks_with_everything_that_they_may_have_learn(trainer: str, tmp_path: Path) -> None:
+    agents = "graph_isomorphism.agents.default"
+    overrides = [
+        "interaction_protocol=nip",
+        *SCENARIOS["graph_isomorphism"],
+        f"{agents}.use_dual_gnn=true",
+        f"{agents}.gnn_output_digits=4",
+        f"{agents}.use_batch_norm=true",
+        f"{agents}.noise_sigma=0.1",
+        f"{agents}.transformer_dropout=0.1",
+        *(SMALL if trainer != "solo_agent" else ("solo_agent.num_epochs=2",)),
+    ]
+    resolved = resolve_experiment(
+        trainer=trainer, scenario="graph_isomorphism", overrides=overrides
+    )
+    after = run_experiment(
+        resolved,
+        runs_dir=str(tmp_path),
+        run_id="one",
+        test_run=True,
+        progress=False,
+        num_threads=1,
+    ).results["after"]
+    numbers = [value for value in after.values() if isinstance(value, float)]
+    assert numbers
+    assert all(map(math.isfinite, numbers))

@@ -13,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.scenario_base.tensordict_agents import Observation
 from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.toy_protocol_scenario import (
     SMALL,
+    ToyBody,
     merged,
     toy_kind,
     toy_scenario_folder,
@@ -104,6 +107,22 @@ def test_six_iterations_are_three_and_three_to_the_bit(
     for result in results:
         result.pop("model_dir")
     assert results[0] == results[1]
+
+
+def test_networks_that_draw_while_learning_are_resumed_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = ToyBody.forward
+
+    def with_gaps(body: ToyBody, observation: Observation) -> dict[str, Tensor]:
+        given = forward(body, observation)["representation"]
+        is_learning.append(body.training)
+        return {"representation": torch.dropout(given, 0.3, body.training)}
+
+    is_learning: list[bool] = []
+    monkeypatch.setattr(ToyBody, "forward", with_gaps)
+    test_six_iterations_are_three_and_three_to_the_bit(tmp_path, "vanilla_ppo", {})
+    assert set(is_learning) == {True, False}
 
 
 def test_a_run_from_files_is_resumed_after_a_signal(tmp_path: Path) -> None:

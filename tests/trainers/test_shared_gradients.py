@@ -19,7 +19,7 @@ from nip_astra.rl_objectives.objective import AgentLosses, Frames, Objective
 from nip_astra.trainers.shared_gradients import SharedGradients, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from nip_astra.utils.forked import can_fork
-from tests.toy_protocol_scenario import toy_kind, toy_trainer
+from tests.toy_protocol_scenario import ToyBody, toy_kind, toy_trainer
 from tests.trainers.test_rl_tensordict_base import changed, weights_of
 
 pytestmark = [
@@ -128,6 +128,13 @@ def test_a_buffer_of_another_library_is_drawn_from_by_one_process(
         )
 
     monkeypatch.setattr(VanillaPpoTrainer, "_get_replay_buffer", buffer)
+    learns_in_one_process(monkeypatch)
+
+
+def test_a_body_that_draws_while_learning_does_so_in_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ToyBody, "has_hidden_state", True)
     learns_in_one_process(monkeypatch)
 
 

@@ -13,7 +13,7 @@ from nip_astra.parameters.conditions import where_above
 class GraphIsomorphismAgentParameters(HeadParameters):
     """An agent whose body is a graph network and a transformer."""
 
-    activation_function: Literal["tanh", "relu", "gelu"] = "tanh"
+    activation_function: Literal["tanh", "relu", "gelu", "sigmoid"] = "tanh"
     """Activation between layers; tanh is the fastest where they are compiled; `doctor` tells."""
     num_gnn_layers: int = Field(default=5, ge=1)
     """Rounds of message passing; the agent tells no pair apart that takes more rounds of
@@ -22,6 +22,13 @@ class GraphIsomorphismAgentParameters(HeadParameters):
     """Width of a node between layers. Larger keeps more colours apart."""
     d_gin_mlp: int = Field(default=64, ge=1)
     """Width of the hidden layer within each layer of message passing."""
+    gnn_output_digits: int | None = Field(default=None, ge=0)
+    """Decimal places to which what comes of the graph network is rounded, so that equal graphs
+    give equal numbers whatever the order of their nodes; null rounds nothing. Derivatives are those
+    without rounding. Not compiled."""
+    use_dual_gnn: bool = False
+    """Whether the graph network, with the same weights, reads the graphs a second time as if
+    nothing had been said, beside what was; takes up to twice as long."""
     num_transformer_layers: int = Field(default=1, ge=1)
     """Layers of attention between the graphs. Larger compares them more thoroughly."""
     num_heads: int = Field(default=4, ge=1)
@@ -30,6 +37,10 @@ class GraphIsomorphismAgentParameters(HeadParameters):
     """Width of a token."""
     d_transformer_mlp: int = Field(default=64, ge=1)
     """Width of the hidden layer within each layer of attention."""
+    transformer_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the numbers in attention and perceptrons that are left out while the agent learns,
+    not in play. Larger learns less by heart. The agent that learns is then not quite the one that
+    played, which PPO's ratios show; not compiled while learning, and by one process."""
     d_node_selector: Annotated[int, where_above("num_node_selector_layers", 1)] = Field(
         default=16, ge=1
     )
@@ -38,6 +49,12 @@ class GraphIsomorphismAgentParameters(HeadParameters):
     """Linear layers that choose a node."""
     use_pair_invariant_pooling: bool = True
     """Whether the two graphs become their mean and difference, so that their order is unseen."""
+    use_batch_norm: bool = False
+    """Whether the sums over each graph's nodes are normalised: by the minibatch while the agent
+    learns, which one process does, and by running means in play."""
+    noise_sigma: float = Field(default=0.0, ge=0)
+    """Deviation of noise on these sums while the agent learns, as a share of each; the same for
+    both graphs. Larger learns less by heart; learning is by one process."""
     gnn_lr_factor: LrFactors = LrFactors()
     """Learning rate of the graph network, as a multiple of the body's."""
 

@@ -18,6 +18,7 @@ from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentPar
 from nip_astra.scenarios.graphs.layers import AttentionLayer, GinLayers
 from nip_astra.scenarios.graphs.network import Network
 from nip_astra.scenarios.graphs.pairs import Pairs
+from nip_astra.scenarios.graphs.pooling import PairPooling
 
 GRAPHS, NODES = "graphs", "nodes"
 """Names in a representation: [B, 2, D] and [B, S, D]."""
@@ -64,16 +65,25 @@ class GraphBody(AgentBody):
         num_said = shape.num_rounds * self.num_places
         self.num_linear = num_said * space.num_linear_symbols
         d_gnn, d_token = parameters.d_gnn, parameters.d_transformer
-        self.is_pair_invariant = parameters.use_pair_invariant_pooling
+        self.is_dual = parameters.use_dual_gnn
+        self.has_hidden_state = bool(
+            parameters.use_batch_norm or parameters.noise_sigma or parameters.transformer_dropout
+        )
         # The last input is 1 at every node: without it nothing of a graph is seen before
         # something was said.
         self.node_input = nn.Linear(num_said + 1, d_gnn, bias=False)
         self.gnn_layers = GinLayers(
-            parameters.num_gnn_layers, d_gnn, parameters.d_gin_mlp, parameters.activation_function
+            parameters.num_gnn_layers,
+            d_gnn,
+            parameters.d_gin_mlp,
+            parameters.activation_function,
+            digits=parameters.gnn_output_digits,
         )
+        d_pooled = d_gnn * (1 + self.is_dual)
+        self.pooling = PairPooling(parameters, d_pooled)
         # Of a token: the graph network's output, which of the two graph tokens it is, the last
         # message, and the linear messages so far.
-        self._token_sizes = [d_gnn, 2, self.num_places, self.num_linear]
+        self._token_sizes = [d_pooled, 2, self.num_places, self.num_linear]
         self.token_input = nn.Linear(sum(self._token_sizes), d_token)
         self.attention_layers = nn.ModuleList(
             AttentionLayer(
@@ -81,6 +91,7 @@ class GraphBody(AgentBody):
                 parameters.num_heads,
                 parameters.d_transformer_mlp,
                 parameters.activation_function,
+                dropout=parameters.transformer_dropout,
             )
             for _ in range(parameters.num_transformer_layers)
         )
@@ -124,14 +135,17 @@ class GraphBody(AgentBody):
             is_node_B2n=observation["node_mask"],
             last_BLS=self.last_message(observation).flatten(1, 2),
             input_DF=self.node_input.weight,
-            node_ED=node,
+            node_ED=node[:, : self.node_input.out_features],
             bias_E=self.token_input.bias,
             message_EL=message,
         )
         nodes_BSD, sums_B2D = self.gnn_layers(network)
-        if self.is_pair_invariant:
-            first, second = sums_B2D.unbind(1)
-            sums_B2D = torch.stack([(first + second) / 2, (first - second).abs()], dim=1)
+        if self.is_dual:
+            unsaid = network.unsaid(node[:, self.node_input.out_features :])
+            more_nodes_BSD, more_sums_B2D = self.gnn_layers(unsaid)
+            nodes_BSD = nodes_BSD + more_nodes_BSD
+            sums_B2D = torch.cat([sums_B2D, more_sums_B2D], dim=2)
+        sums_B2D = self.pooling(sums_B2D)
         graphs_B2D = functional.linear(sums_B2D, node) + (flag.t() + self.token_input.bias)
         if self.num_linear:
             heard = functional.linear(self.linear_history(observation).flatten(1), linear)

@@ -132,6 +132,21 @@ def tanh_perceptron_gradients(
 # ---- message passing
 
 
+class Rounded(torch.autograd.Function):
+    """Numbers to some decimal places, with derivatives as if they were not rounded.
+
+    Those of rounding are 0, with which nothing before it would learn.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, digits: int) -> Tensor:
+        return torch.round(values, decimals=digits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 def gin_formula(nodes_GnD: Tensor, closed_Gnn: Tensor, *weights: Tensor) -> Tensor:
     """`tanh(C tanh(X) W1' + b1) W2' + b2`, where `C` adds up each node and its neighbours."""
     inner_FD, inner_bias_F, outer_DF, outer_bias_D = weights
@@ -202,17 +217,32 @@ class TanhResidual(torch.autograd.Function):
         return of_values_RD.add_(of_sum_RD), *of_weights, *of_norm
 
 
+def _whole(values: Tensor) -> Tensor:
+    """Give values without leaving any out."""
+    return values
+
+
 def attention_formula(
-    tokens_GTD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor, *weights: Tensor
+    tokens_GTD: Tensor,
+    keys_GKD: Tensor,
+    mask_GK1: Tensor,
+    *weights: Tensor,
+    drop_out: Callable[[Tensor], Tensor] = _whole,
 ) -> Tensor:
-    """`norm(X + softmax(M + (X Wq' + bq) K') K Wo + bo)`, each row of X a query a head."""
+    """`norm(X + softmax(M + (X Wq' + bq) K') K Wo + bo)`, each row of X a query a head.
+
+    Parameters
+    ----------
+    drop_out : Callable
+        Leaves out some of what each query reads, and of what is added to tokens.
+    """
     query_JD, query_bias_J, output_JD, output_bias_D, gain_D, shift_D = weights
     queries_GQD = functional.linear(tokens_GTD, query_JD, query_bias_J).view(
         len(tokens_GTD), -1, tokens_GTD.shape[2]
     )
-    shares_GQK = _Shares.of(queries_GQD, keys_GKD, mask_GK1).by_query()
+    shares_GQK = drop_out(_Shares.of(queries_GQD, keys_GKD, mask_GK1).by_query())
     read_GTJ = torch.bmm(shares_GQK, keys_GKD).view(*tokens_GTD.shape[:2], -1)
-    sum_GTD = tokens_GTD + functional.linear(read_GTJ, output_JD.t(), output_bias_D)
+    sum_GTD = tokens_GTD + drop_out(functional.linear(read_GTJ, output_JD.t(), output_bias_D))
     return functional.layer_norm(sum_GTD, sum_GTD.shape[2:], gain_D, shift_D, NORM_EPS)
 
 

@@ -6,6 +6,7 @@ Shapes: G graphs (two a frame), n nodes (padded), D width, R rows.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from nip_astra.scenario_base.tensordict_agents import ACTIVATIONS
 from nip_astra.scenarios.graphs import native, transformer
+from nip_astra.scenarios.graphs.derivatives import attention_formula
 from nip_astra.scenarios.graphs.network import Network
 from nip_astra.scenarios.graphs.pairs import Pairs, Reading
 from nip_astra.scenarios.graphs.transformer import LayerWeights
@@ -52,17 +54,26 @@ class GinLayer(nn.Module):
 class GinLayers(nn.ModuleList):
     """A graph network: layers of one activation function, and what it does before and after."""
 
-    def __init__(self, num_layers: int, d_node: int, d_hidden: int, activation: str) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        d_node: int,
+        d_hidden: int,
+        activation: str,
+        *,
+        digits: int | None = None,
+    ) -> None:
         super().__init__(GinLayer(d_node, d_hidden, activation) for _ in range(num_layers))
         self.activation = activation
+        self.digits = digits
 
     def forward(self, network: Network) -> tuple[Tensor, Tensor]:
         """Give a token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D]."""
         if self.activation == "tanh":
             layers = cast(Iterable[GinLayer], self)
             weights = [weight for layer in layers for weight in layer.weights()]
-            return native.tanh_network(network, weights)
-        return network.apply(self._passed)
+            return native.tanh_network(network, weights, digits=self.digits)
+        return network.apply(self._passed, digits=self.digits)
 
     def _passed(self, nodes_GnD: Tensor, closed_Gnn: Tensor) -> Tensor:
         for layer in self:
@@ -76,9 +87,18 @@ class AttentionLayer(nn.Module):
     What comes of graphs and of nodes is given apart, so that what nobody reads costs nothing.
     """
 
-    def __init__(self, d_token: int, num_heads: int, d_hidden: int, activation: str) -> None:
+    def __init__(
+        self,
+        d_token: int,
+        num_heads: int,
+        d_hidden: int,
+        activation: str,
+        *,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.drop_out = nn.Dropout(dropout)
         self.query = nn.Linear(d_token, d_token)
         self.key = nn.Linear(d_token, d_token, bias=False)
         self.value = nn.Linear(d_token, d_token, bias=False)
@@ -104,10 +124,14 @@ class AttentionLayer(nn.Module):
     def forward(self, pairs: Pairs) -> Reading:
         """Give what can be asked of the tokens after the layer."""
         weights = self.weights()
+        if self.training and self.drop_out.p:
+            attention = partial(attention_formula, drop_out=self.drop_out)
+            return transformer.read(pairs, weights, self._perceptron, attention)
         if self.activation == "tanh":
             return native.read(pairs, weights)
         return transformer.read(pairs, weights, self._perceptron)
 
     def _perceptron(self, rows_RD: Tensor) -> Tensor:
-        result: Tensor = self.norm(rows_RD + self.outer(self.activate(self.inner(rows_RD))))
+        hidden_RF = self.drop_out(self.activate(self.inner(rows_RD)))
+        result: Tensor = self.norm(rows_RD + self.drop_out(self.outer(hidden_RF)))
         return result

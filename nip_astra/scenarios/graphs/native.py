@@ -60,19 +60,24 @@ def computed_by() -> str:
     return "compiled: " + ", ".join(code.described() for code in CODES.values())
 
 
-def tanh_network(network: Network, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def tanh_network(
+    network: Network, weights: Sequence[Tensor], *, digits: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Give tokens and sums of a network with layers of `gin_formula`, by C where that can be.
 
     Parameters
     ----------
     weights : Sequence[Tensor]
         Those of each layer, one layer after the other.
+    digits : int, optional
+        Decimal places to which nodes are rounded after all layers, which C does not do.
     """
     inputs = (*network, *weights)
-    if NativeNetwork.takes(inputs):
+    if digits is None and NativeNetwork.takes(inputs):
         tokens_BSE, sums_B2D = NativeNetwork.run(inputs)
         return tokens_BSE, sums_B2D
-    return network.apply(partial(_passed, partial(derivatives.apply, TanhGin), weights))
+    passing = partial(_passed, partial(derivatives.apply, TanhGin), weights)
+    return network.apply(passing, digits=digits)
 
 
 def _passed(

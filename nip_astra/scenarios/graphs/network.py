@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from nip_astra.scenarios.graphs.derivatives import Rounded
+
 
 class Network(NamedTuple):
     """What a graph network reads, and its weights but for those of its layers.
@@ -42,7 +44,26 @@ class Network(NamedTuple):
     bias_E: Tensor
     message_EL: Tensor
 
-    def apply(self, passing: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def unsaid(self, node_ED: Tensor) -> Network:
+        """Give the same as it is before anything is said, for tokens that are added to others.
+
+        Parameters
+        ----------
+        node_ED : Tensor
+            Of these tokens.
+        """
+        return self._replace(
+            said_BFS=self.said_BFS[:, :0],
+            last_BLS=self.last_BLS[:, :0],
+            input_DF=self.input_DF[:, -1:],
+            node_ED=node_ED,
+            bias_E=torch.zeros_like(self.bias_E),
+            message_EL=self.message_EL[:, :0],
+        )
+
+    def apply(
+        self, passing: Callable[[Tensor, Tensor], Tensor], *, digits: int | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Give a token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D].
 
         What the tokens of padding are is not said: nobody may read them.
@@ -52,6 +73,8 @@ class Network(NamedTuple):
         passing : Callable
             Gives nodes after all layers, [G, n, D], from those before, and the adjacency with
             every node a neighbour of itself, [G, n, n].
+        digits : int, optional
+            Decimal places to which those after all layers are rounded.
         """
         num_frames, num_said, num_nodes = self.said_BFS.shape
         nodes = functional.linear(
@@ -61,6 +84,8 @@ class Network(NamedTuple):
         # Every node is a neighbour of itself: epsilon is 0.
         closed_Gnn = adjacency_Gnn + torch.eye(num_nodes // 2, device=adjacency_Gnn.device)
         nodes_GnD = passing(nodes.reshape(2 * num_frames, num_nodes // 2, -1), closed_Gnn)
+        if digits is not None:
+            nodes_GnD = Rounded.apply(nodes_GnD, digits)  # type: ignore[no-untyped-call]  # torch's
         is_node_Gn1 = self.is_node_B2n.flatten(0, 1)[..., None].to(nodes_GnD.dtype)
         sums_B2D = (nodes_GnD * is_node_Gn1).sum(1).view(num_frames, 2, -1)
         nodes_BSD = nodes_GnD.view(num_frames, num_nodes, -1)

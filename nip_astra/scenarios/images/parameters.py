@@ -76,7 +76,7 @@ class ImageDatasetParameters(SubParameters):
 class ImageClassificationAgentParameters(HeadParameters):
     """An agent that looks at an image and at what was said about it."""
 
-    activation_function: Literal["tanh", "relu", "gelu"] = "relu"
+    activation_function: Literal["tanh", "relu", "gelu", "sigmoid"] = "relu"
     """What stands between layers."""
     building_block_type: Literal["conv", "residual"] = "conv"
     """conv: one convolution and activation. residual: two of them, added to what went in."""

@@ -1,0 +1,259 @@
+"""What bodies may do beyond reading graphs: twice, rounded, normalised, disturbed, with gaps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ParameterError
+from nip_astra.resolution import resolve_experiment
+from nip_astra.scenarios.graphs import native
+from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES, GraphBody
+from nip_astra.scenarios.graphs.layers import AttentionLayer
+from nip_astra.scenarios.graphs.network import Network
+from nip_astra.scenarios.graphs.pairs import Pairs
+from nip_astra.scenarios.graphs.pooling import SumsNorm
+from nip_astra.utils.native_code import SWITCH, NativeCode
+from tests.scenarios.graph_isomorphism.frames import (
+    Frames,
+    agent_shape,
+    graph_body,
+    graph_frames,
+    in_nodes_order,
+    in_symbols_order,
+)
+from tests.scenarios.graph_isomorphism.test_bodies import SIZES, close, random_order
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dual": {"use_dual_gnn": True},
+    "digits": {"gnn_output_digits": 2},
+    "norm": {"use_batch_norm": True},
+    "noise": {"noise_sigma": 0.5},
+    "dropout": {"transformer_dropout": 0.5},
+    "sigmoid": {"activation_function": "sigmoid"},
+}
+OPTIONS["all"] = {name: value for of_one in OPTIONS.values() for name, value in of_one.items()}
+IS_RANDOM = ("noise", "dropout")
+
+
+def body_and_frames(**options: Any) -> tuple[GraphBody, Frames]:
+    shape = agent_shape(7)
+    return graph_body(shape, **options), graph_frames(7, SIZES, shape)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_in_play_the_order_of_nodes_still_makes_no_difference(option: str) -> None:
+    body, frames = body_and_frames(**OPTIONS[option])
+    body.eval()
+    order = random_order(frames)
+    given, other = body(frames), body(in_nodes_order(frames, order))
+    symbols = (order + torch.tensor([[0], [7]])).flatten(1)
+    close(other[GRAPHS], given[GRAPHS])
+    close(other[NODES].transpose(1, 2), in_symbols_order(given[NODES].transpose(1, 2), symbols))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_only_what_draws_differs_from_one_time_to_the_next(option: str) -> None:
+    body, frames = body_and_frames(**OPTIONS[option])
+    is_random = option in (*IS_RANDOM, "all")
+    first, second = body(frames)[GRAPHS], body(frames)[GRAPHS]
+    assert torch.equal(first, second) != is_random
+    assert body.has_hidden_state == (is_random or option == "norm")
+    body.eval()
+    assert torch.equal(body(frames)[GRAPHS], body(frames)[GRAPHS])
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_weight_learns_and_can_be_learnt_twice(option: str) -> None:
+    body, frames = body_and_frames(**OPTIONS[option])
+    representation = body(frames)
+    loss = representation[GRAPHS].square().sum() + representation[NODES].square().sum()
+    weights = list(body.parameters())
+    gradients = torch.autograd.grad(loss, weights, create_graph=True)
+    assert all(bool(gradient.any()) for gradient in gradients)
+    squares = torch.stack([gradient.square().sum() for gradient in gradients]).sum()
+    seconds = torch.autograd.grad(squares, weights, allow_unused=True)
+    found = [second for second in seconds if second is not None]
+    assert len(found) > len(weights) / 2
+    assert all(bool(second.isfinite().all()) for second in found)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_with_c_and_without_the_same_is_given(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"d_gnn": 16, "d_transformer": 16, **OPTIONS[option]}
+    body, frames = body_and_frames(**options)
+    found: list[list[Tensor]] = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv(SWITCH, switch)
+        torch.manual_seed(3)
+        state = {name: value.clone() for name, value in body.state_dict().items()}
+        given = body(frames)
+        loss = given[GRAPHS].square().sum() + given[NODES][frames["node_mask"].flatten(1)].sum()
+        found.append([loss, *torch.autograd.grad(loss, list(body.parameters()))])
+        body.load_state_dict(state)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.skipif(native.why_absent() is not None, reason="there is no C compiler")
+@pytest.mark.parametrize(
+    ("option", "in_play", "while_learning"),
+    [
+        ("dual", ["network", "network", "transformer"], ["network", "network", "transformer"]),
+        ("digits", ["transformer"], ["transformer"]),
+        ("norm", ["network", "transformer"], ["network", "transformer"]),
+        ("noise", ["network", "transformer"], ["network", "transformer"]),
+        ("dropout", ["network", "transformer"], ["network"]),
+        ("sigmoid", [], []),
+    ],
+)
+def test_what_is_not_in_c_is_left_to_torch(
+    option: str, in_play: list[str], while_learning: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, frames = body_and_frames(**OPTIONS[option])
+    called: list[str] = []
+    call = NativeCode.call
+    monkeypatch.setattr(
+        NativeCode,
+        "call",
+        lambda code, *given: (called.append(code.source.stem), call(code, *given)),
+    )
+    for is_learning, expected in ((False, in_play), (True, while_learning)):
+        body.train(is_learning)
+        called.clear()
+        body(frames)
+        assert called == expected
+
+
+def test_a_dual_network_reads_graphs_as_if_nothing_had_been_said_as_well() -> None:
+    body, frames = body_and_frames(use_dual_gnn=True, use_pair_invariant_pooling=False)
+    unsaid = frames | {name: torch.zeros_like(frames[name]) for name in ("message_history",)}
+    seen: list[Tensor] = []
+    body.pooling.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    body(frames)
+    body(unsaid)
+    said, silent = seen
+    width = body.node_input.out_features
+    assert said.shape[2] == 2 * width
+    close(said[:, :, width:], silent[:, :, width:])
+    close(silent[:, :, :width], silent[:, :, width:])
+    assert not torch.allclose(said[:, :, :width], said[:, :, width:], atol=1e-2)
+
+
+def network_of(nodes: int = 5, width: int = 16) -> tuple[Network, list[Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) / 4
+
+    edges = torch.rand(2, 2, nodes, nodes, generator=generator).round()
+    network = Network(
+        numbers(2, 3, 2 * nodes),
+        ((edges + edges.transpose(-1, -2)) > 1).float(),
+        torch.ones(2, 2, nodes, dtype=torch.bool),
+        numbers(2, 1, 2 * nodes),
+        numbers(width, 4),
+        torch.eye(width),
+        torch.zeros(width),
+        torch.zeros(width, 1),
+    )
+    weights = [numbers(32, width), numbers(32), numbers(width, 32), numbers(width)]
+    return network, [weight.requires_grad_() for weight in weights]
+
+
+def test_nodes_are_rounded_and_learn_as_if_they_were_not() -> None:
+    network, weights = network_of()
+    exact, _ = native.tanh_network(network, weights)
+    tokens, sums = native.tanh_network(network, weights, digits=2)
+    hundredths = tokens.detach() * 100
+    assert torch.allclose(hundredths, hundredths.round(), atol=1e-3)
+    assert 0 < (tokens - exact).detach().abs().max().item() <= 0.005 + 1e-6
+    torch.testing.assert_close(sums, tokens.unflatten(1, (2, 5)).sum(2))
+    factors = torch.randn_like(tokens)
+    for one, other in zip(
+        torch.autograd.grad((tokens * factors).sum(), weights),
+        torch.autograd.grad((exact * factors).sum(), weights),
+        strict=True,
+    ):
+        close(one, other)
+
+
+def test_sums_are_normalised_over_frames_and_graphs_while_learning() -> None:
+    norm = SumsNorm(3)
+    sums = 4 * torch.randn(50, 2, 3) + 7
+    normed = norm(sums)
+    close(normed.mean((0, 1)), torch.zeros(3))
+    close(normed.var((0, 1), unbiased=False), torch.ones(3))
+    # One minibatch was seen: in play, its figures are the running ones.
+    norm.eval()
+    torch.testing.assert_close(norm(sums), normed, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(norm(sums[:1]), norm(sums)[:1])
+    before = {name: value.clone() for name, value in norm.state_dict().items()}
+    norm(sums + 100)
+    assert all(torch.equal(before[name], value) for name, value in norm.state_dict().items())
+
+
+def test_running_means_are_plain_at_first_and_forget_later() -> None:
+    norm = SumsNorm(1)
+    for number in range(1, 11):
+        norm(number + torch.tensor([-1.0, 1.0]).view(1, 2, 1))
+    assert norm.running_mean.item() == pytest.approx(5.5)
+    norm(105.5 + torch.tensor([-1.0, 1.0]).view(1, 2, 1))
+    assert norm.running_mean.item() == pytest.approx(15.5)
+
+
+def test_before_anything_was_learnt_sums_are_normalised_by_those_at_hand() -> None:
+    norm = SumsNorm(3).eval()
+    normed = norm(4 * torch.randn(50, 2, 3) + 7)
+    close(normed.mean((0, 1)), torch.zeros(3))
+    assert int(norm.num_batches_tracked) == 0
+
+
+def test_noise_is_a_share_of_each_sum_and_the_same_for_both_graphs() -> None:
+    body, _ = body_and_frames(noise_sigma=0.1, use_pair_invariant_pooling=False)
+    sums = torch.rand(20_000, 1, 16).expand(-1, 2, -1) * 10 + 1
+    torch.manual_seed(0)
+    disturbed = body.pooling(sums)
+    assert torch.equal(disturbed[:, 0], disturbed[:, 1])
+    share = (disturbed / sums - 1)[:, 0]
+    assert share.std().item() == pytest.approx(0.1, rel=0.02)
+    assert share.mean().item() == pytest.approx(0, abs=0.002)
+    assert torch.equal(body.eval().pooling(sums), sums)
+
+
+def test_dropout_leaves_out_its_share_and_keeps_the_mean() -> None:
+    layer = AttentionLayer(16, 4, 64, "tanh", dropout=0.25)
+    with torch.no_grad():
+        layer.norm.weight.fill_(1)
+    generator = torch.Generator().manual_seed(0)
+    graphs, nodes = (torch.randn(1, n, 16, generator=generator) for n in (2, 10))
+    pairs = Pairs(graphs, nodes, torch.ones(1, 2, 5, dtype=torch.bool))
+    shares: list[float] = []
+    layer.drop_out.register_forward_hook(
+        lambda _, given, result: shares.append((result[given[0] != 0] == 0).float().mean().item())
+    )
+    torch.manual_seed(0)
+    drawn = torch.stack([layer(pairs).graphs() for _ in range(300)])
+    # Of attention's shares, of what is added to tokens, and of the perceptron's two layers.
+    assert len(shares) == 4 * 300
+    for place in range(4):
+        assert sum(shares[place::4]) / 300 == pytest.approx(0.25, abs=0.02)
+    assert drawn.std(0).mean() > 0.05
+    layer.eval()
+    given = layer(pairs).graphs()
+    assert (drawn.mean(0) - given).abs().mean() < drawn.std(0).mean()
+
+
+@pytest.mark.parametrize(
+    "wrong", ["transformer_dropout=1", "noise_sigma=-1", "gnn_output_digits=-1"]
+)
+def test_what_cannot_be_is_refused(wrong: str) -> None:
+    with pytest.raises(ParameterError, match=wrong.partition("=")[0]):
+        resolve_experiment(
+            trainer="vanilla_ppo",
+            scenario="graph_isomorphism",
+            overrides=[f"graph_isomorphism.agents.default.{wrong}"],
+        )
