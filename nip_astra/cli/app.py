@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from nip_astra import __version__
-from nip_astra.cli import measuring
+from nip_astra.cli import data, measuring
 from nip_astra.cli.options import (
     Debug,
     Device,
@@ -205,6 +205,7 @@ def schema(
 
 for command in measuring.COMMANDS:
     app.command()(command)
+app.add_typer(data.app, name="dataset")
 
 
 def _experiment_arguments(

@@ -23,6 +23,8 @@ from nip_astra.scenarios.images.source import ImageSource, split_by_class
 from nip_astra.utils.seeding import SeedPart, derive_seed, derived_generator
 
 MAX_DIGIT_PIXEL = 16
+TINY_SIZE, NUM_STROKES = 400, 10
+"""Images of `tiny`, and its classes: strokes in five rows and in five columns."""
 
 
 class ImageDatasets(NamedTuple):
@@ -52,6 +54,8 @@ def build_image_datasets(
     """
     if parameters.name == "digits":
         train, test = _read_digits(parameters)
+    elif parameters.name == "tiny":
+        train, test = _made_strokes(parameters)
     else:
         train, test = read_hub_dataset(parameters, scenario_dir)
     label_of_class = _label_of_class(parameters, train.classes_N)
@@ -75,6 +79,19 @@ def _read_digits(parameters: ImageDatasetParameters) -> tuple[ImageSource, Image
     digits = load_digits()
     images_NKHW = torch.from_numpy(digits.images).float().unsqueeze(1) / MAX_DIGIT_PIXEL
     source = ImageSource(torch.from_numpy(digits.target).long(), lambda rows_N: images_NKHW[rows_N])
+    return split_by_class(source, test_share=parameters.test_share, seed=parameters.split_seed)
+
+
+def _made_strokes(parameters: ImageDatasetParameters) -> tuple[ImageSource, ImageSource]:
+    """Give images of noise on which a row or a column is brighter, by the image's class."""
+    classes_N = torch.arange(TINY_SIZE) % NUM_STROKES
+    images_NHW = torch.rand(TINY_SIZE, 8, 8, generator=derived_generator("tiny images")) * 0.6
+    half = NUM_STROKES // 2
+    for row, one in enumerate(classes_N.tolist()):
+        stroke = images_NHW[row, 1 + one] if one < half else images_NHW[row, :, 1 + one - half]
+        stroke += 0.4
+    images_NKHW = images_NHW.unsqueeze(1)
+    source = ImageSource(classes_N, lambda rows_N: images_NKHW[rows_N])
     return split_by_class(source, test_share=parameters.test_share, seed=parameters.split_seed)
 
 

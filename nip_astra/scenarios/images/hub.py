@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nip_astra.errors import DataError, MissingDependencyError
+from nip_astra.errors import DataError, MissingDependencyError, UnknownNameError
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.scenarios.images.parameters import ImageDatasetParameters
 from nip_astra.scenarios.images.source import ImageSource, split_by_class
@@ -48,6 +48,7 @@ class HubDataset(NamedTuple):
 HUB_DATASETS = {
     "mnist": HubDataset("ylecun/mnist"),
     "fashion_mnist": HubDataset("zalando-datasets/fashion_mnist"),
+    "kmnist": HubDataset("tanganke/kmnist"),
     "cifar10": HubDataset("uoft-cs/cifar10", image="img"),
     "cifar100": HubDataset("uoft-cs/cifar100", image="img", label="fine_label"),
     "svhn": HubDataset("ufldl-stanford/svhn", config="cropped_digits"),
@@ -82,17 +83,54 @@ def read_hub_dataset(
     return train, _source(splits["test"], described, parameters.name)
 
 
-def _load_splits(
-    parameters: ImageDatasetParameters, described: HubDataset, scenario_dir: Path | None
-) -> dict[str, Any]:
+def download_images(name: str, folder: Path | None) -> dict[str, int]:
+    """Fetch a dataset from the hub to the library's cache, and give the size of each split.
+
+    Parameters
+    ----------
+    folder : Path, optional
+        Where to write it as well, so that `path` finds it without a network.
+
+    Raises
+    ------
+    UnknownNameError
+        When there is no such dataset on the hub.
+    DataError
+        When it cannot be fetched or written.
+    """
+    known = [one for one, described in HUB_DATASETS.items() if described.hub_id is not None]
+    if name not in known:
+        raise UnknownNameError("dataset", name, known, "digits and tiny need no download.")
+    datasets = _library(name)
+    try:
+        loaded = _load(datasets, HUB_DATASETS[name], None)
+        if folder is not None:
+            loaded.save_to_disk(str(folder))
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise DataError(
+            f"the images {name!r} were to be fetched from {HUB_DATASETS[name].hub_id}, but: "
+            f"{reason}. Use a network that reaches the hub, and a folder that can be written."
+        ) from error
+    return {split: len(rows) for split, rows in loaded.items()}
+
+
+def _library(name: str) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise MissingDependencyError(
-            f"the images {parameters.name!r} were asked for, and reading them needs the package "
-            "datasets. Install it with: pip install 'nip_astra[images]'. The images 'digits' need "
-            "no package."
+            f"the images {name!r} were asked for, and reading them needs the package datasets. "
+            "Install it with: pip install 'nip_astra[images]'. The images 'digits' and 'tiny' "
+            "need no package."
         ) from error
+    return datasets
+
+
+def _load_splits(
+    parameters: ImageDatasetParameters, described: HubDataset, scenario_dir: Path | None
+) -> dict[str, Any]:
+    datasets = _library(parameters.name)
     path = None if parameters.path is None else _existing_path(parameters, scenario_dir)
     try:
         loaded = _load(datasets, described, path)

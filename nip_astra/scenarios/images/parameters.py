@@ -19,11 +19,21 @@ class ImageDatasetParameters(SubParameters):
     The experiment's seed does not enter: runs of different seeds see the same datapoints.
     """
 
-    name: Literal["digits", "mnist", "fashion_mnist", "cifar10", "cifar100", "svhn", "local"] = (
-        "digits"
-    )
-    """digits: 1,797 images of 8 x 8 pixels that scikit-learn carries. local: a dataset of your own
-    at `path`. Any other is read from the Hugging Face hub, or from `path` where that is given."""
+    name: Literal[
+        "digits",
+        "tiny",
+        "mnist",
+        "fashion_mnist",
+        "kmnist",
+        "cifar10",
+        "cifar100",
+        "svhn",
+        "local",
+    ] = "digits"
+    """digits: 1,797 images of 8 x 8 pixels that scikit-learn carries. tiny: 400 images of 8 x 8
+    pixels made at once, ten classes of faint strokes, to try things out. local: a dataset of your
+    own at `path`. Any other is read from the Hugging Face hub, or from `path` where that is
+    given."""
     path: str | None = None
     """A Parquet file, a folder of Parquet files, a folder that `save_to_disk` wrote, or one of
     `train/<class>/` and `test/<class>/` with image files; or `scenario://` or `package://` and
@@ -64,9 +74,9 @@ class ImageDatasetParameters(SubParameters):
                 "{method}; leave one of them out",
                 {"method": self.binarification_method},
             )
-        if self.name == "digits" and self.path is not None:
+        if self.name in ("digits", "tiny") and self.path is not None:
             raise PydanticCustomError(
-                "path", "the digits come with scikit-learn and have no path; name the data local"
+                "path", "digits and tiny are built in and have no path; name the data local"
             )
         if self.name == "local" and self.path is None:
             raise PydanticCustomError("path", "the name local needs a path to read images from")

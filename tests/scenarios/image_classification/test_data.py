@@ -134,7 +134,7 @@ def test_the_training_set_is_limited_and_the_test_set_is_not(
             "must name two different classes, for instance [3, 8]",
         ),
         ({"selected_classes": [1, 2]}, "read by binarification_method select_two only"),
-        ({"path": "somewhere"}, "the digits come with scikit-learn and have no path"),
+        ({"path": "somewhere"}, "built in and have no path"),
         ({"name": "local"}, "the name local needs a path"),
         ({"name": "cifra10"}, "cifra10"),
         ({"max_train_size": 1}, "at least 2"),
@@ -161,3 +161,20 @@ def test_too_few_images_of_a_class_to_split_are_told() -> None:
     source = ImageSource(torch.tensor([0, 0, 1]), lambda rows: torch.zeros(len(rows), 1, 2, 2))
     with pytest.raises(DataError, match="Give more images of each class, or another test_share"):
         split_by_class(source, test_share=0.5, seed=0)
+
+
+def test_tiny_images_are_the_same_everywhere_and_show_their_class() -> None:
+    parameters = ImageDatasetParameters(
+        name="tiny", binarification_method="select_two", selected_classes=[0, 7]
+    )
+    train, test = build_image_datasets(parameters, scenario_dir=None)
+    assert (len(train), len(test)) == (64, 16)
+    again, _ = build_image_datasets(parameters, scenario_dir=None)
+    assert torch.equal(train["image"], again["image"])
+    for split in (train, test):
+        images = split["image"].squeeze(1)
+        assert images.shape[1:] == (8, 8)
+        assert 0 <= images.min() < images.max() <= 1
+        # Class 0 is bright in row 1, class 7 in column 3.
+        is_row = images[:, 1].mean(1) > images[:, :, 3].mean(1)
+        assert torch.equal(is_row, split["y"].squeeze(1) == 0)

@@ -1,0 +1,145 @@
+"""Data is made, fetched and converted from the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from nip_astra.resolution import resolve_experiment
+from nip_astra.scenarios.graphs.generation import GraphPairParameters, generate_pairs
+from nip_astra.scenarios.graphs.pairs_file import load_pairs
+from nip_astra.scenarios.images.data import build_image_datasets
+from nip_astra.scenarios.images.parameters import ImageDatasetParameters
+from tests.command_line import CommandLine, refused
+from tests.scenarios.graph_isomorphism.published import write_published
+
+FEW = {"num_train": 30, "num_test": 10}
+
+
+def option_in(said: str) -> str:
+    """Give the last option that a command says its result is used by."""
+    return said.rpartition("--set ")[2].split()[0]
+
+
+def test_pairs_that_were_made_are_those_that_a_run_would_make(cli: CommandLine) -> None:
+    sets = [part for name, value in FEW.items() for part in ("--set", f"{name}={value}")]
+    said = cli("dataset", "create", "pairs.safetensors", *sets, "--set", "sizes=[5,7]")
+    assert said.code == 0, said
+    assert "30 pairs, 50 % isomorphic" in said.out
+    parameters = GraphPairParameters(**FEW, sizes=[5, 7])
+    for split, found in zip(("train", "test"), load_pairs("pairs.safetensors"), strict=True):
+        for one, other in zip(found, generate_pairs(parameters, split), strict=True):
+            np.testing.assert_array_equal(one, other)
+    resolved = resolve_experiment(
+        trainer="vanilla_ppo", scenario="graph_isomorphism", overrides=[option_in(said.out)]
+    )
+    assert Path(resolved.hyper_params.get("graph_isomorphism.dataset.file")).is_file()
+
+
+def test_what_is_there_is_not_written_over(cli: CommandLine) -> None:
+    Path("kept").write_text("kept")
+    assert "exists" in refused(cli("dataset", "create", "kept"))
+    assert Path("kept").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("num_trains=3", "num_train"),
+        ("num_train=0", "num_train"),
+        ("file=other", "Leave it out"),
+        ("sizes=[", "--set"),
+    ],
+)
+def test_wrong_parameters_of_pairs_are_told(given: str, told: str, cli: CommandLine) -> None:
+    assert told in refused(cli("dataset", "create", "pairs.safetensors", "--set", given))
+    assert not Path("pairs.safetensors").exists()
+
+
+def test_published_pairs_are_converted_and_what_both_sets_have_is_told(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    train = generate_pairs(GraphPairParameters(num_train=30, sizes=[7, 8]), "train")
+    test = generate_pairs(GraphPairParameters(num_test=10, sizes=[7]), "test")
+    for name, pairs in (("train", train), ("test", test)):
+        write_published(tmp_path / name / "data.pt", pairs)
+    files = ("--train", str(tmp_path / "train/data.pt"), "--test", str(tmp_path / "test/data.pt"))
+    said = cli("dataset", "convert", "pairs.safetensors", *files)
+    assert said.code == 0, said
+    assert "warning" not in said.out
+    found_train, found_test = load_pairs("pairs.safetensors")
+    np.testing.assert_array_equal(found_train.adjacency, train.adjacency)
+    np.testing.assert_array_equal(found_test.adjacency[..., :7, :7], test.adjacency)
+    assert found_test.adjacency.shape[-1] == 8
+    same = ("--train", files[1], "--test", files[1])
+    assert "30 of 30 pairs" in cli("dataset", "convert", "same.safetensors", *same).out
+
+
+def test_what_cannot_be_converted_is_told_and_nothing_is_written(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    (tmp_path / "data.pt").write_text("text")
+    file = str(tmp_path / "data.pt")
+    said = cli("dataset", "convert", "pairs.safetensors", "--train", file, "--test", file)
+    assert "neural-interactive-proofs" in refused(said)
+    assert not Path("pairs.safetensors").exists()
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have the hub give a few grey pictures; gives what it was asked for."""
+    asked: list[str] = []
+
+    def load(hub_id: str, *rest: Any, **more: Any) -> Any:
+        asked.append(hub_id)
+        if "/" not in hub_id or Path(hub_id).exists():
+            return real(hub_id, *rest, **more)
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")})
+        images = [Image.new("L", (6, 6), number) for number in range(8)]
+        rows = {"image": images, "label": [number % 2 for number in range(8)]}
+        split = datasets.Dataset.from_dict(rows, features=features)
+        return datasets.DatasetDict({"train": split, "test": split})
+
+    real = datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    datasets.disable_progress_bars()
+    return asked
+
+
+def test_images_are_fetched_to_a_folder_that_a_run_reads(hub: list[str], cli: CommandLine) -> None:
+    said = cli("dataset", "download", "kmnist", "mnist", "--output", "images")
+    assert said.code == 0, said
+    assert "8 train, 8 test" in said.out
+    assert hub == ["tanganke/kmnist", "ylecun/mnist"]
+    parameters = ImageDatasetParameters(name="kmnist", path="images/kmnist")
+    train, test = build_image_datasets(parameters, scenario_dir=None)
+    assert len(train) == len(test) == 8
+    assert option_in(said.out) == "image_classification.dataset.path=images/mnist"
+
+
+def test_images_are_fetched_to_the_cache_without_a_folder(hub: list[str], cli: CommandLine) -> None:
+    assert cli("dataset", "download", "cifar10").code == 0
+    assert hub == ["uoft-cs/cifar10"]
+    assert not Path("cifar10").exists()
+
+
+@pytest.mark.parametrize("name", ["local", "digits", "kmnits"])
+def test_what_the_hub_has_not_is_told(name: str, cli: CommandLine) -> None:
+    assert "kmnist" in refused(cli("dataset", "download", name))
+
+
+def test_a_hub_that_does_not_answer_is_told(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any, **more: Any) -> Any:
+        raise ConnectionError("no route to host\nmore")
+
+    monkeypatch.setattr(datasets, "load_dataset", fail)
+    message = refused(cli("dataset", "download", "mnist"))
+    assert "no route to host." in message
+    assert "more" not in message
