@@ -6,7 +6,8 @@ Shapes: N messages to learn from, M messages to judge, D numbers that describe a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,13 +16,29 @@ from nip_astra.parameters.message_regression import MessageRegressorParameters
 
 
 class MessageRegressor(ABC):
-    """Tells labels by messages. It keeps nothing between fits."""
+    """Tells labels by messages.
+
+    Attributes
+    ----------
+    can_go_on : bool
+        Whether a fit starts from what the one before found, where the regressor is still the same.
+        Such a class gives `state` and `load_state`, and others keep nothing between fits.
+    """
+
+    can_go_on: ClassVar[bool] = False
 
     class Parameters(MessageRegressorParameters):
         """Parameters of every message regressor; a subclass adds its own."""
 
     def __init__(self, parameters: Any) -> None:
         self.parameters = parameters
+
+    def state(self) -> dict[str, Any]:
+        """Give what is kept between fits, as plain values and tensors, for checkpoints."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # there may be nothing
+        """Take up what `state` gave."""
 
     @abstractmethod
     def fit_and_judge(

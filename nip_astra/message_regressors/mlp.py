@@ -6,7 +6,9 @@ Shapes: N messages to learn from, M messages to judge, D numbers that describe a
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -16,23 +18,50 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from nip_astra.message_regressors.base import MessageRegressor
 from nip_astra.message_regressors.registry import register_message_regressor
 from nip_astra.parameters.types import MessageRegressorType
+from nip_astra.utils.activations import ACTIVATIONS
 
 
 @register_message_regressor(MessageRegressorType.MLP)
 class MlpMessageRegressor(MessageRegressor):
-    """Two hidden layers, fitted by Adam on the binary cross entropy; reads codes of any kind."""
+    """Hidden layers, fitted by Adam on the binary cross entropy; reads codes of any kind."""
+
+    can_go_on = True
 
     class Parameters(MessageRegressor.Parameters):
         """Size of the network, and how long it learns."""
 
         d_hidden: int = Field(default=64, ge=1)
-        """Width of the two hidden layers. Larger reads more intricate codes."""
+        """Width of the hidden layers. Larger reads more intricate codes."""
+        num_layers: int = Field(default=2, ge=0)
+        """Hidden layers. More read more intricate codes; without any, each symbol for itself."""
+        activation: Literal["relu", "tanh", "gelu", "sigmoid"] = "relu"
+        """What stands between layers."""
         num_epochs: int = Field(default=20, ge=1)
         """Passes over the messages. Larger fits them closer."""
         batch_size: int = Field(default=128, ge=1)
         """Messages in one step. Larger takes fewer steps."""
         lr: float = Field(default=1e-2, gt=0)
         """Learning rate. Larger learns faster and may diverge."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self._net: nn.Sequential | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {} if self._net is None else dict(self._net.state_dict())
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        if not state:
+            return
+        self._net = self._built(state["0.weight"].shape[1], torch.Generator())
+        self._net.load_state_dict(state)
+
+    def _built(self, num_features: int, generator: torch.Generator) -> nn.Sequential:
+        chosen = self.parameters
+        layers: list[nn.Module] = []
+        for d_in, d_out in pairwise([num_features, *[chosen.d_hidden] * chosen.num_layers, 1]):
+            layers += [_linear(d_in, d_out, generator), ACTIVATIONS[chosen.activation]()]
+        return nn.Sequential(*layers[:-1])
 
     def fit_and_judge(
         self,
@@ -42,11 +71,9 @@ class MlpMessageRegressor(MessageRegressor):
         generator: torch.Generator,
     ) -> Tensor:
         chosen = self.parameters
-        widths = [features_ND.shape[1], chosen.d_hidden, chosen.d_hidden, 1]
-        layers: list[nn.Module] = []
-        for d_in, d_out in pairwise(widths):
-            layers += [_linear(d_in, d_out, generator), nn.ReLU()]
-        net = nn.Sequential(*layers[:-1])
+        if self._net is None:
+            self._net = self._built(features_ND.shape[1], generator)
+        net = self._net
         optimizer = torch.optim.Adam(net.parameters(), lr=chosen.lr)
         for _ in range(chosen.num_epochs):
             order_N = torch.randperm(len(labels_N), generator=generator)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from nip_astra.parameters.conditions import ReadWhere, where, where_above
+from nip_astra.parameters.conditions import ReadWhere, where, where_above, where_given
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.update_schedule import (
     ConstantUpdateSchedule,
@@ -46,10 +46,16 @@ class AgentParameters(SubParameters):
         float, where("use_orthogonal_initialisation", True)
     ] = Field(default=1.0, gt=0)
     """Scale of orthogonal weights. Larger starts with larger outputs."""
+    normalize_message_history: Annotated[bool, where("rl.normalize_observations", True)] = True
+    """Whether this agent reads message histories shifted and scaled; false leaves them to it as
+    they are, while those of others are normalised."""
     load_from_run: str | None = None
     """Run directory, or wandb://entity/project/run_id, whose trained agent of the same name this
     one starts from; null starts from random weights. The networks must have the same shapes. Such
     an agent is not pretrained."""
+    checkpoint_version: Annotated[str, where_given("load_from_run")] = "latest"
+    """Which of that run's agents: latest, or the name of one of its checkpoints, for instance
+    step_00000200; on W&B a version or alias of its model, for instance v3."""
 
 
 class RandomAgentParameters(AgentParameters):

@@ -34,6 +34,11 @@ class MessageRegressionParameters(SubParameters):
     regressor: RegressorField | None = None  # type: ignore[valid-type]
     """What is fitted from message to label, by its `_type`, for instance `{_type: mlp}`; null fits
     nothing."""
+    agents: Annotated[list[str] | None, where_given("regressor")] = None
+    """Names of the agents whose messages are probed; null probes those of all."""
+    reset_on_fit: Annotated[bool, where_given("regressor")] = True
+    """Whether each fit starts afresh; else from what the last one found, for an mlp, which tells
+    codes that stay from those that pass. Then the same datapoints are judged throughout."""
     period: Annotated[int, where_given("regressor")] = Field(default=1, ge=1)
     """Iterations between fits. Larger is faster."""
     test_share: Annotated[float, where_given("regressor")] = Field(default=0.2, gt=0, lt=1)

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from nip_astra.parameters.agents import AgentParameters
 from nip_astra.scenario_base.message_space import MASKED, AgentShape
-from nip_astra.utils.activations import Tanh
+from nip_astra.utils.activations import ACTIVATIONS
 
 Observation = Mapping[str, Tensor]
 """A batch of frames; see the module's table."""
@@ -316,15 +316,6 @@ def start_from(network: nn.Sequential, other: nn.Sequential) -> None:
         num_outputs, num_inputs = its.weight.shape
         mine.weight[:num_outputs, :num_inputs] = its.weight
         mine.bias[:num_outputs] = its.bias
-
-
-ACTIVATIONS: dict[str, type[nn.Module]] = {
-    "tanh": Tanh,
-    "relu": nn.ReLU,
-    "gelu": nn.GELU,
-    "sigmoid": nn.Sigmoid,
-}
-"""Activation functions by the names that parameters use."""
 
 
 def initialise_orthogonally(module: nn.Module, gain: float) -> None:

@@ -64,13 +64,18 @@ def read_config(reference: str) -> dict[str, Any]:
     return config
 
 
-def download_model(reference: str, folder: Path) -> None:
-    """Write the files of the newest model that a run logged into a folder.
+def download_model(reference: str, folder: Path, version: str = "latest") -> None:
+    """Write the files of a model that a run logged into a folder: of the newest, by default.
+
+    Parameters
+    ----------
+    version : str
+        A version, or one of the aliases that W&B knows it by.
 
     Raises
     ------
     TrackingError
-        When W&B cannot be asked, or the run logged no model.
+        When W&B cannot be asked, or the run logged no model, or none of that version.
     """
     run = _find_run(reference)
     models = _ask(reference, lambda: [one for one in run.logged_artifacts() if one.type == "model"])
@@ -79,7 +84,16 @@ def download_model(reference: str, folder: Path) -> None:
             f"the trained model of {reference} was to be downloaded, but the run logged none. Only "
             "a run that came to its end logs its model; name another run."
         )
-    newest = next((one for one in models if "latest" in one.aliases), models[-1])
+    chosen = next((one for one in models if version in (one.version, *one.aliases)), None)
+    if chosen is None and version == "latest":
+        chosen = models[-1]
+    if chosen is None:
+        known = ", ".join(str(one.version) for one in models)
+        raise TrackingError(
+            f"the trained model {version!r} of {reference} was to be downloaded, but the run "
+            f"logged {known}. Give one of them as checkpoint_version, or latest."
+        )
+    newest = chosen
     _ask(reference, lambda: newest.download(root=str(folder)))
 
 

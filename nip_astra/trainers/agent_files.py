@@ -106,36 +106,58 @@ def _has_solo_head(weights: dict[str, Tensor]) -> bool:
     return any(name.startswith(SOLO_PREFIX) for name in weights)
 
 
-def agent_file_of_run(run: str, name: str, runs_dir: str) -> Path:
+LATEST = "latest"
+"""Version of a run's agents: those of its end, or else of its newest checkpoint."""
+
+
+def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST) -> Path:
     """Give the file with a run's trained agent: of its end, or else of its latest checkpoint.
 
     Parameters
     ----------
     run : str
         A run directory, or its name in `runs_dir`.
+    version : str
+        Or the name of a checkpoint, whose agent it is then.
 
     Raises
     ------
     RunDirectoryError
         When it is no run.
     CheckpointError
-        When the run has saved no agent of that name, or that checkpoint is corrupt.
+        When the run has saved no agent of that name, or no such checkpoint, or that is corrupt.
     """
     directory = RunDirectory.find(run, runs_dir)
-    folders = [directory.path / MODEL_DIR]
     store = CheckpointStore(directory.checkpoints_dir)
-    latest = store.latest()
-    folders += [] if latest is None else [latest / AGENTS_DIR]
+    if version == LATEST:
+        folders = [directory.path / MODEL_DIR]
+        checkpoint = store.latest()
+    else:
+        folders = []
+        checkpoint = _checkpoint(store, version, directory)
+    folders += [] if checkpoint is None else [checkpoint / AGENTS_DIR]
     for folder in folders:
         if (folder / f"{name}.safetensors").is_file():
-            if latest is not None and folder.parent == latest:
-                store.verify(latest)
+            if checkpoint is not None and folder.parent == checkpoint:
+                store.verify(checkpoint)
             return folder / f"{name}.safetensors"
     found = sorted({path.stem for folder in folders for path in folder.glob("*.safetensors")})
     raise CheckpointError(
         f"the agent {name!r} was to be loaded from the run {directory.path}, but that has saved "
         f"{', '.join(found) or 'no agents'}. Give a run whose protocol has an agent of this name."
     )
+
+
+def _checkpoint(store: CheckpointStore, version: str, directory: RunDirectory) -> Path:
+    names = sorted(path.name for path in directory.checkpoints_dir.glob("step_*"))
+    if version not in names:
+        raise CheckpointError(
+            f"the checkpoint {version!r} of the run {directory.path} was asked for, but its "
+            f"checkpoints are {', '.join(names) or 'none'}. Give one of them as "
+            f"checkpoint_version, or {LATEST}."
+        )
+    store.verify(directory.checkpoints_dir / version)
+    return directory.checkpoints_dir / version
 
 
 def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:
@@ -146,16 +168,17 @@ def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:
     TrackingError
         When W&B does not give the agents of a run.
     """
-    downloaded: dict[str, Path] = {}
+    downloaded: dict[tuple[str, str], Path] = {}
     with tempfile.TemporaryDirectory() as folder:
         for agent in agents:
             run = agent.parameters_of_agent.load_from_run
+            version = agent.parameters_of_agent.checkpoint_version
             if run is None:
                 continue
             if run.startswith(wandb_runs.SCHEME):
-                if run not in downloaded:
-                    downloaded[run] = Path(folder) / str(len(downloaded))
-                    wandb_runs.download_model(run, downloaded[run])
-                load_agent(agent, downloaded[run] / f"{agent.name}.safetensors")
+                if (run, version) not in downloaded:
+                    to = downloaded[run, version] = Path(folder) / str(len(downloaded))
+                    wandb_runs.download_model(run, to, version)
+                load_agent(agent, downloaded[run, version] / f"{agent.name}.safetensors")
             else:
-                load_agent(agent, agent_file_of_run(run, agent.name, runs_dir))
+                load_agent(agent, agent_file_of_run(run, agent.name, runs_dir, version))

@@ -17,6 +17,7 @@ from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_base.combined import CombinedAgents
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.agent_files import AGENTS_DIR, load_agent, save_agents
+from nip_astra.trainers.message_regression import MessageRegression
 from nip_astra.trainers.minibatches import MinibatchBuffer, ReplayBuffer
 from nip_astra.trainers.rl_optimizers import AgentOptimizers
 from nip_astra.trainers.rl_state import RlState
@@ -58,6 +59,7 @@ class RlCheckpoints:
         sampler: EpisodeSampler,
         ledger: EpisodeLedger,
         tracker: Tracker,
+        message_regression: MessageRegression,
     ) -> None:
         self.store = store
         self.owner = owner
@@ -68,6 +70,7 @@ class RlCheckpoints:
         self.sampler = sampler
         self.ledger = ledger
         self.tracker = tracker
+        self.message_regression = message_regression
         self._records: dict[str, Any] | None = None
 
     def save(self, state: RlState, *, trainer: str) -> None:
@@ -82,6 +85,7 @@ class RlCheckpoints:
             "sampler": self.sampler.state(),
             "ledger": self.ledger.state(),
             "trainer": self.owner.trainer_state(),
+            "message_regression": self.message_regression.state(),
             "tracker": self.tracker.position(),
         }
 
@@ -108,6 +112,8 @@ class RlCheckpoints:
             self.buffer.load_state_dict(content["buffer"])
         self.sampler.load_state(content["sampler"])
         self.ledger.load_state(content["ledger"], torch.device(self.sampler.environment.device))
+        # An older version had nothing to keep there.
+        self.message_regression.load_state(content.get("message_regression", {}))
         self.owner.load_trainer_state(content["trainer"])
         self._records = content["tracker"]
         return RlState.from_dict(content["run"])

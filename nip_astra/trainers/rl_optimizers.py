@@ -41,12 +41,17 @@ class Part(NamedTuple):
     lr_factor: float
 
 
-def parts_of(agent: Agent) -> list[Part]:
+def parts_of(agent: Agent, *, has_body_factor: bool = True) -> list[Part]:
     """Give the parts of an agent that reinforcement learning trains.
 
     The factor of a part is that of the agent, times that of the body for a body, times that of the
     graph network for the weights that a body gives as `gnn_parameters`. A body that policy and
     value function share counts as the actor's.
+
+    Parameters
+    ----------
+    has_body_factor : bool
+        Whether the body's own factor counts; it is 1 otherwise.
     """
     parts: list[Part] = []
     roles: list[tuple[Role, AgentBody | None, nn.Module | None]] = [
@@ -54,16 +59,18 @@ def parts_of(agent: Agent) -> list[Part]:
         ("critic", None if agent.shares_body else agent.value_body, agent.value_head),
     ]
     for role, body, head in roles:
-        parts += [] if body is None else _body_parts(agent, role, body)
+        parts += [] if body is None else _body_parts(agent, role, body, has_body_factor)
         if head is not None:
             factor = getattr(agent.parameters_of_agent.agent_lr_factor, role)
             parts.append(Part(f"{role}_head", list(head.parameters()), factor))
     return [part for part in parts if part.parameters]
 
 
-def _body_parts(agent: Agent, role: Role, body: AgentBody) -> list[Part]:
+def _body_parts(agent: Agent, role: Role, body: AgentBody, has_body_factor: bool) -> list[Part]:
     config = agent.parameters_of_agent
-    factor = getattr(config.agent_lr_factor, role) * getattr(config.body_lr_factor, role)
+    factor = getattr(config.agent_lr_factor, role)
+    if has_body_factor:
+        factor *= getattr(config.body_lr_factor, role)
     gnn_factor = factor * getattr(getattr(config, "gnn_lr_factor", LrFactors()), role)
     of_body: Callable[[], Iterable[nn.Parameter]] | None = getattr(body, "gnn_parameters", None)
     gnn = [] if of_body is None else list(of_body())

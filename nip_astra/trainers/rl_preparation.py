@@ -42,7 +42,8 @@ def normalize_observations(
     frames = sampler.collect(num_steps).flatten()
     linear = frames.get("linear_message_history", None)
     for name in agents.names:
-        if agents[name].parameters_of_agent.load_from_run is not None:
+        parameters = agents[name].parameters_of_agent
+        if parameters.load_from_run is not None or not parameters.normalize_message_history:
             continue
         for body in agents[name].bodies:
             body.set_statistics(frames["message_history"], linear)

@@ -130,6 +130,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
             self.train_environment, self.agents, key=(self.hyper_params.seed, "train")
         )
         self.ledger = EpisodeLedger()
+        self.message_regression = MessageRegression(self.hyper_params, self.agents.names)
         self.state = RlState()
         self.checkpoints = RlCheckpoints(
             self._checkpoint_store(),
@@ -141,8 +142,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
             sampler=self.sampler,
             ledger=self.ledger,
             tracker=self.tracker,
+            message_regression=self.message_regression,
         )
-        self.message_regression = MessageRegression(self.hyper_params)
 
     # ---- hooks
 

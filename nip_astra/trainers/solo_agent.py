@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.protocols import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.tracking.groups import summary_of
@@ -56,6 +57,10 @@ class SoloAgentTrainer(TensorDictTrainer):
     class Parameters(SoloParameters):
         """Supervised training of agents alone."""
 
+        body_lr_factor_override: Annotated[bool, where("trainer", "solo_agent")] = False
+        """Whether bodies learn as fast as the rest of their agent, whatever `body_lr_factor` says.
+        Pretraining has no such factors anyway."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         instance = self.scenario_instance
@@ -77,6 +82,7 @@ class SoloAgentTrainer(TensorDictTrainer):
                 *key,
                 agent.name,
                 is_as_agent_says=True,
+                has_body_factor=not self.parameters.body_lr_factor_override,
             )
             for agent in self.agents
         }

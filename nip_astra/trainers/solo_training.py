@@ -72,6 +72,8 @@ class SoloTraining:
     is_as_agent_says : bool
         Whether the agent's learning-rate factors and its update schedule hold, epochs counting as
         iterations. Without, all weights learn in every epoch.
+    has_body_factor : bool
+        Whether that of its body is among these factors.
 
     Attributes
     ----------
@@ -86,6 +88,7 @@ class SoloTraining:
         parameters: SoloParameters,
         *key: SeedPart,
         is_as_agent_says: bool = False,
+        has_body_factor: bool = True,
     ) -> None:
         self.agent = agent
         self.environment = environment
@@ -97,7 +100,11 @@ class SoloTraining:
         self.held_out_N, self.learned_N = order_N[:num_held_out], order_N[num_held_out:]
         assert agent.policy_body is not None
         assert agent.solo_head is not None
-        parts = [part for part in parts_of(agent) if part.name in ("actor_gnn", "actor_body")]
+        parts = [
+            part
+            for part in parts_of(agent, has_body_factor=has_body_factor)
+            if part.name in ("actor_gnn", "actor_body")
+        ]
         head = list(agent.solo_head.parameters())
         parts.append(Part("solo_head", head, agent.parameters_of_agent.agent_lr_factor.actor))
         self._schedule: UpdateSchedule = (

@@ -42,3 +42,11 @@ class _CpuTanh(torch.autograd.Function):
 
 # Torch asks for it at every call, and to find it out takes as long as a small tensor's values.
 _CpuTanh.forward.__signature__ = inspect.signature(_CpuTanh.forward)  # type: ignore[attr-defined]
+
+ACTIVATIONS: dict[str, type[nn.Module]] = {
+    "tanh": Tanh,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "sigmoid": nn.Sigmoid,
+}
+"""Activation functions by the names that parameters use."""

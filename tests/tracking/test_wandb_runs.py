@@ -22,7 +22,8 @@ class FakeArtifact:
     """An artifact with one file."""
 
     def __init__(self, kind: str, text: str, aliases: tuple[str, ...] = ()) -> None:
-        self.type, self.text, self.aliases = kind, text, list(aliases)
+        self.type, self.text = kind, text
+        self.version, *self.aliases = aliases or ("v9",)
 
     def download(self, root: str) -> str:
         Path(root).mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,7 @@ class FakeApi:
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> FakeApi:
     artifacts = [
-        FakeArtifact("checkpoint", "checkpoint", ("latest",)),
+        FakeArtifact("checkpoint", "checkpoint", ("v2", "latest")),
         FakeArtifact("model", "newer", ("v1", "latest")),
         FakeArtifact("model", "older", ("v0",)),
     ]
@@ -82,6 +83,15 @@ def test_the_parameters_of_a_run_are_its_config() -> None:
 def test_the_newest_model_is_downloaded(tmp_path: Path) -> None:
     download_model("wandb://us/proofs/one", tmp_path / "model")
     assert (tmp_path / "model" / "weights.txt").read_text() == "newer"
+
+
+@pytest.mark.usefixtures("api")
+def test_the_model_of_a_version_is_downloaded(tmp_path: Path) -> None:
+    download_model("wandb://us/proofs/one", tmp_path / "model", "v0")
+    assert (tmp_path / "model" / "weights.txt").read_text() == "older"
+    with pytest.raises(TrackingError, match=r"'v2'.*logged v1, v0"):
+        download_model("wandb://us/proofs/one", tmp_path / "other", "v2")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_run_without_a_model_is_told(api: FakeApi, tmp_path: Path) -> None:

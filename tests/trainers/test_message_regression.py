@@ -5,6 +5,7 @@ Shapes: E environments, T rounds, A agents, C channels, P positions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.samplers.episodes import EpisodeSampler
@@ -23,11 +25,16 @@ PLAIN = HyperParameters.with_sections({})
 NUM_SYMBOLS = 6
 
 
-def regression(kind: str | None = "linear", seed: int = 0, **fields: Any) -> MessageRegression:
+def regression(
+    kind: str | None = "linear",
+    seed: int = 0,
+    playing: Sequence[str] = ("prover", "verifier"),
+    **fields: Any,
+) -> MessageRegression:
     regressor = None if kind is None else {"_type": kind}
-    values = {"message_regression": {"regressor": regressor, **fields}}
+    values = {"message_regression": {"regressor": regressor} | fields}
     names = {"trainer": "none", "scenario": "none", "seed": seed}
-    return MessageRegression(PLAIN.from_dict(names | values))
+    return MessageRegression(PLAIN.from_dict(names | values), playing)
 
 
 def game(protocol: str = "nip", num_symbols: int = NUM_SYMBOLS, num_linear: int = 0) -> Any:
@@ -125,7 +132,7 @@ def test_who_speaks_first_may_depend_on_the_episode() -> None:
     batch = play(combined, 2)
     for name in combined.names:
         leak(batch, combined, name, 0 if name != "verifier" else 1)
-    found = regression().regress(batch, combined, 0)
+    found = regression(playing=combined.names).regress(batch, combined, 0)
     assert [found[f"message_regression/{name}"] for name in combined.names] == [1.0, 1.0, 1.0]
 
 
@@ -205,3 +212,65 @@ def test_it_takes_the_batches_of_the_sampler() -> None:
     found = regression().regress(batch, combined, 0)
     assert len(found) == 4
     assert all(0 <= value <= 1 for value in found.values())
+
+
+def test_only_the_agents_that_are_named_are_probed() -> None:
+    combined = game()
+    batch = play(combined, 4)
+    found = regression(agents=["prover"]).regress(batch, combined, 0)
+    assert set(found) == {"message_regression/prover", "message_regression/prover_baseline"}
+    both = regression().regress(batch, combined, 0)
+    assert both.items() >= found.items()
+
+
+def test_an_agent_that_there_is_not_is_told() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown agent 'provr'.*'prover'"):
+        regression(agents=["provr"])
+
+
+def test_a_fit_goes_on_from_the_last_one_where_that_is_asked_for() -> None:
+    combined = game()
+    batch = play(combined, 4, num_datapoints=600)
+    leak(batch, combined, "prover", 1)
+    slow = {"_type": "mlp", "num_epochs": 1, "lr": 1e-3}
+    scores: dict[bool, list[float]] = {}
+    for reset_on_fit in (True, False):
+        probe = regression(None, regressor=slow, reset_on_fit=reset_on_fit)
+        scores[reset_on_fit] = [
+            probe.regress(batch, combined, iteration)["message_regression/prover"]
+            for iteration in range(25)
+        ]
+    assert sum(scores[True]) / 25 < 0.85
+    assert min(scores[False][-5:]) > 0.95
+
+
+def test_what_fits_go_on_from_is_taken_up_to_the_bit() -> None:
+    combined = game()
+    batch = play(combined, 4)
+    chosen: dict[str, Any] = {"regressor": {"_type": "mlp"}, "reset_on_fit": False}
+    straight, stopped, again = (regression(None, **chosen) for _ in range(3))
+    for probe in (straight, stopped):
+        probe.regress(batch, combined, 0)
+    again.load_state(stopped.state())
+    straight.regress(batch, combined, 1)
+    again.regress(batch, combined, 1)
+    for name, kept in straight.state().items():
+        assert kept
+        assert all(torch.equal(value, again.state()[name][key]) for key, value in kept.items())
+
+
+def test_a_probe_that_goes_on_never_judges_what_it_learnt_from() -> None:
+    probe = regression("mlp", reset_on_fit=False)
+    ids = torch.arange(400)
+    first, second = (
+        probe._is_judged(ids[rows], torch.Generator()) for rows in (slice(0, 300), slice(100, 400))
+    )
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first[100:], second[:200])
+    assert 0.1 < first.float().mean() < 0.3
+
+
+def test_a_regressor_that_cannot_go_on_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"reset_on_fit.*'linear'.*choose the type mlp"):
+        regression("linear", reset_on_fit=False)

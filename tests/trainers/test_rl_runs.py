@@ -86,7 +86,10 @@ def final_state(path: Path) -> dict[str, bytes]:
         ("vanilla_ppo", {"ppo": {"loss_type": "kl_penalty"}, "rl": {"anneal_lr": True}}),
         ("vanilla_ppo", {"rl": {"steps_per_env_per_iteration": 2, "use_shared_body": True}}),
         ("mappo", {"rl": {"normalize_observations": True}}),
-        ("reinforce", {}),
+        (
+            "reinforce",
+            {"message_regression": {"regressor": {"_type": "mlp"}, "reset_on_fit": False}},
+        ),
         ("spg", {"rl": {"anneal_lr": True}, "spg": {"variant": "pspg", "ihvp_rank": 2}}),
     ],
 )
@@ -216,21 +219,44 @@ def test_an_agent_starts_from_another_runs_agent(tmp_path: Path) -> None:
     assert not all(torch.equal(fresh[name], value) for name, value in other.items())
 
 
+def test_an_agent_starts_from_a_checkpoint_of_another_run(tmp_path: Path) -> None:
+    first = folder_run(tmp_path, "first")
+    (earlier,) = (first / "checkpoints").glob("step_*")
+    at_end = first / "model" / "prover.safetensors"
+    save_file({name: value + 1 for name, value in load_file(at_end).items()}, at_end)
+    settings = ExperimentSettings(progress=False, runs_dir=str(tmp_path))
+
+    def agents(version: str) -> dict[str, Any]:
+        chosen = {"load_from_run": "first", "checkpoint_version": version}
+        return {"agents": {"prover": chosen}}
+
+    trainer = toy_trainer(seed=7, settings=settings, toy_protocol=agents(earlier.name))
+    stored = load_file(earlier / "agents" / "prover.safetensors")
+    own = trainer.agents["prover"].state_dict()
+    assert all(torch.equal(own[name], value) for name, value in stored.items())
+    with pytest.raises(CheckpointError, match=rf"its checkpoints are {earlier.name}"):
+        toy_trainer(settings=settings, toy_protocol=agents("step_99"))
+    (earlier / "agents" / "prover.safetensors").write_bytes(b"other")
+    with pytest.raises(CheckpointError):
+        toy_trainer(settings=settings, toy_protocol=agents(earlier.name))
+
+
 def test_agents_start_from_those_of_a_run_on_w_and_b(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = folder_run(tmp_path, "first")
     asked = []
 
-    def download(reference: str, folder: Path) -> None:
-        asked.append(reference)
+    def download(reference: str, folder: Path, version: str) -> None:
+        asked.append((reference, version))
         shutil.copytree(first / "model", folder)
 
     monkeypatch.setattr(wandb_runs, "download_model", download)
     run = "wandb://us/proofs/one"
-    agents = {name: {"load_from_run": run} for name in ("prover", "verifier")}
+    chosen = {"load_from_run": run, "checkpoint_version": "v3"}
+    agents = dict.fromkeys(("prover", "verifier"), chosen)
     trainer = toy_trainer(seed=7, toy_protocol={"agents": agents})
-    assert asked == [run]
+    assert asked == [(run, "v3")]
     for name in agents:
         stored = load_file(first / "model" / f"{name}.safetensors")
         own = trainer.agents[name].state_dict()

@@ -283,6 +283,17 @@ def test_observations_are_normalised_by_random_play() -> None:
             assert float(body.history_mean[2].sum()) == 0, "the last round is never looked back on"
 
 
+def test_an_agent_may_read_histories_as_they_are() -> None:
+    trainer = toy_trainer(
+        rl={"normalize_observations": True, "num_normalization_steps": 100},
+        toy_protocol={"agents": {"prover": {"normalize_message_history": False}}},
+    )
+    trainer._prepare()
+    for name in AGENTS:
+        for body in trainer.agents[name].bodies:
+            assert bool(body.history_mean.any()) == (name != "prover")
+
+
 def test_normalised_histories_have_mean_zero_and_deviation_one() -> None:
     trainer = toy_trainer(
         rl={"normalize_observations": True, "frames_per_batch": 900, "num_normalization_steps": 900}

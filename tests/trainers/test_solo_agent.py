@@ -59,6 +59,25 @@ def test_bodies_are_trained_and_not_the_heads_alone() -> None:
     assert {name.partition(".")[0] for name in before} == {"policy_body", "solo_head"}
 
 
+def test_bodies_may_learn_as_fast_as_their_agents() -> None:
+    found = []
+    for factor, is_overridden in ((0.0, False), (0.0, True), (1.0, False)):
+        agents = {"default": {"body_lr_factor": {"actor": factor}}}
+        trainer = toy_trainer(
+            "solo_agent",
+            solo_agent={**SOLO, "num_epochs": 1, "body_lr_factor_override": is_overridden},
+            toy_protocol={"agents": agents},
+        )
+        before = trainer.scenario_instance.agents["prover"].policy_body.net[0].weight.clone()
+        trainer.train()
+        after = trainer.scenario_instance.agents["prover"].policy_body.net[0].weight
+        found.append((after - before).detach())
+    frozen, overridden, usual = found
+    assert not frozen.any()
+    assert torch.equal(overridden, usual)
+    assert usual.any()
+
+
 def moved(agent: torch.nn.Module, before: dict[str, Tensor]) -> dict[str, float]:
     """Give how far the weights of each part of an agent have moved at most."""
     found: dict[str, float] = {}

@@ -12,12 +12,12 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nip_astra.scenario_base.tensordict_agents import ACTIVATIONS
 from nip_astra.scenarios.graphs import native, transformer
 from nip_astra.scenarios.graphs.derivatives import attention_formula
 from nip_astra.scenarios.graphs.network import Network
 from nip_astra.scenarios.graphs.pairs import Pairs, Reading
 from nip_astra.scenarios.graphs.transformer import LayerWeights
+from nip_astra.utils.activations import ACTIVATIONS
 
 
 class GinLayer(nn.Module):
