@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from nip_astra import __version__
 from nip_astra.cli import data, measuring
 from nip_astra.cli.options import (
+    AsJson,
     Debug,
     Device,
     Overrides,
@@ -187,6 +188,38 @@ def show(
         as_yaml=as_yaml,
         is_explained=explain,
         are_all_shown=show_all,
+    )
+
+
+@app.command(name="time")
+def time_parts(
+    components: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[COMPONENT]...", help="rollout, update, ...; all if none."),
+    ] = None,
+    trainer: Trainer = None,
+    scenario: ScenarioName = None,
+    parameters: ParameterFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    device: Device = None,
+    num_threads: Threads = None,
+    repeats: Annotated[
+        int, typer.Option(metavar="NUMBER", min=1, help="Times to measure, after one that is not.")
+    ] = 5,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Time parts of a training iteration, e.g. rollout and update; writes nothing."""
+    from nip_astra.cli import timing_commands
+
+    timing_commands.time_parts(
+        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin),
+        settings_of(device=device, num_threads=num_threads),
+        components or [],
+        num_repeats=repeats,
+        as_json=as_json,
     )
 
 

@@ -40,6 +40,7 @@ from nip_astra.trainers.optimization import (
     build_optimizer,
     learning_rate,
 )
+from nip_astra.trainers.timing import Components, components_of_stress_test
 from nip_astra.trainers.trainer_base import (
     IterationContext,
     TensorDictTrainer,
@@ -413,6 +414,9 @@ class AstTrainer(AstHooks, TensorDictTrainer):
     def _warn(self, text: str) -> None:
         self.results.setdefault("warnings", []).append(text)
         logger.warning(text)
+
+    def components_to_time(self) -> Components:
+        return components_of_stress_test(self)
 
     def dry_run(self) -> dict[str, Any]:
         """Play one episode, step on what it gives, and estimate a whole run."""

@@ -53,6 +53,7 @@ from nip_astra.trainers.rl_statistics import (
 )
 from nip_astra.trainers.rl_testing import PlayStatistics
 from nip_astra.trainers.solo_training import SoloParameters
+from nip_astra.trainers.timing import Components, components_of_protocol
 from nip_astra.trainers.trainer_base import (
     IterationContext,
     TensorDictTrainer,
@@ -381,6 +382,9 @@ class TensorDictRlTrainer(TensorDictTrainer):
             self.tracker.log_summary(summary_of(when, self.results[when] or {}))
         if self.run_directory is not None:
             self.run_directory.write_json("results.json", self.results)
+
+    def components_to_time(self) -> Components:
+        return components_of_protocol(self)
 
     def dry_run(self) -> dict[str, Any]:
         """Play and learn from one batch, and estimate the time of a whole run."""

@@ -25,6 +25,7 @@ from nip_astra.trainers.agent_files import (
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.rl_statistics import read
 from nip_astra.trainers.solo_training import SoloParameters, SoloTraining
+from nip_astra.trainers.timing import Components, components_of_solo
 from nip_astra.trainers.trainer_base import (
     IterationContext,
     TensorDictTrainer,
@@ -104,6 +105,9 @@ class SoloAgentTrainer(TensorDictTrainer):
                 self._run_test_loop()
         self.results |= publish_agents(self.agents, self.run_directory, self.tracker)
         self._write_results()
+
+    def components_to_time(self) -> Components:
+        return components_of_solo(self)
 
     def rerun_tests(self, base_run: Path) -> None:
         """Test the agents of a finished run again and train nothing."""

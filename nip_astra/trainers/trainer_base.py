@@ -232,6 +232,10 @@ class Trainer(ABC):
         """Run the smallest possible step and give what a whole run would cost."""
         return {"num_iterations": self.get_total_num_iterations()}
 
+    def components_to_time(self) -> dict[str, Callable[[], object]]:
+        """Give parts of an iteration by name, for `nip-astra time`; each can be run repeatedly."""
+        return {}
+
     def _checkpoint_or_stop(
         self, num_done: int, *, is_last: bool, save: Callable[[], None]
     ) -> None:

@@ -14,7 +14,7 @@ HEAVY = ("torch", "transformers", "tensordict", "wandb", "numpy")
 COMMANDS = (
     *("run", "resume", "list", "show", "schema"),
     *("evaluate", "score", "compare", "report", "export", "doctor"),
-    "dataset",
+    *("dataset", "time"),
 )
 OPTIONS = {
     "evaluate": ("--target", "--scorer", "--labelled", "--embedder", "--fail-if", "--overwrite"),

@@ -1,0 +1,135 @@
+"""How long the parts of a training iteration take.
+
+A trainer names its parts in `components_to_time`; those of the families that ship stand here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import torch
+
+from nip_astra.errors import ConfigurationError, UnknownNameError
+from nip_astra.trainers.trainer_base import TensorDictTrainer, Trainer
+
+if TYPE_CHECKING:
+    from nip_astra.trainers.ast_base import AstTrainer
+    from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
+    from nip_astra.trainers.solo_agent import SoloAgentTrainer
+
+Components = dict[str, Callable[[], object]]
+"""Parts by name; each can be run any number of times."""
+
+
+def time_components(
+    trainer: Trainer, names: Sequence[str], *, num_repeats: int
+) -> dict[str, list[float]]:
+    """Run parts of a trainer's iteration several times, and give how long they took.
+
+    The trainer learns meanwhile, so it is not to be used afterwards.
+
+    Parameters
+    ----------
+    names : Sequence[str]
+        Parts, or none for all.
+    num_repeats : int
+        Times that are measured, after one that is not.
+
+    Returns
+    -------
+    dict[str, list[float]]
+        Seconds of each time, by part, in the order that they were asked for.
+
+    Raises
+    ------
+    ConfigurationError
+        When the trainer names no parts.
+    UnknownNameError
+        When it has no part of a name.
+    """
+    with ExitStack() as stack:
+        if isinstance(trainer, TensorDictTrainer):
+            trainer._build_train_context(stack)
+        components = trainer.components_to_time()
+        if not components:
+            raise ConfigurationError(
+                f"parts of the trainer {trainer.hyper_params.trainer!r} were to be timed, but it "
+                "names none. Give it a method components_to_time, or choose another trainer."
+            )
+        for name in names:
+            if name not in components:
+                advice = "A part that needs something to learn is there only where there is some."
+                raise UnknownNameError("component", name, components, advice)
+        return {name: _times(components[name], num_repeats) for name in names or components}
+
+
+def _times(component: Callable[[], object], num_repeats: int) -> list[float]:
+    seconds = []
+    for _ in range(num_repeats + 1):
+        started = time.perf_counter()
+        component()
+        if torch.cuda.is_available():
+            # What was started on a device may not have ended yet.
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - started)
+    return seconds[1:]
+
+
+def components_of_protocol(trainer: TensorDictRlTrainer) -> Components:
+    """Give `rollout`, `update`, and `forward`: policies and values of an iteration's frames."""
+    batch = trainer.collect()
+    frames = batch.flatten()
+
+    def update() -> None:
+        trainer.agents.train()
+        trainer.learner.learn(batch, 0)
+        trainer.agents.eval()
+
+    @torch.no_grad()
+    def forward() -> None:
+        for name in trainer.agents.names:
+            trainer.agents.policy(name, frames)
+            trainer.agents.values(name, frames)
+
+    return {"rollout": trainer.collect, "update": update, "forward": forward}
+
+
+def components_of_solo(trainer: SoloAgentTrainer) -> Components:
+    """Give `epoch`, of all agents, and `forward`: what they say of the test datapoints."""
+
+    def epoch() -> None:
+        for training in trainer.trainings.values():
+            training.run_epoch(0)
+
+    def forward() -> None:
+        for training in trainer.trainings.values():
+            training.test(trainer.test_environment)
+
+    return {"epoch": epoch, "forward": forward}
+
+
+def components_of_stress_test(trainer: AstTrainer) -> Components:
+    """Give `rollout`, and where it taught something `update` and `loss`, of one batch."""
+
+    @torch.no_grad()
+    def rollout() -> None:
+        trainer.harness.experience(0)
+
+    with torch.no_grad():
+        samples = trainer.harness.experience(0).samples
+    if not samples:
+        return {"rollout": rollout}
+    batch = next(iter(trainer.harness.batches(samples, iteration=0, epoch=0)))
+
+    def update() -> None:
+        trainer.state.begin(samples, {})
+        trainer._update(0)
+
+    @torch.no_grad()
+    def loss() -> None:
+        trainer.harness.step(batch)
+
+    return {"rollout": rollout, "update": update, "loss": loss}
