@@ -134,7 +134,7 @@ def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST)
         checkpoint = store.latest()
     else:
         folders = []
-        checkpoint = _checkpoint(store, version, directory)
+        checkpoint = _checkpoint(version, directory)
     folders += [] if checkpoint is None else [checkpoint / AGENTS_DIR]
     for folder in folders:
         if (folder / f"{name}.safetensors").is_file():
@@ -148,7 +148,7 @@ def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST)
     )
 
 
-def _checkpoint(store: CheckpointStore, version: str, directory: RunDirectory) -> Path:
+def _checkpoint(version: str, directory: RunDirectory) -> Path:
     names = sorted(path.name for path in directory.checkpoints_dir.glob("step_*"))
     if version not in names:
         raise CheckpointError(
@@ -156,7 +156,6 @@ def _checkpoint(store: CheckpointStore, version: str, directory: RunDirectory) -
             f"checkpoints are {', '.join(names) or 'none'}. Give one of them as "
             f"checkpoint_version, or {LATEST}."
         )
-    store.verify(directory.checkpoints_dir / version)
     return directory.checkpoints_dir / version
 
 
