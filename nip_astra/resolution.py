@@ -337,8 +337,9 @@ def _located_agents(section: SubParameters) -> SubParameters | None:
 
 
 def _layer_of(hyper_params: HyperParameters | Mapping[str, Any]) -> Layer:
-    is_object = isinstance(hyper_params, HyperParameters)
-    return literal_layer("hyper_params", hyper_params.given() if is_object else hyper_params)
+    if isinstance(hyper_params, HyperParameters):
+        hyper_params = hyper_params.given()
+    return literal_layer("hyper_params", hyper_params)
 
 
 def _named_layer(trainer: str | None, scenario: str | None, seed: int | None) -> Layer:
