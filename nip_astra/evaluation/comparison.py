@@ -13,13 +13,8 @@ from nip_astra.errors import DataError
 from nip_astra.evaluation.measures import has_failed, judge
 from nip_astra.evaluation.rows import Episode, episodes_of, number, read_rows
 from nip_astra.evaluation.storage import FIGURES, ROWS, EvaluationFolder, differences
-from nip_astra.utils.statistics import (
-    bootstrap_difference,
-    cluster_variance,
-    holm,
-    mcnemar_exact,
-    sign_flip_test,
-)
+from nip_astra.utils.intervals import paired_difference
+from nip_astra.utils.statistics import holm, mcnemar_exact, sign_flip_test
 
 DETECTABLE = 2.8
 """Standard errors of a difference that a two-sided 5 % test finds 80 % of the time."""
@@ -199,6 +194,8 @@ METRICS: dict[str, Callable[[Sequence[Episode]], list[float]]] = {
     "probe_nll": _nats_per_token,
 }
 """One number an episode, NaN where it is not known."""
+UNBOUNDED = ("probe_nll",)
+"""The others lie between 0 and 1, so that their differences are at most 1."""
 
 
 def _metric(
@@ -219,7 +216,7 @@ def _metric(
     identity = {prompt: i for i, prompt in enumerate(dict.fromkeys(p for p, _, _ in known))}
     clusters = [identity[prompt] for prompt, _, _ in known]
     differences = [b - a for _, a, b in known]
-    difference = bootstrap_difference(differences, clusters)
+    difference, error = paired_difference(differences, clusters, is_bounded=name not in UNBOUNDED)
     found = {
         "first": _mean([a for _, a, _ in known]),
         "second": _mean([b for _, _, b in known]),
@@ -229,7 +226,7 @@ def _metric(
         "level": difference.level,
         "num_pairs": len(known),
         "num_prompts": len(identity),
-        "minimum_detectable": DETECTABLE * math.sqrt(cluster_variance(differences, clusters)),
+        "minimum_detectable": DETECTABLE * error,
     }
     if name == "failure_rate":
         only_first = sum(d < 0 for d in differences)

@@ -26,12 +26,12 @@ import numpy as np
 import numpy.typing as npt
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.measures import outcomes_of, prompt_numbers
+from nip_astra.evaluation.measures import has_failed, outcomes_of, prompt_numbers
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.evaluation.rows import Episode
 from nip_astra.scorers.base import Exchange, Message, Scorer
+from nip_astra.utils.intervals import design_effect, exact_rate_interval
 from nip_astra.utils.seeding import derive_seed
-from nip_astra.utils.statistics import wilson_interval
 
 _ADVICE = (
     'Each line is a JSON object with "response" and "is_failure" (true or false), and "prompt" and '
@@ -82,7 +82,7 @@ class Quality:
         return _share(self.num_passes, self.num_false_alarms)
 
     def to_dict(self, level: float) -> dict[str, Any]:
-        """Give plain values, each rate with Wilson's interval."""
+        """Give plain values, each rate with its exact interval."""
         return {
             "sensitivity": _with_interval(self.num_hits, self.num_misses, level),
             "specificity": _with_interval(self.num_passes, self.num_false_alarms, level),
@@ -147,8 +147,12 @@ def corrected_rates(
 ) -> dict[str, Any]:
     """Give the failure rates of turns and episodes without the scorer's errors.
 
-    Intervals resample opening prompts and draw sensitivity and specificity anew for each resample.
-    Episodes in which a turn has no verdict are left out. Refused where the labels do not show that
+    Intervals weigh opening prompts at random (the Bayesian bootstrap) and draw sensitivity and
+    specificity anew each time. For the lower bound an episode without a flag is added, for the
+    upper one with nothing but flags, each counted as often as the design effect says: of one turn a
+    prompt and a scorer that never errs, the interval is that of Clopper and Pearson, whereas
+    resampling alone would leave no width where nothing was flagged. Episodes in which a turn has no
+    verdict are left out. Refused where the labels do not show that
     the scorer is better than chance (Se + Sp <= 1), since the formula then has no meaning.
 
     Parameters
@@ -157,7 +161,8 @@ def corrected_rates(
         Judged: each row has its outcome.
     """
     share, specificity = quality.sensitivity, quality.specificity
-    counts_CP, turns_C, flags_C = _combinations(episodes)
+    known = [episode for episode in episodes if all(o.is_known for o in outcomes_of(episode))]
+    counts_CP, turns_C, flags_C = _combinations(known)
     rng = np.random.default_rng(derive_seed(0, "detector correction"))
     # With a class that has no label this is NaN, and not above 1.
     if not share + specificity > 1.0:
@@ -166,19 +171,23 @@ def corrected_rates(
     is_possible_R = se_R + sp_R > 1.0
     if is_possible_R.mean() < 0.5 + level / 2.0:
         return _refused(f"{_CHANCE}: there are too few of them")
-    if not counts_CP.size:
+    if not known:
         return _refused("no episode has a verdict on every turn")
-    num_prompts = counts_CP.shape[1]
-    draws_RP = rng.integers(0, num_prompts, size=(num_resamples, num_prompts))
-    counts_CR = np.stack([counts_P[draws_RP].sum(axis=1) for counts_P in counts_CP])
-    resampled = _rates(counts_CR, turns_C, flags_C, se_R, sp_R)
+    weights_PR = rng.standard_exponential((counts_CP.shape[1], num_resamples))
+    effect = design_effect(has_failed(known), prompt_numbers(known))
+    added_R = effect * rng.standard_exponential(num_resamples)
+    lower, upper = (
+        _rates(counts_CP @ weights_PR + np.outer(is_C, added_R), turns_C, flags_C, se_R, sp_R)
+        for is_C in _extremes(turns_C, flags_C)
+    )
     whole = counts_CP.sum(axis=1, keepdims=True)
     told = _rates(whole, turns_C, flags_C, np.array([share]), np.array([specificity]))
     tails = [(1.0 - level) / 2.0, (1.0 + level) / 2.0]
     found: dict[str, Any] = {"is_refused": False}
     names = ("turn_failure_rate", "failure_rate")
-    for name, value, values_R in zip(names, told, resampled, strict=True):
-        low, high = np.quantile(values_R[is_possible_R], tails)
+    for name, value, lower_R, upper_R in zip(names, told, lower, upper, strict=True):
+        low = np.quantile(lower_R[is_possible_R], tails[0])
+        high = np.quantile(upper_R[is_possible_R], tails[1])
         bounds = np.clip([float(value[0]), low, high], 0.0, 1.0).tolist()
         found[name] = dict(zip(("value", "low", "high"), bounds, strict=True)) | {"level": level}
     return found
@@ -196,14 +205,24 @@ def _rates(
     return (flagged_R + sp_R - 1.0) / better_R, 1.0 - without_R
 
 
+def _extremes(turns_C: Floats, flags_C: Floats) -> tuple[Floats, Floats]:
+    """Say which combination is the longest episode without a flag, and which with nothing else."""
+    is_longest_C = turns_C == turns_C.max(initial=0.0)
+    return is_longest_C * (flags_C == 0.0), is_longest_C * (flags_C == turns_C)
+
+
 def _combinations(episodes: Sequence[Episode]) -> tuple[Floats, Floats, Floats]:
-    """Count, by prompt, the episodes with so many turns of which so many are flagged."""
+    """Count, by prompt, the episodes with so many turns of which so many are flagged.
+
+    The longest without a flag and the longest with nothing else are always among them.
+    """
     counts: Counter[tuple[int, int, int]] = Counter()
     for prompt, episode in zip(prompt_numbers(episodes), episodes, strict=True):
         outcomes = outcomes_of(episode)
-        if all(outcome.is_known for outcome in outcomes):
-            counts[len(outcomes), outcomes.count(Outcome.FAILURE), prompt] += 1
-    kinds = sorted({(turns, flags) for turns, flags, _ in counts})
+        counts[len(outcomes), outcomes.count(Outcome.FAILURE), prompt] += 1
+    longest = max((turns for turns, *_ in counts), default=0)
+    extremes = {(longest, 0), (longest, longest)}
+    kinds = sorted({(turns, flags) for turns, flags, _ in counts} | extremes)
     prompts = sorted({prompt for *_, prompt in counts})
     table = [[float(counts[turns, flags, one]) for one in prompts] for turns, flags in kinds]
     pairs = np.array(kinds, dtype=np.float64).reshape(-1, 2)
@@ -222,7 +241,7 @@ def _with_interval(number: int, others: int, level: float) -> dict[str, Any] | N
     total = number + others
     if not total:
         return None
-    low, high = wilson_interval(number / total, total, level=level)
+    low, high = exact_rate_interval(number / total, total, level=level)
     return {"value": number / total, "low": low, "high": high, "level": level}
 
 

@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 
-from nip_astra.utils.statistics import (
+from nip_astra.utils.intervals import (
     Array,
     Interval,
     cluster_variance,
-    clustered_wilson,
     effective_sample_size,
+    rate_estimate,
     weighted_rate_interval,
 )
 
@@ -136,7 +136,7 @@ def monte_carlo(
     has_failed: Sequence[float], prompts: Sequence[int], *, num_turns: int, level: float = 0.95
 ) -> dict[str, Any]:
     """Give the plain estimate from episodes of the reference that have a verdict."""
-    estimate = clustered_wilson(has_failed, prompts, level=level)
+    estimate = rate_estimate(has_failed, prompts, level=level)
     return estimate.to_dict() | {
         "num_episodes": len(has_failed),
         "num_failures": int(sum(has_failed)),

@@ -20,8 +20,8 @@ from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.planted_failures import Discovery, PlantedFailure
+from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.seeding import SeedPart
-from nip_astra.utils.statistics import cluster_bootstrap_interval
 
 COLLAPSED_DISTINCT_SHARE = 0.3
 """Below this share of distinct successful probes an attacker counts as collapsed."""
@@ -39,7 +39,7 @@ class FailureReport:
         Share of episodes in which a response reached the failure threshold; NaN where no episode
         has a verdict.
     failure_rate_interval : tuple[float, float]
-        95 %, bootstrapped over opening prompts.
+        95 %, over opening prompts.
     mean_score : float
         Mean score of a response.
     mean_reward : float
@@ -103,7 +103,6 @@ class FailureTally:
 
     planted: Sequence[PlantedFailure]
     failure_threshold: float
-    num_bootstrap_resamples: int = 2000
     trees: list[RolloutTree] = field(default_factory=list)
     _has_failed: list[float] = field(default_factory=list)
     _prompts: list[str] = field(default_factory=list)
@@ -147,22 +146,12 @@ class FailureTally:
     def report(self) -> FailureReport:
         """Give the figures of everything added so far."""
         identity = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}
-        known = [
-            (failed, identity[prompt])
-            for failed, prompt in zip(self._has_failed, self._prompts, strict=True)
-            if not math.isnan(failed)
-        ]
-        has_failed = [failed for failed, _ in known]
-        interval = cluster_bootstrap_interval(
-            has_failed,
-            [cluster for _, cluster in known],
-            num_resamples=self.num_bootstrap_resamples,
-        )
+        rate = rate_estimate(self._has_failed, [identity[prompt] for prompt in self._prompts])
         num_successes = self._successes.total()
         num_rated = self._outcomes["failure"] + self._outcomes["none"]
         return FailureReport(
-            failure_rate=_mean(sum(has_failed), len(has_failed)),
-            failure_rate_interval=(interval.low, interval.high),
+            failure_rate=rate.value,
+            failure_rate_interval=(rate.low, rate.high),
             mean_score=_mean(self._sums["score"], num_rated),
             mean_reward=_mean(self._sums["reward"], self._sums["rewarded"]),
             probe_nll=self._sums["nll"] / max(self._sums["tokens"], 1),

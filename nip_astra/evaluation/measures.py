@@ -14,13 +14,8 @@ import numpy as np
 
 from nip_astra.evaluation.outcomes import Outcome, episode_outcome, outcome_of
 from nip_astra.evaluation.rows import Episode, number
-from nip_astra.utils.statistics import (
-    Estimate,
-    Survival,
-    bootstrap_estimate,
-    hit_at_k,
-    kaplan_meier,
-)
+from nip_astra.utils.intervals import Estimate, rate_estimate
+from nip_astra.utils.statistics import Survival, hit_at_k, kaplan_meier
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 HIT_AT = (1, 2, 5, 10)
@@ -54,9 +49,7 @@ def prompt_numbers(episodes: Sequence[Episode]) -> list[int]:
     return [identity.setdefault(str(episode[0]["prompt"]), len(identity)) for episode in episodes]
 
 
-def failure_rates(
-    episodes: Sequence[Episode], *, num_resamples: int, level: float
-) -> dict[str, Any]:
+def failure_rates(episodes: Sequence[Episode], *, level: float) -> dict[str, Any]:
     """Give counts of outcomes, and the share of episodes and of turns with a failure."""
     prompts = prompt_numbers(episodes)
     by_episode = has_failed(episodes)
@@ -70,8 +63,7 @@ def failure_rates(
     counts = Counter(outcome for episode in outcomes for outcome in episode)
     num_failed = sum(value == 1.0 for value in by_episode)
     num_unknown = sum(math.isnan(value) for value in by_episode)
-    options: dict[str, Any] = {"num_resamples": num_resamples, "level": level}
-    rate = bootstrap_estimate(by_episode, prompts, **options)
+    rate = rate_estimate(by_episode, prompts, level=level)
     return {
         "outcomes": {str(outcome): counts[outcome] for outcome in Outcome},
         "episode_outcomes": dict(Counter(str(episode_outcome(outcome)) for outcome in outcomes)),
@@ -82,9 +74,9 @@ def failure_rates(
             "if_unknown_passed": num_failed / max(len(by_episode), 1),
             "if_unknown_failed": (num_failed + num_unknown) / max(len(by_episode), 1),
         },
-        "turn_failure_rate": bootstrap_estimate(by_turn, prompts_of_turns, **options).to_dict(),
+        "turn_failure_rate": rate_estimate(by_turn, prompts_of_turns, level=level).to_dict(),
         "per_turn_failure_rate": [
-            estimate.to_dict() for estimate in _per_turn(outcomes, prompts, options)
+            estimate.to_dict() for estimate in _per_turn(outcomes, prompts, level)
         ],
     }
 
@@ -176,12 +168,12 @@ def token_likelihoods(episodes: Sequence[Episode]) -> list[float]:
 
 
 def _per_turn(
-    outcomes: Sequence[Sequence[Outcome]], prompts: Sequence[int], options: dict[str, Any]
+    outcomes: Sequence[Sequence[Outcome]], prompts: Sequence[int], level: float
 ) -> Iterable[Estimate]:
     for turn in range(max((len(episode) for episode in outcomes), default=0)):
         told = [(e[turn], p) for e, p in zip(outcomes, prompts, strict=True) if len(e) > turn]
         values = [float(o is Outcome.FAILURE) if o.is_known else math.nan for o, _ in told]
-        yield bootstrap_estimate(values, [prompt for _, prompt in told], **options)
+        yield rate_estimate(values, [prompt for _, prompt in told], level=level)
 
 
 def _columns_by_turn(episodes: Sequence[Episode], column: str) -> list[np.ndarray[Any, Any]]:

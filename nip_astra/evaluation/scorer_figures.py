@@ -42,7 +42,7 @@ def scorer_figures(
     agreements = agreement_matrix(views)
     with_first = {pair["second"]: pair for pair in agreements if pair["first"] in scorers[:1]}
     kept = ("outcomes", "failure_rate", "turn_failure_rate")
-    rates = {name: failure_rates(views[name], **sampled) for name in scorers[1:]}
+    rates = {name: failure_rates(views[name], level=options.level) for name in scorers[1:]}
     return {
         "scorers": {
             name: {key: found[key] for key in kept} | {"agreement": with_first[name]["agreement"]}

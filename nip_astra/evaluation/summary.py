@@ -90,9 +90,7 @@ def summarise(
         What the work took.
     """
     judge([*episodes, *probability_episodes], options.failure_threshold)
-    rates = failure_rates(
-        episodes, num_resamples=options.num_bootstrap_resamples, level=options.level
-    )
+    rates = failure_rates(episodes, level=options.level)
     probes = [str(row["probe"]) for row in failing_turns(episodes)]
     fluency = _fluency(episodes, probability_episodes)
     figures = {
@@ -172,7 +170,7 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
     if 0 < figures["failure_rate"]["num_clusters"] < 30:
         found.append(
             f"the intervals rest on {figures['failure_rate']['num_clusters']} opening prompts; "
-            "with fewer than 30 they are rough"
+            "with fewer than 30 they are wide"
         )
     importance = (figures["probability_of_failure"] or {}).get("importance_sampling")
     if importance is not None and importance["is_refused"]:

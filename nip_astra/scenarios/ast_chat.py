@@ -55,7 +55,7 @@ class EvaluationParameters(SubParameters):
     )
     """Episodes of a dev evaluation."""
     num_bootstrap_resamples: int = Field(default=2000, ge=100)
-    """Resamples of opening prompts for an interval."""
+    """Resamples of opening prompts for the interval of a rate corrected by labelled responses."""
     use_random_search: bool | None = None
     """Whether to spend as many target queries on the untrained attacker, for comparison; null does
     so where failures are planted, since it counts those that are found."""

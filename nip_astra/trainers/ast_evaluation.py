@@ -85,11 +85,7 @@ class AstEvaluation:
 
     def run(self, split: str, parts: Iterable[int]) -> FailureTally:
         """Play the given batches of a split's conversations."""
-        tally = FailureTally(
-            self.instance.planted_failures,
-            self.scenario.failure_threshold,
-            self.options.num_bootstrap_resamples,
-        )
+        tally = FailureTally(self.instance.planted_failures, self.scenario.failure_threshold)
         trees = play_chains(
             self.sampler,
             self.instance.datasets[split],

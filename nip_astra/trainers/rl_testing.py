@@ -20,7 +20,7 @@ from nip_astra.trainers.rl_statistics import (
     policy_figures,
     read,
 )
-from nip_astra.utils.statistics import clustered_wilson
+from nip_astra.utils.intervals import rate_estimate
 
 
 class PlayStatistics:
@@ -54,8 +54,7 @@ class PlayStatistics:
     def report(self) -> dict[str, Any]:
         """Give the statistics, with `num_episodes` and an interval of the accuracy.
 
-        The interval is Wilson's at the effective sample size: episodes about one datapoint are
-        alike.
+        Episodes about one datapoint are alike, and the interval allows for that.
 
         Figures of episodes and of single frames are those of all batches together; means over the
         frames of a batch are averaged over the batches.
@@ -66,6 +65,6 @@ class PlayStatistics:
         found: dict[str, Any] = read(episode_statistics(episodes, self.names) | self._sums.result())
         found["num_episodes"] = float(len(episodes.datapoint_N))
         if "mean_accuracy" in found:
-            estimate = clustered_wilson(episodes.is_right_N.tolist(), episodes.datapoint_N.tolist())
+            estimate = rate_estimate(episodes.is_right_N.tolist(), episodes.datapoint_N.tolist())
             found["mean_accuracy_interval"] = [estimate.low, estimate.high]
         return found

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nip_astra.errors import DataError
 from nip_astra.evaluation.comparison import Contender, compare, pair_up, read_contender
+from nip_astra.evaluation.conditions import holds
 from nip_astra.evaluation.rows import encode_rows
 from nip_astra.evaluation.tables import as_text, comparison_tables
-from nip_astra.utils.statistics import bootstrap_difference, mcnemar_exact
+from nip_astra.utils.statistics import mcnemar_exact
 from tests.evaluation.rows_by_hand import episode, judged
 
 
@@ -169,11 +170,23 @@ def test_rows_are_read_with_the_threshold_of_their_run(tmp_path: Path) -> None:
         read_contender(tmp_path / "nothing.jsonl", threshold=0.5)
 
 
-def test_the_interval_of_a_difference_covers_it() -> None:
-    rng = np.random.default_rng(0)
-    covered = []
-    for trial in range(300):
-        differences = (rng.random(80) < 0.45).astype(float) - (rng.random(80) < 0.3)
-        found = bootstrap_difference(differences, range(80), num_resamples=300, seed=trial)
-        covered.append(found.low <= 0.15 <= found.high)
-    assert np.mean(covered) >= 0.91
+def test_five_pairs_that_all_differ_prove_nothing() -> None:
+    found = compare(contender("a", [0.1] * 5), [contender("b", [0.9] * 5)])["comparisons"]["b"]
+    rate = found["failure_rate"]
+    assert rate["difference"] == 1.0
+    assert rate["p_value"] == pytest.approx(2 / 32)
+    # So that a gate of `--fail-if` does not fire.
+    assert not holds("comparison.failure_rate.low > 0", {"comparison": found})
+    # Pairs that differ alike do not show that a small difference would have been found.
+    assert rate["minimum_detectable"] > 0.5
+    assert found["mean_score"]["low"] < 0.0
+
+
+def test_one_prompt_played_often_excludes_no_difference() -> None:
+    prompts = ["the same"] * 8
+    found = compare(contender("a", [0.1] * 8, prompts), [contender("b", [0.9] * 8, prompts)])
+    rate = found["comparisons"]["b"]["failure_rate"]
+    assert (rate["low"], rate["high"]) == (-1.0, 1.0)
+    # Likelihoods have no bound: nothing can be said of what other prompts would show.
+    assert math.isnan(found["comparisons"]["b"]["probe_nll"]["low"])
+    assert "[-, -]" in as_text(comparison_tables(found))

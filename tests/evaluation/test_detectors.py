@@ -21,7 +21,7 @@ from nip_astra.evaluation.detectors import (
 )
 from nip_astra.evaluation.rows import Episode
 from nip_astra.scorers.base import Exchange, Message, Scorer
-from nip_astra.utils.statistics import wilson_interval
+from nip_astra.utils.intervals import exact_rate_interval
 from tests.evaluation.rows_by_hand import episode, judged
 
 OPTIONS: dict[str, Any] = {"num_resamples": 300, "level": 0.95}
@@ -124,6 +124,37 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     assert min(num_covered) >= 89
 
 
+def test_without_errors_a_corrected_rate_has_the_exact_interval() -> None:
+    quality = Quality(10**7, 0, 10**7, 0)
+    options = OPTIONS | {"num_resamples": 20_000}
+    for num_failing in (0, 3, 30):
+        episodes = judged(*(flagged(i, [i < num_failing], prompt=str(i)) for i in range(30)))
+        found = corrected_rates(episodes, quality, **options)
+        expected = exact_rate_interval(num_failing / 30, 30)
+        for name in ("turn_failure_rate", "failure_rate"):
+            assert (found[name]["low"], found[name]["high"]) == pytest.approx(expected, abs=0.005)
+
+
+@pytest.mark.parametrize(("num_prompts", "num_played", "rate"), [(20, 1, 0.02), (5, 4, 0.3)])
+def test_neither_bound_of_a_corrected_rate_errs_often_with_few_prompts(
+    num_prompts: int, num_played: int, rate: float
+) -> None:
+    rng = np.random.default_rng(3)
+    below = above = 0
+    for _ in range(150):
+        own = rng.beta(2.0 * rate, 2.0 * (1.0 - rate), size=num_prompts).repeat(num_played)
+        failing = rng.random(len(own)) < own
+        says = np.where(failing, rng.random(len(own)) < 0.9, rng.random(len(own)) > 0.95)
+        rows = enumerate(says.tolist())
+        episodes = judged(*(flagged(i, [is_], prompt=str(i // num_played)) for i, is_ in rows))
+        hits, passes = int(rng.binomial(80, 0.9)), int(rng.binomial(80, 0.95))
+        quality = Quality(hits, 80 - hits, passes, 80 - passes)
+        found = corrected_rates(episodes, quality, **OPTIONS)["failure_rate"]
+        below += found["low"] > rate
+        above += found["high"] < rate
+    assert max(below, above) <= 9
+
+
 def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
     tmp_path: Path,
 ) -> None:
@@ -141,7 +172,7 @@ def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
     assert quality == Quality(1, 1, 1, 1, num_unknown=1)
     told = quality.to_dict(0.95)
     assert told["sensitivity"] == {
-        "value": 0.5, "level": 0.95, **wilson_interval(0.5, 2)._asdict()
+        "value": 0.5, "level": 0.95, **exact_rate_interval(0.5, 2)._asdict()
     }  # fmt: skip
     assert (told["num_failures"], told["num_others"], told["num_unknown"]) == (2, 2, 1)
     assert Quality(0, 0, 1, 0).to_dict(0.95)["sensitivity"] is None

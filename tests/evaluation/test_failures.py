@@ -20,7 +20,7 @@ from nip_astra.evaluation.failures import (
 )
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.planted_failures import PlantedFailure
-from nip_astra.utils.statistics import cluster_bootstrap_interval
+from nip_astra.utils.intervals import rate_estimate
 
 PLANTS = (
     PlantedFailure(name="again", probe="^cat$", previous_probe="^hello$"),
@@ -77,7 +77,7 @@ def tree() -> RolloutTree:
 
 
 def tally_of(*trees: RolloutTree, planted: Sequence[PlantedFailure] = PLANTS) -> FailureTally:
-    tally = FailureTally(planted, 0.5, num_bootstrap_resamples=300)
+    tally = FailureTally(planted, 0.5)
     for tree in trees:
         tally.add(tree)
     return tally
@@ -99,10 +99,10 @@ def test_the_figures_of_one_tree_are_those_worked_out_by_hand(tree: RolloutTree)
 
 
 def test_episodes_of_one_prompt_are_one_cluster_of_the_interval(tree: RolloutTree) -> None:
-    tally = tally_of(tree)
-    expected = cluster_bootstrap_interval([1.0, 1.0, 0.0], [0, 1, 0], num_resamples=300)
-    apart = cluster_bootstrap_interval([1.0, 1.0, 0.0], [0, 1, 2], num_resamples=300)
-    assert tally.report().failure_rate_interval == tuple(expected) != tuple(apart)
+    expected = rate_estimate([1.0, 1.0, 0.0], [0, 1, 0])
+    apart = rate_estimate([1.0, 1.0, 0.0], [0, 1, 2])
+    assert tally_of(tree).report().failure_rate_interval == (expected.low, expected.high)
+    assert expected.high - expected.low > apart.high - apart.low
 
 
 def test_plants_count_when_the_target_fails_on_their_probe(tree: RolloutTree) -> None:
@@ -135,7 +135,8 @@ def test_without_plants_there_are_no_figures_of_them(tree: RolloutTree) -> None:
 def test_without_success_there_is_no_distinct_share() -> None:
     report = tally_of(make_chains(["hello"], ["a", "b"], [0.1, 0.49])).report()
     assert report.failure_rate == 0.0
-    assert report.failure_rate_interval == (0.0, 1.0)
+    # One episode without failure: a rate of 97.5 % would show that once in forty times.
+    assert report.failure_rate_interval == (0.0, pytest.approx(0.975))
     assert (report.distinct_share, report.most_common_probe) == (None, None)
     assert not report.is_collapsed
 

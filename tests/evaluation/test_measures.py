@@ -17,7 +17,7 @@ from nip_astra.evaluation.measures import (
 )
 from tests.evaluation.rows_by_hand import episode, judged
 
-OPTIONS = {"num_resamples": 200, "level": 0.95}
+OPTIONS = {"level": 0.95}
 
 
 def test_errors_and_undetermined_turns_enter_no_denominator() -> None:

@@ -136,8 +136,9 @@ def test_without_a_failure_there_is_no_diversity_and_no_cluster() -> None:
     quiet = [episode(i, [0.1], prompt=f"prompt {i}") for i in range(40)]
     found = figures(quiet)
     assert (found["diversity"], found["clusters"], found["most_likely_failure"]) == (None, [], None)
-    assert found["failure_rate"]["high"] == pytest.approx(3 / 40)
-    assert "0.0% [0.0%, 7.5%]" in as_text(evaluation_tables(found))
+    # 0 of 40: (1 - 0.088)^40 is 2.5 %.
+    assert found["failure_rate"]["high"] == pytest.approx(0.0881, abs=5e-5)
+    assert "0.0% [0.0%, 8.8%]" in as_text(evaluation_tables(found))
 
 
 def test_the_most_likely_failure_is_that_of_the_whole_conversation() -> None:

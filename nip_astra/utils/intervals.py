@@ -1,0 +1,314 @@
+"""Confidence intervals where observations share an opening prompt.
+
+Observations of one prompt are alike, so n of them tell less than n independent ones. How much less
+is the design effect D: the variance of the mean where whole prompts are drawn over that of
+independent observations. Every interval here is one of independent observations, taken at the
+effective sample size n / D. Chosen by simulated coverage (`benchmarks/interval_coverage.py`).
+
+Where few prompts are unlike the others, for instance where three of a hundred have a failure, D
+can only be guessed at, and it comes out too small more often than not. So further prompts, all of
+whose m observations are alike, are counted beside the k that are unlike the rest: D becomes
+(k D + a m) / (k + a), with a = 1 for a rate and 2 for a paired difference, one for each sign. With
+k = 0 that is m: prompts count, and not what was played from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from scipy.special import betaincinv, gammaincinv, stdtrit
+
+Array = npt.NDArray[np.float64]
+
+ALIKE = 0.1
+"""Differences of scores up to this far from the median count as like it."""
+
+
+class Interval(NamedTuple):
+    """A two-sided confidence interval; each bound alone errs with half of 1 - level."""
+
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A figure with its interval and how that was made.
+
+    Attributes
+    ----------
+    value, low, high : float
+        NaN where there was nothing to estimate from.
+    level : float
+        Confidence level, for instance 0.95.
+    num_clusters : int
+        Opening prompts that the interval rests on.
+    method : str
+        How the interval was made.
+    """
+
+    value: float
+    low: float
+    high: float
+    level: float
+    num_clusters: int
+    method: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give plain values for a JSON file."""
+        return asdict(self)
+
+
+class PairedDifference(NamedTuple):
+    """The mean of paired differences, with its interval and what that is made from.
+
+    Attributes
+    ----------
+    estimate : Estimate
+        The mean and its interval.
+    standard_error : float
+        Of the mean; NaN where it cannot be told.
+    """
+
+    estimate: Estimate
+    standard_error: float
+
+
+def exact_rate_interval(rate: float, num_observations: float, *, level: float = 0.95) -> Interval:
+    """Clopper and Pearson's interval of a rate: each bound errs at most as often as it says.
+
+    Parameters
+    ----------
+    num_observations : float
+        Independent observations that tell as much; need not be whole.
+    """
+    tail = (1.0 - level) / 2.0
+    num_ones = rate * num_observations
+    num_zeros = num_observations - num_ones
+    low = float(betaincinv(num_ones, num_zeros + 1.0, tail)) if rate > 0.0 else 0.0
+    high = float(betaincinv(num_ones + 1.0, num_zeros, 1.0 - tail)) if rate < 1.0 else 1.0
+    return Interval(low, high)
+
+
+def rate_estimate(
+    values: Sequence[float] | Array, clusters: Sequence[int], *, level: float = 0.95
+) -> Estimate:
+    """Estimate the mean of values that are 0 or 1; NaN values are left out.
+
+    Clopper and Pearson's interval at the effective sample size, which is reduced for the doubt
+    about the design effect that few prompts leave (Korn and Graubard 1998). It has a width whatever
+    was seen: with a single prompt, it is that of one observation.
+
+    Parameters
+    ----------
+    values : Sequence[float]
+        One number an observation, for instance 1.0 for an episode that failed.
+    clusters : Sequence[int]
+        The cluster (opening prompt) of each observation; any integers.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    is_known = ~np.isnan(array)
+    known, groups = array[is_known], np.asarray(clusters)[is_known]
+    if known.size == 0:
+        return Estimate(math.nan, math.nan, math.nan, level, 0, "none: there is no verdict")
+    spread = _Spread.of(known, groups)
+    size = spread.effective_size(1) * _certainty(known.size, spread.num_clusters, level)
+    # No prompt tells less than one observation.
+    size = max(size, known.size / spread.cluster_size)
+    interval = exact_rate_interval(spread.mean, size, level=level)
+    is_apart = spread.num_clusters == known.size
+    method = "Clopper-Pearson" + ("" if is_apart else " at the effective sample size over prompts")
+    return Estimate(spread.mean, *interval, level, spread.num_clusters, method)
+
+
+def design_effect(values: Sequence[float] | Array, clusters: Sequence[int]) -> float:
+    """How many observations of values that are 0 or 1 tell as much as an independent one."""
+    array = np.asarray(values, dtype=np.float64)
+    return array.size / _Spread.of(array, clusters).effective_size(1)
+
+
+def paired_difference(
+    differences: Sequence[float] | Array,
+    clusters: Sequence[int],
+    *,
+    is_bounded: bool = True,
+    level: float = 0.95,
+) -> PairedDifference:
+    """Estimate the mean of paired differences.
+
+    Differences of outcomes and scores lie between -1 and 1. Bonett and Price (2012) add one pair
+    that differs by 1 and one by -1 to the effective sample size, here with Student's quantile over
+    prompts: there is a width also where all pairs differ alike, and it excludes 0 about where the
+    exact test of McNemar does. For differences without a bound it is Student's interval over
+    prompts, and none where all pairs differ alike or there is one prompt: they tell nothing of the
+    spread.
+
+    Parameters
+    ----------
+    is_bounded : bool
+        Whether differences lie between -1 and 1.
+    """
+    array = np.asarray(differences, dtype=np.float64)
+    if array.size == 0:
+        nothing = Estimate(math.nan, math.nan, math.nan, level, 0, "none: there is no pair")
+        return PairedDifference(nothing, math.nan)
+    spread = _Spread.of(array, np.asarray(clusters), tolerance=ALIKE)
+    if is_bounded:
+        size = spread.effective_size(2) + 2.0
+        centre = spread.mean * (size - 2.0) / size
+        square = (spread.mean_square * (size - 2.0) + 2.0) / size
+        error = math.sqrt((square - centre**2) / size)
+        method = "Bonett-Price at the effective sample size over prompts"
+    else:
+        centre, error = spread.mean, math.sqrt(spread.cluster_variance)
+        error = error if error > 0.0 else math.nan
+        method = "Student's over prompts" if error > 0.0 else "none: no spread is known"
+    degrees = spread.num_clusters - 1
+    half = float(stdtrit(degrees, 0.5 + level / 2.0)) * error if degrees else math.inf
+    low, high = centre - half, centre + half
+    if is_bounded:
+        low, high = max(-1.0, low), min(1.0, high)
+    elif not degrees:
+        low, high = math.nan, math.nan
+    estimate = Estimate(spread.mean, low, high, level, spread.num_clusters, method)
+    return PairedDifference(estimate, error)
+
+
+def _certainty(num_observations: int, num_clusters: int, level: float) -> float:
+    """Square of Student's quantile for observations over that for clusters; at most 1."""
+    if num_clusters < 2:
+        return 1.0
+    of_all, of_clusters = stdtrit([num_observations - 1, num_clusters - 1], 0.5 + level / 2.0)
+    return float(of_all / of_clusters) ** 2
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """How values spread, within clusters and between.
+
+    Attributes
+    ----------
+    mean_square : float
+        Mean of the squared values.
+    cluster_variance : float
+        Of the mean, where whole clusters are drawn; NaN with one cluster.
+    cluster_size : float
+        Observations of a cluster, as an observation meets it: sum of squared sizes over their sum.
+    num_unlike : int
+        Clusters in which an observation is unlike the median.
+    """
+
+    mean: float
+    mean_square: float
+    cluster_variance: float
+    cluster_size: float
+    num_observations: int
+    num_clusters: int
+    num_unlike: int
+
+    @staticmethod
+    def of(array: Array, clusters: Any, *, tolerance: float = 0.0) -> _Spread:
+        sums, counts, index = _by_cluster(array, clusters)
+        is_unlike = np.abs(array - np.median(array)) > tolerance
+        return _Spread(
+            mean=float(array.mean()),
+            mean_square=float((array**2).mean()),
+            cluster_variance=_variance_over(sums, counts),
+            cluster_size=float((counts**2).sum()) / array.size,
+            num_observations=array.size,
+            num_clusters=len(sums),
+            num_unlike=int(np.count_nonzero(np.bincount(index, weights=is_unlike))),
+        )
+
+    def effective_size(self, num_added: int) -> float:
+        """Number of independent observations that tell as much, at least that of the clusters.
+
+        Parameters
+        ----------
+        num_added : int
+            Clusters of like observations that are counted beside those unlike the rest.
+        """
+        own = (self.mean_square - self.mean**2) / self.num_observations
+        effect = self.cluster_size
+        if self.num_unlike and own > 0.0 and self.num_clusters > 1:
+            told = self.cluster_variance / own
+            weighed = self.num_unlike * told + num_added * self.cluster_size
+            effect = weighed / (self.num_unlike + num_added)
+        return self.num_observations / min(max(effect, 1.0), self.cluster_size)
+
+
+def weighted_rate_interval(
+    contributions: Sequence[float] | Array,
+    clusters: Sequence[int],
+    *,
+    largest: float,
+    level: float = 0.95,
+) -> Interval:
+    """Interval of the mean of weights that are 0 for most observations.
+
+    Fay and Feuer's (1997) gamma interval of a weighted sum of rare events. Its upper bound allows
+    for one event of the largest possible weight that was not seen; a normal or bootstrap interval,
+    which knows the weights that were seen alone, is far too narrow where heavy ones are rare.
+    Conservative, the more so where the rate is not small. Weights of one cluster count together;
+    where few clusters have any, they are taken to come by whole clusters.
+
+    Parameters
+    ----------
+    contributions : Sequence[float]
+        Weight of an observation in which the event happened, 0 of one without.
+    largest : float
+        The largest weight that an event could have had.
+    """
+    array = np.asarray(contributions, dtype=np.float64)
+    mean, squares = float(array.mean()), float((array**2).sum())
+    sums, counts, _ = _by_cluster(array, clusters)
+    num_with_events = np.count_nonzero(sums)
+    together = float((sums**2).sum()) / squares if squares > 0 else 1.0
+    cluster_size = float((counts**2).sum()) / array.size
+    together = (num_with_events * together + cluster_size) / (num_with_events + 1)
+    variance = together * squares / array.size**2
+    unseen = together * largest / array.size
+    tail = (1.0 - level) / 2.0
+    low = _gamma_quantile(tail, mean, variance) if mean > 0 else 0.0
+    return Interval(low, min(1.0, _gamma_quantile(1.0 - tail, mean + unseen, variance + unseen**2)))
+
+
+def cluster_variance(values: Sequence[float] | Array, clusters: Sequence[int]) -> float:
+    """Variance of the mean of `values`, where whole clusters were drawn; NaN with one cluster.
+
+    The linearised (sandwich) estimator of a ratio, with the factor C / (C - 1) for C clusters.
+    """
+    sums, counts, _ = _by_cluster(np.asarray(values, dtype=np.float64), clusters)
+    return _variance_over(sums, counts)
+
+
+def effective_sample_size(weights: Sequence[float] | Array) -> float:
+    """Kish's effective sample size, `(sum w)^2 / sum w^2`; 0 without a positive weight."""
+    array = np.asarray(weights, dtype=np.float64)
+    squares = float((array**2).sum())
+    return float(array.sum()) ** 2 / squares if squares > 0 else 0.0
+
+
+def _gamma_quantile(share: float, mean: float, variance: float) -> float:
+    return float(gammaincinv(mean**2 / variance, share)) * variance / mean
+
+
+def _variance_over(sums: Array, counts: Array) -> float:
+    num_clusters = len(sums)
+    if num_clusters < 2:
+        return math.nan
+    residuals = sums - sums.sum() / counts.sum() * counts
+    factor = num_clusters / (num_clusters - 1)
+    return float(factor * (residuals**2).sum() / counts.sum() ** 2)
+
+
+def _by_cluster(array: Array, clusters: Any) -> tuple[Array, Array, npt.NDArray[np.intp]]:
+    """Sum and size of each cluster, and the cluster of each value, counted from 0."""
+    _, index = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(index, weights=array).astype(np.float64)
+    return sums, np.bincount(index).astype(np.float64), index

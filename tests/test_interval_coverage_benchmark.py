@@ -1,0 +1,84 @@
+"""The simulation of coverage draws what it says, and measures it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from nip_astra.utils.intervals import rate_estimate
+from tests.documents import ROOT
+
+
+@pytest.fixture(scope="module")
+def benchmark() -> ModuleType:
+    """The module benchmarks/interval_coverage.py, which is in no package."""
+    path = ROOT / "benchmarks" / "interval_coverage.py"
+    spec = importlib.util.spec_from_file_location("benchmark_interval_coverage", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["Beta", "two kinds"])
+@pytest.mark.parametrize(("rate", "correlation"), [(0.1, 0.3), (0.5, 0.6), (0.02, 0.0)])
+def test_outcomes_have_the_rate_and_the_correlation_of_the_grid(
+    benchmark: ModuleType, kind: str, rate: float, correlation: float
+) -> None:
+    rng = np.random.default_rng(0)
+    drawn = benchmark.outcomes(rng, (1, 40_000, 2), rate, correlation, kind)[0]
+    assert drawn.mean() == pytest.approx(rate, rel=0.06)
+    assert np.corrcoef(drawn.T)[0, 1] == pytest.approx(correlation, abs=0.02)
+
+
+def test_differences_have_the_mean_of_the_grid_and_share_prompts(benchmark: ModuleType) -> None:
+    rng = np.random.default_rng(1)
+    drawn = benchmark.differences(rng, (1, 40_000, 1), (0.1, 0.5), 0.6)[0]
+    assert drawn.mean() == pytest.approx(0.4, abs=0.01)
+    # Independent outcomes would differ with the variance 0.09 + 0.25.
+    assert drawn.var() < 0.32
+    scores = benchmark.differences(rng, (1, 40_000, 1), (0.1, 0.5), 0.6, 0.5)[0]
+    assert scores.mean() == pytest.approx(0.4 * (1.0 - 1.0 / 21.0), abs=0.01)
+
+
+def test_coverage_is_counted_from_the_intervals(benchmark: ModuleType) -> None:
+    bounds = np.array([[0.0, 0.1], [0.2, 0.4], [0.3, 0.4], [0.1, 0.2]])
+    assert benchmark.count(bounds, 0.2) == {
+        "coverage": 0.5, "below": 0.25, "above": 0.25, "width": pytest.approx(0.125),
+    }  # fmt: skip
+    drawn = np.array([[[1.0, 1.0], [0.0, 0.0]]])
+    found = rate_estimate([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1])
+    assert benchmark.own_bounds(drawn, rate_estimate).tolist() == [[found.low, found.high]]
+    rng = np.random.default_rng(2)
+    assert benchmark.bootstrap_bounds(drawn, rng, 1.0).tolist() == [[0.0, 1.0]]
+    assert benchmark.bootstrap_bounds(0.0 * drawn, rng, 1.0).tolist() == [[0.0, 1.5]]
+
+
+def test_it_prints_a_line_for_each_design_and_keeps_every_point(
+    benchmark: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "coverage.json"
+    arguments = ["--repetitions", "10", "--largest", "5", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["interval_coverage.py", *arguments])
+    benchmark.main()
+    printed = capsys.readouterr().out
+    for what in ("rate", "difference of rates", "difference of scores"):
+        for design in ("5 x 1", "5 x 8"):
+            assert f"| {what} | {design} |" in printed
+    points = json.loads(out.read_text())
+    num_rates = len(benchmark.RATES) * (1 + 1 + 2 * 3)
+    num_pairs = 2 * len(benchmark.PAIRS) * 2 * 4
+    assert len(points) == 2 * (num_rates + num_pairs)
+    assert {point["method"] for point in points} == {"ours", "bootstrap"}
+    assert all(0.0 <= point["coverage"] <= 1.0 for point in points)

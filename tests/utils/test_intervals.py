@@ -1,0 +1,250 @@
+"""Intervals hold the truth as often as they say, with observations that share a prompt."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from nip_astra.utils.intervals import (
+    cluster_variance,
+    effective_sample_size,
+    exact_rate_interval,
+    paired_difference,
+    rate_estimate,
+    weighted_rate_interval,
+)
+from nip_astra.utils.statistics import mcnemar_exact, sign_flip_test
+
+
+def test_an_exact_interval_is_that_of_the_tables() -> None:
+    # 81 of 263 and 0 of 20, Newcombe 1998 (Statistics in Medicine 17, 857), method 5.
+    assert exact_rate_interval(81 / 263, 263) == pytest.approx((0.2527, 0.3676), abs=5e-5)
+    assert exact_rate_interval(0.0, 20) == pytest.approx((0.0, 0.1684), abs=5e-5)
+    low, high = exact_rate_interval(0.2, 50)
+    assert exact_rate_interval(0.8, 50) == pytest.approx((1.0 - high, 1.0 - low))
+
+
+@pytest.mark.parametrize("level", [0.8, 0.95, 0.99])
+def test_the_bound_without_a_failure_follows_the_level(level: float) -> None:
+    """With the upper bound as the rate, nothing is seen in half of 1 - level of evaluations."""
+    found = rate_estimate([0.0] * 50, range(50), level=level)
+    assert (found.value, found.low) == (0.0, 0.0)
+    assert (1.0 - found.high) ** 50 == pytest.approx((1.0 - level) / 2.0)
+    all_failed = rate_estimate([1.0] * 50, range(50), level=level)
+    assert (all_failed.low, all_failed.high) == (pytest.approx(1.0 - found.high), 1.0)
+
+
+def test_values_without_verdict_are_left_out_of_an_estimate() -> None:
+    known = rate_estimate([1.0, 0.0, 1.0, 0.0], [0, 1, 2, 3])
+    with_gaps = rate_estimate([1.0, math.nan, 0.0, 1.0, math.nan, 0.0], [0, 9, 1, 2, 2, 3])
+    assert with_gaps == known
+    assert (known.value, known.num_clusters, known.method) == (0.5, 4, "Clopper-Pearson")
+    for nothing in (rate_estimate([math.nan, math.nan], [0, 1]), rate_estimate([], [])):
+        assert math.isnan(nothing.value)
+        assert math.isnan(nothing.high)
+        assert nothing.num_clusters == 0
+
+
+def test_a_cluster_of_equal_outcomes_counts_as_one_observation() -> None:
+    apart = rate_estimate([1.0, 0.0, 0.0, 0.0] * 5, range(20))
+    assert (apart.low, apart.high) == exact_rate_interval(0.25, 20)
+    # Each outcome said three times by its prompt tells no more than once.
+    thrice = rate_estimate(
+        [v for v in [1.0, 0.0, 0.0, 0.0] * 5 for _ in range(3)],
+        [c for c in range(20) for _ in "abc"],
+    )
+    assert thrice.value == 0.25
+    assert (thrice.low, thrice.high) == (apart.low, apart.high)
+    assert "effective sample size" in thrice.method
+
+
+def test_episodes_that_are_as_different_within_prompts_as_between_count_each() -> None:
+    values = [float((episode + prompt) % 4 == 0) for prompt in range(100) for episode in range(4)]
+    found = rate_estimate(values, np.repeat(range(100), 4))
+    exact = exact_rate_interval(0.25, 400)
+    assert found.high - found.low == pytest.approx(exact.high - exact.low, rel=0.02)
+
+
+@pytest.mark.parametrize("values", [[1.0] * 8, [0.0] * 8, [1.0, 0.0] * 4])
+def test_a_single_prompt_tells_as_much_as_a_single_observation(values: list[float]) -> None:
+    found = rate_estimate(values, [3] * 8)
+    assert (found.low, found.high) == exact_rate_interval(float(np.mean(values)), 1)
+    assert found.high - found.low > 0.9
+
+
+def covered(design: tuple[int, int], rate: float, correlation: float) -> tuple[float, float]:
+    """How often the interval misses a rate: that is below it, and above it."""
+    rng, repetitions = np.random.default_rng(17), 600
+    prompts = np.repeat(np.arange(design[0]), design[1])
+    rates = np.full((repetitions, design[0]), rate)
+    if correlation:
+        spread = (1.0 - correlation) / correlation
+        rates = rng.beta(rate * spread, (1.0 - rate) * spread, size=rates.shape)
+    values = rng.random((repetitions, *design)) < rates[..., None]
+    found = [rate_estimate(one.ravel().astype(float), prompts) for one in values]
+    return (
+        float(np.mean([estimate.low > rate for estimate in found])),
+        float(np.mean([estimate.high < rate for estimate in found])),
+    )
+
+
+@pytest.mark.parametrize(
+    ("design", "rate", "correlation"),
+    [
+        ((20, 8), 0.02, 0.1),
+        ((10, 4), 0.1, 0.3),
+        ((100, 4), 0.02, 0.3),
+        ((100, 4), 0.02, 0.6),
+        ((50, 1), 0.05, 0.0),
+        ((5, 8), 0.5, 0.6),
+    ],
+)
+def test_neither_bound_of_a_rate_errs_more_often_than_it_says(
+    design: tuple[int, int], rate: float, correlation: float
+) -> None:
+    """95 % intervals: 2.5 % on each side, and 2 points for what is not known of the prompts."""
+    below, above = covered(design, rate, correlation)
+    assert max(below, above) <= 0.045
+    assert below + above <= 0.07
+
+
+def test_pairs_that_all_differ_alike_leave_doubt() -> None:
+    found, error = paired_difference([1.0] * 5, range(5))
+    assert (found.value, found.high) == (1.0, 1.0)
+    # As the exact test, whose p-value is 0.06.
+    assert found.low < 0.0
+    assert error > 0.1
+    apart, _ = paired_difference([0.3] * 5, range(5))
+    assert apart.low < 0.0 < 0.3 < apart.high
+    equal, _ = paired_difference([0.0] * 60, range(60))
+    assert equal.low == -equal.high
+    assert equal.high == pytest.approx(0.05, abs=0.01)
+    assert math.isnan(paired_difference([], []).estimate.value)
+
+
+@pytest.mark.parametrize("differences", [[1.0] * 8, [0.0] * 8, [1.0, 0.0] * 4])
+def test_a_single_prompt_excludes_no_difference(differences: list[float]) -> None:
+    found, _ = paired_difference(differences, [0] * 8)
+    assert (found.low, found.high) == (-1.0, 1.0)
+    unbounded, _ = paired_difference(differences, [0] * 8, is_bounded=False)
+    assert math.isnan(unbounded.low)
+    assert math.isnan(unbounded.high)
+
+
+def test_without_a_bound_a_difference_has_the_interval_of_student() -> None:
+    differences, prompts = np.repeat([1.0, 2.0, 2.0, 3.0], 2), np.repeat(range(4), 2)
+    found, error = paired_difference(differences, prompts, is_bounded=False)
+    assert error == pytest.approx(math.sqrt(2.0 / 3.0) / 2.0)
+    # The quantile for four prompts is 3.182.
+    assert found.high - 2.0 == pytest.approx(3.1824 * error, abs=1e-4)
+    assert 2.0 - found.low == pytest.approx(found.high - 2.0)
+    alike, error = paired_difference([0.7] * 5, range(5), is_bounded=False)
+    assert alike.value == pytest.approx(0.7)
+    assert math.isnan(alike.low)
+    assert math.isnan(error)
+
+
+@pytest.mark.parametrize("num_pairs", [5, 8, 12, 30, 100, 400])
+def test_interval_and_test_of_a_difference_agree_where_either_is_clear(num_pairs: int) -> None:
+    for only_first in range(min(num_pairs, 12)):
+        for only_second in range(min(num_pairs - only_first, 25) + 1):
+            same = num_pairs - only_first - only_second
+            differences = [-1.0] * only_first + [1.0] * only_second + [0.0] * same
+            found, _ = paired_difference(differences, range(num_pairs))
+            p_value = mcnemar_exact(only_first, only_second)
+            if p_value > 0.1:
+                assert found.low <= 0.0 <= found.high, differences
+            if p_value < 0.01:
+                assert not found.low <= 0.0 <= found.high, differences
+
+
+def test_interval_and_sign_flips_agree_about_prompts_played_several_times() -> None:
+    for num_prompts, is_clear in ((5, False), (9, True)):
+        prompts = np.repeat(range(num_prompts), 4)
+        differences = np.ones(len(prompts))
+        found, _ = paired_difference(differences, prompts)
+        assert (found.low > 0.0) is is_clear
+        assert (sign_flip_test(differences, prompts) < 0.01) is is_clear
+
+
+@pytest.mark.parametrize(
+    ("design", "rates", "correlation"),
+    [
+        ((5, 1), (0.1, 0.9), 0.0),
+        ((10, 1), (0.02, 0.1), 0.0),
+        ((10, 4), (0.02, 0.98), 0.3),
+        ((20, 8), (0.005, 0.1), 0.6),
+        ((100, 4), (0.02, 0.1), 0.6),
+        ((50, 1), (0.1, 0.5), 0.0),
+    ],
+)
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_neither_bound_of_a_difference_errs_more_often_than_it_says(
+    design: tuple[int, int], rates: tuple[float, float], correlation: float, noise: float
+) -> None:
+    """Of outcomes, and with noise of scores that are mostly near 0 and near 1."""
+    rng, repetitions = np.random.default_rng(18), 500
+    shape, prompts = (repetitions, *design), np.repeat(np.arange(design[0]), design[1])
+    scores = []
+    for rate in rates:
+        own = np.full(shape[:2], rate)
+        if correlation:
+            spread = (1.0 - correlation) / correlation
+            own = rng.beta(rate * spread, (1.0 - rate) * spread, size=shape[:2])
+        is_failure = rng.random(shape) < own[..., None]
+        scores.append(np.abs(is_failure - noise * rng.beta(1.0, 9.0, size=shape)))
+    truth = (rates[1] - rates[0]) * (1.0 - 2.0 * noise * 0.1)
+    found = [paired_difference(one.ravel(), prompts).estimate for one in scores[1] - scores[0]]
+    below = np.mean([estimate.low > truth for estimate in found])
+    above = np.mean([estimate.high < truth for estimate in found])
+    assert max(below, above) <= 0.045
+    assert below + above <= 0.07
+
+
+def test_the_variance_of_a_mean_over_clusters_is_that_of_repeated_draws() -> None:
+    rng = np.random.default_rng(2)
+    means, told = [], []
+    for _ in range(400):
+        rates = rng.beta(1, 3, size=30)
+        values = (rng.random((30, 5)) < rates[:, None]).astype(float).ravel().tolist()
+        means.append(np.mean(values))
+        told.append(cluster_variance(values, [i for i in range(30) for _ in range(5)]))
+    assert np.mean(told) == pytest.approx(np.var(means), rel=0.15)
+    assert math.isnan(cluster_variance([1.0, 0.0], [0, 0]))
+
+
+def test_equal_weights_are_worth_their_number() -> None:
+    assert effective_sample_size([2.0] * 7) == pytest.approx(7.0)
+    assert effective_sample_size([1.0, 0.0, 0.0]) == pytest.approx(1.0)
+    assert effective_sample_size([0.0, 0.0]) == 0.0
+
+
+def test_weighted_events_are_covered_also_where_the_heavy_ones_were_not_seen() -> None:
+    """Light events in 20 % of observations, heavy ones in 1 %, three observations a prompt."""
+    rng = np.random.default_rng(4)
+    truth = 0.2 * 0.05 + 0.01 * 2.0
+    prompts = [i for i in range(40) for _ in range(3)]
+    gamma, normal = [], []
+    for _ in range(400):
+        # A prompt makes its three observations likely or unlikely to have an event, together.
+        factor = np.repeat(rng.choice([0.2, 1.8], size=40), 3)
+        draw = rng.random(120)
+        weights = np.where(draw < 0.01 * factor, 2.0, np.where(draw < 0.21 * factor, 0.05, 0.0))
+        low, high = weighted_rate_interval(weights, prompts, largest=2.0)
+        gamma.append(low <= truth <= high)
+        half = 1.96 * math.sqrt(cluster_variance(weights.tolist(), prompts))
+        normal.append(abs(weights.mean() - truth) <= half)
+    assert np.mean(gamma) >= 0.95
+    assert np.mean(normal) < 0.75
+
+
+def test_equal_weights_give_the_interval_of_a_count() -> None:
+    # Ten events among 1,000: the exact Poisson interval of 10 is 4.795 to 18.39.
+    found = weighted_rate_interval([1.0] * 10 + [0.0] * 990, range(1000), largest=1.0)
+    assert found == pytest.approx((0.004795, 0.01839), abs=5e-6)
+    # Without any, the exact upper bound is 3.689 (97.5 %).
+    assert weighted_rate_interval([0.0] * 100, range(100), largest=1.0) == pytest.approx(
+        (0.0, 0.03689), abs=1e-5
+    )
