@@ -175,6 +175,8 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
     importance = (figures["probability_of_failure"] or {}).get("importance_sampling")
     if importance is not None and importance["is_refused"]:
         found.append(f"importance sampling is refused: {importance['reason']}")
+    elif importance is not None and importance["caution"] is not None:
+        found.append(f"importance sampling rests on few failures: {importance['caution']}")
     return found
 
 

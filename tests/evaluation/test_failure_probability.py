@@ -11,6 +11,7 @@ import pytest
 
 from nip_astra.evaluation.failure_probability import (
     ATTACKER,
+    MIN_EFFECTIVE_FAILURES,
     REFERENCE,
     WeighedEpisodes,
     attacker_at,
@@ -77,7 +78,7 @@ def test_weights_are_those_worked_out_by_hand() -> None:
     assert np.exp(log_mixture(np.log(ratios), shares))[0] == pytest.approx(expected)
 
 
-def test_the_estimate_is_unbiased_to_the_last_digit_over_all_that_can_be_said() -> None:
+def test_the_expectation_is_the_truth_to_the_last_digit_over_all_that_can_be_said() -> None:
     """The expectation over the mixture, by enumeration: probability times weight, summed."""
     counts = defensive_shares(12, NUM_TURNS)
     shares = {name: count / 12 for name, count in counts.items()}
@@ -119,11 +120,50 @@ def test_no_weight_exceeds_what_the_references_share_allows() -> None:
     assert found.mean_weight == pytest.approx(1.0, abs=0.15)
 
 
-def test_an_estimate_that_rests_on_few_weights_is_refused() -> None:
+def test_an_estimate_without_a_failure_is_told_with_its_bound_and_a_caution() -> None:
     quiet = WeighedEpisodes(np.zeros((50, 2)), np.full(50, -1), [REFERENCE] * 50, list(range(50)))
     found = importance_sampling(quiet)
-    assert (found.is_refused, found.value, found.low) == (True, None, None)
-    assert found.reason == "the failing episodes weigh as much as 0.0, fewer than 5"
+    assert (found.is_refused, found.value, found.low) == (False, 0.0, 0.0)
+    # The exact bound of a Poisson count of 0 is 3.689 (97.5 %).
+    assert found.high == pytest.approx(3.689 / 50, abs=1e-4)
+    assert "the failing episodes weigh as much as 0.0" in str(found.caution)
+    assert "the upper bound allows for one" in str(found.caution).lower()
+
+
+def rare_world(rng: np.random.Generator, count: int) -> WeighedEpisodes:
+    """One turn; the attacker says a failure that hardly counts, and never the one that does."""
+    says = np.array([[0.9977, 0.0003, 0.002], [0.3, 0.7, 1e-9]])
+    names = [name for name, n in defensive_shares(count, 1).items() for _ in range(n)]
+    limits = np.cumsum(says, axis=1)[[int(name != REFERENCE) for name in names]]
+    said = (rng.random((count, 1)) > limits).sum(axis=1).clip(max=2)
+    ratios = np.log(says[1] / says[0])[said]
+    return WeighedEpisodes(ratios[:, None], np.where(said, 0, -1), names, list(range(count)))
+
+
+def test_what_is_told_is_right_on_average_also_where_the_heavy_failure_is_rare() -> None:
+    rng, truth = np.random.default_rng(5), 0.0023
+    found = [importance_sampling(rare_world(rng, 300)) for _ in range(1500)]
+    assert not any(estimate.is_refused for estimate in found)
+    values = np.array([estimate.value for estimate in found])
+    error = values.std() / len(values) ** 0.5
+    assert abs(values.mean() - truth) < 3 * error < 0.2 * truth
+    assert np.mean([e.low <= truth <= e.high for e in found if e.low is not None]) >= 0.93
+    # Told only where many light failures carry it, it would have been far too small.
+    light = values[[e.effective_num_failures >= MIN_EFFECTIVE_FAILURES for e in found]]
+    assert 0.1 < len(light) / len(values) < 0.9
+    assert light.mean() < 0.5 * truth
+    # And single estimates are mostly below the truth, which is what the caution is for.
+    assert np.mean(values < truth) > 0.5
+
+
+def test_what_failed_decides_nothing_about_a_refusal() -> None:
+    right = mixture(defensive_shares(60, 3), np.random.default_rng(4))
+    wrong = replace(right, log_ratio_EH=right.log_ratio_EH - 3.0)
+    for episodes, is_refused in ((right, False), (wrong, True)):
+        for first in (np.full(60, -1), np.zeros(60, dtype=int)):
+            found = importance_sampling(replace(episodes, first_failure_E=first))
+            assert found.is_refused is is_refused
+            assert (found.value is None) is is_refused
 
 
 def test_weights_of_other_distributions_than_those_sampled_from_are_refused() -> None:

@@ -81,6 +81,18 @@ def test_importance_sampling_is_refused_with_its_reason() -> None:
     assert "cannot tell which tokens it may draw" in reason
 
 
+def test_an_estimate_that_rests_on_few_failures_is_told_with_a_caution() -> None:
+    found = figures(attacker(), ordinary(failing=2))
+    weighed = found["probability_of_failure"]["importance_sampling"]
+    assert weighed["value"] == pytest.approx(0.01)
+    text = as_text(evaluation_tables(found))
+    assert "importance sampling, 200 episodes" in text
+    assert "warning: importance sampling rests on few failures: the failing" in text
+    many = figures(attacker(), ordinary())
+    assert many["probability_of_failure"]["importance_sampling"]["caution"] is None
+    assert "rests on few failures" not in " ".join(many["warnings"])
+
+
 def test_few_probes_said_again_and_again_are_warned_of() -> None:
     same = [episode(i, [0.9, 0.9], prompt=f"prompt {i}", probe="my cat sits") for i in range(40)]
     found = figures(same)
