@@ -13,6 +13,7 @@ Nothing is evaluated by Python, so a condition from a file of somebody else can 
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -159,6 +160,8 @@ class _Reader:
                     "them, for instance failure_rate.high."
                 )
             value = known[name]
+        if isinstance(value, float) and math.isnan(value):
+            value = None
         if isinstance(value, bool) or not isinstance(value, int | float):
             shown = "it has no value" if value is None else f"it is {type(value).__name__}"
             raise ConfigurationError(

@@ -85,6 +85,10 @@ def test_a_name_that_is_not_there_is_told_with_the_nearest() -> None:
 
 
 def test_a_figure_without_a_value_is_neither_true_nor_false() -> None:
+    for nothing in (None, float("nan")):
+        figures = FIGURES | {"low": nothing}
+        with pytest.raises(ConfigurationError, match="'low', but it has no value"):
+            holds("not low > 0", figures)
     with pytest.raises(ConfigurationError, match=r"'nll\.target', but it has no value"):
         holds("nll.target > 1", FIGURES)
     with pytest.raises(ConfigurationError, match="it is str"):
