@@ -274,7 +274,7 @@ def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> st
     # `--set lr=...` for training.lr is the commonest slip.
     elsewhere = [path for path in _paths(model) if path.rpartition(".")[2] == name]
     if elsewhere:
-        return f"Did you mean {prefix + elsewhere[0]!r}?"
+        return f"Did you mean {' or '.join(repr(prefix + path) for path in elsewhere[:3])}?"
     return suggest(name, found.siblings, prefix=f"{group}." if group else "")
 
 

@@ -66,7 +66,9 @@ def agent(num_gnn_layers, schedule):
         num_heads=4,
         num_value_layers=2,
         d_value=16,
+        use_dual_gnn=False,
         include_round_in_decider=True,
+        use_batch_norm=False,
         use_orthogonal_initialisation=True,
         update_schedule=schedule,
     )

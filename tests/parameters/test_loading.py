@@ -304,7 +304,7 @@ def test_all_faults_of_all_layers_are_told_at_once_with_their_sources() -> None:
         "  training.batch_sise: unknown parameter; given 4 (from a.yaml). Did you mean "
         "'training.batch_size'?\n"
         "  paint.gloss: must be at most 1; given 2 (from --set).\n"
-        "  lr: unknown parameter; given 1 (from --set). Did you mean 'training.lr'?\n"
+        "  lr: unknown parameter; given 1 (from --set). Did you mean 'training.lr' or 'rl.lr'?\n"
         "  sead: unknown parameter; given 1 (from --set). Did you mean 'seed'?"
     )
 
