@@ -24,7 +24,12 @@ BYTES_PER_NUMBER = 8
 """A logit and its log-probability, in float32."""
 
 
-def in_parts(system: System[Any, Any], *texts: Sequence[Any], spoken: int = 0) -> Iterator[slice]:
+def in_parts(
+    system: System[Any, Any],
+    *texts: Sequence[Any],
+    spoken: int = 0,
+    max_bytes: int | None = None,
+) -> Iterator[slice]:
     """Give the slices of lists of texts, of which each row is read together.
 
     Parameters
@@ -33,8 +38,10 @@ def in_parts(system: System[Any, Any], *texts: Sequence[Any], spoken: int = 0) -
         Lists of equal length, for instance contexts and probes.
     spoken : int
         Tokens that are still to be said to each row.
+    max_bytes : int, optional
+        A bound of its own; else that of the system.
     """
-    count, limit = len(texts[0]), system.max_batch_bytes
+    count, limit = len(texts[0]), max_bytes or system.max_batch_bytes
     if limit is None:
         yield slice(0, count)
         return

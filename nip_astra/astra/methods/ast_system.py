@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.astra.core.aliases import only_one
+from nip_astra.astra.core.batches import in_parts
 from nip_astra.astra.core.counts import check_count
 from nip_astra.astra.core.graphs import TextGraph, graphs_and_nodes, graphs_of
 from nip_astra.astra.core.sampler import Node, Sampler
@@ -217,9 +218,13 @@ ASTEnvironment = ASTSampler
 def _reward_again(system: System[str, str], tree: RolloutTree) -> None:
     """Put a problem's own rewards in the place of the tree's."""
     _, nodes = graphs_and_nodes(tree)
-    rewards = system.reward(
-        [node.context for node in nodes],
-        [node.probe for node in nodes],
-        [node.response for node in nodes],
-    )
-    tree.nodes["reward"] = torch.tensor([float(reward) for reward in rewards])
+    contexts, probes = [node.context for node in nodes], [node.probe for node in nodes]
+    responses = [node.response for node in nodes]
+    # Its models are cut by the backend, but a reward may ask others.
+    parts = in_parts(system, contexts, probes, responses, max_bytes=System.max_batch_bytes)
+    rewards = [
+        float(reward)
+        for part in parts
+        for reward in system.reward(contexts[part], probes[part], responses[part])
+    ]
+    tree.nodes["reward"] = torch.tensor(rewards)

@@ -169,7 +169,13 @@ def one_sampler(environment: Any, sampler: Any) -> Any:
 
 def _check_one_problem(sampler: Any, algorithm: Any) -> None:
     """Refuse to play one problem and train another."""
-    played, trained = sampler.system, getattr(algorithm, "system", sampler.system)
+    for one in (sampler, algorithm):
+        if not hasattr(one, "system"):
+            raise ConfigurationError(
+                f"a {type(one).__name__} was to be used, but it has no problem: its __init__ did "
+                "not call that of its base class. Begin it with super().__init__(problem)."
+            )
+    played, trained = sampler.system, algorithm.system
     if played is not trained:
         raise ConfigurationError(
             f"{type(sampler).__name__} plays one problem, a {type(played).__name__}, but "

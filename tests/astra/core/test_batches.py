@@ -7,9 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.astra import DPO, PPO, ASTSampler, Trainer, TrainingConfiguration
+from nip_astra.astra import (
+    DPO,
+    PPO,
+    ASTSampler,
+    HFASTProblem,
+    System,
+    Trainer,
+    TrainingConfiguration,
+)
 from nip_astra.astra.core.batches import in_parts
-from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem
+from tests.astra.conftest import Models
+from tests.astra.toys import PROMPTS, SHORT, Finds, ValuedWordProblem, WordProblem, texts_of
+from tests.tiny import make_tokenizer
 
 GIB = 2**30
 
@@ -88,3 +98,26 @@ def test_values_of_parts_are_those_of_all_together() -> None:
         assert (max(problem.sizes["valued"]) < 12) == (limit is not None)
         found.append([step.tokens["old_logprobs"].tolist() for step in steps])
     assert found[0] == found[1]
+
+
+def test_a_reward_of_ones_own_over_trees_of_tokens_keeps_to_the_bound(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Short(HFASTProblem):
+        sizes: list[int]
+
+        def reward(self, context: Any, probe: Any, response: Any) -> list[float]:
+            self.sizes.append(len(probe))
+            return [-float(len(text.ids)) for text in probe]
+
+    found = []
+    options = {"attacker_options": SHORT, "target_options": SHORT}
+    for limit in (4 * GIB, len(make_tokenizer()) * 8 * 200):
+        monkeypatch.setattr(System, "max_batch_bytes", limit)
+        problem = Short(models.attacker, models.target, scorer=Finds(), **options)
+        problem.sizes = []
+        graph = ASTSampler(problem, PROMPTS, tree_width=3, tree_depth=2).rollout(0)
+        assert sum(problem.sizes) == 3 + 9
+        found.append((texts_of(graph), len(problem.sizes)))
+    assert found[0][0] == found[1][0]
+    assert found[0][1] == 1 < found[1][1]

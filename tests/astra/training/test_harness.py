@@ -92,6 +92,24 @@ def test_a_problem_that_is_played_and_another_that_is_trained_are_refused() -> N
             build()
 
 
+def test_an_algorithm_or_a_sampler_that_was_not_given_its_problem_is_told() -> None:
+    class Forgets(DPO):
+        def __init__(self, problem: Any) -> None:
+            self.own = problem
+
+    class Forgotten(ASTSampler):
+        def __init__(self, problem: Any) -> None:
+            self.prompts = PROMPTS
+
+    problem = WordProblem()
+    for sampler, algorithm in (
+        (ASTSampler(problem, PROMPTS), Forgets(problem)),
+        (Forgotten(problem), DPO(problem)),
+    ):
+        with pytest.raises(ConfigurationError, match=r"a Forg.* super\(\)\.__init__\(problem\)"):
+            Trainer(TrainingConfiguration(), sampler, algorithm)
+
+
 def test_samples_are_shuffled_unless_asked_not_to() -> None:
     plain = harness_of(dataloader_kwargs={"shuffle": False})
     ordered = [
