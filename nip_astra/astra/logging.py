@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from nip_astra.errors import MissingDependencyError
+from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.tracking.wandb_tracker import has_credentials
 
 logger = logging.getLogger("nip_astra.astra")
 """Where trainers of this package write; a trainer of one's own may, too."""
@@ -37,7 +39,16 @@ class ASTRAWandbLogger:
                 "numbers were to be sent to W&B, but the package wandb cannot be imported: "
                 f"{error}. Install it with: pip install wandb, or set use_wandb to False."
             ) from error
-        self.run = wandb.init(**{"project": "nip_astra", **(wandb_kwargs or {})})
+        given = {"project": "nip_astra", **(wandb_kwargs or {})}
+        mode = given.get("mode") or os.environ.get("WANDB_MODE", "online")
+        if mode == "online" and not has_credentials():
+            # W&B itself would stop to ask at a terminal.
+            raise TrackingError(
+                "numbers were to be sent to W&B, but there is no W&B key on this machine. Run "
+                "`wandb login`, set WANDB_API_KEY, set WANDB_MODE=offline, or set use_wandb to "
+                "False."
+            )
+        self.run = wandb.init(**given)
 
     def log(self, current_logs: Mapping[str, Any]) -> None:
         """Send numbers."""

@@ -67,7 +67,7 @@ class DPO(
     Parameters
     ----------
     system : System
-        What is trained.
+        What is trained; also `problem`.
     beta : float
         Inverse temperature, > 0. Larger stays closer to the reference.
     **options
@@ -79,9 +79,14 @@ class DPO(
     Parameters: ClassVar[type[PairParameters]] = AstDpoTrainer.Parameters
 
     def __init__(
-        self, system: System[StateT, ActionT], beta: float | None = None, **options: Any
+        self,
+        system: System[StateT, ActionT] | None = None,
+        beta: float | None = None,
+        *,
+        problem: System[StateT, ActionT] | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(system)
+        super().__init__(system, problem=problem)
         given = options if beta is None else {"beta": beta, **options}
         self.parameters: Any = self.Parameters.from_dict(given)
         if self.parameters.weak_supervision is not None:

@@ -88,7 +88,7 @@ class PPO(
     Parameters
     ----------
     system : ValueFunctionSystem
-        What is trained; it gives `value`.
+        What is trained, also `problem`; it gives `value`.
     clip_range : float
         How far the ratio may go from 1, > 0.
     vf_loss_coef : float
@@ -100,21 +100,24 @@ class PPO(
 
     def __init__(
         self,
-        system: System[StateT, ActionT],
+        system: System[StateT, ActionT] | None = None,
         clip_range: float | None = None,
         vf_loss_coef: float | None = None,
+        *,
+        problem: System[StateT, ActionT] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(system)
+        super().__init__(system, problem=problem)
         named = {"clip_range": clip_range, "value_weight": vf_loss_coef}
         given = {name: value for name, value in named.items() if value is not None}
         self.parameters = PpoParameters.from_dict({**given, **options})
-        if not callable(getattr(system, "value", None)):
+        if not callable(getattr(self.system, "value", None)):
             raise ConfigurationError(
-                f"PPO was to train {type(system).__name__}, which has no value function. Define "
-                "value(context, continuation), derive it from ValueFunctionSystem, or use DPO."
+                f"PPO was to train {type(self.system).__name__}, which has no value function. "
+                "Define value(context, continuation), derive it from ValueFunctionSystem, or use "
+                "DPO."
             )
-        prepare = getattr(system, "add_value_head", None)
+        prepare = getattr(self.system, "add_value_head", None)
         if prepare is not None:
             prepare(trains_model=self.parameters.value_trains_model)
         self.modules_lr_factor = self.parameters.value_lr_factor

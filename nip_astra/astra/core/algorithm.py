@@ -8,6 +8,7 @@ from typing import Any, Generic
 
 from torch import Tensor
 
+from nip_astra.astra.core.aliases import one_problem
 from nip_astra.astra.core.common import ActionT, Batch, StateT, Step
 from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System
@@ -26,8 +27,13 @@ class Algorithm(ABC, Generic[StateT, ActionT, Step, Batch]):
 
     modules_lr_factor: float = 1.0
 
-    def __init__(self, system: System[StateT, ActionT]) -> None:
-        self.system = system
+    def __init__(
+        self,
+        system: System[StateT, ActionT] | None = None,
+        *,
+        problem: System[StateT, ActionT] | None = None,
+    ) -> None:
+        self.system: System[StateT, ActionT] = one_problem(self, system, problem)
 
     @property
     def problem(self) -> System[StateT, ActionT]:

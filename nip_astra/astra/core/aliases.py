@@ -28,6 +28,17 @@ class HasAliases:
                     setattr(cls, name, own[given])
 
 
+def one_problem(who: object, system: Any, problem: Any) -> Any:
+    """Give the problem of a sampler or an algorithm, which goes by two names."""
+    found = only_one(f"the problem of {type(who).__name__}", system=system, problem=problem)
+    if found is None:
+        raise ConfigurationError(
+            f"{type(who).__name__} was to be made of a problem, but none was given. Give it first, "
+            "as system or as problem."
+        )
+    return found
+
+
 def only_one(what: str, **given: Any) -> Any:
     """Give the argument that goes by several names; None where it is left out.
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from tqdm import tqdm
 
+from nip_astra.astra.core.aliases import only_one
 from nip_astra.astra.core.common import ActionT, StateT
 from nip_astra.astra.core.sampler import Graph, Sampler
 from nip_astra.errors import ConfigurationError
@@ -42,19 +43,35 @@ class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
     Attributes
     ----------
     env : Sampler
-        What plays; also called `sampler`.
+        What plays; also called `sampler` and `environment`.
     seeds : list or None
         What episodes start from, usually prompts; None for the numbers from 0.
     """
 
-    def __init__(self, env: Sampler[StateT, ActionT], seeds: Sequence[SeedT] | None = None) -> None:
-        self.env = env
+    def __init__(
+        self,
+        env: Sampler[StateT, ActionT] | None = None,
+        seeds: Sequence[SeedT] | None = None,
+        *,
+        sampler: Sampler[StateT, ActionT] | None = None,
+        environment: Sampler[StateT, ActionT] | None = None,
+    ) -> None:
+        found = only_one("what plays", env=env, sampler=sampler, environment=environment)
+        if not isinstance(found, Sampler):
+            raise ConfigurationError(
+                f"{type(self).__name__} was to measure a sampler, but was given "
+                f"{'none' if found is None else f'a {type(found).__name__}'}. Give one first, for "
+                "instance ASTSampler(problem, prompts)."
+            )
+        self.env: Sampler[StateT, ActionT] = found
         self.seeds = None if seeds is None else list(seeds)
 
     @property
     def sampler(self) -> Sampler[StateT, ActionT]:
         """Another name of `env`."""
         return self.env
+
+    environment = sampler
 
     def evaluate(self, n_rollouts: int | None = None, progress: bool = True) -> JSONLike:
         """Play the episodes and give the aggregated figures.

@@ -10,6 +10,7 @@ from typing import Any, Generic, Self
 
 from torch import Tensor
 
+from nip_astra.astra.core.aliases import one_problem
 from nip_astra.astra.core.common import ActionT, StateT
 from nip_astra.astra.core.system import System
 from nip_astra.errors import ConfigurationError
@@ -91,8 +92,13 @@ class Sampler(ABC, Generic[StateT, ActionT]):
         What is played; also called `problem`.
     """
 
-    def __init__(self, system: System[StateT, ActionT]) -> None:
-        self.system = system
+    def __init__(
+        self,
+        system: System[StateT, ActionT] | None = None,
+        *,
+        problem: System[StateT, ActionT] | None = None,
+    ) -> None:
+        self.system: System[StateT, ActionT] = one_problem(self, system, problem)
 
     @property
     def problem(self) -> System[StateT, ActionT]:

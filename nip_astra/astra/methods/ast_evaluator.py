@@ -25,7 +25,7 @@ class ASTEvaluator(Evaluator[str, str, Any]):
     Parameters
     ----------
     sampler : Sampler
-        What plays.
+        What plays; also `env` and `environment`.
     seeds : Sequence, optional
         Opening prompts, or numbers.
     threshold : float
@@ -34,14 +34,16 @@ class ASTEvaluator(Evaluator[str, str, Any]):
 
     def __init__(
         self,
-        sampler: Sampler[str, str],
+        sampler: Sampler[str, str] | None = None,
         seeds: Sequence[Any] | None = None,
         *,
+        env: Sampler[str, str] | None = None,
+        environment: Sampler[str, str] | None = None,
         threshold: float = THRESHOLD,
     ) -> None:
-        super().__init__(sampler, seeds)
+        super().__init__(env, seeds, sampler=sampler, environment=environment)
         self.threshold = threshold
-        rater = rater_of(sampler.system.scorer)
+        rater = rater_of(self.env.system.scorer)
         if rater is None:
             raise ConfigurationError(
                 "an evaluation was asked for, but the problem has no scorer, so nothing can be "

@@ -122,7 +122,7 @@ class ASTSampler(Sampler[str, str]):
     Parameters
     ----------
     system : ASTProblem
-        What is played.
+        What is played; also `problem`.
     prompts : Sequence[str]
         Opening prompts, said by the target's side.
     tree_width : int
@@ -135,14 +135,15 @@ class ASTSampler(Sampler[str, str]):
 
     def __init__(
         self,
-        system: ASTProblem,
-        prompts: Sequence[str],
+        system: ASTProblem | None = None,
+        prompts: Sequence[str] = (),
         tree_width: int = 2,
         tree_depth: int = 3,
         *,
+        problem: ASTProblem | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(system)
+        super().__init__(system, problem=problem)
         if isinstance(prompts, str) or not isinstance(prompts, Iterable) or not list(prompts):
             raise ConfigurationError(
                 "a sampler was to be made of opening prompts, but what was given is "

@@ -68,6 +68,7 @@ def trained(models: Models, tmp_path_factory: pytest.TempPathFactory) -> tuple[A
 
     folder = tmp_path_factory.mktemp("hf_train") / "custom_name"
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
         patch.setattr(wandb, "init", lambda **options: Run())
         trainer = hf_train.main(str(models.attacker), str(models.target), Cats(), folder)
     return trainer, folder, sent

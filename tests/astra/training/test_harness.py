@@ -8,9 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.astra import DPO, ASTSampler, Harness, Trainer, TrainingConfiguration
-from nip_astra.errors import ConfigurationError, ParameterError
-from tests.astra.toys import PROMPTS, WordProblem, says
+from nip_astra.astra import (
+    DPO,
+    IPO,
+    PPO,
+    ASTEvaluator,
+    ASTSampler,
+    Harness,
+    Trainer,
+    TrainingConfiguration,
+)
+from nip_astra.errors import ConfigurationError, ParameterError, TrackingError
+from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, says
 
 
 def harness_of(**options: Any) -> Harness:
@@ -204,6 +213,33 @@ def test_w_and_b_takes_its_arguments_without_a_key_and_leaves_them_as_they_are(
     harness.log_current_step({"loss": 1.0})
     assert started == [{"project": "mine", "mode": "offline", "config": {"lr": 1}}, {"loss": 1.0}]
     assert options["project"] == "mine"
+
+
+def test_w_and_b_online_without_a_key_is_told_and_asks_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("nip_astra.astra.logging.has_credentials", lambda: False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    with pytest.raises(TrackingError, match=r"no W&B key .*WANDB_MODE=offline"):
+        harness_of(use_wandb=True)
+
+
+@pytest.mark.parametrize("name", ["system", "problem"])
+def test_a_problem_goes_by_two_names(name: str) -> None:
+    problem = ValuedWordProblem()
+    sampler = ASTSampler(prompts=PROMPTS, **{name: problem})
+    for kind in (DPO, IPO, PPO):
+        assert Harness(sampler, kind(**{name: problem}), 1).algorithm.problem is problem
+    for given in ("sampler", "env", "environment"):
+        evaluator = ASTEvaluator(seeds=PROMPTS, **{given: sampler})
+        assert evaluator.env is evaluator.sampler is evaluator.environment is sampler
+    for build in (DPO, PPO, ASTSampler):
+        with pytest.raises(ConfigurationError, match="made of a problem, but none was given"):
+            build()
+    with pytest.raises(ConfigurationError, match="given as system and as problem"):
+        DPO(problem, problem=problem)
+    with pytest.raises(ConfigurationError, match="was given none"):
+        ASTEvaluator(seeds=PROMPTS)
 
 
 # ---- the configuration and the trainer around it
