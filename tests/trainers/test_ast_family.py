@@ -32,7 +32,7 @@ TRAINERS = ("ast_dpo", "ast_ipo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_s
 COMMON = {"ast_sft": ("ast_sft.min_score=0.0",)}
 
 
-def _trainer(name: str, scenario: Path, *overrides: str) -> AstTrainer:
+def _trainer(name: str, scenario: Path | str, *overrides: str) -> AstTrainer:
     resolved = resolve_experiment(
         trainer=name,
         scenario=str(scenario),
@@ -78,12 +78,11 @@ LEARNING = {
 }
 
 
-@pytest.mark.usefixtures("_cat_scorer")
-@pytest.mark.parametrize("name", LEARNING)
-def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -> None:
+def _share_of_cats(folder: Path, name: str, *options: str) -> tuple[float, float]:
+    """Give the share of probes that say what is rewarded, before and after training."""
     width = 1 if name == "ast_ppo" else 4
     scenario = write_scenario(
-        tmp_path,
+        folder,
         scorer={"_type": "says_cat"},
         reward={"w_response": 0.0, "w_combined": 1.0, "w_likelihood": 0.0},
         tree_width=width,
@@ -96,7 +95,7 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -
         "training.lr=1e-2",
         f"training.num_episodes_per_experience={64 // width}",
         "training.batch_size=64",
-        *LEARNING[name],
+        *options,
     )
 
     def says_cat(iteration: int) -> float:
@@ -105,8 +104,30 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -
 
     before = says_cat(1000)
     trainer.train()
+    return before, says_cat(1000)
+
+
+@pytest.mark.usefixtures("_cat_scorer")
+@pytest.mark.parametrize("name", LEARNING)
+def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -> None:
+    before, after = _share_of_cats(tmp_path, name, *LEARNING[name])
     assert before < 0.5
-    assert says_cat(1000) > 0.9
+    assert after > 0.9
+
+
+@pytest.mark.slow
+def test_gspo_learns_with_the_preset() -> None:
+    """Its clip, which is of whole probes, must let them through: 0.04 to 0.16 with the paper's."""
+    trainer = _trainer(
+        "ast_grpo",
+        "pocket_chat",
+        "ast_grpo.variant=gspo",
+        "training.training_steps=18",
+        "ast_chat.evaluation.num_episodes=60",
+    )
+    trainer.train()
+    assert trainer.results["before"]["failure_rate"] < 0.2
+    assert trainer.results["after"]["failure_rate"] > 0.5
 
 
 @pytest.mark.parametrize("name", TRAINERS)
