@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nip_astra.astra import DPO, ASTSampler, Trainer, TrainingConfiguration
+from nip_astra.astra import DPO, IPO, PPO, ASTSampler, Harness, Trainer, TrainingConfiguration
 from nip_astra.astra.ext.transformers.hf_ast_problem import HFASTConfiguration, HFASTTrainer
 from nip_astra.astra.logging import logger
 from tests.astra.conftest import Models
-from tests.astra.toys import PROMPTS, WordProblem, hf_problem, says
+from tests.astra.toys import PROMPTS, ValuedWordProblem, WordProblem, hf_problem, says
+from tests.documents import ROOT
 
 
 def small(**changes: Any) -> TrainingConfiguration:
@@ -87,6 +89,22 @@ def test_the_trainer_of_hugging_face_evaluates_and_saves(models: Models, tmp_pat
     for tag in ("best", "last"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoints" / tag)
         AutoTokenizer.from_pretrained(tmp_path / "checkpoints" / tag)
+
+
+def test_the_guide_lists_every_number_that_a_step_logs_and_the_defaults_as_they_are() -> None:
+    guide = (ROOT / "doc" / "guides" / "coming-from-astra-rl.md").read_text(encoding="utf-8")
+    for algorithm in (DPO, IPO, PPO):
+        problem = ValuedWordProblem()
+        harness = Harness(ASTSampler(problem, PROMPTS), algorithm(problem), 4)
+        _, logs = harness.step(next(harness.experience()))
+        assert logs
+        assert [name for name in logs if f"`{name}`" not in guide] == []
+    config, ppo = TrainingConfiguration(), PPO(ValuedWordProblem()).parameters
+    for name in ("lr", "batch_size", "training_steps", "weight_decay", "max_grad_norm"):
+        shown = f"{getattr(config, name):g}".replace("e-05", "e-5")
+        assert re.search(rf"{name}={shown}(\.0)?[`, ]", guide.split("## Defaults that differ")[1])
+    assert f"| {ppo.clip_range}, {ppo.value_weight} of half the squared error" in guide
+    assert f"`lam={ppo.lam}`, KL weight {ppo.kl.weight}" in guide
 
 
 class MyConfig(TrainingConfiguration):
