@@ -72,6 +72,35 @@ def test_the_newest_and_the_best_are_kept(store: CheckpointStore) -> None:
     assert names(store) == ["step_00000005", "step_00000006"]
 
 
+def test_a_best_checkpoint_is_opened_only_whole(store: CheckpointStore) -> None:
+    with pytest.raises(CheckpointError, match="holds none that is marked so"):
+        store.open_best()
+    path = save(store, 1, is_best=True)
+    save(store, 2)
+    assert store.open_best() == path
+    # A process killed in a first save that was the best leaves no pointer.
+    (store.directory / "best").unlink()
+    assert store.open_best() == path
+    weights = path / "model" / "weights.bin"
+    weights.write_text(weights.read_text().swapcase())
+    with pytest.raises(CheckpointError, match=r"step_00000001 .*weights\.bin is corrupt\. Restore"):
+        store.open_best()
+
+
+def test_every_checkpoint_holds_what_the_store_adds(tmp_path: Path) -> None:
+    store = CheckpointStore(
+        tmp_path / "checkpoints",
+        about={"trainer": "mine"},
+        also_write=lambda folder: (folder / "more").write_text("more"),
+        marker=tmp_path / "marker",
+    )
+    assert not (tmp_path / "marker").exists()
+    path = save(store, 1)
+    assert store.verify(path)["metadata"] == {"iteration": 1, "trainer": "mine"}
+    assert "more" in store.verify(path)["files"]
+    assert (tmp_path / "marker").is_file()
+
+
 def test_a_step_saved_again_gets_its_own_folder_and_is_the_latest(store: CheckpointStore) -> None:
     first = save(store, 3)
     second = store.save(3, writer("again"), metadata={})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from nip_astra.errors import CheckpointError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
@@ -178,3 +180,34 @@ def test_a_run_that_goes_on_rates_the_texts_that_it_would_have_rated(
         resume_experiment(copy, progress=False)
         assert asked
         assert asked == before[-len(asked) :]
+
+
+@pytest.mark.parametrize("fault", ["changed", "lost", "pointer lost"])
+def test_a_corrupt_best_checkpoint_never_becomes_the_final_model(
+    tmp_path: Path, fault: str
+) -> None:
+    resolved = short_experiment("ast_dpo", tmp_path / "scenario")
+    settings = {"runs_dir": str(tmp_path), "progress": False, "num_checkpoints_kept": 99}
+    whole = run_experiment(resolved, run_id="whole", checkpoint_period=1, **settings)
+    run, copy = whole.run_directory.path, tmp_path / "copy"
+    best = (run / "checkpoints" / "best").read_text().strip()
+    last = sorted(run.glob("checkpoints/step_*"))[-1]
+    assert best != last.name, "or it would be refused before"
+    copy_as_killed_after(run, last, copy)
+    shutil.rmtree(copy / "model")
+    if fault == "pointer lost":
+        (copy / "checkpoints" / "best").unlink()
+        resume_experiment(copy, progress=False)
+        assert what_was_found(copy) == what_was_found(run)
+        return
+    if fault == "changed":
+        weights = copy / "checkpoints" / best / "attacker" / "model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-1] ^= 1
+        weights.write_bytes(content)
+    else:
+        shutil.rmtree(copy / "checkpoints" / best)
+    with pytest.raises(CheckpointError, match=best):
+        resume_experiment(copy, progress=False)
+    assert not (copy / "model").exists()
+    assert not (copy / "results.json").exists()
