@@ -33,6 +33,7 @@ BUILTINS = {
     "ScorerError": RuntimeError,
     "RewardTermError": RuntimeError,
     "NonFiniteLossError": ArithmeticError,
+    "NonFiniteOutputError": ArithmeticError,
     "HelperProcessError": RuntimeError,
     "UnexpectedExitError": RuntimeError,
     "TrackingError": RuntimeError,

@@ -296,8 +296,10 @@ def test_wandb_mirrors_a_run_and_what_is_resumed_of_it(
     wandb.teardown()
     logs = [WandbLog(file) for file in (tmp_path / "one" / "wandb").glob("offline-run-*/*.wandb")]
     first, second = sorted(logs, key=lambda log: log.history[0]["iteration"])
-    assert [row["count"] for row in first.history] == [0.5, 1.5]
-    assert [row["count"] for row in second.history] == [2.5, 3.5]
+    assert [row["train/count"] for row in first.history] == [0.5, 1.5]
+    # The report is a row too.
+    rows = [row for row in second.history if "train/count" in row]
+    assert [row["train/count"] for row in rows] == [2.5, 3.5]
     for log, exit_code in ((first, 1), (second, 0)):
         assert (log.run_id, log.exit_code) == ("one", exit_code)
         assert log.config["toy_trainer"] == {"offset": 0.5}
