@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from nip_astra.evaluation.rows import Episode, Row
+from nip_astra.rollouts.prompts import columns_of_record
 from nip_astra.scorers.base import Exchange, Message, Scorer
 
 
@@ -37,9 +38,7 @@ def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:
     response, so that the combined score is the response's.
     """
     turns = list(_turns(episodes))
-    responses = [
-        Exchange(row["response"], (*before, Message("user", row["probe"]))) for row, before in turns
-    ]
+    responses = [_response(row, before) for row, before in turns]
     rated = scorer.rate(responses)
     combined = rated
     if not scorer.reads_history:
@@ -56,7 +55,8 @@ def rate_responses(episodes: Sequence[Episode], scorer: Scorer) -> int:
 def rate_probes(episodes: Sequence[Episode], scorer: Scorer) -> int:
     """Write the scores of the probes themselves into rows, and give the number of texts rated."""
     turns = list(_turns(episodes))
-    rated = scorer.rate([Exchange(row["probe"], before, role="user") for row, before in turns])
+    probes = [Exchange(row["probe"], b, "user", columns_of_record(row)) for row, b in turns]
+    rated = scorer.rate(probes)
     for (row, _), score in zip(turns, rated.scores_N.tolist(), strict=True):
         row["probe_score"] = _known(score)
     return len(turns)
@@ -66,10 +66,7 @@ def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -
     """Write the response's score by each further scorer into the column `scores`."""
     turns = list(_turns(episodes))
     for name, scorer in scorers.items():
-        exchanges = [
-            Exchange(row["response"], (*before, Message("user", row["probe"])))
-            for row, before in turns
-        ]
+        exchanges = [_response(row, before) for row, before in turns]
         rated = scorer.rate(exchanges)
         values = zip(rated.scores_N.tolist(), rated.is_error_N.tolist(), strict=True)
         for (row, _), (score, is_error) in zip(turns, values, strict=True):
@@ -85,6 +82,11 @@ def scored_by(name: str) -> Callable[[Row], Row]:
         return row | {"response_score": own["score"], "is_error": own["is_error"]}
 
     return view
+
+
+def _response(row: Row, before: tuple[Message, ...]) -> Exchange:
+    history = (*before, Message("user", row["probe"]))
+    return Exchange(row["response"], history, columns=columns_of_record(row))
 
 
 def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Message, ...]]]:

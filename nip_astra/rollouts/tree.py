@@ -14,6 +14,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.rollouts.prompts import RECORD_KEY, columns_of
+
 RECORDED = (
     *("parent", "depth", "episode", "response_score", "combined_score", "is_error"),
     *("reward", "probe_nll"),
@@ -123,10 +125,13 @@ class RolloutTree:
         columns["probe_logprob"] = nodes["probe_logprobs"].sum(dim=1).tolist()
         columns["reference_logprob"] = nodes["reference_logprobs"].sum(dim=1).tolist()
         columns["probe_num_tokens"] = nodes["probe_mask"].sum(dim=1).tolist()
+        has_columns = any(map(columns_of, self.prompts))
         for node in range(self.num_nodes):
+            prompt = self.prompts[columns["episode"][node]]
             yield {
                 "node": node,
-                "prompt": self.prompts[columns["episode"][node]],
+                "prompt": str(prompt),
+                **({RECORD_KEY: dict(columns_of(prompt))} if has_columns else {}),
                 "probe": self.probes[node],
                 "response": self.responses[node],
                 **{name: column[node] for name, column in columns.items()},

@@ -9,6 +9,7 @@ from pydantic import Field
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.registry import REWARD_TERMS
+from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
 
@@ -46,10 +47,13 @@ def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
             else:
                 before = (*histories[parent], Message("assistant", tree.responses[parent]))
             histories.append((*before, Message("user", probe)))
+        beside = [columns_of(tree.prompts[one]) for one in tree.nodes["episode"].tolist()]
         both = scorer.rate(
             [
-                Exchange(response, history)
-                for response, history in zip(tree.responses, histories, strict=True)
+                Exchange(response, history, columns=columns)
+                for response, history, columns in zip(
+                    tree.responses, histories, beside, strict=True
+                )
             ]
         )
         return both, both

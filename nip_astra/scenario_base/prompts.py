@@ -1,76 +1,172 @@
-"""Read opening prompts from a text, JSON Lines or JSON file."""
+"""Read opening prompts from a text, CSV, JSON Lines or JSON file, or from a data set."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import DataError
+from nip_astra.errors import DataError, MissingDependencyError, nearest_names
 from nip_astra.parameters.content import resolve_reference
+from nip_astra.rollouts.prompts import Prompt
+
+DEFAULT_COLUMN = "prompt"
+"""Column that holds the prompts where none is named."""
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_SUFFIXES = (".txt", ".jsonl", ".json", *_DELIMITERS)
+_DATASET = re.compile(r"(?P<name>[^:]+?)(?::(?P<split>[^/].*))?")
+_KINDS_OF_FILES = "a .txt, .csv, .tsv, .jsonl or .json file, or a data set as owner/name:split"
 
 
-def read_prompts(reference: str, scenario_dir: Path | None) -> list[str]:
-    """Give the prompts of a file, in order.
+def read_prompts(
+    reference: str, scenario_dir: Path | None, column: str = DEFAULT_COLUMN
+) -> list[Prompt]:
+    """Give the prompts of a file or data set, in order, with the other columns of their rows.
 
-    `.jsonl`: one object a line with a `prompt`; `.json`: a list of strings; anything else: one
-    prompt a line. Empty prompts are skipped.
+    `.csv` and `.tsv`: the first line names the columns; `.jsonl`: one object a line; `.json`: a
+    list of texts or objects; anything else: one prompt a line. A data set is a hub id or a folder,
+    with a split of the package datasets: `owner/name:train[:80%]`. Empty prompts are skipped.
 
     Raises
     ------
     DataError
-        When the file is missing, cannot be parsed, or holds no prompt.
+        When it is missing, cannot be parsed, lacks the column, or holds no prompt.
+    MissingDependencyError
+        When a data set is asked for and the package datasets is not installed.
     """
-    path = Path(resolve_reference(reference, scenario_dir))
+    dataset = _as_dataset(reference, scenario_dir)
+    if dataset is not None:
+        rows, place = _rows_of_dataset(*dataset), f"the data set {reference!r}"
+    else:
+        path = Path(resolve_reference(reference, scenario_dir))
+        rows, place = _rows_of_file(path, _read_text(path, reference)), f"the prompt file {path}"
     try:
-        # Some editors begin a file with a byte order mark, which is no part of the first prompt.
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
+        prompts = [_prompt_of(row, where, column) for where, row in rows]
+    except RecursionError as error:
         raise DataError(
-            f"prompts were to be read from {reference!r}, but {path} cannot be read: {reason}. "
-            "Give a .txt, .jsonl or .json file."
+            f"{place} cannot be parsed: its brackets are nested too deep. A .jsonl file holds one "
+            '{"prompt": "..."} a line, a .json file a list of texts.'
         ) from error
-    try:
-        prompts = [prompt.strip() for prompt in _parse(text, path.suffix)]
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         raise DataError(
-            f"the prompt file {path} cannot be parsed: {error}. A .jsonl file holds one "
-            '{"prompt": "..."} a line, a .json file a list of strings.'
+            f"{place} cannot be parsed: {error}. A .csv file begins with the names of its columns, "
+            'a .jsonl file holds one {"prompt": "..."} a line, a .json file a list of texts.'
         ) from error
     prompts = [prompt for prompt in prompts if prompt]
     if not prompts:
         raise DataError(
-            f"prompts were to be read from {reference!r}, but {path} holds none. Give at least "
+            f"prompts were to be read from {reference!r}, but {place} holds none. Give at least "
             "one opening prompt."
         )
     return prompts
 
 
-def _parse(text: str, suffix: str) -> list[str]:
-    # Not splitlines: a prompt may hold the rarer line separators of Unicode.
-    lines = text.split("\n")
-    if suffix == ".jsonl":
-        return [_prompt_of(line, n) for n, line in enumerate(lines, start=1) if line.strip()]
-    if suffix == ".json":
+def _read_text(path: Path, reference: str) -> str:
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError("it is a folder or device, and no file")
+        # Some editors begin a file with a byte order mark, which is no part of the first prompt.
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = (error.strerror or error) if isinstance(error, OSError) else error
+        raise DataError(
+            f"prompts were to be read from {reference!r}, but {path} cannot be read: {reason}. "
+            f"Give {_KINDS_OF_FILES}."
+        ) from error
+
+
+def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    """Give each text or row of a file, and where it stands."""
+    if path.suffix in _DELIMITERS:
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=_DELIMITERS[path.suffix])
+        for row in reader:
+            if None in row or None in row.values():
+                raise ValueError(f"line {reader.line_num}: it has not as many values as columns")
+            yield f"line {reader.line_num}", row
+        return
+    if path.suffix == ".json":
         items = json.loads(text)
         if not isinstance(items, list):
             raise ValueError("it is no list")
-        return [_checked(item, f"item {n}") for n, item in enumerate(items, start=1)]
-    return lines
+        yield from ((f"item {number}", item) for number, item in enumerate(items, start=1))
+        return
+    # Not splitlines: a prompt may hold the rarer line separators of Unicode.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if path.suffix != ".jsonl":
+            yield f"line {number}", line
+        elif line.strip():
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"line {number}: it has no {DEFAULT_COLUMN!r}: no object")
+            yield f"line {number}", record
 
 
-def _prompt_of(line: str, number: int) -> str:
+def _prompt_of(row: Any, place: str, column: str) -> Prompt:
+    """Give the prompt of a text or of a row with its columns."""
+    if isinstance(row, Mapping):
+        if column not in row:
+            near = nearest_names(column, row, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            names = ", ".join(map(repr, row)) or "none"
+            raise ValueError(f"{place}: it has no {column!r}, but the columns {names}{hint}")
+        text, others = row[column], [pair for pair in row.items() if pair[0] != column]
+    elif column != DEFAULT_COLUMN:
+        raise ValueError(f"{place}: the column {column!r} was asked for, but it has no columns")
+    else:
+        text, others = row, []
+    if not isinstance(text, str):
+        shown = json.dumps(text, default=str)
+        raise ValueError(f"{place}: its prompt is {shown[:80]} and no text")
+    for one in (text, *(value for _, value in others if isinstance(value, str))):
+        try:
+            one.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{place}: it holds half of a character (a lone surrogate)") from error
+    return Prompt(text.strip(), tuple((str(name), _plain(value)) for name, value in others))
+
+
+def _plain(value: Any) -> str | int | float | bool | None:
+    """Give a value that can be compared and written; lists and groups as JSON."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    return json.dumps(value, default=str)
+
+
+def _as_dataset(reference: str, scenario_dir: Path | None) -> tuple[str, str] | None:
+    """Give name and split of a data set; None for a file."""
+    if "://" in reference:
+        return None
+    found = _DATASET.fullmatch(reference)
+    if found is None or Path(found["name"]).suffix in _SUFFIXES:
+        return None
+    resolved = resolve_reference(found["name"], scenario_dir)
+    is_hub_id = isinstance(resolved, str) and resolved.count("/") == 1
+    if not is_hub_id and not (isinstance(resolved, Path) and resolved.is_dir()):
+        return None
+    return str(resolved), found["split"] or "train"
+
+
+def _rows_of_dataset(name: str, split: str) -> Iterable[tuple[str, Any]]:
     try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from error
-    if not isinstance(record, dict) or "prompt" not in record:
-        raise ValueError(f"line {number}: it has no 'prompt'")
-    return _checked(record["prompt"], f"line {number}")
-
-
-def _checked(prompt: Any, place: str) -> str:
-    if not isinstance(prompt, str):
-        raise ValueError(f"{place}: its prompt is {json.dumps(prompt)} and no text")
-    return prompt
+        from datasets import load_dataset
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the data set {name!r} was asked for, but the package datasets cannot be imported: "
+            f"{error}. Install it with: pip install 'nip_astra[datasets]'"
+        ) from error
+    try:
+        rows = list(load_dataset(name, split=split))
+    except Exception as error:
+        # datasets and the hub's client have an error class for each of their layers.
+        raise DataError(
+            f"prompts were to be read from the data set {name!r}, split {split!r}, but that "
+            f"failed: {error}. Check the name and the network, or give {_KINDS_OF_FILES}."
+        ) from error
+    return [(f"row {number}", row) for number, row in enumerate(rows)]

@@ -15,6 +15,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.registry import build_reward_terms
+from nip_astra.rollouts.prompts import Prompt
 from nip_astra.samplers.node_scores import RewardParameters
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import (
@@ -24,7 +25,7 @@ from nip_astra.scenario_base.agents import (
     load_target,
 )
 from nip_astra.scenario_base.planted_failures import PlantedFailure
-from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.scenario_base.prompts import DEFAULT_COLUMN, read_prompts
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
 from nip_astra.scorers.base import Scorer
@@ -43,6 +44,9 @@ class PromptParameters(SubParameters):
     """Prompts that choose the best checkpoint."""
     test: str
     """Held-out prompts of the table before and after training."""
+    column: str = DEFAULT_COLUMN
+    """Column that holds the prompts, of files and data sets that have columns. The others go with
+    each prompt: to scorers that read conversations, and into records of what was said."""
 
 
 class EvaluationParameters(SubParameters):
@@ -167,11 +171,11 @@ class AstChatScenario(Scenario):
         )
 
 
-def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict[str, list[str]]:
+def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict[str, list[Prompt]]:
     splits = {
-        "train": read_prompts(prompts.train, scenario_dir),
-        "dev": read_prompts(prompts.dev, scenario_dir),
-        "test": read_prompts(prompts.test, scenario_dir),
+        "train": read_prompts(prompts.train, scenario_dir, prompts.column),
+        "dev": read_prompts(prompts.dev, scenario_dir, prompts.column),
+        "test": read_prompts(prompts.test, scenario_dir, prompts.column),
     }
     names = list(splits)
     for index, first in enumerate(names):

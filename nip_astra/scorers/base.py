@@ -21,6 +21,7 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 from nip_astra.plugins import loaded_plugins
+from nip_astra.rollouts.prompts import Columns
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,14 @@ class Exchange(NamedTuple):
         What was said before it, the oldest first.
     role : str
         Who says the text: "assistant" is the target, "user" the attacker.
+    columns : Columns
+        What the data set of prompts says of the conversation beside its opening.
     """
 
     text: str
     history: tuple[Message, ...] = ()
     role: Role = "assistant"
+    columns: Columns = ()
 
     @property
     def conversation(self) -> tuple[Message, ...]:

@@ -26,6 +26,7 @@ COLUMNS: dict[str, Callable[[Exchange], Any]] = {
         {"role": message.role, "content": message.text} for message in exchange.conversation
     ],
     "roles": lambda exchange: exchange.role,
+    "columns": lambda exchange: dict(exchange.columns),
 }
 """What a function can ask for by the names of its arguments: a list each, an element a text."""
 
@@ -36,9 +37,10 @@ class PythonScorer(Scorer):
 
     `completions` are the texts to rate, `prompts` the turn before each ("" where there is none),
     `conversations` all turns with the text as the last, as `{"role", "content"}`, `roles` who says
-    the text. The function gets those that it has an argument for, all with `**columns`. One that
-    takes `completions` alone is a function of texts, and is asked once for each. None stands for
-    no verdict. It may be `async`; then it runs in an event loop of its own, always the same.
+    the text, `columns` a dict of what the data set of prompts says of the conversation. The
+    function gets those that it has an argument for, all with `**columns`. One that takes
+    `completions` alone is a function of texts, and is asked once for each. None stands for no
+    verdict. It may be `async`; then it runs in an event loop of its own, always the same.
     """
 
     class Parameters(Scorer.Parameters):

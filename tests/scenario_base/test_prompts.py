@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError
+from nip_astra.rollouts.prompts import columns_of
 from nip_astra.scenario_base.prompts import read_prompts
 
 
@@ -53,7 +56,7 @@ def test_a_missing_file_is_named_as_it_was_asked_for_and_where_it_was_sought(
         read_prompts("scenario://none.txt", tmp_path)
     assert "prompts were to be read from 'scenario://none.txt', but" in str(caught.value)
     assert f"{tmp_path / 'none.txt'} cannot be read: No such file" in str(caught.value)
-    assert "Give a .txt, .jsonl or .json file." in str(caught.value)
+    assert "Give a .txt, .csv, .tsv, .jsonl or .json file" in str(caught.value)
 
 
 def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
@@ -69,7 +72,7 @@ def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_file_without_prompts_is_told(tmp_path: Path, name: str, text: str) -> None:
     path = written(tmp_path, name, text)
-    message = f"prompts were to be read from {path!r}, but {path} holds none. Give at least one"
+    message = f"from {path!r}, but the prompt file {path} holds none. Give at least"
     with pytest.raises(DataError, match=re.escape(message)):
         read_prompts(path, None)
 
@@ -95,6 +98,88 @@ def test_a_file_that_cannot_be_parsed_is_told_with_the_line(
     with pytest.raises(DataError) as caught:
         read_prompts(path, None)
     assert f"the prompt file {path} cannot be parsed: {problem}" in str(caught.value)
-    assert 'A .jsonl file holds one {"prompt": "..."} a line, a .json file a list of strings' in (
+    assert 'a .jsonl file holds one {"prompt": "..."} a line, a .json file a list of texts' in (
         str(caught.value)
     )
+
+
+def test_a_table_is_read_by_column_and_the_others_go_with_the_prompt(tmp_path: Path) -> None:
+    text = 'goal,kind,weight\n"say a, or b",first,1\nhello,,2\n'
+    path = written(tmp_path, "p.csv", text)
+    prompts = read_prompts(path, None, "goal")
+    assert prompts == ["say a, or b", "hello"]
+    assert [columns_of(prompt) for prompt in prompts] == [
+        (("kind", "first"), ("weight", "1")),
+        (("kind", ""), ("weight", "2")),
+    ]
+    tabs = written(tmp_path, "p.tsv", text.replace('"say a, or b",', "say a\t").replace(",", "\t"))
+    assert read_prompts(tabs, None, "goal") == ["say a", "hello"]
+    lines = '{"goal": "hello", "id": 3, "parts": [1]}\n'
+    (prompt,) = read_prompts(written(tmp_path, "p.jsonl", lines), None, "goal")
+    assert (prompt, columns_of(prompt)) == ("hello", (("id", 3), ("parts", "[1]")))
+    again = pickle.loads(pickle.dumps(prompt))
+    assert (again, columns_of(again)) == (prompt, columns_of(prompt))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column", "words"),
+    [
+        ("p.csv", "goal,kind\na,b\n", "gaol", "did you mean 'goal'"),
+        ("p.csv", "goal,kind\na\n", "goal", "as many values as columns"),
+        ("p.csv", "goal,kind\na,b,c\n", "goal", "as many values as columns"),
+        ("p.txt", "hello\n", "goal", "has no columns"),
+        ("p.json", '["hello"]', "goal", "has no columns"),
+        ("p.jsonl", '{"prompt": "\\ud800"}\n', "prompt", "lone surrogate"),
+        ("p.jsonl", '{"prompt": "a", "b": "\\udc00"}\n', "prompt", "lone surrogate"),
+        ("p.json", '["\\ud800"]', "prompt", "lone surrogate"),
+        ("p.json", "[" * 100_000, "prompt", "nested too deep"),
+        ("p.jsonl", "[" * 100_000 + "\n", "prompt", "nested too deep"),
+    ],
+)
+def test_what_cannot_be_prompts_is_told(
+    tmp_path: Path, name: str, text: str, column: str, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        read_prompts(written(tmp_path, name, text), None, column)
+
+
+def test_a_device_or_folder_is_no_file_of_prompts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file"):
+        read_prompts("/dev/zero", None)
+    (tmp_path / "p.txt").mkdir()
+    with pytest.raises(DataError, match="no file"):
+        read_prompts(str(tmp_path / "p.txt"), None)
+
+
+def test_a_data_set_is_read_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "goals"
+    folder.mkdir()
+    written(folder, "train.csv", "goal,kind\n" + "".join(f"goal {n},k{n}\n" for n in range(4)))
+    written(folder, "test.csv", "goal,kind\nheld out,t\n")
+    first = read_prompts(f"{folder}:train[:50%]", None, "goal")
+    assert first == ["goal 0", "goal 1"]
+    assert columns_of(first[1]) == (("kind", "k1"),)
+    assert read_prompts(str(folder), None, "goal")[3] == "goal 3"
+    assert read_prompts(f"{folder}:test", None, "goal") == ["held out"]
+    with pytest.raises(DataError, match="split 'none'"):
+        read_prompts(f"{folder}:none", None, "goal")
+    with pytest.raises(DataError, match="did you mean 'goal'"):
+        read_prompts(str(folder), None, "gaol")
+
+
+def test_a_hub_id_goes_to_the_package_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load(name: str, split: str) -> list[dict[str, str]]:
+        asked.append((name, split))
+        return [{"goal": "hello"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_prompts("owner/name:train[:80%]", None, "goal") == ["hello"]
+    assert asked == [("owner/name", "train[:80%]")]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match=r"nip_astra\[datasets\]"):
+        read_prompts("owner/name", None)

@@ -67,6 +67,7 @@ def test_it_gets_all_columns_where_it_takes_any(tmp_path: Path) -> None:
                 ]
             ],
             "roles": ["assistant"],
+            "columns": [{}],
         }
     ]
 
