@@ -170,6 +170,10 @@ class ScorerError(NipAstraError, RuntimeError):
     """A scorer failed, or gave something that is no score."""
 
 
+class ScorerTimeoutError(ScorerError, TimeoutError):
+    """A scorer did not answer within its time limit."""
+
+
 class RewardTermError(NipAstraError, RuntimeError):
     """A reward term gave something that is no reward."""
 

@@ -11,6 +11,9 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
 
+MAX_THREADS = 256
+"""More cores than training here can use; a thousand threads stall a machine."""
+
 
 class ExperimentSettings(SubParameters):
     """Device, tracking and paths. The fields after `progress` live in the process only."""
@@ -33,7 +36,7 @@ class ExperimentSettings(SubParameters):
     """Group of runs on W&B; null takes WANDB_RUN_GROUP of the environment, or none."""
     wandb_tags: list[str] = []
     """Tags of the run on W&B; with none, those of WANDB_TAGS in the environment."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=MAX_THREADS)
     """CPU cores to use; null takes all, of which four at most play conversations of small models,
     and one trains agents of a protocol. Large models compute in so many threads of torch, parts of
     a rollout of small models are played by so many processes, and agents of a protocol learn in so

@@ -31,6 +31,7 @@ BUILTINS = {
     "RunDirectoryError": OSError,
     "CheckpointError": OSError,
     "ScorerError": RuntimeError,
+    "ScorerTimeoutError": TimeoutError,
     "RewardTermError": RuntimeError,
     "NonFiniteLossError": ArithmeticError,
     "NonFiniteOutputError": ArithmeticError,

@@ -279,14 +279,14 @@ def test_a_label_that_the_classifier_has_not(cli: CommandLine) -> None:
 def test_a_missing_prompt_file(cli: CommandLine) -> None:
     message = refused(cli.run(overrides=("ast_chat.prompts.dev=scenario://none.txt",)))
     assert "prompts were to be read from 'scenario://none.txt', but " in message
-    assert "none.txt cannot be read: No such file or directory. Give a .txt, .jsonl" in message
+    assert "none.txt cannot be read: No such file or directory. Give a .txt, .csv" in message
 
 
 def test_an_empty_prompt_file(cli: CommandLine) -> None:
     path = cli.write("empty.txt", "\n\n")
     assert refused(cli.run(overrides=(f"ast_chat.prompts.test={path}",))) == (
-        f"prompts were to be read from '{path}', but {path} holds none. Give at least one opening "
-        "prompt."
+        f"prompts were to be read from '{path}', but the prompt file {path} holds none. Give at "
+        "least one opening prompt."
     )
 
 

@@ -37,7 +37,7 @@ from nip_astra.errors import (
 )
 
 ROOT_OPTIONS = ("--help", "-h", "--version")
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+EXIT_CODES = {"SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
 
 
 class RunByDefault(TyperGroup):
@@ -266,8 +266,17 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("nip_astra").addHandler(logging.NullHandler())
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            # A closed stream is none to Python, and half of what writes to it does not ask.
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     try:
         app()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who read our output has seen enough: `nip-astra list | head`.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_CODES["SIGPIPE"])
     except NipAstraError as error:
         if "--debug" in sys.argv:
             traceback.print_exc()

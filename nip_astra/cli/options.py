@@ -93,15 +93,20 @@ Targets = Annotated[
 ]
 Split = Annotated[str, typer.Option(metavar="NAME", help="Opening prompts: train, dev or test.")]
 NumEpisodes = Annotated[
-    int | None, typer.Option(min=1, metavar="NUMBER", help="Conversations of the attacker.")
+    int | None,
+    typer.Option(min=1, max=1_000_000, metavar="NUMBER", help="Conversations of the attacker."),
 ]
 NumTurns = Annotated[
-    int | None, typer.Option(min=1, metavar="NUMBER", help="Turns of a conversation.")
+    int | None,
+    typer.Option(min=1, max=1_000, metavar="NUMBER", help="Turns of a conversation."),
 ]
 ProbabilityEpisodes = Annotated[
     int | None,
     typer.Option(
-        min=0, metavar="NUMBER", help="Conversations for the probability of failure; 0: none."
+        min=0,
+        max=1_000_000,
+        metavar="NUMBER",
+        help="Conversations for the probability of failure; 0: none.",
     ),
 ]
 ImportanceSampling = Annotated[

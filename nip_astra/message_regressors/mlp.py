@@ -17,6 +17,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from nip_astra.message_regressors.base import MessageRegressor
 from nip_astra.message_regressors.registry import register_message_regressor
+from nip_astra.parameters.parameters_base import MAX_LR
 from nip_astra.parameters.types import MessageRegressorType
 from nip_astra.utils.activations import ACTIVATIONS
 
@@ -40,7 +41,7 @@ class MlpMessageRegressor(MessageRegressor):
         """Passes over the messages. Larger fits them closer."""
         batch_size: int = Field(default=128, ge=1)
         """Messages in one step. Larger takes fewer steps."""
-        lr: float = Field(default=1e-2, gt=0)
+        lr: float = Field(default=1e-2, gt=0, le=MAX_LR)
         """Learning rate. Larger learns faster and may diverge."""
 
     def __init__(self, parameters: Any) -> None:

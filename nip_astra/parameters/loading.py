@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ OVERRIDE_SOURCE = "--set"
 SETTINGS_SECTION = "settings"
 """Section of a parameter file that says where and how its runs take place."""
 _OPEN = "???"
+_MAX_DEPTH = 50
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,9 @@ def parse_overrides(overrides: Iterable[str], option: str = OVERRIDE_SOURCE) -> 
             )
             continue
         try:
+            _check_depth(item.partition("=")[2])
             values = _plain(OmegaConf.from_dotlist([item]))
-        except (OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
+        except (OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
             problem = f"has a value that is no YAML ({_first_line(error)})"
             hint = "Quote a value with special characters: 'a.b=\"x: y\"'."
             faults.append(ParameterFault(name.strip(), repr(item), problem, hint, option))
@@ -265,10 +268,19 @@ def _parent_of(path: Path, parent: Any) -> Path:
 def _read_yaml(path: Path, asked_by: str) -> dict[str, Any]:
     asked = f"the parameter file {path}{asked_by} was to be read"
     try:
-        config = OmegaConf.load(path)
+        if path.exists() and not path.is_file():
+            raise OSError("it is a folder or device, and no file")
+        text = path.read_text(encoding="utf-8")
+        _check_depth(text)
+        config = OmegaConf.load(StringIO(text))
     except FileNotFoundError as error:
         raise ConfigurationError(
             f"{asked}, but there is no such file. Give the path of a YAML file."
+        ) from error
+    except RecursionError as error:
+        raise ConfigurationError(
+            f"{asked}, but its groups or lists are nested too deep. Parameters are nested a dozen "
+            "deep at most; mend what wrote the file."
         ) from error
     except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigurationError(
@@ -279,6 +291,19 @@ def _read_yaml(path: Path, asked_by: str) -> dict[str, Any]:
             f"{asked}, but it holds a list. Write a mapping, one `name: value` a line."
         )
     return _plain(config)
+
+
+def _check_depth(text: str) -> None:
+    """Raise `RecursionError` where YAML is nested deeper than parameters are.
+
+    What reads it after this calls itself at every level, in C, where that ends the process.
+    """
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise RecursionError(f"nested more than {_MAX_DEPTH} deep")
 
 
 def _plain(config: Any) -> dict[str, Any]:

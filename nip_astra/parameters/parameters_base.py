@@ -30,6 +30,9 @@ from nip_astra.parameters.faults import (
 )
 from nip_astra.registry import Registry
 
+MAX_LR = 100.0
+"""Above this no optimizer here ends with numbers; such a learning rate is a slip of the pen."""
+
 
 class SubParameters(BaseModel):
     """A group of parameters.

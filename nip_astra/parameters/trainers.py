@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from nip_astra.parameters.conditions import where, where_given
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
 
 LossCriticType = Literal["l1", "l2", "smooth_l1"]
 """Distances between values and their targets."""
@@ -37,7 +37,7 @@ class RlTrainerParameters(SubParameters):
     """Passes over an iteration's frames. Larger reuses them more, further off policy."""
     minibatch_size: int = Field(default=256, ge=1)
     """Frames of one optimizer step. A last, smaller minibatch of an epoch is stepped too."""
-    lr: float = Field(default=3e-4, gt=0)
+    lr: float = Field(default=3e-4, gt=0, le=MAX_LR)
     """Learning rate (Adam). Larger learns faster and may diverge."""
     anneal_lr: bool = False
     """Whether the learning rate falls linearly to 0 over the iterations."""

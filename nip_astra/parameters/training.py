@@ -7,13 +7,13 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from nip_astra.parameters.conditions import where_above
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
 
 
 class TrainingConfiguration(SubParameters):
     """How long to train, on how much, and with which optimizer."""
 
-    lr: float = Field(default=1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0, le=MAX_LR)
     """Learning rate. Larger learns faster and may diverge."""
     batch_size: int = Field(default=8, ge=1)
     """Samples in one forward and backward pass. Larger is smoother and takes more memory."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -17,6 +17,7 @@ from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.registry import build_reward_terms
 from nip_astra.rollouts.prompts import Prompt
 from nip_astra.samplers.node_scores import RewardParameters
+from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
@@ -32,6 +33,8 @@ from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
 from nip_astra.utils.devices import resolve_device
 
+MAX_TURNS = 10_000_000
+"""Turns of an evaluation; the records of as many take about 10 GiB."""
 ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
 
 
@@ -68,6 +71,10 @@ class EvaluationParameters(SubParameters):
     labelled_responses: str | None = None
     """JSON lines of responses with `is_failure`, by which `nip-astra evaluate` and `score` tell how
     well scorers find failures: a path, or a file of the scenario; null for none."""
+
+    def num_turns_at_most(self, tree_depth: int) -> int:
+        """Turns of the longer of the two evaluations."""
+        return max(self.num_episodes, self.num_dev_episodes) * tree_depth
 
 
 @register_scenario(ScenarioType.AST_CHAT)
@@ -109,6 +116,21 @@ class AstChatScenario(Scenario):
         """How attackers are measured."""
         planted_failures: list[PlantedFailure] = []
         """Failures known to be in the target."""
+
+        @model_validator(mode="after")
+        def _can_be_held(self) -> Self:
+            num_probes = num_probes_of(self.tree_width, self.tree_depth)
+            if num_probes > MAX_PROBES:
+                raise ValueError(
+                    f"a tree of tree_width {self.tree_width} and tree_depth {self.tree_depth} has "
+                    f"more than {MAX_PROBES:,} probes, which no memory here holds; lower either"
+                )
+            if self.evaluation.num_turns_at_most(self.tree_depth) > MAX_TURNS:
+                raise ValueError(
+                    f"evaluation.num_episodes, num_dev_episodes and tree_depth ask for more than "
+                    f"{MAX_TURNS:,} turns, whose records no memory here holds; lower them"
+                )
+            return self
 
         @field_validator("planted_failures")
         @classmethod

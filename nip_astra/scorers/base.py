@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError
+from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError, ScorerTimeoutError
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.rollouts.prompts import Columns
+from nip_astra.utils.time_limit import TimeLimitExceeded, time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +111,9 @@ class Scorer:
         on_failure: Literal["stop", "skip"] = "stop"
         """What becomes of a text that cannot be rated because the scorer raises, or gives what is
         no score: "stop" ends the run, "skip" counts it as an error, which no rate includes."""
+        timeout_seconds: float = Field(default=1800.0, gt=0)
+        """Longest that a call of the scorer may take, for all texts of a rollout together. After
+        that it has failed, and its texts are not tried again."""
 
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
@@ -234,7 +239,8 @@ class Scorer:
         except ScorerError as error:
             if not can_skip:
                 raise
-            again = dict.fromkeys(range(len(exchanges)), error)
+            is_worth_it = not isinstance(error, ScorerTimeoutError)
+            again = dict.fromkeys(range(len(exchanges)), error) if is_worth_it else {}
             verdicts = [error] * len(exchanges)
         else:
             faults = {
@@ -269,11 +275,19 @@ class Scorer:
 
     def _asked(self, exchanges: list[Exchange]) -> list[Verdict]:
         """Call the hook; give as many verdicts as there are exchanges."""
+        limit = self.parameters.timeout_seconds
         try:
-            verdicts: list[Verdict] = [
-                value if value is None or isinstance(value, ScorerError) else float(value)
-                for value in self._score_exchanges(exchanges)
-            ]
+            with time_limit(limit):
+                verdicts: list[Verdict] = [
+                    value if value is None or isinstance(value, ScorerError) else float(value)
+                    for value in self._score_exchanges(exchanges)
+                ]
+        except TimeLimitExceeded as error:
+            raise ScorerTimeoutError(
+                f"the scorer {_name_of(self)!r} was asked to rate {len(exchanges)} texts and has "
+                f"not answered within {limit:g} seconds. Mend what it waits for, or raise its "
+                "timeout_seconds; the run can be resumed from its last checkpoint."
+            ) from error
         except NipAstraError:
             raise
         except Exception as error:

@@ -54,14 +54,16 @@ def write_atomically(path: Path, text: str) -> None:
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        # In JSON, half of a surrogate pair can be written as its escape.
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise RunDirectoryError(
             f"{path} was to be written, but {error.strerror or error}. Free space or change the "
             "permissions; what was there before is unchanged."
@@ -116,6 +118,14 @@ class RunDirectory:
                 "digits, dots, dashes and underscores."
             )
         path, new = Path(runs_dir) / run_id, Path(runs_dir) / f"{_UNFINISHED}{run_id}"
+        try:
+            str(path.absolute()).encode()
+        except UnicodeEncodeError as error:
+            raise RunDirectoryError(
+                f"the run {run_id!r} was to be kept in {str(Path(runs_dir))!r}, but that name is "
+                "no UTF-8, in which a run writes down its paths. Choose another folder with "
+                "--runs-dir, or rename it."
+            ) from error
         try:
             if path.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))

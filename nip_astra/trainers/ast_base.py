@@ -25,7 +25,7 @@ from nip_astra.scenario_base.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.ast_checkpoints import AstCheckpoints
-from nip_astra.trainers.ast_dry_run import estimate_cost
+from nip_astra.trainers.ast_dry_run import check_size, estimate_cost
 from nip_astra.trainers.ast_evaluation import AstEvaluation, rollout_table, warnings_about
 from nip_astra.trainers.ast_hooks import AstHooks
 from nip_astra.trainers.ast_results import training_summary
@@ -81,6 +81,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
         self.optimizer = build_optimizer(
             self.training, policy, more=[(modules, self.modules_lr_factor)]
         )
+        check_size(self.training, self.scenario.tree_width, self.scenario.tree_depth)
         self.shaping = RewardShaping(self.scenario_instance.reward_terms)
         self.harness = Harness(
             sampler,

@@ -7,9 +7,30 @@ from typing import Any
 
 import torch
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
 from nip_astra.trainers.harness import Harness
 from nip_astra.utils.processor import peak_memory_bytes
+
+
+def check_size(training: TrainingConfiguration, tree_width: int, tree_depth: int) -> None:
+    """Refuse iterations that no memory holds.
+
+    Raises
+    ------
+    ConfigurationError
+        When an iteration would play more than `MAX_PROBES` probes.
+    """
+    num_probes = training.num_episodes_per_experience * num_probes_of(tree_width, tree_depth)
+    if num_probes > MAX_PROBES:
+        raise ConfigurationError(
+            f"{training.num_episodes_per_experience:,} episodes of tree_width {tree_width} and "
+            f"tree_depth {tree_depth} were asked for an iteration. These are {num_probes:,} probes "
+            f"to be held at once, and {MAX_PROBES:,} are the most. Lower "
+            "training.num_episodes_per_experience or the tree, and see --dry-run for what one "
+            "episode takes."
+        )
 
 
 def estimate_cost(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from nip_astra.errors import CheckpointError, NonFiniteLossError
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
 from nip_astra.parameters.update_schedule import ConstantUpdateSchedule, UpdateSchedule
 from nip_astra.scenario_base.environment import ProtocolEnvironment
 from nip_astra.scenario_base.tensordict_agents import Agent
@@ -31,7 +31,7 @@ class SoloParameters(SubParameters):
     """Passes over the training datapoints. Larger fits them more closely."""
     batch_size: int = Field(default=256, ge=1)
     """Datapoints of one optimizer step. The last of an epoch may be smaller."""
-    lr: float = Field(default=1e-3, gt=0)
+    lr: float = Field(default=1e-3, gt=0, le=MAX_LR)
     """Learning rate (Adam), before the factors of agents. Larger learns faster and may diverge."""
     anneal_lr: bool = True
     """Whether the learning rate falls linearly, epoch by epoch, towards 0."""

@@ -1,0 +1,161 @@
+"""Input that is broken, endless or of impossible size ends in a message and not in a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from nip_astra.errors import RunDirectoryError, ScorerTimeoutError
+from nip_astra.evaluation.rows import encode_rows, read_rows
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.resolution import resolve_experiment
+from nip_astra.scorers.base import Scorer
+from nip_astra.tracking.run_directory import RunDirectory
+from tests.command_line import CommandLine, refused
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("text", ["a: " + "[" * 100_000, "{a: " * 50_000], ids=["lists", "groups"])
+def test_a_parameter_file_that_is_nested_without_end(cli: CommandLine, text: str) -> None:
+    message = refused(cli("show", "--parameters", cli.write("deep.yaml", text)))
+    assert "deep.yaml" in message
+    assert "nested too deep" in message
+
+
+def test_an_assignment_that_is_nested_without_end(cli: CommandLine) -> None:
+    assert "no YAML" in refused(cli.run("--set", "training.lr=" + "[" * 5_000))
+
+
+def test_a_parameter_file_that_is_a_device(cli: CommandLine) -> None:
+    assert "/dev/zero" in refused(cli("show", "--parameters", "/dev/zero"))
+
+
+@pytest.mark.parametrize("assignment", ["training[lr]=1", "training[lr=1", "training.lr]=1"])
+def test_brackets_in_the_name_of_a_parameter(cli: CommandLine, assignment: str) -> None:
+    assert "is no assignment" in refused(cli.run("--set", assignment))
+
+
+@pytest.mark.parametrize("path", ["training.lr", "rl.lr", "solo_agent.lr"])
+def test_a_learning_rate_that_cannot_be_meant(cli: CommandLine, path: str) -> None:
+    trainer = {"training.lr": "ast_dpo", "rl.lr": "vanilla_ppo"}.get(path, "solo_agent")
+    said = cli("show", "--trainer", trainer, "--set", f"{path}=1e30")
+    assert f"{path}: must be at most 100" in refused(said)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("ast_chat.tree_width=1000000000",),
+        ("ast_chat.tree_depth=1000000000",),
+        ("ast_chat.tree_width=1", "ast_chat.tree_depth=1000000000"),
+        ("ast_chat.tree_width=10", "ast_chat.tree_depth=7"),
+        ("ast_chat.evaluation.num_episodes=1000000000",),
+        ("training.num_episodes_per_experience=1000000000",),
+    ],
+)
+def test_sizes_that_no_memory_holds(cli: CommandLine, overrides: tuple[str, ...]) -> None:
+    started = time.monotonic()
+    message = refused(cli.run(overrides=overrides))
+    assert "ower" in message
+    assert time.monotonic() - started < 30
+    assert not (cli.folder / "runs" / "one").exists()
+
+
+def test_a_number_of_threads_that_stalls_the_machine(cli: CommandLine) -> None:
+    for number in ("1000000", "10000"):
+        assert "num_threads: must be at most" in refused(cli.run("--num-threads", number))
+
+
+def test_a_runs_folder_whose_name_is_no_text(tmp_path: Path) -> None:
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/runs\xff")
+    with pytest.raises(RunDirectoryError, match=r"no UTF-8.*--runs-dir"):
+        RunDirectory.create(folder, "one")
+
+
+def test_half_a_surrogate_pair_is_written_and_read_back(tmp_path: Path) -> None:
+    rows = [{"probe": "a \ud800 b"}]
+    (tmp_path / "rows.jsonl").write_bytes(encode_rows(rows))
+    assert read_rows(tmp_path / "rows.jsonl") == rows
+    directory = RunDirectory.create(tmp_path, "one")
+    directory.write_json("one.json", rows)
+    assert directory.read_json("one.json") == rows
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "hitlog"])
+def test_an_export_of_half_a_surrogate_pair(cli: CommandLine, tmp_path: Path, form: str) -> None:
+    resolved = resolve_experiment(trainer="ast_dpo", scenario=str(cli.scenario))
+    run = RunDirectory.create(tmp_path / "runs", "one")
+    run.write_yaml("hyper_parameters.yaml", resolved.hyper_params.to_dict())
+    row = {
+        "node": 0,
+        "parent": -1,
+        "depth": 0,
+        "episode": 0,
+        "prompt": "a",
+        "probe": "b \ud800",
+        "response": "c",
+        "response_score": 1.0,
+        "combined_score": 1.0,
+        "is_error": False,
+        "reward": 0.0,
+        "probe_nll": 1.0,
+    }
+    (run.path / "rollouts" / "evaluation.jsonl").write_text(json.dumps({"step": 1} | row) + "\n")
+    said = cli("export", str(run.path), "--format", form)
+    assert said.code == 0, said.err
+
+
+def test_a_closed_standard_output_is_no_traceback(tmp_path: Path) -> None:
+    command = f"{sys.executable} {ROOT / 'run.py'} list trainers"
+    shell = {"shell": True, "cwd": tmp_path, "capture_output": True, "text": True}
+    for line in (f"{command} >&-", f"{command} | true"):
+        done = subprocess.run(line, check=False, **shell)  # type: ignore[call-overload]
+        assert "Traceback" not in done.stderr, done.stderr
+        assert "Exception ignored" not in done.stderr
+
+
+class Hanging(Scorer):
+    """Never answers."""
+
+    calls = 0
+
+    def _score(self, texts: object) -> list[float]:
+        type(self).calls += 1
+        time.sleep(60)
+        return []
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "skip"])
+def test_a_scorer_that_hangs_has_a_time_limit(on_failure: str) -> None:
+    parameters = Hanging.Parameters(timeout_seconds=0.2, on_failure=on_failure)
+    scorer = Hanging(parameters, device=torch.device("cpu"))
+    Hanging.calls = 0
+    started = time.monotonic()
+    if on_failure == "stop":
+        with pytest.raises(ScorerTimeoutError, match=r"within 0\.2 seconds.*timeout_seconds"):
+            scorer.score(["a", "b"])
+    else:
+        assert scorer.score(["a", "b"]).isnan().all()
+    assert time.monotonic() - started < 10
+    assert Hanging.calls == 1
+
+
+def test_an_iteration_without_samples_shows_no_nan(
+    cli: CommandLine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = cli.run(overrides=("ast_dpo.min_reward_difference=1000000",))
+    assert said.code == 0, said.err
+    assert "nan" not in said.err
+    assert "loss=nothing to learn from" in said.err
+
+
+def test_settings_hold_the_bound_on_threads() -> None:
+    assert ExperimentSettings(num_threads=2).num_threads == 2
