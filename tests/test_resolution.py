@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nip_astra.errors import PluginError
+from nip_astra.errors import ParameterError, PluginError
 from nip_astra.parameters import content
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
@@ -133,3 +133,11 @@ def test_what_a_scenario_says_of_agents_of_other_protocols_is_left_out() -> None
         assert "verifier" in asked, "what is asked for is refused later, not left out"
     finally:
         PROTOCOL_HANDLERS.restore(before)
+
+
+def test_a_section_is_given_as_a_mapping_from_python() -> None:
+    wanted = HyperParameters(trainer="ast_dpo", ast_dpo={"beta": 0.2})
+    resolved = resolve_experiment(hyper_params=wanted)
+    assert resolved.hyper_params.get("ast_dpo.beta") == 0.2
+    with pytest.raises(ParameterError, match=r"ast_dpo\.betta"):
+        HyperParameters(trainer="ast_dpo", ast_dpo={"betta": 0.2})

@@ -85,7 +85,7 @@ def openings(split: Split, source: str | Path | None = None, *, column: str = "t
             "'test'. Give one of them."
         )
     if source is None:
-        return read_prompts(f"scenario://prompts/{split}.jsonl", find_scenario(OWN_PROMPTS))
+        return [*read_prompts(f"scenario://prompts/{split}.jsonl", find_scenario(OWN_PROMPTS))]
     if str(source).startswith(HUB):
         found = _of_hub(split, str(source).removeprefix(HUB), column)
     else:
@@ -164,7 +164,7 @@ def _of_folder(split: str, folder: Path) -> list[str]:
             f"utterances.jsonl, as ConvoKit's corpora do, nor {', '.join(names)}. Give the folder "
             "that holds them; a single file is read by read_prompts."
         )
-    return read_prompts(str(found), None)
+    return [*read_prompts(str(found), None)]
 
 
 def _first_utterances(path: Path) -> Iterator[tuple[str, str]]:
