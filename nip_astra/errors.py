@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from nip_astra.safe_text import safe_text
+
 
 def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     """Give up to `n` known names that look like `name`, the nearest first.
@@ -28,7 +30,13 @@ def _plainly(name: str) -> str:
 
 
 class NipAstraError(Exception):
-    """Root of the package's errors. The command line turns one into a short message."""
+    """Root of the package's errors. The command line turns one into a short message.
+
+    Its text may quote what a model, a service or a file said, and is safe to show.
+    """
+
+    def __str__(self) -> str:
+        return safe_text(super().__str__())
 
 
 class ConfigurationError(NipAstraError, ValueError):

@@ -21,6 +21,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
 
 from tqdm import tqdm
 
+from nip_astra.safe_text import safe_line
+
 
 class ProgressSettings(Protocol):
     """The settings that progress depends on."""
@@ -208,7 +210,7 @@ class ProgressBar:
         if description != self._description:
             self._description = description
             self._display.postfix({})
-        self._display.describe(description)
+        self._display.describe(safe_line(description))
 
     def set_position(self, num_done: int, num_iterations: int) -> None:
         """Show how far that is which is being done, where it is a part of the whole run."""
@@ -218,7 +220,7 @@ class ProgressBar:
     def set_postfix(self, values: Mapping[str, float | str]) -> None:
         """Show the latest values; numbers with three significant digits, and no NaN."""
         known = {name: value for name, value in values.items() if value == value}
-        self._display.postfix({name: _short(value) for name, value in known.items()})
+        self._display.postfix({safe_line(name): _short(value) for name, value in known.items()})
 
     def close(self) -> None:
         """Leave the terminal in order."""
@@ -392,5 +394,5 @@ def _capped(num_iterations: int, is_test_run: bool) -> int:
 
 def _short(value: float | str) -> str:
     if isinstance(value, str):
-        return value
+        return safe_line(value)
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"

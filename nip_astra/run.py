@@ -29,6 +29,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.report.page import write_report
 from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.safe_text import SafeFormatter
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.environment import changes_of_rounding, describe_environment
@@ -340,7 +341,7 @@ def _settings(base: ExperimentSettings, fields: dict[str, Any]) -> ExperimentSet
 def _log_file(directory: RunDirectory) -> Iterator[None]:
     """Write the package's log to log.txt within the block."""
     handler = logging.FileHandler(directory.path / files.LOG, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger("nip_astra")
     level = root.level
     root.addHandler(handler)

@@ -13,7 +13,10 @@ import pytest
 PACKAGE = "nip_astra"
 PACKAGE_DIR = Path(__file__).resolve().parents[1] / PACKAGE
 FLOORS = [
-    ["errors", "version", "lazy", "registry", "plugins", "progress", "tracking"],
+    [
+        *("errors", "version", "lazy", "registry", "plugins", "progress", "tracking"),
+        *("safe_text", "safe_console", "trust"),
+    ],
     ["parameters", "experiment_settings"],
     ["rollouts", "rl_objectives", "checkpoints", "utils"],
     ["language_models", "scorers", "reward_terms", "message_regressors"],

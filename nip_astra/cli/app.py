@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+from types import TracebackType
 from typing import Annotated, Any
 
 import typer
@@ -35,6 +36,7 @@ from nip_astra.errors import (
     UnexpectedExitError,
     UnknownNameError,
 )
+from nip_astra.safe_text import safe_text
 
 ROOT_OPTIONS = ("--help", "-h", "--version")
 EXIT_CODES = {"SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
@@ -259,6 +261,12 @@ def _experiment_arguments(
     }
 
 
+def _print_safely(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    sys.stderr.write(safe_text("".join(traceback.format_exception(kind, error, trace))))
+
+
 def main() -> None:
     """Run the program: exit code 0 done, 2 wrong input, 130 or 143 stopped by a signal."""
     # Progress bars of model loading and telemetry say nothing to the user of a run.
@@ -279,7 +287,11 @@ def main() -> None:
         sys.exit(EXIT_CODES["SIGPIPE"])
     except NipAstraError as error:
         if "--debug" in sys.argv:
-            traceback.print_exc()
+            sys.stderr.write(safe_text(traceback.format_exc()))
         is_stop = isinstance(error, StopRequested)
         sys.stderr.write(f"{'' if is_stop else 'error: '}{error}\n")
         sys.exit(EXIT_CODES.get(error.signal_name, 2) if isinstance(error, StopRequested) else 2)
+    except Exception:
+        # A fault of ours or of a plug-in, whose message may quote what a model said.
+        sys.excepthook = _print_safely
+        raise

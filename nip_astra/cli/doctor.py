@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +10,9 @@ import typer
 from rich.text import Text
 
 from nip_astra.cli.doctor_checks import Finding, Question, Status, examine, reach_hosts
-from nip_astra.cli.terminal import open_console, plain_table
+from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.plugins import load_plugin
+from nip_astra.safe_text import to_json
 
 BROKEN = 1
 """Exit code where something that is needed does not work."""
@@ -36,7 +35,7 @@ def doctor(*, runs_dir: str, plugins: Sequence[str], is_online: bool, as_json: b
     broken = [one for one in findings if one.status is Status.BROKEN]
     if as_json:
         plain = {"is_sound": not broken, "findings": [asdict(one) for one in findings]}
-        sys.stdout.write(json.dumps(plain, indent=2, ensure_ascii=False) + "\n")
+        say(to_json(plain, indent=2))
     else:
         _show(findings)
     if broken:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
 from nip_astra.cli.evaluation_loading import resolve_run
 from nip_astra.cli.stored_evaluations import final_episodes, stored_rows
+from nip_astra.cli.terminal import say
 from nip_astra.errors import UnknownNameError
 from nip_astra.evaluation.exports.inspect_log import write_inspect
 from nip_astra.evaluation.exports.material import Material, make_folder
@@ -38,7 +38,7 @@ def export(path: str, *, form: str, output: str | None) -> None:
     folder = run / EXPORTS if output is None else Path(output)
     make_folder(folder)
     for written in FORMATS[form](material, folder):
-        sys.stdout.write(f"export     {written}\n")
+        say(f"export     {written}")
 
 
 def _material(path: Path) -> tuple[Material, Path]:

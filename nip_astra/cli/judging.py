@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import typer
 
 from nip_astra.cli.evaluation_loading import load_scorers
-from nip_astra.cli.terminal import open_console
+from nip_astra.cli.terminal import complain, open_console, say
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.cards import scorer_card
 from nip_astra.evaluation.conditions import holds
@@ -24,12 +23,13 @@ from nip_astra.evaluation.detectors import (
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode
 from nip_astra.evaluation.scorer_code import code_of, weights_of
-from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, text_hash
+from nip_astra.evaluation.storage import EvaluationFolder, text_hash
 from nip_astra.evaluation.summary import NGRAMS, VERSION, summarise
 from nip_astra.evaluation.tables import as_text, evaluation_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
 from nip_astra.parameters.content import resolve_reference
+from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.planted_failures import PlantedFailure
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.devices import resolve_device
@@ -196,7 +196,7 @@ def _quality(
 def show(figures: Mapping[str, Any], folder: EvaluationFolder, *, as_json: bool) -> None:
     """Print an evaluation and where it is."""
     if as_json:
-        sys.stdout.write((folder.path / FIGURES).read_text(encoding="utf-8"))
+        say(to_json(folder.figures(), indent=2))
         return
     console = open_console()
     for part in evaluation_tables(figures):
@@ -207,7 +207,7 @@ def show(figures: Mapping[str, Any], folder: EvaluationFolder, *, as_json: bool)
 def gate(condition: str | None, figures: Mapping[str, Any]) -> None:
     """End the program with exit code 1 where the condition holds."""
     if condition is not None and holds(condition, figures):
-        sys.stderr.write(f"failed: {condition}\n")
+        complain(f"failed: {condition}")
         raise typer.Exit(GATE_FAILED)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import webbrowser
 from collections.abc import Sequence
 
+from nip_astra.cli.terminal import complain, say
 from nip_astra.report.page import write_report
 
 
 def report(runs: Sequence[str], *, output: str | None, redact: bool, is_opened: bool) -> None:
     """Write the page about the runs, say where it is, and show it if asked to."""
     path = write_report(runs, output, redact=redact)
-    sys.stdout.write(f"report     {path}\n")
+    say(f"report     {path}")
     if is_opened and not webbrowser.open(path.resolve().as_uri()):
-        sys.stderr.write("no browser was found to open it with\n")
+        complain("no browser was found to open it with")

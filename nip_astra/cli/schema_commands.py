@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
+from nip_astra.cli.terminal import say
 from nip_astra.parameters.content import scenario_names
 from nip_astra.parameters.file_schema import schema_of_files
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -13,6 +12,7 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.plugins import load_plugin
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.resolution import resolve_experiment
+from nip_astra.safe_text import to_json
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.trainers.registry import TRAINERS
 
@@ -32,7 +32,7 @@ def schema(experiment: dict[str, Any]) -> None:
         "interaction_protocol": PROTOCOL_HANDLERS.names(),
     }
     printed = schema_of_files(model, known, is_open=is_open)
-    sys.stdout.write(json.dumps(printed, indent=1, ensure_ascii=False) + "\n")
+    say(to_json(printed, indent=1))
 
 
 def _every_section() -> dict[str, type[SubParameters]]:

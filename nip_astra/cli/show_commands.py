@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.text import Text
 
-from nip_astra.cli.terminal import open_console, plain_table
+from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.loading import flatten
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
 from nip_astra.resolution import resolve_experiment
+from nip_astra.safe_text import to_json
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import to_yaml
 from nip_astra.unread_parameters import never_read
@@ -35,7 +34,7 @@ def show(
     hyper_params = resolved.hyper_params
     values = hyper_params.to_dict()
     if as_yaml:
-        sys.stdout.write(to_yaml(values))
+        say(to_yaml(values).rstrip("\n"))
         return
     scenario_class = SCENARIOS.get(resolved.kind)
     paths = dict(flatten(values))
@@ -82,5 +81,5 @@ def _first_line(text: str | None) -> str:
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    text = to_json(value)
     return text if len(text) <= 100 else f"{text[:97]}..."

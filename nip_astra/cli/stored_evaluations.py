@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import Any
 from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.evaluation_loading import resolve_run, run_of, target_label
 from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
-from nip_astra.cli.terminal import open_console
+from nip_astra.cli.terminal import open_console, say
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.comparison import Contender, compare, read_contender
 from nip_astra.evaluation.playing import EvaluationOptions
@@ -29,6 +27,7 @@ from nip_astra.evaluation.storage import (
 )
 from nip_astra.evaluation.tables import comparison_tables
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.planted_failures import PlantedFailure
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 
@@ -125,7 +124,7 @@ def compare_runs(
     if out is not None:
         RunDirectory(Path(out).parent).write_json(Path(out).name, found)
     if as_json:
-        sys.stdout.write(json.dumps(_nulls(found), indent=2, ensure_ascii=False) + "\n")
+        say(to_json(_nulls(found), indent=2))
     else:
         console = open_console()
         for part in comparison_tables(found):

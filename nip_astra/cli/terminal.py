@@ -7,13 +7,26 @@ import sys
 from rich.console import Console
 from rich.table import Table
 
+from nip_astra.safe_console import SafeConsole
+from nip_astra.safe_text import safe_text
+
 PIPE_WIDTH = 160
 """Columns of a table that goes to a file or pipe, which has no width of its own."""
 
 
 def open_console() -> Console:
     """Give the console of standard output as it is now."""
-    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    return SafeConsole() if sys.stdout.isatty() else SafeConsole(width=PIPE_WIDTH)
+
+
+def say(text: str) -> None:
+    """Write a line to standard output."""
+    sys.stdout.write(f"{safe_text(text)}\n")
+
+
+def complain(text: str) -> None:
+    """Write a line to standard error."""
+    sys.stderr.write(f"{safe_text(text)}\n")
 
 
 def plain_table(title: str | None, *columns: str) -> Table:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
@@ -11,9 +9,10 @@ from typing import Any
 from rich.text import Text
 
 from nip_astra.cli.commands import quieten_libraries
-from nip_astra.cli.terminal import open_console, plain_table
+from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
+from nip_astra.safe_text import to_json
 from nip_astra.trainers.timing import time_components
 
 
@@ -30,7 +29,7 @@ def time_parts(
     prepared = prepare_experiment(resolve_experiment(**experiment), **settings)
     seconds = time_components(prepared.trainer, components, num_repeats=num_repeats)
     if as_json:
-        sys.stdout.write(json.dumps({"seconds": seconds}, indent=2) + "\n")
+        say(to_json({"seconds": seconds}, indent=2))
         return
     table = plain_table(None, "component", "median", "least", "most")
     for name, times in seconds.items():

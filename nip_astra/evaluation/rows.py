@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import DataError, RunDirectoryError
+from nip_astra.safe_text import to_json
 
 Row = dict[str, Any]
 """A node: see the table of columns in doc/guides/evaluating.md."""
@@ -52,12 +53,9 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def encode_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Give rows as lines; NaN and infinities, which JSON has not, become null.
-
-    Half of a surrogate pair is written as its escape, which JSON readers take back.
-    """
-    lines = [json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) for row in rows]
-    return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+    """Give rows as lines; NaN and infinities, which JSON has not, become null."""
+    lines = [to_json(_plain(row), allow_nan=False) for row in rows]
+    return "".join(f"{line}\n" for line in lines).encode()
 
 
 class RowFile:

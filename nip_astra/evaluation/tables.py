@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from nip_astra.safe_console import SafeConsole
 
 NOTHING = "-"
 MAX_CLUSTERS = 8
@@ -87,7 +89,7 @@ def _comparison_table(comparison: Mapping[str, Any]) -> Table:
 def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:
     """Give tables as plain text."""
     stream = StringIO()
-    Console(file=stream, width=width).print(*parts, sep="\n")
+    SafeConsole(file=stream, width=width).print(*parts, sep="\n")
     return stream.getvalue()
 
 

@@ -20,6 +20,7 @@ from nip_astra.report.curves import group_runs, run_label
 from nip_astra.report.records import RunRecord, read_run, text
 from nip_astra.report.sections import sections_of_comparison, sections_of_run
 from nip_astra.report.spec import Spec
+from nip_astra.safe_text import safe_text
 from nip_astra.tracking.run_directory import REPORT, write_atomically
 from nip_astra.version import __version__
 
@@ -27,7 +28,7 @@ COMPARISON_FILE = "comparison.html"
 """Name of a report of several runs, beside the first run's directory."""
 VEILED = 'x" tabindex="0"'
 """How an element begins whose text is blurred; see `veil` in parts.html.jinja."""
-FILTERS = ("percent", "decimal", "count", "duration", "visible")
+FILTERS = ("percent", "decimal", "count", "duration")
 
 logger = logging.getLogger(__name__)
 
@@ -85,8 +86,7 @@ def write_report(
         first = runs[0].path
         output = first / REPORT if len(runs) == 1 else first.resolve().parent / COMPARISON_FILE
     page = render_report(runs, redact=redact)
-    # Half of a surrogate pair, which JSON can hold, has no UTF-8.
-    write_atomically(Path(output), page.encode("utf-8", "replace").decode("utf-8"))
+    write_atomically(Path(output), page)
     return Path(output)
 
 
@@ -158,7 +158,7 @@ class _Drawer:
             # A finished run must not fail because a file of it holds something unforeseen.
             logger.exception("the section %r of a report could not be drawn", spec.name)
             told = f"This section could not be drawn: {type(error).__name__}: {error}"
-            inside = Markup("<p>{}</p>").format(told)
+            inside = Markup("<p>{}</p>").format(safe_text(told))
         html = Markup('<section id="{}"><h2>{}</h2>{}</section>').format(anchor, spec.title, inside)
         return Section(anchor, spec.title, html)
 
@@ -170,11 +170,17 @@ def _environment() -> Environment:
         loader=PackageLoader("nip_astra.report"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_shown,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {name: getattr(wording, name) for name in FILTERS}
     return environment
+
+
+def _shown(value: object) -> object:
+    """Make a text safe, wherever a template writes it; what is HTML already was made of such."""
+    return safe_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @cache

@@ -324,6 +324,6 @@ def _log_lines(path: Path) -> list[str]:
         line.partition(level)[2]
         for line in lines
         for level in (" WARNING ", " ERROR ")
-        if level in line[:40]
+        if level in line[:40] and not line.startswith(" ")
     ]
     return list(dict.fromkeys(found))[:_MAX_LOG_LINES]

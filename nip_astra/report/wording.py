@@ -9,8 +9,6 @@ from nip_astra.report.records import mapping, number
 
 NOTHING = "\N{EN DASH}"
 """Stands where there is no figure."""
-_CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-"""Control characters, each as its visible picture."""
 
 
 def percent(value: Any, digits: int = 1) -> str:
@@ -75,8 +73,3 @@ def figure_text(name: str, value: Any) -> str:
         is_share = name.endswith(("rate", "share", "share_below", "recall", "fraction"))
         return percent(value) if is_share else decimal(value)
     return NOTHING if value is None else value_text(value)
-
-
-def visible(value: Any) -> str:
-    """Give a text in which every control character can be seen."""
-    return str(value).translate(_CONTROLS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from nip_astra.errors import TrackingError
+from nip_astra.safe_text import to_json
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
 
@@ -136,8 +136,8 @@ class LocalTracker(Tracker):
                 self._files[name] = path.open("ab")
             file = self._files[name]
             for record in records:
-                line = json.dumps(_without_non_finite(record), ensure_ascii=False, allow_nan=False)
-                file.write(f"{line}\n".encode(errors="backslashreplace"))
+                line = to_json(_without_non_finite(record), allow_nan=False)
+                file.write(f"{line}\n".encode())
             file.flush()
         except OSError as error:
             raise TrackingError(

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from nip_astra.errors import RunDirectoryError, nearest_names
+from nip_astra.safe_text import escape_for_yaml, has_unsafe, to_json
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
 
 HYPER_PARAMETERS = "hyper_parameters.yaml"
@@ -72,7 +73,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 def to_yaml(values: Mapping[str, Any]) -> str:
     """Give YAML that OmegaConf, which reads parameter files, reads back to the same values."""
-    return yaml.dump(dict(values), Dumper=_OmegaConfDumper, sort_keys=False, allow_unicode=True)
+    text = yaml.dump(dict(values), Dumper=_OmegaConfDumper, sort_keys=False, allow_unicode=True)
+    return escape_for_yaml(text)
 
 
 def escape_references(text: str) -> str:
@@ -226,7 +228,7 @@ class RunDirectory:
     def write_json(self, name: str, value: Any) -> Path:
         """Write a JSON file atomically; NaN and infinities, which JSON has not, become null."""
         path = self.path / name
-        text = json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False)
+        text = to_json(_finite(value), indent=2, allow_nan=False)
         write_atomically(path, text + "\n")
         return path
 
@@ -262,7 +264,8 @@ class _OmegaConfDumper(yaml.SafeDumper):
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     escaped = escape_references(text)
     # 1e-5 and .5 are text to PyYAML and numbers to OmegaConf.
-    style = '"' if escaped[:1] in set("+-.0123456789") else None
+    is_number = escaped[:1] in set("+-.0123456789")
+    style = '"' if is_number or has_unsafe(escaped) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", escaped, style=style)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import netrc
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nip_astra.errors import MissingDependencyError, TrackingError
+from nip_astra.safe_text import safe_text, to_json
 from nip_astra.tracking.groups import grouped
 from nip_astra.tracking.run_directory import ENVIRONMENT, RunDirectory
 from nip_astra.tracking.tracker import Tracker
@@ -179,7 +179,11 @@ def offline_runs(run_path: Path) -> list[Path]:
 def _cells(row: Sequence[Any]) -> list[Any]:
     """Give a row with nested values as JSON; W&B refuses those that differ in their parts."""
     return [
-        json.dumps(cell, ensure_ascii=False) if isinstance(cell, Mapping | list | tuple) else cell
+        to_json(cell)
+        if isinstance(cell, Mapping | list | tuple)
+        else safe_text(cell)
+        if isinstance(cell, str)
+        else cell
         for cell in row
     ]
 

@@ -13,6 +13,7 @@ import pytest
 from nip_astra.evaluation.exports.material import Material
 from nip_astra.evaluation.exports.tables import write_csv, write_jsonl
 from nip_astra.evaluation.rows import Row, read_rows
+from nip_astra.safe_text import safe_text
 from tests.cli.trained_run import figures_of
 from tests.command_line import CommandLine, refused
 from tests.evaluation.rows_by_hand import episode, judged
@@ -160,7 +161,7 @@ def test_a_spreadsheet_does_not_take_text_for_a_formula(start: str, tmp_path: Pa
                         environment={})  # fmt: skip
     write_csv(material, tmp_path)
     (turn,) = csv.DictReader((tmp_path / "turns.csv").open(newline=""))
-    assert turn["response"] == f"'{start}1+1"
+    assert turn["response"] == f"'{safe_text(start)}1+1"
     assert (turn["prompt"], turn["reward"]) == ("well = yes", "-0.5")
     write_jsonl(material, tmp_path)
     lines = (tmp_path / "turns.jsonl").read_text().split("\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from nip_astra.evaluation.exports.material import Material, scores_of, write_text
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.evaluation.rows import Row, encode_rows
+from nip_astra.safe_text import safe_text, to_json
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 """With which a spreadsheet takes text for a formula to work out."""
@@ -23,7 +23,8 @@ SCHEMA_VERSION = 1
 def write_csv(material: Material, folder: Path) -> list[Path]:
     """Write `turns.csv`, `figures.csv` and `metrics.csv`; what is nested has dotted names.
 
-    Text that a spreadsheet would take for a formula gets an apostrophe before it.
+    Text that a spreadsheet would take for a formula gets an apostrophe before it; characters that
+    act on a terminal, or are not seen, are written as `safe_text` shows them.
     """
     turns = [_flat(row) for episode in material.episodes for row in episode]
     figures = [{"figure": name, "value": value} for name, value in _flat(material.figures).items()]
@@ -129,8 +130,9 @@ def _csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _harmless(value: Any) -> Any:
-    is_formula = isinstance(value, str) and value.startswith(_FORMULA_STARTS)
-    return f"'{value}" if is_formula else value
+    if not isinstance(value, str):
+        return value
+    return f"'{safe_text(value)}" if value.startswith(_FORMULA_STARTS) else safe_text(value)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -146,7 +148,7 @@ def _leaves(value: Any, name: str) -> dict[str, Any]:
         return _flat(value, f"{name}.")
     if isinstance(value, list | tuple):
         if _are_plain(value):
-            return {name: json.dumps(value, ensure_ascii=False)}
+            return {name: to_json(value)}
         return _flat({str(place): item for place, item in enumerate(value)}, f"{name}.")
     return {name: value}
 

@@ -1,0 +1,79 @@
+"""Make texts of models, services and files of others safe to show, in a terminal or anywhere.
+
+A text of another may hold characters that a terminal obeys, that turn the direction of what
+follows, or that nobody sees. Shown, each of them becomes a picture or its number; in JSON and YAML,
+which must give back the same text, its escape.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from typing import Any
+
+# Order: C0 but tab and line feed, DEL and C1; soft hyphen, fillers and zero widths that hide text
+# (the two joiners stay: scripts and emoji need them); line and paragraph separators; embeddings,
+# overrides and isolates of direction; invisible operators; byte order mark; interlinear marks;
+# halves of surrogate pairs; tags.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u034f\u061c\u115f\u1160\u17b4\u17b5\u180e\u200b\u200e\u200f"
+    "\u2028-\u202e\u2060-\u206f\u3164\ufeff\uffa0\ufff0-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
+)
+_LINE_ENDS = re.compile("\r\n|[\n\v\f\r\x85\u2028\u2029]")
+
+
+def safe_text(text: object) -> str:
+    """Return a text in which no character acts: each that would can be seen instead.
+
+    Line feeds and tabs stay. Other C0 controls become their pictures (ESC is U+241B); of the rest
+    the number is written, U+202E as backslash, u and 202e.
+    """
+    return _UNSAFE.sub(_picture, str(text))
+
+
+def safe_line(text: object) -> str:
+    """Return a text as `safe_text` does, in one line: an end of line becomes the sign U+23CE."""
+    return safe_text(_LINE_ENDS.sub("\N{RETURN SYMBOL}", str(text)).replace("\t", " "))
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """Return JSON that is safe to show and gives back the very same texts."""
+    return _UNSAFE.sub(_escape, json.dumps(value, ensure_ascii=False, **options))
+
+
+def has_unsafe(text: str) -> bool:
+    """Say whether a text holds a character that `safe_text` replaces."""
+    return _UNSAFE.search(text) is not None
+
+
+def escape_for_yaml(text: str) -> str:
+    """Return YAML whose unsafe characters, which must stand in double quotes, are escaped."""
+    return _UNSAFE.sub(lambda found: _number(found[0]), text)
+
+
+class SafeFormatter(logging.Formatter):
+    """Formats records so that a message cannot act, and cannot pass for further records."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        first, *others = safe_text(super().format(record)).split("\n")
+        return "\n".join([first, *(f"    {line}" for line in others)])
+
+
+def _picture(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\N{SYMBOL FOR DELETE}"
+    return _number(found[0])
+
+
+def _number(character: str) -> str:
+    code = ord(character)
+    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def _escape(found: re.Match[str]) -> str:
+    # json.dumps knows which of them take two escapes.
+    return json.dumps(found[0])[1:-1] if found[0] != "\x7f" else "\\u007f"

@@ -1,0 +1,233 @@
+"""Tests that what a model, a service or a file says reaches no reader with characters that act."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.table import Table
+from rich.text import Text
+
+from nip_astra.cli import report_commands
+from nip_astra.errors import NipAstraError, ScorerError, UnknownNameError
+from nip_astra.evaluation.exports.tables import _csv_text
+from nip_astra.evaluation.rows import encode_rows, read_rows
+from nip_astra.evaluation.tables import as_text, matrix_tables, warning_lines
+from nip_astra.progress import open_progress
+from nip_astra.report.page import write_report
+from nip_astra.run import _log_file
+from nip_astra.safe_console import SafeConsole
+from nip_astra.safe_text import has_unsafe, safe_line, safe_text, to_json
+from nip_astra.tracking.local import LocalTracker
+from nip_astra.tracking.run_directory import RunDirectory, to_yaml
+from nip_astra.tracking.wandb_tracker import _cells
+from tests.command_line import CommandLine
+from tests.report.runs import evaluation, failing, results, write_run
+
+CLEAR, TITLE = "\x1b[2J", "\x1b]0;owned\x07"
+HOSTILE = f"{CLEAR}{TITLE}\x9b31m\x7f\r\u202etxt\u2066\ud800\U000e0041 [red]x[/red] [link]y :smile:"
+
+
+def test_every_character_that_acts_is_seen_instead() -> None:
+    assert safe_text(CLEAR) == "\u241b[2J"
+    assert safe_text("\x9b\u202e\x7f\ud800") == "\\u009b\\u202e\u2421\\ud800"
+    assert safe_text("\U000e0041") == "\\U000e0041"
+    assert not has_unsafe(safe_text("".join(map(chr, range(0x3000)))))
+
+
+def test_what_people_write_stays_as_it_is() -> None:
+    kept = "a\tb\nc é 漢字 עברית العربية 👩\u200d👧 नमस्ते \u200c"
+    assert safe_text(kept) == kept
+    assert safe_line("a\r\nb\tc") == "a\u23ceb c"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [HOSTILE, {"a": [HOSTILE]}, "a\\\u202e", "", None, 1.5],
+    ids=["text", "nested", "backslash", "empty", "null", "number"],
+)
+def test_json_is_safe_and_gives_back_the_same(value: Any) -> None:
+    assert not has_unsafe(to_json(value).replace("\n", ""))
+    assert json.loads(to_json(value)) == value
+
+
+def test_yaml_is_safe_and_gives_back_the_same(tmp_path: Path) -> None:
+    values = {"a": HOSTILE.replace("\ud800", ""), "\u202ekey": "\\\u2066 ${x} \x85", "b": "1e-5"}
+    assert not has_unsafe(to_yaml(values))
+    directory = RunDirectory(tmp_path)
+    directory.write_yaml("x.yaml", values)
+    assert directory.read_yaml("x.yaml") == values
+
+
+def printed(*parts: Any) -> str:
+    stream = io.StringIO()
+    SafeConsole(file=stream, width=200).print(*parts, sep="\n")
+    return stream.getvalue()
+
+
+def test_a_console_shows_text_as_it_is_wherever_it_stands() -> None:
+    table = Table(title=HOSTILE)
+    table.add_column(HOSTILE)
+    table.add_column(Text(HOSTILE))
+    table.add_row(HOSTILE, Text(HOSTILE, style="bold"))
+    shown = printed(HOSTILE, Text(HOSTILE), table, [HOSTILE])
+    assert not has_unsafe(shown)
+    assert shown.count("[red]x[/red]") == 8
+    assert shown.count(":smile:") == 8
+    lines = [line for line in shown.splitlines() if line[:1] in "┃┡│└"]
+    assert len({len(line.rstrip()) for line in lines}) == 1, "columns are as wide as what is shown"
+
+
+def test_a_console_keeps_its_own_colours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown = printed(Text(CLEAR, style="bold red"))
+    assert "\x1b[1;31m\u241b[2J" in shown
+
+
+def test_an_error_that_quotes_a_reply_is_safe_wherever_it_is_shown() -> None:
+    assert not has_unsafe(str(ScorerError(f"the judge said {HOSTILE}")))
+    assert not has_unsafe(str(UnknownNameError("scorer", "\x1b[2J", ["a"])))
+    assert str(NipAstraError("as it is")) == "as it is"
+
+
+def test_errors_on_the_command_line_are_safe(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # as it is after the test
+
+    def fail(error: Exception) -> None:
+        def report(*_: object, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(report_commands, "report", report)
+
+    error = ScorerError(HOSTILE)
+    error.__cause__ = RuntimeError(HOSTILE)
+    fail(error)
+    for options, count in (((), 1), (("--debug",), 3)):
+        said = cli("report", "one", *options)
+        assert said.code == 2
+        assert said.err.count("\u241b[2J") == count
+        assert not has_unsafe(said.err)
+    fail(RuntimeError(HOSTILE))
+    with pytest.raises(RuntimeError) as caught:
+        cli("report", "one")
+    sys.excepthook(caught.type, caught.value, caught.tb)
+    shown = cli.capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "RuntimeError: \u241b[2J" in shown
+    assert not has_unsafe(shown)
+
+
+def test_names_of_files_are_safe_in_what_commands_say(cli: CommandLine) -> None:
+    run = write_run(cli.folder / f"one{CLEAR}")
+    said = cli("report", str(run))
+    assert said.code == 0
+    assert "one\u241b[2J" in said.out
+    assert not has_unsafe(said.out)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_progress_bar_is_safe(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+) -> None:
+    seen: list[Any] = []
+
+    class Bar:
+        def __init__(self, **_: Any) -> None: ...
+        def update(self, _: int) -> None: ...
+        def close(self) -> None: ...
+
+        def set_description(self, text: str) -> None:
+            seen.append(text)
+
+        def set_postfix(self, values: Any, refresh: bool) -> None:
+            seen.extend([*values, *values.values()])
+
+    progress = open_progress(1, tqdm_func=Bar if is_terminal else None)
+    progress.set_description(f"{HOSTILE}\n")
+    progress.set_postfix({f"said{CLEAR}": f"{HOSTILE}\nforged", "loss": 0.5})
+    progress.step()
+    shown = "".join(seen) if is_terminal else capsys.readouterr().err.rstrip("\n")
+    assert "forged" in shown
+    assert not has_unsafe(shown)
+    assert "\n" not in shown
+
+
+def test_a_message_in_the_log_acts_on_nothing_and_forges_no_entry(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "one")
+    forged = "2026-01-01 00:00:00,000 ERROR nip_astra: forged"
+    said = HOSTILE.replace("\ud800", "")  # pytest keeps records, and sends them as UTF-8
+    with _log_file(RunDirectory(run)):
+        logging.getLogger("nip_astra.x").warning("the target said %s", f"{said}\n{forged}")
+    log = (run / "log.txt").read_text()
+    assert not has_unsafe(log)
+    assert f"\n    {forged}\n" in log
+    page = write_report([run]).read_text()
+    assert "the target said" in page
+    assert "forged" not in page
+
+
+def test_tables_of_an_evaluation_are_safe() -> None:
+    rate = {"value": 0.5, "low": 0.4, "high": 0.6}
+    figures = {"failure_rate": rate, "warnings": [f"it said {HOSTILE}"]}
+    text = as_text([*matrix_tables({(HOSTILE, HOSTILE): figures}), *warning_lines([HOSTILE])])
+    assert "[red]x[/red]" in text
+    assert not has_unsafe(text)
+
+
+def test_rows_and_tables_of_a_run_are_safe_and_whole(tmp_path: Path) -> None:
+    row = {"probe": HOSTILE, "response": HOSTILE}
+    assert not has_unsafe(encode_rows([row]).decode())
+    (tmp_path / "rows.jsonl").write_bytes(encode_rows([row]))
+    assert read_rows(tmp_path / "rows.jsonl") == [row]
+    (tmp_path / "rollouts").mkdir()
+    tracker = LocalTracker(RunDirectory(tmp_path))
+    tracker.log_table("train", ["probe"], [[HOSTILE]], step=1)
+    tracker.finish(success=True)
+    written = (tmp_path / "rollouts" / "train.jsonl").read_text()
+    assert not has_unsafe(written)
+    assert json.loads(written)["probe"] == HOSTILE
+    path = RunDirectory(tmp_path).write_json("x.json", {HOSTILE: HOSTILE})
+    assert not has_unsafe(path.read_text())
+    assert json.loads(path.read_text()) == {HOSTILE: HOSTILE}
+
+
+def test_csv_shows_what_acts() -> None:
+    [[head], [cell]] = csv.reader(io.StringIO(_csv_text([{"probe": HOSTILE}]), newline=""))
+    assert (head, cell) == ("probe", safe_text(HOSTILE))
+
+
+def test_tables_on_wandb_are_safe() -> None:
+    text, nested, number, nothing = _cells([HOSTILE, {"a": HOSTILE}, 1.5, None])
+    assert not has_unsafe(text)
+    assert not has_unsafe(nested)
+    assert (number, nothing) == (1.5, None)
+
+
+def test_no_text_of_a_run_acts_in_its_report(tmp_path: Path) -> None:
+    hostile = failing(HOSTILE, response=HOSTILE, prompt=HOSTILE, episode=7)
+    run = write_run(
+        tmp_path / "one",
+        parameters={HOSTILE.replace("\ud800", "").replace("\x07", ""): "\x9b\u202e"},
+        tables={"evaluation": [hostile], "train": [hostile]},
+        evaluations={
+            "held_out": evaluation(
+                attacker=HOSTILE, target=HOSTILE, warnings=[HOSTILE],
+                clusters=[{"size": 1, "plants": [HOSTILE], "most_likely": hostile}],
+            )
+        },
+        results=results(warnings=[HOSTILE], planted_failures=[{"name": HOSTILE}]),
+        metrics=[{"step": 1, HOSTILE: 1.0, "loss": 1.0}, {"step": 2, HOSTILE: 2.0, "loss": 0.5}],
+        sources={"training.lr": HOSTILE},
+    )  # fmt: skip
+    page = write_report([run]).read_text()
+    assert page.count("\u241b[2J") > 10
+    assert not has_unsafe(page)
