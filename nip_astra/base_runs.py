@@ -10,7 +10,13 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, ParameterError, ParameterFault, UnknownNameError
 from nip_astra.parameters.content import find_scenario
 from nip_astra.parameters.conversion import convert
-from nip_astra.parameters.loading import Layer, flatten, literal_layer, merge_layers
+from nip_astra.parameters.loading import (
+    VERSION_KEY,
+    Layer,
+    flatten,
+    literal_layer,
+    merge_layers,
+)
 from nip_astra.parameters.protocols import BaseRunParameters
 from nip_astra.scenarios.registry import Scenario
 from nip_astra.tracking import run_directory as files
@@ -35,10 +41,13 @@ class BaseRun:
         Its name.
     values : dict
         Its parameters, as the installed version reads them.
+    file : Path or None
+        Its parameter file; None for a run on W&B.
     """
 
     run_id: str
     values: dict[str, Any]
+    file: Path | None = None
 
     @property
     def source(self) -> str:
@@ -113,16 +122,17 @@ def read_base_run(layers: Sequence[Layer]) -> BaseRun:
         return BaseRun("", {})
     if parameters.run.startswith(wandb_runs.SCHEME):
         run_id = wandb_runs.parse_reference(parameters.run).run_id
-        values = wandb_runs.read_config(parameters.run)
+        values, file = wandb_runs.read_config(parameters.run), None
     else:
         directory = RunDirectory.open(Path(parameters.run).expanduser())
         run_id, values = directory.run_id, directory.read_yaml(files.HYPER_PARAMETERS)
-    return BaseRun(run_id, convert(values, source=f"the parameters of {parameters.run}"))
+        file = directory.path / files.HYPER_PARAMETERS
+    return BaseRun(run_id, convert(values, source=f"the parameters of {parameters.run}"), file)
 
 
 def is_complete(layer: Layer) -> bool:
     """Say whether a layer is what a run wrote down, which holds every parameter."""
-    return "package_version" in layer.values
+    return VERSION_KEY in layer.values
 
 
 def check_rerun(base: BaseRun, layers: Sequence[Layer], trainer_class: type[Trainer]) -> None:

@@ -146,6 +146,10 @@ class PluginError(ConfigurationError, ImportError):
     """A plug-in could not be loaded; nothing of it stays behind."""
 
 
+class UntrustedRunError(ConfigurationError, PermissionError):
+    """A run that is not known to be the user's own asks for code to be run, or for a key."""
+
+
 class AgentShapeError(ConfigurationError):
     """A part of an agent gives a tensor of another shape than its protocol needs."""
 

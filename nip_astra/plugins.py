@@ -15,6 +15,7 @@ from types import ModuleType
 
 from nip_astra.errors import NipAstraError, PluginError
 from nip_astra.registry import ALL_REGISTRIES, Registry, RegistrySnapshot
+from nip_astra.trust import active_source
 
 _LOADED: dict[str, LoadedPlugin] = {}
 
@@ -66,11 +67,15 @@ def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedP
     PluginError
         When the file is missing, has changed since it was loaded, or fails. A failed plug-in
         leaves no registered name and no module behind.
+    UntrustedRunError
+        When a stored run names it that is not the user's own; see `nip_astra.trust`.
     """
     text = str(spec)
     if not text.endswith(".py"):
         return _LOADED.get(text) or _load_module(text)
     path = ((relative_to or Path.cwd()) / Path(text).expanduser()).resolve()
+    if str(path) not in _LOADED and (stand_in := _vouched_for(path)) is not None:
+        return stand_in
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
@@ -91,12 +96,27 @@ def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedP
     return known
 
 
+def _vouched_for(path: Path) -> LoadedPlugin | None:
+    """Return the plug-in that the user gave in place of one that a stored run names, if any."""
+    source = active_source()
+    if source is None or (source.is_trusted and path.is_file()):
+        return None
+    for spec in source.given:
+        given = _LOADED[spec]
+        if given.path is not None and given.path.name == path.name:
+            return given
+    source.check(f"the code {path}", "run")
+    return None
+
+
 def _load_module(name: str) -> LoadedPlugin:
     if not all(part.isidentifier() for part in name.split(".")):
         raise PluginError(
             f"the plug-in {name!r} was to be loaded, but it is neither a Python file nor the name "
             "of a module. Give a path that ends in .py, or a dotted name such as my_package.mine."
         )
+    if (source := active_source()) is not None:
+        source.check(f"the module {name}", "imported")
     return _import(LoadedPlugin(name, None, name, None), lambda: importlib.import_module(name))
 
 

@@ -12,6 +12,7 @@ from nip_astra.errors import ConfigurationError, NipAstraError, PluginError, Unk
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
+    content_root,
     find_scenario,
     preset_path,
     scenario_names,
@@ -32,6 +33,7 @@ from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.scenarios.registry import SCENARIOS, Scenario
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
+from nip_astra.trust import StoredSource, active_source, is_own, on_behalf_of
 from nip_astra.unread_parameters import check_that_all_are_read
 
 
@@ -53,6 +55,8 @@ class ResolvedExperiment:
         The scenario's folder.
     settings : ExperimentSettings
         What the files say under `settings`; they hold where nothing else is asked for.
+    source : StoredSource or None
+        The stored run from which parameters come; None where the user wrote all of them.
     """
 
     hyper_params: HyperParameters
@@ -61,6 +65,7 @@ class ResolvedExperiment:
     kind: str
     scenario_dir: Path
     settings: ExperimentSettings = field(default_factory=ExperimentSettings)
+    source: StoredSource | None = None
 
 
 def resolve_experiment(
@@ -72,6 +77,7 @@ def resolve_experiment(
     seed: int | None = None,
     plugins: Sequence[str] = (),
     hyper_params: HyperParameters | Mapping[str, Any] | None = None,
+    is_trusted: bool = False,
 ) -> ResolvedExperiment:
     """Load plug-ins, stack the parameter layers, and validate the whole.
 
@@ -89,25 +95,39 @@ def resolve_experiment(
         Python files or modules to import first.
     hyper_params : HyperParameters or Mapping, optional
         What was given explicitly forms a layer of its own.
+    is_trusted : bool
+        Whether code that a stored run names is loaded although the run is not the user's own.
 
     Raises
     ------
     ConfigurationError
         When a name is unknown, a file is missing, or parameters are wrong; all faults of the
         parameters at once.
+    UntrustedRunError
+        When a stored run that is not the user's own names code to run.
     """
     top = [] if hyper_params is None else [_layer_of(hyper_params)]
     top += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
     stack = _Stack.of(parameter_file, top)
-    components = _find_components(stack, plugins)
-    resolved = _validate(stack, components, is_plugin_given=bool(plugins))
+    given = _load_all(plugins, None)
+    source = _source_of(stack, given, is_trusted=is_trusted)
+    if source is not None:
+        # What the user names is loaded first, so that only what the run names is asked for.
+        _load_code(stack.named_by_the_user(), stack.folder)
+    with on_behalf_of(source):
+        components = _find_components(stack, plugins)
+        resolved = _validate(stack, components, is_plugin_given=bool(plugins))
+        located = _located(resolved.hyper_params, components, stack.folder)
+    if source is not None and resolved.settings.wandb == "online":
+        source.check("this user's account of W&B", "written to")
     return ResolvedExperiment(
-        _located(resolved.hyper_params, components, stack.folder),
+        located,
         resolved.sources,
         components.trainer_class,
         components.kind,
         components.scenario_dir,
         resolved.settings,
+        source,
     )
 
 
@@ -149,6 +169,10 @@ class _Stack:
     def named(self) -> dict[str, Any]:
         """Give what all layers say together."""
         return _merged(*self.layers)
+
+    def named_by_the_user(self) -> dict[str, Any]:
+        """Give what the layers say that come from no run."""
+        return _merged(*(one for one in (*self.file, *self.top) if one.stored_in is None))
 
 
 @dataclass(frozen=True)
@@ -234,6 +258,20 @@ def _validate(
     return resolved
 
 
+def _source_of(stack: _Stack, given: Sequence[str], *, is_trusted: bool) -> StoredSource | None:
+    """Give the stored run from which parameters come; of several, all must be the user's own."""
+    files = {one.stored_in: str(one.stored_in) for one in stack.file if one.stored_in is not None}
+    base: dict[Path | None, str] = (
+        {stack.base_run.file: stack.base_run.source} if stack.base_run.values else {}
+    )
+    found = {**files, **base}
+    if not found:
+        return None
+    strange = [place for file, place in found.items() if file is None or not is_own(file)]
+    place = strange[0] if strange else next(iter(found.values()))
+    return StoredSource(place, is_trusted or not strange, tuple(given))
+
+
 def _merged(*layers: Layer) -> dict[str, Any]:
     return merge_layers(layers, resolve=False)[0]
 
@@ -245,6 +283,13 @@ def _load_plugins(specs: Sequence[str], named: dict[str, Any], folder: Path | No
         # It may register the trainer.
         _load_plugin_of(find_scenario(str(named["scenario"])))
     return loaded
+
+
+def _load_code(named: dict[str, Any], folder: Path | None) -> None:
+    """Import all plug-ins that parameters name."""
+    _load_plugins((), named, folder)
+    if named.get("custom_trainer_module_path") is not None:
+        load_plugin(str(named["custom_trainer_module_path"]), relative_to=folder)
 
 
 def _load_all(specs: Sequence[str], folder: Path | None) -> list[str]:
@@ -401,6 +446,10 @@ def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
     _load_plugin_of(scenario_dir)
     path = scenario_dir / "scenario.yaml"
     layers = read_yaml_layers(path, source="scenario.yaml")
+    source = active_source()
+    is_shipped = scenario_dir.parent == content_root() / "scenarios"
+    if source is not None and not source.is_trusted and not is_shipped:
+        layers = [literal_layer(layer.source, layer.values) for layer in layers]
     kinds = [layer.values.pop("kind", None) for layer in layers]
     kind = next((kind for kind in reversed(kinds) if kind is not None), None)
     if kind is None:

@@ -6,7 +6,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,7 @@ from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.trainer_base import Trainer
+from nip_astra.trust import SIGNATURE, on_behalf_of, sign
 from nip_astra.utils.devices import resolve_device
 
 logger = logging.getLogger(__name__)
@@ -88,15 +89,16 @@ def prepare_experiment(
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
-    instance = build_scenario_instance(
-        resolved.hyper_params,
-        settings,
-        kind=resolved.kind,
-        scenario_dir=resolved.scenario_dir,
-        trainer_type=resolved.trainer_class.trainer_type,
-    )
-    _refuse_unfinished(resolved.trainer_class)
-    trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
+    with on_behalf_of(resolved.source):
+        instance = build_scenario_instance(
+            resolved.hyper_params,
+            settings,
+            kind=resolved.kind,
+            scenario_dir=resolved.scenario_dir,
+            trainer_type=resolved.trainer_class.trainer_type,
+        )
+        _refuse_unfinished(resolved.trainer_class)
+        trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
     return PreparedExperiment(instance, trainer, trainer.get_total_num_iterations())
 
 
@@ -121,10 +123,11 @@ def run_experiment(
     run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
 
     def write(new: RunDirectory) -> None:
-        new.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
+        written = new.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
         new.write_json(files.PARAMETER_SOURCES, resolved.sources)
         new.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
-        new.write_json(files.ENVIRONMENT, describe_environment() | {"device": device})
+        signed = {"device": device, SIGNATURE: sign(written.read_bytes())}
+        new.write_json(files.ENVIRONMENT, describe_environment() | signed)
 
     directory = RunDirectory.create(settings.runs_dir, run_id, write)
     built: list[Trainer] = []
@@ -140,7 +143,13 @@ def run_experiment(
             raise
 
 
-def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResult:
+def resume_experiment(
+    run: str | Path,
+    *,
+    plugins: Sequence[str] = (),
+    is_trusted: bool = False,
+    **settings_fields: Any,
+) -> ExperimentResult:
     """Go on with a run from its latest checkpoint, in its directory.
 
     A run that was stopped before its first checkpoint starts again; of one that was stopped after
@@ -150,6 +159,10 @@ def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResu
     ----------
     run : str or Path
         The run directory, or its name in `runs_dir`.
+    plugins : Sequence[str]
+        Python files that stand in for those of the same name that the run loaded, or modules.
+    is_trusted : bool
+        Whether code that the run names is loaded although the run is not the user's own.
     **settings_fields
         Settings that differ from those the run was started with.
 
@@ -160,14 +173,22 @@ def resume_experiment(run: str | Path, **settings_fields: Any) -> ExperimentResu
     CheckpointError
         When the latest checkpoint is corrupt, all are lost, or it is of other parameters than
         those in the run directory.
+    UntrustedRunError
+        When the run is not the user's own and names code, a key, or an account of W&B.
     """
     runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
     directory = RunDirectory.find(run, runs_dir)
     with run_lock(directory.path):
         if (directory.path / files.RESULTS).exists():
             return _finish_ended(directory)
-        resolved = resolve_experiment(parameter_file=directory.path / files.HYPER_PARAMETERS)
+        resolved = resolve_experiment(
+            parameter_file=directory.path / files.HYPER_PARAMETERS,
+            plugins=plugins,
+            is_trusted=is_trusted,
+        )
         stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
+        if stored.wandb == "online" and "wandb" not in settings_fields and resolved.source:
+            resolved.source.check("this user's account of W&B", "written to")
         settings = _settings(stored, settings_fields)
         checkpoint = _checkpoint_to_go_on_from(directory)
         return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])

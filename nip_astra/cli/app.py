@@ -27,6 +27,7 @@ from nip_astra.cli.options import (
     Settings,
     Threads,
     Trainer,
+    Trust,
     Wandb,
     settings_of,
 )
@@ -99,6 +100,7 @@ def run(
     overrides: Overrides = None,
     seed: Seed = None,
     plugin: Plugins = None,
+    trust: Trust = False,
     device: Device = None,
     wandb: Wandb = None,
     run_id: Annotated[
@@ -120,7 +122,7 @@ def run(
     from nip_astra.cli import commands
 
     commands.run(
-        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin),
+        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
         settings_of(
             settings,
             device=device,
@@ -137,6 +139,8 @@ def run(
 @app.command()
 def resume(
     run: Annotated[str, typer.Argument(help="Run id, or run directory, e.g. runs/<run id>.")],
+    plugin: Plugins = None,
+    trust: Trust = False,
     device: Device = None,
     wandb: Wandb = None,
     runs_dir: RunsDir = None,
@@ -150,7 +154,7 @@ def resume(
     given = settings_of(
         settings, device=device, wandb=wandb, runs_dir=runs_dir, num_threads=num_threads
     )
-    commands.resume(run, given)
+    commands.resume(run, given, plugins=plugin or [], is_trusted=trust)
 
 
 @app.command(name="list")
@@ -175,6 +179,7 @@ def show(
     overrides: Overrides = None,
     seed: Seed = None,
     plugin: Plugins = None,
+    trust: Trust = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print a parameter file.")] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Say what each parameter is.")] = False,
     show_all: Annotated[
@@ -186,7 +191,7 @@ def show(
     from nip_astra.cli import show_commands
 
     show_commands.show(
-        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin),
+        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
         as_yaml=as_yaml,
         is_explained=explain,
         are_all_shown=show_all,
@@ -250,6 +255,7 @@ def _experiment_arguments(
     overrides: list[str] | None,
     seed: int | None,
     plugins: list[str] | None,
+    is_trusted: bool = False,
 ) -> dict[str, Any]:
     return {
         "trainer": trainer,
@@ -258,6 +264,7 @@ def _experiment_arguments(
         "overrides": overrides or [],
         "seed": seed,
         "plugins": plugins or [],
+        "is_trusted": is_trusted,
     }
 
 

@@ -37,7 +37,12 @@ class Surroundings:
 
 
 def resolve_around(
-    folder: Path, given: Surroundings, overrides: Sequence[str], plugins: Sequence[str]
+    folder: Path,
+    given: Surroundings,
+    overrides: Sequence[str],
+    plugins: Sequence[str],
+    *,
+    is_trusted: bool = False,
 ) -> ResolvedExperiment:
     """Give the experiment that a folder's model is to attack in.
 
@@ -66,6 +71,7 @@ def resolve_around(
         parameter_file=given.parameter_file,
         overrides=overrides,
         plugins=plugins,
+        is_trusted=is_trusted,
     )
 
 

@@ -45,10 +45,10 @@ def run(experiment: dict[str, Any], settings: dict[str, Any], *, dry_run: bool) 
     _report(run_experiment(resolved, **settings))
 
 
-def resume(path: str, settings: dict[str, Any]) -> None:
+def resume(path: str, settings: dict[str, Any], *, plugins: list[str], is_trusted: bool) -> None:
     """Go on with a run."""
     quieten_libraries()
-    _report(resume_experiment(path, **settings))
+    _report(resume_experiment(path, plugins=plugins, is_trusted=is_trusted, **settings))
 
 
 def list_names(kind: str | None, plugins: list[str]) -> None:

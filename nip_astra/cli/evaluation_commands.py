@@ -14,6 +14,7 @@ from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.evaluation_loading import (
     LoadedAttacker,
     LoadedTarget,
+    RunCode,
     load_attacker,
     load_target,
     run_of,
@@ -63,7 +64,7 @@ class EvaluateRequest:
     targets: Sequence[str]
     is_untrained: bool
     overrides: Sequence[str]
-    plugins: Sequence[str]
+    code: RunCode
     played: PlayingRequest
     judged: JudgingRequest
     surroundings: Surroundings = field(default_factory=Surroundings)
@@ -79,13 +80,13 @@ def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> No
         attacker = load_attacker(
             path,
             settings,
+            code=request.code,
             overrides=request.overrides,
-            plugins=request.plugins,
             is_untrained=request.is_untrained,
             surroundings=request.surroundings,
         )
         for spec in request.targets or (None,):
-            target = load_target(spec, attacker, settings)
+            target = load_target(spec, attacker, settings, request.code)
             with _processor(attacker, target, settings):
                 figures, folder = _evaluate_cell(request, attacker, target, settings)
             # Two runs may have the same id in different folders.

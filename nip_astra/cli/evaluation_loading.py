@@ -25,6 +25,7 @@ from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.trust import active_source, on_behalf_of
 from nip_astra.utils.devices import resolve_device
 
 MODEL_DIR, ATTACKER_DIR = "model", "attacker"
@@ -93,7 +94,15 @@ class LoadedScorers:
     parameters: dict[str, Any]
 
 
-def resolve_run(path: Path, overrides: Sequence[str], plugins: Sequence[str]) -> ResolvedExperiment:
+@dataclass(frozen=True)
+class RunCode:
+    """Whose code may run on behalf of runs: plug-ins that the user gave, or all that they name."""
+
+    plugins: Sequence[str] = ()
+    is_trusted: bool = False
+
+
+def resolve_run(path: Path, code: RunCode, overrides: Sequence[str] = ()) -> ResolvedExperiment:
     """Give the experiment of a run directory.
 
     Raises
@@ -103,7 +112,10 @@ def resolve_run(path: Path, overrides: Sequence[str], plugins: Sequence[str]) ->
     """
     directory = RunDirectory.open(path)
     resolved = resolve_experiment(
-        parameter_file=directory.path / HYPER_PARAMETERS, overrides=overrides, plugins=plugins
+        parameter_file=directory.path / HYPER_PARAMETERS,
+        overrides=overrides,
+        plugins=code.plugins,
+        is_trusted=code.is_trusted,
     )
     protocol = resolved.hyper_params.interaction_protocol
     if protocol is not None:
@@ -142,8 +154,8 @@ def load_attacker(
     path: str,
     settings: ExperimentSettings,
     *,
+    code: RunCode,
     overrides: Sequence[str] = (),
-    plugins: Sequence[str] = (),
     is_untrained: bool = False,
     surroundings: Surroundings = Surroundings(),  # noqa: B008 - frozen
 ) -> LoadedAttacker:
@@ -172,13 +184,14 @@ def load_attacker(
             "changed by --set."
         )
     resolved = (
-        resolve_run(run, overrides, plugins)
+        resolve_run(run, code, overrides)
         if is_run
-        else resolve_around(run, surroundings, overrides, plugins)
+        else resolve_around(run, surroundings, overrides, code.plugins, is_trusted=code.is_trusted)
     )
-    instance = build_scenario_instance(
-        resolved.hyper_params, settings, kind=resolved.kind, scenario_dir=resolved.scenario_dir
-    )
+    with on_behalf_of(resolved.source):
+        instance = build_scenario_instance(
+            resolved.hyper_params, settings, kind=resolved.kind, scenario_dir=resolved.scenario_dir
+        )
     if instance.sampler is None:
         raise ConfigurationError(
             f"{run} was to be evaluated, but its scenario of kind {resolved.kind!r} has no "
@@ -214,7 +227,7 @@ def target_label(section: Any) -> str:
 
 
 def load_target(
-    spec: str | None, attacker: LoadedAttacker, settings: ExperimentSettings
+    spec: str | None, attacker: LoadedAttacker, settings: ExperimentSettings, code: RunCode
 ) -> LoadedTarget:
     """Give a target: None for the scenario's own, a run for that run's, else a model.
 
@@ -233,7 +246,7 @@ def load_target(
             scenario_dir=scenario_dir,
         )
     if (Path(spec) / HYPER_PARAMETERS).is_file():
-        resolved = resolve_run(Path(spec), (), ())
+        resolved = resolve_run(Path(spec), code)
         section = getattr(resolved.hyper_params, resolved.kind)
         parameters, scenario_dir = section.target, resolved.scenario_dir
         planted, label = section.planted_failures, RunDirectory(Path(spec)).run_id
@@ -285,14 +298,16 @@ def load_scorers(
         name, parameters = _scorer_parameters(spec, own)
         while name in scorers:
             name += "_2"
-        is_built = spec == "own" and own_scorer is not None
-        scorers[name] = (
-            own_scorer
-            if is_built and own_scorer is not None
-            else build_scorer(
-                parameters, device=resolve_device(settings.device), scenario_dir=scenario_dir
+        # Any but the run's own was named by the user.
+        with on_behalf_of(active_source() if spec == "own" else None):
+            is_built = spec == "own" and own_scorer is not None
+            scorers[name] = (
+                own_scorer
+                if is_built and own_scorer is not None
+                else build_scorer(
+                    parameters, device=resolve_device(settings.device), scenario_dir=scenario_dir
+                )
             )
-        )
         found[name] = parameters.to_dict()
     return LoadedScorers(scorers, found)
 

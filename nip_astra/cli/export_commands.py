@@ -6,7 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from nip_astra.cli.evaluation_loading import resolve_run
+from nip_astra.cli.evaluation_loading import RunCode, resolve_run
 from nip_astra.cli.stored_evaluations import final_episodes, stored_rows
 from nip_astra.cli.terminal import say
 from nip_astra.errors import UnknownNameError
@@ -30,22 +30,22 @@ EXPORTS = "exports"
 """Folder in a run's directory, unless another is asked for."""
 
 
-def export(path: str, *, form: str, output: str | None) -> None:
+def export(path: str, *, form: str, output: str | None, code: RunCode) -> None:
     """Write a run's newest evaluation, or the one given, in a format of others."""
     if form not in FORMATS:
         raise UnknownNameError("format", form, FORMATS, "Give one of them as --format.")
-    material, run = _material(Path(path))
+    material, run = _material(Path(path), code)
     folder = run / EXPORTS if output is None else Path(output)
     make_folder(folder)
     for written in FORMATS[form](material, folder):
         say(f"export     {written}")
 
 
-def _material(path: Path) -> tuple[Material, Path]:
+def _material(path: Path, code: RunCode) -> tuple[Material, Path]:
     source, run = stored_rows(path)
     folder = EvaluationFolder(source.parent) if source.name == ROWS else None
     figures = folder.figures() if folder is not None else {}
-    resolved = resolve_run(run, (), ())
+    resolved = resolve_run(run, code)
     section = getattr(resolved.hyper_params, resolved.kind)
     threshold = float(figures.get("failure_threshold", section.failure_threshold))
     episodes = final_episodes(source, run)

@@ -31,6 +31,7 @@ from nip_astra.cli.options import (
     Targets,
     Threads,
     Threshold,
+    Trust,
     Untrained,
     settings_of,
 )
@@ -59,6 +60,7 @@ def evaluate(
     as_json: AsJson = False,
     overrides: Overrides = None,
     plugin: Plugins = None,
+    trust: Trust = False,
     device: Device = None,
     num_threads: Threads = None,
     debug: Debug = False,
@@ -66,6 +68,7 @@ def evaluate(
     """Measure attackers on held-out prompts; goes on where a killed evaluation was."""
     from nip_astra.cli import evaluation_commands as commands
     from nip_astra.cli.attacker_folders import Surroundings
+    from nip_astra.cli.evaluation_loading import RunCode
     from nip_astra.cli.judging import JudgingRequest
 
     commands.evaluate(
@@ -74,7 +77,7 @@ def evaluate(
             targets=targets or [],
             is_untrained=untrained,
             overrides=overrides or [],
-            plugins=plugin or [],
+            code=RunCode(plugin or [], trust),
             played=commands.PlayingRequest(
                 split=split,
                 seed=seed,
@@ -104,17 +107,19 @@ def score(
     fail_if: FailIf = None,
     as_json: AsJson = False,
     plugin: Plugins = None,
+    trust: Trust = False,
     device: Device = None,
     debug: Debug = False,
 ) -> None:
     """Rate the stored conversations of a run by other scorers; generates nothing."""
+    from nip_astra.cli.evaluation_loading import RunCode
     from nip_astra.cli.judging import JudgingRequest
     from nip_astra.cli.stored_evaluations import score as score_stored
 
     judged = JudgingRequest(
         scorers or [], name, threshold, labelled, embedder, overwrite, fail_if, as_json
     )
-    score_stored(run, judged, plugin or [], settings_of(device=device))
+    score_stored(run, judged, RunCode(plugin or [], trust), settings_of(device=device))
 
 
 def compare(
@@ -126,12 +131,16 @@ def compare(
         str | None, typer.Option(metavar="FILE", help="JSON file to write the comparison to.")
     ] = None,
     as_json: AsJson = False,
+    plugin: Plugins = None,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Compare evaluations with the first, paired by opening prompt."""
     from nip_astra.cli import stored_evaluations
+    from nip_astra.cli.evaluation_loading import RunCode
 
-    stored_evaluations.compare_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
+    code = RunCode(plugin or [], trust)
+    stored_evaluations.compare_runs(runs, code=code, fail_if=fail_if, out=out, as_json=as_json)
 
 
 def report(
@@ -164,12 +173,16 @@ def export(
     output: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder to write to; RUN/exports.")
     ] = None,
+    plugin: Plugins = None,
+    trust: Trust = False,
     debug: Debug = False,
 ) -> None:
     """Write conversations, figures and curves in the formats of other tools."""
     from nip_astra.cli import export_commands
+    from nip_astra.cli.evaluation_loading import RunCode
 
-    export_commands.export(run, form=form, output=output)
+    code = RunCode(plugin or [], trust)
+    export_commands.export(run, form=form, output=output, code=code)
 
 
 def doctor(

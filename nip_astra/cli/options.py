@@ -44,6 +44,12 @@ Plugins = Annotated[
         "--plugin", metavar="FILE", help="Python file or module that registers names. Repeatable."
     ),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option(
+        "--trust", help="Load the code and keys that a run names, though it is not your own."
+    ),
+]
 Device = Annotated[str | None, typer.Option(metavar="NAME", help="cpu, cuda or auto.")]
 RunsDir = Annotated[str | None, typer.Option(metavar="DIR", help="Where runs are kept.")]
 Threads = Annotated[

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.cli.commands import quieten_libraries
-from nip_astra.cli.evaluation_loading import resolve_run, run_of, target_label
+from nip_astra.cli.evaluation_loading import RunCode, resolve_run, run_of, target_label
 from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
 from nip_astra.cli.terminal import open_console, say
 from nip_astra.errors import ConfigurationError, DataError
@@ -30,21 +30,23 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.planted_failures import PlantedFailure
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
+from nip_astra.trust import on_behalf_of
 
 
 def score(
     path: str,
     request: JudgingRequest,
-    plugins: Sequence[str],
+    code: RunCode,
     settings_fields: Mapping[str, Any],
 ) -> None:
     """Rate stored conversations again, without a language model."""
     quieten_libraries()
     settings = ExperimentSettings.from_dict(dict(settings_fields))
     source, run = stored_rows(Path(path))
-    resolved = resolve_run(run, (), plugins)
+    resolved = resolve_run(run, code)
     section = getattr(resolved.hyper_params, resolved.kind)
-    judges = load_judges(request, section, settings, resolved.scenario_dir)
+    with on_behalf_of(resolved.source):
+        judges = load_judges(request, section, settings, resolved.scenario_dir)
     before = EvaluationFolder(source.parent).figures() if source.name == ROWS else {}
     episodes = final_episodes(source, run)
     ordinary = episodes_of(read_rows(source.parent / PROBABILITY_ROWS))
@@ -108,7 +110,7 @@ def _folder_for(
 
 
 def compare_runs(
-    paths: Sequence[str], *, fail_if: str | None, out: str | None, as_json: bool
+    paths: Sequence[str], *, code: RunCode, fail_if: str | None, out: str | None, as_json: bool
 ) -> None:
     """Compare every other evaluation with the first, pair by pair."""
     if len(paths) < 2:
@@ -116,7 +118,7 @@ def compare_runs(
             "evaluations were to be compared, but one was given. Give two or more runs or "
             "evaluations: nip-astra compare runs/a runs/b"
         )
-    contenders = [_contender(Path(path)) for path in paths]
+    contenders = [_contender(Path(path), code) for path in paths]
     labels = _distinct([contender.label for contender in contenders])
     contenders = [replace(c, label=label) for c, label in zip(contenders, labels, strict=True)]
     first, *others = contenders
@@ -161,9 +163,9 @@ def final_episodes(source: Path, run: Path) -> list[Episode]:
     return episodes_of(row for row in rows if row.get("step", 0) == last)
 
 
-def _contender(path: Path) -> Contender:
+def _contender(path: Path, code: RunCode) -> Contender:
     if (path / HYPER_PARAMETERS).is_file() and not list((path / EVALUATIONS).glob(f"*/{FIGURES}")):
-        resolved = resolve_run(path, (), ())
+        resolved = resolve_run(path, code)
         section = getattr(resolved.hyper_params, resolved.kind)
         file = path / "rollouts" / "evaluation.jsonl"
         found = read_contender(file, threshold=section.failure_threshold, label=path.name)

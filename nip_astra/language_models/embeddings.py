@@ -217,8 +217,10 @@ def _load_encoder(reference: str, scenario_dir: Path | None) -> tuple[Any, Any]:
             f"{_ADVICE}"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model, info = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model, info = AutoModel.from_pretrained(
+            name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+        )
     except Exception as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise ModelLoadError(

@@ -71,7 +71,7 @@ def load_tokenizer(name: str, gguf_file: str | None = None) -> Any:
     """Load a tokenizer; equal arguments share one object. An adapter has that of its model."""
     name = _base_of_adapter(name) or name
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **_gguf(gguf_file))
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **_gguf(gguf_file))
         is_empty = not tokenizer.encode("a", add_special_tokens=False)
     except Exception as error:
         raise _load_error("tokenizer", name, error) from error
@@ -96,6 +96,7 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             name,
+            trust_remote_code=False,
             dtype=torch.float32,
             attn_implementation="sdpa",
             output_loading_info=True,
@@ -144,7 +145,7 @@ class ModelDescription(NamedTuple):
 def describe_model(name: str) -> ModelDescription:
     """Read what a folder or hub id says of its model; no weights are loaded."""
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=False)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(config)
         vocab_size = int(config.vocab_size)

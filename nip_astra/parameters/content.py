@@ -123,11 +123,14 @@ def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
 
 def _inside_package(package: str, inside: str, reference: str) -> Path:
     """Give a path in a package; of a package in several folders, the first that has it."""
+    top, *below = package.split(".")
     try:
-        spec = importlib.util.find_spec(package)
+        # That of a package in a package would import the outer one, which runs it.
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         spec = None
-    folders = [Path(folder) for folder in (spec and spec.submodule_search_locations) or ()]
+    found = (spec and spec.submodule_search_locations) or ()
+    folders = [folder for one in found if (folder := Path(one, *below)).is_dir()]
     if not folders:
         raise MissingDependencyError(
             f"{reference!r} points into the package {package!r}, but no package of that name is "

@@ -18,7 +18,11 @@ from nip_astra.parameters.conversion import convert
 from nip_astra.parameters.faults import show
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.merging import Merger, default_lists
-from nip_astra.tracking.run_directory import escape_references
+from nip_astra.tracking.run_directory import (
+    HYPER_PARAMETERS,
+    escape_references,
+    unescape_references,
+)
 
 DEFAULT_SOURCE = "default"
 """Source of a value that no layer gave."""
@@ -26,6 +30,8 @@ OVERRIDE_SOURCE = "--set"
 """Source of a value that an assignment `a.b=c` gave."""
 SETTINGS_SECTION = "settings"
 """Section of a parameter file that says where and how its runs take place."""
+VERSION_KEY = "package_version"
+"""By which a file is known that a run wrote: it holds every parameter."""
 _OPEN = "???"
 _MAX_DEPTH = 50
 
@@ -40,10 +46,14 @@ class Layer:
         Where the values come from, for messages and for `show`.
     values : dict
         Nested values by name; `${a.b}` in a text refers to another parameter.
+    stored_in : Path or None
+        The parameter file of a run from which they come, itself or as what it extends; None for
+        what the user wrote.
     """
 
     source: str
     values: dict[str, Any]
+    stored_in: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,8 @@ def _literal(value: Any) -> Any:
 def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
     """Read a parameter file and, before it, the files that it `extends`.
 
-    A file that another version of the package wrote is converted.
+    A file that another version of the package wrote is converted. In a file that a run wrote, which
+    holds resolved values only, and in what it extends, `${` is text.
 
     Raises
     ------
@@ -87,6 +98,7 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
     layers: list[Layer] = []
     chain: list[Path] = []
     current: Path | None = path
+    stored_in: Path | None = None
     while current is not None:
         if current.resolve() in chain:
             raise ConfigurationError(
@@ -99,7 +111,11 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
         values = _read_yaml(current, asked_by)
         parent = values.pop("extends", None)
         label = source if current == path else f"{source} <- {current.name}"
-        layers.insert(0, Layer(label, convert(values, source=str(current))))
+        if stored_in is None and (current.name == HYPER_PARAMETERS or VERSION_KEY in values):
+            stored_in = current
+        if stored_in is not None:
+            values = literal_layer(label, unescape_references(values)).values
+        layers.insert(0, Layer(label, convert(values, source=str(current)), stored_in))
         current = None if parent is None else _parent_of(current, parent)
     return layers
 

@@ -81,5 +81,7 @@ class ClassifierScorer(ModelScorer):
 
 
 def _from_name(name: str) -> tuple[Any, Any, dict[str, Any]]:
-    model, info = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True)
-    return AutoTokenizer.from_pretrained(name), model, info
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        name, trust_remote_code=False, output_loading_info=True
+    )
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False), model, info

@@ -203,9 +203,9 @@ def _load(reference: str, dtype: str, scenario_dir: Path | None) -> tuple[Any, A
 
     def from_name(name: str) -> tuple[Any, Any, dict[str, Any]]:
         model, info = AutoModelForCausalLM.from_pretrained(
-            name, dtype=DTYPES[dtype], output_loading_info=True
+            name, trust_remote_code=False, dtype=DTYPES[dtype], output_loading_info=True
         )
-        return AutoTokenizer.from_pretrained(name), model, info
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False), model, info
 
     name, gguf_file = resolve_model(reference, scenario_dir)
     if gguf_file is not None:

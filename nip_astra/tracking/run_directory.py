@@ -83,6 +83,20 @@ def escape_references(text: str) -> str:
     return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)
 
 
+def unescape_references(value: Any) -> Any:
+    """Undo `escape_references` in nested values; a reference in them is left as text."""
+    if isinstance(value, str):
+        return re.sub(r"(\\+)\$\{", _without_escape, value)
+    if isinstance(value, Mapping):
+        return {unescape_references(name): unescape_references(one) for name, one in value.items()}
+    return [unescape_references(item) for item in value] if isinstance(value, list) else value
+
+
+def _without_escape(found: re.Match[str]) -> str:
+    half, is_escaped = divmod(len(found[1]), 2)
+    return f"{found[1][:half]}${{" if is_escaped else found[0]
+
+
 class RunDirectory:
     """Files of one run.
 
@@ -295,7 +309,8 @@ def _parse_yaml(text: str) -> Any:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        return OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+        # References are text: what a run of others says must not read this one's environment.
+        return unescape_references(OmegaConf.to_container(OmegaConf.create(text), resolve=False))
     except OmegaConfBaseException as error:
         raise ValueError(str(error)) from error
 

@@ -116,7 +116,9 @@ class HuggingFaceImageModel(PretrainedModel):
 
 def _load(name: str) -> Any:
     try:
-        model, info = AutoModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True)
+        model, info = AutoModel.from_pretrained(
+            name, trust_remote_code=False, dtype=torch.float32, output_loading_info=True
+        )
     except ImportError as error:
         raise MissingDependencyError(
             f"the image model {name!r} was asked for, and it needs a package that is not "

@@ -1,0 +1,358 @@
+"""Tests that a run of others is read, and neither runs its code nor reads one's environment."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra import plugins
+from nip_astra.errors import UntrustedRunError
+from nip_astra.parameters.content import resolve_reference
+from nip_astra.resolution import resolve_experiment
+from nip_astra.run import resume_experiment
+from nip_astra.tracking.run_directory import RunDirectory, to_yaml
+from nip_astra.trust import StoredSource, check_variable, is_own, on_behalf_of, sign
+from tests.command_line import CommandLine, plugins_forgotten_after, refused
+from tests.report.test_page import report
+
+MARKER = "import pathlib\npathlib.Path({path!r}).touch()\n"
+SECRET = "a-value-of-the-environment"
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """A file that the code of a foreign run makes."""
+    return tmp_path / "it_ran"
+
+
+@pytest.fixture
+def foreign(run: Path, tmp_path: Path, marker: Path) -> Path:
+    """A run of the tiny models whose parameters, as others gave them, name a plug-in."""
+    code = tmp_path / "theirs" / "evil.py"
+    code.parent.mkdir()
+    code.write_text(MARKER.format(path=str(marker)))
+    change(run, plugins=[str(code)])
+    return run
+
+
+def change(run: Path, **values: Any) -> None:
+    directory = RunDirectory(run)
+    directory.write_yaml(
+        "hyper_parameters.yaml", directory.read_yaml("hyper_parameters.yaml") | values
+    )
+
+
+def test_a_run_is_known_for_the_users_own_until_its_parameters_change(trained: Path) -> None:
+    assert is_own(trained / "hyper_parameters.yaml")
+
+
+def test_a_run_is_own_where_it_was_moved_and_not_where_it_was_changed(run: Path) -> None:
+    assert is_own(run / "hyper_parameters.yaml")
+    change(run, seed=7)
+    assert not is_own(run / "hyper_parameters.yaml")
+
+
+def test_a_run_of_another_user_or_machine_is_not_ones_own(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "elsewhere"))
+    assert not is_own(run / "hyper_parameters.yaml"), "there is no key"
+    sign(b"anything")
+    assert not is_own(run / "hyper_parameters.yaml"), "it is another key"
+
+
+@pytest.mark.parametrize("environment", ["", "[1]", "{}", '{"signature": 3}', '{"signature": "é"}'])
+def test_a_broken_signature_is_none(run: Path, environment: str) -> None:
+    (run / "environment.json").write_text(environment)
+    assert not is_own(run / "hyper_parameters.yaml")
+
+
+def test_the_key_is_private_and_one_that_others_can_read_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    signature = sign(b"x")
+    key = tmp_path / "nip_astra" / "run_key"
+    assert stat.S_IMODE(key.stat().st_mode) == 0o600
+    assert list(key.parent.iterdir()) == [key]
+    assert sign(b"x") == signature
+    key.chmod(0o644)
+    assert sign(b"x") is None
+    key.unlink()
+    key.symlink_to("/dev/zero")
+    assert sign(b"x") is None
+
+
+def test_where_no_key_can_be_kept_runs_are_not_signed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert sign(b"x") is None
+    monkeypatch.setenv("XDG_STATE_HOME", "relative")
+    assert sign(b"x") is None
+
+
+OPENERS = {
+    "show": ("show", "--parameters", "runs/one/hyper_parameters.yaml"),
+    "run": ("run", "--parameters", "runs/one/hyper_parameters.yaml", "--run-id", "two"),
+    "schema": ("show", "--yaml", "--parameters", "runs/one/hyper_parameters.yaml"),
+    "resume": ("resume", "one"),
+    "evaluate": ("evaluate", "runs/one", "--num-episodes", "2", "--probability-episodes", "0"),
+    "score": ("score", "runs/one"),
+    "compare": ("compare", "runs/one", "runs/one"),
+    "export": ("export", "runs/one", "--format", "csv"),
+}
+
+
+@pytest.mark.parametrize("command", OPENERS)
+def test_no_command_runs_the_code_of_a_foreign_run(
+    cli: CommandLine, foreign: Path, marker: Path, command: str
+) -> None:
+    if command == "resume":
+        (foreign / "results.json").unlink()
+    message = refused(cli(*OPENERS[command]))
+    assert "evil.py was to be run" in message
+    assert "not known to be yours" in message
+    assert "--plugin" in message
+    assert "--trust" in message
+    assert not marker.exists()
+
+
+def test_a_target_that_is_a_foreign_run_loads_no_code(
+    cli: CommandLine, foreign: Path, trained: Path, marker: Path
+) -> None:
+    message = refused(cli("evaluate", str(trained), "--target", "runs/one"))
+    assert "evil.py was to be run" in message
+    assert not marker.exists()
+
+
+def test_the_report_of_a_foreign_run_needs_no_code(
+    cli: CommandLine, foreign: Path, marker: Path
+) -> None:
+    assert cli("report", "runs/one").code == 0
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("command", ["show", "export", "compare", "score"])
+def test_trust_loads_the_code_of_a_run(
+    cli: CommandLine, foreign: Path, marker: Path, command: str
+) -> None:
+    assert cli(*OPENERS[command], "--trust").code == 0
+    assert marker.exists()
+
+
+@pytest.mark.parametrize("command", ["show", "export", "compare", "score"])
+def test_a_copy_that_the_user_gave_stands_in_for_a_runs_plugin(
+    cli: CommandLine, foreign: Path, marker: Path, command: str
+) -> None:
+    cli.write("evil.py", "READ = True\n")
+    said = cli(*OPENERS[command], "--plugin", "evil.py")
+    assert said.code == 0, said.err
+    assert not marker.exists()
+
+
+def test_a_plugin_of_another_name_vouches_for_nothing(
+    cli: CommandLine, foreign: Path, marker: Path
+) -> None:
+    path = cli.write("other.py", "READ = True\n")
+    assert "evil.py was to be run" in refused(cli(*OPENERS["show"], "--plugin", path))
+    assert not marker.exists()
+
+
+def test_the_scenario_of_a_foreign_run_runs_no_plugin(
+    cli: CommandLine, run: Path, marker: Path
+) -> None:
+    folder = shutil.copytree(cli.scenario, cli.folder / "theirs")
+    (folder / "plugin.py").write_text(MARKER.format(path=str(marker)))
+    change(run, scenario=str(folder))
+    assert f"{folder / 'plugin.py'} was to be run" in refused(cli(*OPENERS["show"]))
+    assert not marker.exists()
+    assert cli(*OPENERS["show"], "--trust").code == 0
+    assert marker.exists()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"plugins": ["antigravity"]},
+        {"custom_trainer_module_path": "x.py", "custom_trainer_class_name": "X"},
+    ],
+)
+def test_modules_and_custom_trainers_of_a_foreign_run_are_not_imported(
+    cli: CommandLine, run: Path, marker: Path, values: dict[str, Any]
+) -> None:
+    (run / "x.py").write_text(MARKER.format(path=str(marker)))
+    change(run, **values)
+    message = refused(cli(*OPENERS["show"]))
+    assert "antigravity was to be imported" in message or "x.py was to be run" in message
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("command", ["score", "evaluate"])
+def test_the_scorer_function_of_a_foreign_run_is_not_called(
+    cli: CommandLine, run: Path, marker: Path, command: str
+) -> None:
+    path = cli.write("rate.py", f"{MARKER.format(path=str(marker))}def f(completions): ...\n")
+    values = RunDirectory(run).read_yaml("hyper_parameters.yaml")
+    values["ast_chat"]["scorer"] = {"_type": "python", "function": f"{path}:f"}
+    RunDirectory(run).write_yaml("hyper_parameters.yaml", values)
+    assert "rate.py was to be run" in refused(cli(*OPENERS[command]))
+    assert not marker.exists()
+
+
+def test_a_scorer_that_the_user_names_rates_a_foreign_run(cli: CommandLine, run: Path) -> None:
+    change(run, seed=7)
+    path = cli.write("rate.py", "def f(completions):\n    return [0.25 for _ in completions]\n")
+    file = cli.write("mine.yaml", f"_type: python\nfunction: {path}:f\n")
+    said = cli("score", "runs/one", "--scorer", file)
+    assert said.code == 0, said.err
+
+
+def test_a_foreign_run_gets_no_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", SECRET)
+    with on_behalf_of(StoredSource("their run", is_trusted=False)):
+        with pytest.raises(UntrustedRunError, match="MY_KEY"):
+            check_variable("MY_KEY")
+        with on_behalf_of(None):
+            check_variable("MY_KEY")
+    with on_behalf_of(StoredSource("my run", is_trusted=True)):
+        check_variable("MY_KEY")
+
+
+def test_a_judge_of_a_foreign_run_gets_no_key(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    values = RunDirectory(run).read_yaml("hyper_parameters.yaml")
+    values["ast_chat"]["scorer"] = {
+        "_type": "judge",
+        "base_url": "http://127.0.0.1:9/v1",
+        "model": "m",
+        "api_key_variable": "AWS_SECRET_ACCESS_KEY",
+    }
+    RunDirectory(run).write_yaml("hyper_parameters.yaml", values)
+    message = refused(cli("score", "runs/one"))
+    assert "the environment variable 'AWS_SECRET_ACCESS_KEY' was to be read" in message
+
+
+def interpolating(run: Path) -> None:
+    for name in ("hyper_parameters.yaml", "settings.yaml"):
+        text = (run / name).read_text()
+        key = "scenario: " if name == "hyper_parameters.yaml" else "device: "
+        assert key in text
+        (run / name).write_text(f"note: ${{oc.env:A_SECRET}}\n{text}")
+
+
+def test_the_report_of_a_foreign_run_shows_no_variable_of_the_environment(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", SECRET)
+    interpolating(run)
+    page = report(run)
+    assert SECRET not in page.source
+    assert "${oc.env:A_SECRET}" in page.text
+
+
+def test_reading_a_stored_run_resolves_no_reference(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", SECRET)
+    text = (run / "hyper_parameters.yaml").read_text()
+    lines = [
+        "custom_trainer_class_name: ${oc.env:A_SECRET}"
+        if line.startswith("custom_trainer_class_name")
+        else line
+        for line in text.splitlines()
+    ]
+    (run / "hyper_parameters.yaml").write_text("\n".join(lines))
+    said = cli(*OPENERS["show"])
+    assert SECRET not in said.out + said.err
+    assert "custom_trainer_class_name" in said.err
+
+
+def test_what_a_run_extends_is_part_of_it(
+    cli: CommandLine, run: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("A_SECRET", SECRET)
+    code = cli.write("evil.py", MARKER.format(path=str(marker)))
+    (run / "more.yaml").write_text(f"plugins: [{code}]\nnote: ${{oc.env:A_SECRET}}\n")
+    text = (run / "hyper_parameters.yaml").read_text()
+    kept = [line for line in text.splitlines() if not line.startswith("plugins")]
+    (run / "hyper_parameters.yaml").write_text("\n".join(["extends: more.yaml", *kept]))
+    message = refused(cli(*OPENERS["show"]))
+    assert "evil.py was to be run" in message
+    assert SECRET not in message
+    assert not marker.exists()
+
+
+def test_a_file_of_the_users_own_may_refer_to_the_environment_and_name_plugins(
+    cli: CommandLine, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SEED", "7")
+    code = cli.write("mine.py", MARKER.format(path=str(marker)))
+    file = cli.write(
+        "mine.yaml",
+        f"trainer: ast_dpo\nscenario: pocket_chat\nseed: ${{oc.decode:${{oc.env:MY_SEED}}}}\n"
+        f"plugins: [{code}]\n",
+    )
+    assert resolve_experiment(parameter_file=file).hyper_params.seed == 7
+    assert marker.exists()
+
+
+def test_a_base_run_of_others_runs_no_code_and_what_the_user_names_does(
+    cli: CommandLine, foreign: Path, marker: Path
+) -> None:
+    own = cli.write("own.py", "OWN = True\n")
+    mine = cli.write(
+        "mine.yaml", f"plugins: [{own}]\nbase_run: {{run: runs/one, base_run_type: parameters}}\n"
+    )
+    with pytest.raises(UntrustedRunError, match=r"evil\.py was to be run, because base run one"):
+        resolve_experiment(parameter_file=mine)
+    assert not marker.exists()
+    assert own in plugins._LOADED
+    assert resolve_experiment(parameter_file=mine, is_trusted=True).hyper_params.trainer
+    assert marker.exists()
+
+
+def test_references_to_a_package_import_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, marker: Path
+) -> None:
+    (tmp_path / "outer" / "inner").mkdir(parents=True)
+    (tmp_path / "outer" / "__init__.py").write_text(MARKER.format(path=str(marker)))
+    (tmp_path / "outer" / "inner" / "__init__.py").touch()
+    (tmp_path / "outer" / "inner" / "a.txt").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    found = resolve_reference("package://outer.inner/a.txt", None)
+    assert found == tmp_path / "outer" / "inner" / "a.txt"
+    assert not marker.exists()
+
+
+def test_a_run_of_others_does_not_write_to_ones_account_of_wandb(run: Path) -> None:
+    (run / "results.json").unlink()
+    settings = RunDirectory(run).read_yaml("settings.yaml") | {"wandb": "online"}
+    (run / "settings.yaml").write_text(to_yaml(settings))
+    change(run, seed=7)
+    with pytest.raises(UntrustedRunError, match=r"account of W&B was to be written to"):
+        resume_experiment(run, progress=False)
+
+
+def test_the_signature_is_no_fact_of_the_report(run: Path) -> None:
+    signature = json.loads((run / "environment.json").read_text())["signature"]
+    assert len(signature) == 64
+    assert signature not in report(run).source
+
+
+def test_plugins_given_in_a_notebook_are_known_to_a_run_that_names_them(
+    foreign: Path, marker: Path, tmp_path: Path
+) -> None:
+    with plugins_forgotten_after():
+        plugins.load_plugin(tmp_path / "theirs" / "evil.py")
+        marker.unlink()
+        resolve_experiment(parameter_file=foreign / "hyper_parameters.yaml")
+    assert not marker.exists()
