@@ -6,43 +6,17 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from nip_astra.report.lines import Band, Line
+from nip_astra.report.thinning import Thinned, thin_band, thin_line
 from nip_astra.report.wording import count, decimal, percent
 
 WIDTH, HEIGHT = 372, 202
 LEFT, RIGHT, TOP, BOTTOM = 44, 46, 10, 36
 END_LABEL_HEIGHT = 13
+NUM_OF_SPARKLINE = 60
+"""Stretches of a long line in a sparkline."""
 MAX_DOTS = 60
 """Points of a line that get a dot with their value; lines with more have none."""
-
-Point = tuple[float, float | None]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One curve; None breaks it.
-
-    Attributes
-    ----------
-    color : int
-        Which colour of the page's eight.
-    is_thin : bool
-        Whether it stands behind a mean.
-    """
-
-    label: str
-    points: Sequence[Point]
-    color: int = 0
-    is_thin: bool = False
-    is_dashed: bool = False
-    has_steps: bool = False
-
-
-@dataclass(frozen=True)
-class Band:
-    """An area between two curves over the same places."""
-
-    points: Sequence[tuple[float, float, float]]
-    color: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +101,9 @@ def line_chart(
     lines = [line for line in lines if any(y is not None for _, y in line.points)]
     if not lines:
         return None
+    summary = _summary(title, lines, _writer(kind), x_label)
+    thinned = [thin_line(line) for line in lines]
+    lines, bands = [one.line for one in thinned], _bands(thinned, bands)
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points if y is not None]
     ys += [y for band in bands for _, low, high in band.points for y in (low, high)]
@@ -134,8 +111,8 @@ def line_chart(
     x_marks = nice_ticks(min(xs), max(xs), num=5, whole=True)
     to_x = _scale(min(xs), max(xs), LEFT, WIDTH - RIGHT)
     to_y = _scale(y_marks[0], y_marks[-1], HEIGHT - BOTTOM, TOP)
-    write = {"percent": percent, "count": count}.get(kind, decimal)
-    chart = Chart(title, note, x_label, summary=_summary(title, lines, write, x_label))
+    write = _writer(kind)
+    chart = Chart(title, _note(note, thinned, x_label), x_label, summary=summary)
     inside = [mark for mark in x_marks if min(xs) <= mark <= max(xs)]
     chart.x_ticks = [Tick(to_x(mark), count(mark)) for mark in inside]
     chart.y_ticks = [Tick(to_y(mark), _tick_label(mark, y_marks, kind)) for mark in y_marks]
@@ -143,6 +120,28 @@ def line_chart(
     chart.lines = [_drawn(line, to_x, to_y, write, x_label) for line in lines]
     _part_end_labels([drawn.end for drawn in chart.lines if drawn.end])
     return chart
+
+
+def _writer(kind: str) -> Callable[[float], str]:
+    return {"percent": percent, "count": count}.get(kind, decimal)
+
+
+def _bands(thinned: Sequence[Thinned], bands: Sequence[Band]) -> list[Band]:
+    """Return the bands given; without any, the range of each line that was thinned."""
+    if bands:
+        return [thin_band(band) for band in bands]
+    return [
+        Band(one.ranges, one.line.color) for one in thinned if one.ranges and not one.line.is_thin
+    ]
+
+
+def _note(note: str, thinned: Sequence[Thinned], x_label: str) -> str:
+    """Say in a chart's note what was drawn in place of single points."""
+    stretch = max(one.stretch for one in thinned)
+    if stretch == 1:
+        return note
+    told = f"means of {stretch} {x_label}s each, area: lowest to highest"
+    return f"{note}; {told}" if note else told
 
 
 def whisker(
@@ -157,6 +156,7 @@ def whisker(
 
 def sparkline(lines: Sequence[Line]) -> list[tuple[str, int]]:
     """Give paths, each with its colour, in a box of 120 by 24."""
+    lines = [thin_line(line, NUM_OF_SPARKLINE).line for line in lines]
     points = [(x, y) for line in lines for x, y in line.points if y is not None]
     if not points:
         return []

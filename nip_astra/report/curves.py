@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nip_astra.parameters.loading import flatten
-from nip_astra.report.charts import Band, Chart, Line, line_chart, sparkline
+from nip_astra.report.charts import Chart, line_chart, sparkline
+from nip_astra.report.lines import Band, Line
 from nip_astra.report.records import RunRecord, mapping, number
 from nip_astra.report.wording import decimal, value_text
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nip_astra.report.charts import Chart, Line, line_chart
+from nip_astra.report.charts import Chart, line_chart
 from nip_astra.report.conversations import order_of
 from nip_astra.report.curves import NUM_COLORS
+from nip_astra.report.lines import Line
 from nip_astra.report.records import Node, RunRecord, items, mapping, number, text
 from nip_astra.report.summary import Row
 from nip_astra.report.wording import count, decimal, one_in, percent

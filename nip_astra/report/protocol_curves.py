@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nip_astra.report.charts import Band, Chart, Line, line_chart
+from nip_astra.report.charts import Chart, line_chart
 from nip_astra.report.curves import RunGroup, band_of, lines_of, points_of
+from nip_astra.report.lines import Band, Line
 from nip_astra.report.protocol_runs import REGRESSION, TEST_PREFIX, agents_of, colors_of
 from nip_astra.report.records import RunRecord
 

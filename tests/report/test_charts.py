@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from nip_astra.report.charts import Band, Line, line_chart, nice_ticks, sparkline, whisker
+from nip_astra.report.charts import line_chart, nice_ticks, sparkline, whisker
+from nip_astra.report.lines import Band, Line
 
 
 @pytest.mark.parametrize(
@@ -97,3 +98,45 @@ def test_values_at_the_ends_of_lines_that_meet_stand_apart() -> None:
     low = line_chart("rates", at_the_bottom, kind="percent")
     assert low is not None
     assert max(drawn.end.y for drawn in low.lines if drawn.end) <= low.bottom
+
+
+def noisy(num: int) -> list[tuple[float, float | None]]:
+    return [(step, 1.0 + (-1.0) ** step * (1.0 - step / num)) for step in range(1, num + 1)]
+
+
+def test_a_long_line_is_drawn_by_means_over_the_range_that_it_went_through() -> None:
+    chart = line_chart("a", [Line("run", noisy(5000), 3)], note="mean of a turn")
+    assert chart is not None
+    (drawn,) = chart.lines
+    assert drawn.path.count("L") == 119
+    assert chart.note == "mean of a turn; means of 42 iterations each, area: lowest to highest"
+    ((area, color),) = chart.bands
+    assert color == 3
+    heights = [float(place.split()[1]) for place in area.strip("MZ").split("L")]
+    middle = [float(place.split()[1]) for place in drawn.path.strip("M").split("L")]
+    assert max(middle) - min(middle) < 2.0, "noise that goes up and down is smooth"
+    assert max(heights) - min(heights) > 140.0, "and its extremes are there"
+    assert "run: 0.0002 at iteration 1" in chart.summary, "words keep the single values"
+
+
+def test_a_line_that_fits_is_drawn_whole() -> None:
+    chart = line_chart("a", [Line("run", noisy(200))])
+    assert chart is not None
+    assert chart.lines[0].path.count("L") == 199
+    assert (chart.note, chart.bands) == ("", [])
+
+
+def test_several_seeds_keep_their_own_area_and_a_gap_stays_a_gap() -> None:
+    gap: list[tuple[float, float | None]] = [(step, None) for step in range(2001, 3001)]
+    points = [*noisy(2000), *gap, *((x + 3000, y) for x, y in noisy(2000))]
+    band = Band([(x, -1.0, 3.0) for x in range(1, 5001)])
+    chart = line_chart("a", [Line("mean", points)], bands=[band])
+    assert chart is not None
+    assert chart.lines[0].path.count("M") == 2
+    ((area, _),) = chart.bands
+    assert area.count("L") < 250
+
+
+def test_the_course_of_a_long_metric_is_short() -> None:
+    ((path, _),) = sparkline([Line("run", noisy(5000))])
+    assert path.count("L") == 59

@@ -18,7 +18,17 @@ from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.report import page, sections
 from nip_astra.report.page import write_report
 from tests.documents import ROOT
-from tests.report.runs import ATTACK, chains, evaluation, failing, results, row, tree, write_run
+from tests.report.runs import (
+    ATTACK,
+    chains,
+    evaluation,
+    failing,
+    metrics,
+    results,
+    row,
+    tree,
+    write_run,
+)
 
 VOID = {"meta", "input", "br"}
 SECTIONS_OF_A_RUN = [
@@ -267,6 +277,16 @@ def test_a_page_of_a_large_run_stays_below_two_megabytes(tmp_path: Path) -> None
     found = report(folder)
     assert len(found.source.encode()) < 2_000_000
     assert "A sample of" in found.words
+
+
+def test_a_run_of_5000_iterations_has_a_small_page(tmp_path: Path) -> None:
+    names = [f"agent_{number}/figure" for number in range(40)]
+    rows = metrics(5000, **dict.fromkeys(names, 0.5))
+    for place, one in enumerate(rows):
+        one |= dict.fromkeys([*names, "failure_rate", "loss"], place * 7919 % 1000 / 1000)
+    found = report(write_run(tmp_path / "a", metrics=rows))
+    assert len(found.source.encode()) < 250_000
+    assert "means of 42 iterations each, area: lowest to highest" in found.words
 
 
 def test_the_same_run_gives_the_same_page(run: Path) -> None:
