@@ -138,4 +138,5 @@ def _describe(
         "most_likely": reference_to(most_likely.row),
         "shortest": reference_to(min(turns, key=_length).row),
         "plants": [name for name, _ in met.most_common()],
+        "turns": [[turn.row.get("episode"), turn.row.get("depth")] for turn in turns],
     }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from nip_astra.report.paths import Anchors, label_of
 from nip_astra.report.records import Node, RunRecord
 from nip_astra.report.wording import decimal
 
@@ -18,8 +19,8 @@ FIRST_EPISODES = 20
 """Episodes of a list that are in view; the others are folded away."""
 NUM_SHADES = 10
 """Steps of the colour scale."""
-_MARKUP_OF_NODE = 210
-_MARKUP_OF_EPISODE = 250
+_MARKUP_OF_NODE = 260
+_MARKUP_OF_EPISODE = 480
 _CHAINS = re.compile(r"before|evaluation|evaluations/.*")
 """Tables of conversations that do not branch, so turns follow one another by depth."""
 _TITLES = {"evaluation": "After training, held-out", "before": "Before training, held-out"}
@@ -41,6 +42,8 @@ class Turn:
         What is known of the turn.
     is_open : bool
         Whether it lies on the way to the best rewarded node.
+    anchor : str
+        Its id on the page; empty where its rows do not name one turn.
     """
 
     node: Node
@@ -50,6 +53,7 @@ class Turn:
     figures: list[tuple[str, str]]
     children: list[Turn] = field(default_factory=list)
     is_open: bool = False
+    anchor: str = ""
 
 
 @dataclass
@@ -60,12 +64,34 @@ class Episode:
     ----------
     is_flat : bool
         Whether the rows do not say which turn follows which.
+    anchor : str
+        Its id on the page.
+    label : str
+        What it is called.
+    plants, clusters : list[int]
+        Planted failures and clusters that its failures belong to, by their places.
     """
 
     prompt: str
     turns: list[Turn]
     roots: list[Turn]
     is_flat: bool
+    anchor: str = ""
+    label: str = ""
+    plants: list[int] = field(default_factory=list)
+    clusters: list[int] = field(default_factory=list)
+
+    @property
+    def reward(self) -> float | None:
+        """The highest reward of a turn."""
+        known = [turn.node.reward for turn in self.turns if turn.node.reward is not None]
+        return max(known, default=None)
+
+    @property
+    def first_failure(self) -> int | None:
+        """The earliest turn at which the target failed, from 1."""
+        failed = [turn.node.depth + 1 for turn in self.turns if turn.outcome == "failure"]
+        return min(failed, default=None)
 
     @property
     def is_failed(self) -> bool:
@@ -152,9 +178,15 @@ def reward_scale(run: RunRecord) -> Scale:
     return Scale(min(known), max(known)) if known else Scale(0.0, 0.0)
 
 
-def tables_of(run: RunRecord, *, max_nodes: int, max_characters: int) -> list[Table]:
-    """Give a run's conversations by table and iteration, a sample where they are too many."""
+def tables_of(
+    run: RunRecord, *, max_nodes: int, max_characters: int, prefix: str = "conversations"
+) -> list[Table]:
+    """Give a run's conversations by table and iteration, a sample where they are too many.
+
+    `prefix` begins the ids of conversations on the page.
+    """
     scale = reward_scale(run)
+    anchors = Anchors(prefix)
     tables = []
     for name in sorted(run.tables, key=_place):
         by_step: dict[int, list[Node]] = {}
@@ -162,7 +194,8 @@ def tables_of(run: RunRecord, *, max_nodes: int, max_characters: int) -> list[Ta
             by_step.setdefault(node.step, []).append(node)
         for step in sorted(by_step, reverse=True):
             episodes = _episodes(name, by_step[step], scale, run.threshold)
-            title = _TITLES.get(name, name.replace("/", " "))
+            _name_turns(name, episodes, anchors)
+            title = _TITLES.get(name, name.replace("evaluations/", "Evaluation "))
             tables.append(Table(name, title, step, episodes, len(episodes), len(by_step[step])))
     sizes = [sum(episode.size for episode in table.episodes) for table in tables]
     limits = [
@@ -172,6 +205,20 @@ def tables_of(run: RunRecord, *, max_nodes: int, max_characters: int) -> list[Ta
     for table, num_nodes, num_characters in zip(tables, *limits, strict=True):
         _choose(table, num_nodes, num_characters)
     return tables
+
+
+def _name_turns(table: str, episodes: Sequence[Episode], anchors: Anchors) -> None:
+    """Give conversations and turns their ids, in the order in which they were played."""
+    for episode in sorted(episodes, key=lambda one: one.turns[0].node.conversation):
+        first = episode.turns[0].node
+        episode.anchor = anchors.new(table, first)
+        episode.label = label_of(table, first)
+        taken: set[str] = set()
+        for turn in () if episode.is_flat else episode.turns:
+            branch = "" if episode.is_chain else f"-{turn.node.node}"
+            anchor = f"{episode.anchor}-t{turn.node.depth + 1}{branch}"
+            turn.anchor = "" if anchor in taken else anchor
+            taken.add(anchor)
 
 
 def order_of(table: str) -> int:

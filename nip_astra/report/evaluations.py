@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from nip_astra.report.records import RunRecord, items, mapping, number, text
+from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text
 from nip_astra.report.scorers import kinds_text
 from nip_astra.report.summary import Row
 from nip_astra.report.wording import NOTHING, decimal, figure_text, interval, percent
@@ -57,7 +57,6 @@ _SHOWN_ELSEWHERE = (
 )
 _QUOTED = ("most_common", "settings")
 """Figures within a group that quote a probe, or say how the others were made."""
-_EXAMPLE_FIGURES = (("response_score", "score"), ("reward", "reward"), ("probe_nll", "NLL"))
 
 
 @dataclass(frozen=True)
@@ -69,29 +68,21 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Example:
-    """A conversation's turn that stands for a cluster."""
-
-    prompt: str
-    probe: str
-    response: str
-    figures: list[tuple[str, str]]
-
-
-@dataclass(frozen=True)
 class Cluster:
     """A cluster of failures; `medoid` and `shortest` are None where they are the most likely one.
 
-    `unlikeliness` is that of its most likely probe, in nats, 0 where it is not known.
+    `unlikeliness` is that of its most likely probe, in nats, 0 where it is not known. `turns` are
+    episode and depth of its members, as far as the evaluation says them.
     """
 
     size: float
     share: float | None
     plants: list[str]
-    most_likely: Example
-    medoid: Example | None
-    shortest: Example | None
+    most_likely: Node
+    medoid: Node | None
+    shortest: Node | None
     unlikeliness: float
+    turns: set[tuple[int, int]] = field(default_factory=set)
 
 
 def figures_table(run: RunRecord) -> list[tuple[str, list[Row]]]:
@@ -181,31 +172,27 @@ def clusters_of(evaluation: Mapping[str, Any]) -> list[Cluster]:
                 size,
                 size / total if total else None,
                 [text(plant) for plant in items(one.get("plants"))],
-                example_of(likely or medoid),
-                example_of(medoid) if has_both else None,
-                example_of(shortest) if is_new else None,
+                node_of(likely or medoid),
+                node_of(medoid) if has_both else None,
+                node_of(shortest) if is_new else None,
                 _unlikeliness(likely or medoid),
+                set(_turns_of(one)),
             )
         )
     # Unknown likelihoods leave the order of the file.
     return sorted(clusters, key=lambda cluster: cluster.unlikeliness)
 
 
+def _turns_of(cluster: Mapping[str, Any]) -> Iterator[tuple[int, int]]:
+    for turn in items(cluster.get("turns")):
+        match turn:
+            case [int(episode), int(depth)]:
+                yield episode, depth
+
+
 def _unlikeliness(row: Mapping[str, Any]) -> float:
     logprob, nll = number(row.get("reference_logprob")), number(row.get("probe_nll"))
     return -logprob if logprob is not None else nll or 0.0
-
-
-def example_of(row: Mapping[str, Any]) -> Example:
-    """Give a row of an evaluation as an example."""
-    figures = [
-        (label, decimal(row[name]))
-        for name, label in _EXAMPLE_FIGURES
-        if number(row.get(name)) is not None
-    ]
-    return Example(
-        text(row.get("prompt")), text(row.get("probe")), text(row.get("response")), figures
-    )
 
 
 def _rows(columns: Sequence[Mapping[str, Any]]) -> list[Row]:

@@ -79,12 +79,17 @@ def group_failures(run: RunRecord) -> GroupedFailures | None:
     return None
 
 
+def probe_key(probe: str) -> str:
+    """Return the words of a probe, by which equal ones are known."""
+    return " ".join(probe.casefold().split())
+
+
 def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
     has_logprobs = all(node.logprob is not None for node in failures)
     by_probe: dict[str, Node] = {}
     num_said: Counter[str] = Counter()
     for node in sorted(failures, key=lambda node: _unlikeliness(node, has_logprobs)):
-        key = " ".join(node.probe.casefold().split())
+        key = probe_key(node.probe)
         by_probe.setdefault(key, node)
         num_said[key] += 1
     groups: list[FailureGroup] = []

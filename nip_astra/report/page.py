@@ -28,6 +28,8 @@ COMPARISON_FILE = "comparison.html"
 """Name of a report of several runs, beside the first run's directory."""
 VEILED = 'x" tabindex="0"'
 """How an element begins whose text is blurred; see `veil` in parts.html.jinja."""
+TOOLS = '<div class="tools"'
+"""How the search among conversations begins."""
 FILTERS = ("percent", "decimal", "count", "duration")
 
 logger = logging.getLogger(__name__)
@@ -118,8 +120,9 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
             for run in group.runs
         ]
     drawn = [*sections, *(section for part in parts for section in part.sections)]
-    style = _style()
-    digest = hashlib.sha256(style.encode()).digest()
+    style = _source("style.css")
+    # Where no conversation is shown there is nothing to look for.
+    script = _source("script.js") if any(TOOLS in one.html for one in drawn) else ""
     return (
         _environment()
         .get_template("page.html.jinja")
@@ -132,7 +135,9 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
             is_veiled=any(VEILED in section.html for section in drawn),
             version=__version__,
             style=Markup(style),
-            style_hash=base64.b64encode(digest).decode(),
+            style_hash=_digest(style),
+            script=Markup(script),
+            script_hash=_digest(script),
         )
     )
 
@@ -184,11 +189,17 @@ def _shown(value: object) -> object:
 
 
 @cache
-def _style() -> str:
+def _source(name: str) -> str:
+    """Return a file beside the templates as it is."""
     loader = _environment().loader
     assert loader is not None
-    source, _, _ = loader.get_source(_environment(), "style.css")
+    source, _, _ = loader.get_source(_environment(), name)
     return source
+
+
+def _digest(text: str) -> str:
+    """Return what the page's policy calls a style or script by."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
 def _title(runs: Sequence[RunRecord]) -> str:

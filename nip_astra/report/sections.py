@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 from nip_astra.report import (
@@ -18,15 +19,15 @@ from nip_astra.report import (
 )
 from nip_astra.report.charts import whisker
 from nip_astra.report.curves import RunGroup, run_label
-from nip_astra.report.failure_groups import MAX_MEMBERS, FailureGroup, group_failures
+from nip_astra.report.failure_groups import GroupedFailures, group_failures
+from nip_astra.report.failure_section import failures
+from nip_astra.report.labels import Labels
 from nip_astra.report.protocol_runs import is_protocol_run
 from nip_astra.report.protocol_sections import protocol_overview, sections_of_protocol_run
 from nip_astra.report.records import RunRecord, mapping, number, text
 from nip_astra.report.spec import Context, Spec
 from nip_astra.report.wording import NOTHING, count, decimal, percent
 
-MAX_GROUPS = 40
-"""Groups of failures that are shown."""
 MAX_REPEATED = 8
 """Probes in the list of those said most often."""
 MAX_COMPARED = 12
@@ -58,18 +59,29 @@ def _sections_of_attack(
     """Give the sections about a run in which an attacker converses with a target."""
     group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
 
-    def talks() -> Context | None:
-        return _conversations(run, anchor, max_nodes, max_characters)
+    @cache
+    def grouped() -> GroupedFailures | None:
+        return group_failures(run)
+
+    @cache
+    def tables() -> list[conversations.Table]:
+        return conversations.tables_of(
+            run, max_nodes=max_nodes, max_characters=max_characters, prefix=anchor
+        )
 
     return [
         Spec("summary", "Summary", lambda: _summary(run)),
         Spec("curves", "Learning curves", lambda: _curves([group])),
-        Spec("failures", "Failures", lambda: _failures(run)),
+        Spec("failures", "Failures", lambda: failures(run, grouped(), tables(), anchor)),
         Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
         Spec("turns", "Turns to failure", lambda: _turns(run)),
         Spec("plants", "Planted failures", lambda: _plants(run)),
-        Spec("diversity", "Diversity", lambda: _diversity(run)),
-        Spec("conversations", "Conversations", talks),
+        Spec("diversity", "Diversity", lambda: _diversity(run, grouped())),
+        Spec(
+            "conversations",
+            "Conversations",
+            lambda: _conversations(run, grouped(), tables(), anchor),
+        ),
     ]
 
 
@@ -138,50 +150,6 @@ def _legend_entry(group: RunGroup) -> Context:
     return {"label": label, "color": group.color}
 
 
-def _failures(run: RunRecord) -> Context | None:
-    clustered = [
-        {
-            "title": f"Evaluation {name}",
-            "groups": evaluations.clusters_of(evaluation)[:MAX_GROUPS],
-            "likeliest": _likeliest(evaluation),
-        }
-        for name, evaluation in run.evaluations.items()
-    ]
-    clustered = [part for part in clustered if part["groups"]]
-    grouped = group_failures(run)
-    if grouped is None and not clustered:
-        return None
-    groups = grouped.groups if grouped else []
-    small = groups[MAX_GROUPS:]
-    return {
-        "clustered": clustered,
-        "grouped": grouped if groups else None,
-        "shown": [_shown_group(group) for group in groups[:MAX_GROUPS]],
-        "num_small": len(small),
-        "num_in_small": sum(group.size for group in small),
-    }
-
-
-def _likeliest(evaluation: Context) -> evaluations.Example | None:
-    row = mapping(evaluation.get("most_likely_failure"))
-    return evaluations.example_of(row) if row else None
-
-
-def _shown_group(group: FailureGroup) -> Context:
-    node = group.most_likely
-    figures = {"score": node.response_score, "reward": node.reward, "NLL": node.probe_nll}
-    known = [(name, decimal(value)) for name, value in figures.items() if value is not None]
-    if node.logprob is not None:
-        known.append(("log-probability", decimal(node.logprob)))
-    example = evaluations.Example(node.prompt, node.probe, node.response, known)
-    return {
-        "size": group.size,
-        "members": group.members,
-        "example": example,
-        "others": group.members[1 : MAX_MEMBERS + 1],
-    }
-
-
 def _evaluations(run: RunRecord) -> Context | None:
     if not run.evaluations:
         return None
@@ -208,7 +176,7 @@ def _plants(run: RunRecord) -> Context | None:
     return {"rows": rows, "chart": chart, "has_random": len(rows[0].cells) > 3} if rows else None
 
 
-def _diversity(run: RunRecord) -> Context | None:
+def _diversity(run: RunRecord, grouped: GroupedFailures | None) -> Context | None:
     reports = {
         "before": mapping(run.results.get("before")),
         "after": mapping(run.results.get("after")),
@@ -226,7 +194,6 @@ def _diversity(run: RunRecord) -> Context | None:
     rows = [
         summary.Row(label, [column.get(label, NOTHING) for column in columns]) for label in labels
     ]
-    grouped = group_failures(run)
     members = [one for group in grouped.groups for one in group.members] if grouped else []
     repeated = sorted(members, key=lambda member: -member.num_said)[:MAX_REPEATED]
     if not rows and not repeated:
@@ -241,12 +208,19 @@ def _diversity(run: RunRecord) -> Context | None:
 
 
 def _conversations(
-    run: RunRecord, anchor: str, max_nodes: int, max_characters: int
+    run: RunRecord,
+    grouped: GroupedFailures | None,
+    tables: Sequence[conversations.Table],
+    anchor: str,
 ) -> Context | None:
-    tables = conversations.tables_of(run, max_nodes=max_nodes, max_characters=max_characters)
     scale = conversations.reward_scale(run)
     if not tables:
         return None
+    labels = Labels(run, grouped)
+    for table in tables:
+        for episode in table.episodes:
+            nodes = [turn.node for turn in episode.turns]
+            episode.plants, episode.clusters = labels.of(table.name, nodes)
     return {
         "tables": tables,
         "anchor": anchor,
@@ -255,6 +229,8 @@ def _conversations(
         "low": scale.low,
         "high": scale.high,
         "has_rewards": scale.high > scale.low,
+        "plants": labels.plants,
+        "clusters": labels.clusters,
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +13,8 @@ import pytest
 from nip_astra.report.page import write_report
 from tests.report.browser import Browser, find_chromium
 from tests.report.protocol_runs import episode, image, move, write_protocol_run
-from tests.report.runs import ATTACK, chains, evaluation, failing, tree, write_run
+from tests.report.runs import ATTACK, chains, evaluation, failing, row, tree, write_run
+from tests.report.test_paths import plant
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +58,8 @@ def test_a_page_that_breaks_the_policy_is_noticed(browser: Browser, tmp_path: Pa
 def test_a_script_in_a_reply_stays_text(browser: Browser, page: Path) -> None:
     browser.open(page)
     assert browser.value("document.title") == "ast_dpo on pocket_chat"
-    assert browser.value("document.querySelectorAll('script, img').length") == 0
+    assert browser.value("document.querySelectorAll('script').length") == 1, "the page's own"
+    assert browser.value("document.querySelectorAll('img').length") == 0
     assert ATTACK in browser.value("document.querySelector('#conversations').textContent")
 
 
@@ -155,3 +160,135 @@ def test_a_blurred_text_is_shown_by_a_click_and_all_of_them_by_the_box(
     still = "[...document.querySelectorAll('.x')].filter(e => getComputedStyle(e).filter != 'none')"
     assert browser.value(f"{still}.length") == 0
     assert browser.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page of 30 harmless conversations, and of two that fail at turns 3 and 1."""
+    late = [row(episode=40 + turn // 2, depth=turn % 2, prompt="late") for turn in range(2)]
+    late = [one | {"episode": 40} for one in late]
+    late.append(failing("do you always eat ?", episode=40, depth=2, prompt="late", logprob=-2.0))
+    early = failing("why so silly ?", episode=50, prompt="early", response_score=0.7)
+    folder = write_run(
+        tmp_path_factory.mktemp("runs") / "three",
+        tables={"evaluation": [*chains(30), *late, early]},
+    )
+    return write_report([plant(folder, {"name": "food", "probe": "always"})])
+
+
+SHOWN = (
+    "[...document.querySelectorAll('#conversations details.table[open] .e')]"
+    ".filter(e => e.checkVisibility()).map(e => e.id.split('-').pop())"
+)
+
+
+def use(browser: Browser, tool: str, value: str) -> None:
+    """Set a tool of the search, as a reader does."""
+    browser.value(
+        f"(() => {{ const e = document.querySelector('[data-tool={tool}]'); e.value = {value!r};"
+        "e.dispatchEvent(new Event('input', {bubbles: true})); })()"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tool", "value", "shown"),
+    [
+        ("words", "ALWAYS eat", ["40"]),
+        ("from", "0.65", ["40", "50"]),
+        ("plant", "0", ["40"]),
+        ("cluster", "1", ["50"]),
+    ],
+)
+def test_conversations_are_found_by_text_score_plant_and_cluster(
+    browser: Browser, searched: Path, tool: str, value: str, shown: list[str]
+) -> None:
+    browser.open(searched)
+    assert len(browser.value(SHOWN)) == 20
+    use(browser, tool, value)
+    assert browser.value(SHOWN) == shown
+    told = f"{len(shown)} of 32 conversations"
+    assert browser.value("document.querySelector('.tools output').textContent") == told
+    browser.click("[data-tool=reset]")
+    assert len(browser.value(SHOWN)) == 32
+    assert browser.complaints() == []
+
+
+def test_conversations_are_sorted(browser: Browser, searched: Path) -> None:
+    browser.open(searched)
+    use(browser, "order", "t")
+    assert browser.value(SHOWN)[:2] == ["50", "40"]
+    use(browser, "order", "s")
+    assert browser.value(SHOWN)[:2] == ["40", "50"]
+    use(browser, "order", "")
+    assert browser.value(SHOWN)[:3] == ["0", "1", "2"]
+    assert browser.value(SHOWN)[-1] == "50"
+
+
+def test_a_link_opens_the_conversation_that_it_leads_to(browser: Browser, searched: Path) -> None:
+    browser.open(searched)
+    # Far down the list, in a fold that is closed.
+    browser.value("location.hash = 'conversations-evaluation-4-7-t2'")
+    turn = "document.getElementById('conversations-evaluation-4-7-t2')"
+    for _ in range(50):
+        if browser.value(f"{turn}.checkVisibility()"):
+            break
+    assert browser.value(f"{turn}.closest('.e').open")
+    assert browser.value(f"getComputedStyle({turn}).outlineStyle") == "solid"
+
+
+def test_a_cluster_shows_its_conversations(browser: Browser, searched: Path) -> None:
+    browser.open(searched)
+    browser.click("#failures a.only")
+    assert browser.value(SHOWN) == ["40"]
+
+
+def test_a_page_can_be_read_without_its_script(
+    browser: Browser, searched: Path, tmp_path: Path
+) -> None:
+    source = searched.read_text()
+    script = source[source.index("<script>") : source.index("</script>") + len("</script>")]
+    (tmp_path / "plain.html").write_text(source.replace(script, ""))
+    browser.open(tmp_path / "plain.html")
+    assert not browser.value("document.querySelector('.tools').checkVisibility()")
+    assert len(browser.value(SHOWN)) == 20
+    browser.click("#conversations .e > summary")
+    assert browser.value("document.querySelector('.e .n').checkVisibility()")
+
+
+def test_a_printed_page_has_no_controls(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    browser.ask("Emulation.setEmulatedMedia", media="print")
+    seen = "[...document.querySelectorAll('nav, .tools, #unveil, .choose')]"
+    assert browser.value(f"{seen}.filter(e => e.checkVisibility()).length") == 0
+    pdf = base64.b64decode(browser.ask("Page.printToPDF")["data"])
+    browser.ask("Emulation.setEmulatedMedia", media="")
+    assert pdf.startswith(b"%PDF")
+
+
+def find_axe() -> Path | None:
+    """Find axe-core where npm puts it, or where AXE_CORE says."""
+    named = [os.environ["AXE_CORE"]] if "AXE_CORE" in os.environ else []
+    roots = [Path.cwd(), *Path.cwd().parents, Path.home(), Path("/usr/lib"), Path("/usr/local/lib")]
+    installed = [root / "node_modules" / "axe-core" / "axe.min.js" for root in roots]
+    return next((path for path in [*map(Path, named), *installed] if path.is_file()), None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 360])
+@pytest.mark.parametrize("kind", ["page", "searched", "protocol_page"])
+def test_axe_finds_no_fault(
+    browser: Browser, request: pytest.FixtureRequest, kind: str, scheme: str, width: int
+) -> None:
+    axe = find_axe()
+    if axe is None:
+        pytest.skip("axe-core is not installed: npm install axe-core, or set AXE_CORE")
+    browser.open(request.getfixturevalue(kind), width=width, scheme=scheme)
+    browser.value("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    browser.value(f"{axe.read_text()};0")
+    check = (
+        "axe.run(document, {resultTypes: ['violations']}).then(found => JSON.stringify("
+        "found.violations.map(one => [one.id, one.nodes.map(node => node.html.slice(0, 200))])))"
+    )
+    answer = browser.ask("Runtime.evaluate", expression=check, awaitPromise=True)
+    assert json.loads(answer["result"]["value"]) == []
