@@ -260,11 +260,11 @@ def _validate(
 
 def _source_of(stack: _Stack, given: Sequence[str], *, is_trusted: bool) -> StoredSource | None:
     """Give the stored run from which parameters come; of several, all must be the user's own."""
-    files = {one.stored_in: str(one.stored_in) for one in stack.file if one.stored_in is not None}
-    base: dict[Path | None, str] = (
-        {stack.base_run.file: stack.base_run.source} if stack.base_run.values else {}
-    )
-    found = {**files, **base}
+    found: dict[Path | None, str] = {
+        one.stored_in: str(one.stored_in) for one in stack.file if one.stored_in is not None
+    }
+    if stack.base_run.values:
+        found[stack.base_run.file] = stack.base_run.source
     if not found:
         return None
     strange = [place for file, place in found.items() if file is None or not is_own(file)]
