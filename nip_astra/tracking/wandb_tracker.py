@@ -14,6 +14,7 @@ from nip_astra.safe_text import safe_text, to_json
 from nip_astra.tracking.groups import grouped
 from nip_astra.tracking.run_directory import ENVIRONMENT, RunDirectory
 from nip_astra.tracking.tracker import Tracker
+from nip_astra.trust import SIGNATURE
 
 STEP = "iteration"
 """Name of the step in W&B's history, and the x axis of its charts.
@@ -168,7 +169,9 @@ def _environment(run_directory: RunDirectory) -> dict[str, Any]:
     """What the run ran on, with the state of git and the device, as an entry of the config."""
     if not (run_directory.path / ENVIRONMENT).is_file():
         return {}
-    return {ENVIRONMENT_KEY: run_directory.read_json(ENVIRONMENT)}
+    found = dict(run_directory.read_json(ENVIRONMENT))
+    found.pop(SIGNATURE, None)  # says something on this machine alone
+    return {ENVIRONMENT_KEY: found}
 
 
 def offline_runs(run_path: Path) -> list[Path]:
