@@ -53,9 +53,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def encode_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Give rows as lines; NaN and infinities, which JSON has not, become null."""
+    """Give rows as lines; NaN and infinities, which JSON has not, become null.
+
+    Half of a surrogate pair is written as its escape, which JSON readers take back.
+    """
     lines = [to_json(_plain(row), allow_nan=False) for row in rows]
-    return "".join(f"{line}\n" for line in lines).encode()
+    return "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
 
 
 class RowFile:

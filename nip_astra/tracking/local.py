@@ -137,7 +137,7 @@ class LocalTracker(Tracker):
             file = self._files[name]
             for record in records:
                 line = to_json(_without_non_finite(record), allow_nan=False)
-                file.write(f"{line}\n".encode())
+                file.write(f"{line}\n".encode(errors="backslashreplace"))
             file.flush()
         except OSError as error:
             raise TrackingError(
