@@ -42,7 +42,7 @@ def test_a_file_has_settings_and_the_command_line_wins(cli: CommandLine, stored:
     said = cli(
         *("--parameters", stored, "--run-id", "one", *SMALL, "--num-threads", "1"),
         *("--settings", "num_checkpoints_kept=1", "--settings", "rollout_sample_period=3"),
-        *("--settings", "num_threads=2", "--settings", "max_rollout_gib=0.5"),
+        *("--settings", "num_threads=2", "--settings", "num_rollout_samples=1"),
     )
     assert said.code == 0, said.err
     run = cli.folder / "runs" / "one"
@@ -51,7 +51,7 @@ def test_a_file_has_settings_and_the_command_line_wins(cli: CommandLine, stored:
     assert settings["num_checkpoints_kept"] == 1
     assert settings["wandb_tags"] == ["from", "file"]
     assert settings["rollout_sample_period"] == 3
-    assert settings["max_rollout_gib"] == 0.5
+    assert settings["num_rollout_samples"] == 1
     # An option of its own is the plainer word.
     assert settings["num_threads"] == 1
     assert "settings" not in yaml.safe_load((run / "hyper_parameters.yaml").read_text())
