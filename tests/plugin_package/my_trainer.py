@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import torch
-from pydantic import Field
 from tensordict import TensorDict
 
-from nip_astra.parameters import SubParameters
-from nip_astra.rl_objectives.outputs import LossOutput
-from nip_astra.rollouts.samples import Sample
-from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast_base import AstTrainer
-from nip_astra.trainers.registry import register_trainer
+from nip_astra import (
+    AstTrainer,
+    Field,
+    LossOutput,
+    RolloutTree,
+    Sample,
+    SubParameters,
+    register_trainer,
+)
 
 
 @register_trainer("my_trainer")
