@@ -152,7 +152,7 @@ class CachedSession(GenerationSession):
         contexts: Sequence[Sequence[int]],
         branching: int,
         reserve: int,
-        firsts: Sequence[int] | None,
+        firsts: Sequence[int] | None = None,
     ) -> list[_Pass]:
         """Forward what is new of the contexts: first what siblings share, then the rest.
 

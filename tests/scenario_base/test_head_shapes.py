@@ -54,8 +54,11 @@ def test_parts_of_the_right_shape_are_built_and_learn_as_without_the_check(
         strict=True,
     )
     assert all(torch.equal(one, other) for one, other in weights)
-    modules = with_check.scenario_instance.combined_agents.modules()
-    assert all(module.training for module in modules)
+    modes = [
+        [module.training for module in one.scenario_instance.combined_agents.modules()]
+        for one in (with_check, without)
+    ]
+    assert modes[0] == modes[1]
 
 
 def test_parts_are_asked_as_in_a_test_so_that_what_they_count_stays(

@@ -33,7 +33,7 @@ def test_the_secret_is_known_to_the_target_alone() -> None:
     folder = find_scenario(SCENARIO)
     prompts = [
         prompt
-        for reference in section.prompts.to_dict().values()
+        for reference in (section.prompts.train, section.prompts.dev, section.prompts.test)
         for prompt in read_prompts(reference, folder)
     ]
     known_to_attacker = set(word_tokens(" ".join([section.attacker.system_prompt, *prompts])))
