@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nip_astra.cli.evaluation_loading import LoadedAttacker, load_attacker
+from nip_astra.cli.evaluation_loading import LoadedAttacker, RunCode, load_attacker
 from nip_astra.evaluation.failure_probability import (
     ATTACKER,
     REFERENCE,
@@ -185,7 +185,7 @@ def main() -> None:
     """Measure, and print the table."""
     options = read_options()
     torch.set_num_threads(1)
-    attacker = load_attacker(options.run, ExperimentSettings())
+    attacker = load_attacker(options.run, ExperimentSettings(), code=RunCode())
     started = time.perf_counter()
     file = Path(options.truth) if options.truth else None
     if file is not None and file.is_file():

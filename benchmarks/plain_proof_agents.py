@@ -39,7 +39,7 @@ class PlainBody(nn.Module):
         layers = [layer for layer in body.attention_layers if isinstance(layer, AttentionLayer)]
         d_token, num_heads = layers[0].query.in_features, layers[0].num_heads
         self.num_heads = num_heads
-        self.is_pair_invariant = body.is_pair_invariant
+        self.is_pair_invariant = body.pooling.is_pair_invariant
         self.visible = list(body.shape.visible_channels)
         self.node_input = copy.deepcopy(body.node_input)
         self.gnn_layers = nn.ModuleList(

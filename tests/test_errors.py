@@ -23,6 +23,7 @@ BUILTINS = {
     "UnknownNameError": LookupError,
     "DuplicateNameError": ValueError,
     "PluginError": ImportError,
+    "UntrustedRunError": PermissionError,
     "AgentShapeError": ValueError,
     "MissingDependencyError": ImportError,
     "ModelLoadError": OSError,
