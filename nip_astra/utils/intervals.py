@@ -27,6 +27,8 @@ Array = npt.NDArray[np.float64]
 
 ALIKE = 0.1
 """Differences of scores up to this far from the median count as like it."""
+ROUNDING = 1e-12
+"""Spreads smaller than this share of the values are no spread."""
 
 
 class Interval(NamedTuple):
@@ -166,7 +168,8 @@ def paired_difference(
         method = "Bonett-Price at the effective sample size over prompts"
     else:
         centre, error = spread.mean, math.sqrt(spread.cluster_variance)
-        error = error if error > 0.0 else math.nan
+        # Below this it is what rounding leaves of values that are all alike.
+        error = error if error > ROUNDING * math.sqrt(spread.mean_square) else math.nan
         method = "Student's over prompts" if error > 0.0 else "none: no spread is known"
     degrees = spread.num_clusters - 1
     half = float(stdtrit(degrees, 0.5 + level / 2.0)) * error if degrees else math.inf

@@ -140,8 +140,14 @@ def test_without_a_bound_a_difference_has_the_interval_of_student() -> None:
     # The quantile for four prompts is 3.182.
     assert found.high - 2.0 == pytest.approx(3.1824 * error, abs=1e-4)
     assert 2.0 - found.low == pytest.approx(found.high - 2.0)
-    alike, error = paired_difference([0.7] * 5, range(5), is_bounded=False)
-    assert alike.value == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(("value", "num_pairs"), [(0.7, 5), (0.1, 30), (-3.3, 7), (1e4 / 3, 11)])
+def test_pairs_that_all_differ_alike_tell_no_spread_without_a_bound(
+    value: float, num_pairs: int
+) -> None:
+    alike, error = paired_difference([value] * num_pairs, range(num_pairs), is_bounded=False)
+    assert alike.value == pytest.approx(value)
     assert math.isnan(alike.low)
     assert math.isnan(error)
 
