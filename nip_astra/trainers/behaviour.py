@@ -70,7 +70,7 @@ class Behaviour:
     Raises
     ------
     ConfigurationError
-        Where probes are drawn greedily: no distribution is behind them.
+        Where probes are drawn greedily, at temperature 0 or `top_k` 1.
     """
 
     def __init__(
@@ -81,11 +81,14 @@ class Behaviour:
         raw = BehaviourParameters(logprobs="raw")
         self.parameters = raw if parameters is None else parameters
         self.is_reshaped = sampling.temperature != 1.0 or sampling.cuts
-        if self._needs_drawn and sampling.temperature == 0.0:
+        greedy = {"temperature": 0.0, "top_k": 1}
+        given = [name for name, value in greedy.items() if getattr(sampling, name) == value]
+        if self._needs_drawn and given:
             raise ConfigurationError(
                 f"{section} asks for the distribution that probes are sampled from, but the "
-                "attacker's temperature is 0, where the likeliest token is taken and siblings are "
-                "all alike. Set the attacker's temperature above 0."
+                f"attacker's {given[0]} is {greedy[given[0]]:g}, where the likeliest token is "
+                "taken and siblings are all alike. Set the attacker's temperature above 0 and its "
+                "top_k above 1, or to null."
             )
 
     @property

@@ -294,10 +294,14 @@ def test_weights_of_tokens_are_refused_where_a_probe_has_one_ratio(
     assert trainer.step(trainer.collate_fn(samples)).loss.isfinite()
 
 
-def test_greedy_probes_come_from_no_distribution(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("greedy", "message"),
+    [("temperature=0", r"temperature is 0.*above 0"), ("top_k=1", r"top_k is 1.*above 1")],
+)
+def test_greedy_probes_come_from_no_distribution(tmp_path: Path, greedy: str, message: str) -> None:
     scenario = write_scenario(tmp_path)
-    with pytest.raises(ConfigurationError, match=r"temperature is 0.*above 0"):
-        _trainer("ast_ppo", scenario, "ast_chat.attacker.temperature=0")
+    with pytest.raises(ConfigurationError, match=message):
+        _trainer("ast_ppo", scenario, f"ast_chat.attacker.{greedy}")
 
 
 def test_in_ppo_weights_multiply_the_surrogate_on_either_side_of_the_clip() -> None:
