@@ -48,9 +48,10 @@ class RatedProbes:
     probe_mask_NT : Tensor
         bool; True on the tokens that the attacker sampled, its end token included.
     probe_logprobs_NT : Tensor
-        float32; their log-probabilities under the attacker as it was, nats, no grad.
+        float32; their log-probabilities under the attacker as it was, nats, no grad: of the
+        distribution that is learnt (`trainers.behaviour`).
     reference_logprobs_NT : Tensor
-        float32; the same under the reference.
+        float32; those under the reference, at temperature 1 and with nothing cut off.
     response_score_N : Tensor
         float32; NaN where the scorer gave no verdict.
     tree_width : int

@@ -214,10 +214,11 @@ class AstTrainer(AstHooks, TensorDictTrainer):
                 scored_NT = self.probe_logprobs(tree)
             gap.note(nodes["probe_logprobs"][mask_NT], scored_NT[mask_NT])
             nodes["probe_logprobs"] = scored_NT
-        metrics = self.shaping.apply(tree) | gap.take()
+        metrics = gap.take()
         if self.behaviour is not None:
             reference = self.sampler.reference.language_model
             metrics |= self.behaviour.prepare(tree, self.policy, reference)
+        metrics |= self.shaping.apply(tree)
         tree.nodes["credit"] = self.credit(tree)
         return metrics
 

@@ -19,6 +19,7 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 from nip_astra.rl_objectives.credit import best_child_backup, mean_child_return
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.node_samples import learning_logprobs
 
 
 class CreditParameters(SubParameters):
@@ -96,7 +97,7 @@ def _rated_probes(tree: RolloutTree) -> RatedProbes:
         probes=tree.probes,
         responses=tree.responses,
         probe_mask_NT=nodes["probe_mask"],
-        probe_logprobs_NT=nodes["probe_logprobs"],
+        probe_logprobs_NT=learning_logprobs(tree)[0],
         reference_logprobs_NT=nodes["reference_logprobs"],
         response_score_N=nodes["response_score"],
         tree_width=tree.tree_width,

@@ -244,6 +244,26 @@ def test_weights_are_logged_and_multiply_what_is_learnt(name: str, tiny_scenario
     assert "importance_weight" not in plain.tree.nodes.keys()  # noqa: SIM118
 
 
+@pytest.mark.parametrize(("logprobs", "column"), [("sampling", "drawn"), ("raw", "probe")])
+def test_the_entropy_bonus_is_that_of_the_distribution_learnt(
+    logprobs: str, column: str, tiny_scenario: Path
+) -> None:
+    trainer = _trainer(
+        "ast_ppo",
+        tiny_scenario,
+        *CUT,
+        f"ast_ppo.behaviour.logprobs={logprobs}",
+        "ast_chat.reward.terms=[{_type: entropy_bonus, weight: 1.0}]",
+    )
+    tree = trainer.harness.experience(0).tree
+    nodes, mask_NT = tree.nodes, tree.nodes["probe_mask"]
+    entropies_N = -(nodes[f"{column}_logprobs"] * mask_NT).sum(dim=1) / mask_NT.sum(dim=1)
+    expected_N = torch.where(
+        torch.tensor([not probe.strip() for probe in tree.probes]), 0.0, entropies_N
+    )
+    assert torch.allclose(nodes["reward/entropy_bonus"], expected_N, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_without_temper_or_cuts_no_choice_changes_anything(name: str, tiny_scenario: Path) -> None:
     losses = []
