@@ -129,10 +129,15 @@ class TreeSampler:
         Raises
         ------
         ConfigurationError
-            When it does not hold one.
+            When it does not hold one, or there is no prompt.
         """
+        if not prompts:
+            raise ConfigurationError(
+                "a rollout was to be played, but it was given no opening prompt, and each episode "
+                "begins with one. Give at least one prompt."
+            )
         limit = self.max_cache_bytes
-        if limit is None or not prompts:
+        if limit is None:
             return len(prompts)
         needed = self.cache_bytes(prompts, tree_width=tree_width, tree_depth=tree_depth)
         per_tree = needed // len(prompts)

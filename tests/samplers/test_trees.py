@@ -318,3 +318,8 @@ def test_logits_that_are_no_numbers_stop_the_rollout(tiny_scenario: Path, role: 
             weights.fill_(float("nan"))
     with pytest.raises(NonFiniteOutputError, match=rf"{role}'s model.*test.*token 1 of row 1"):
         _sample(instance)
+
+
+def test_a_rollout_without_an_opening_prompt_is_refused(instance: ScenarioInstance) -> None:
+    with pytest.raises(ConfigurationError, match=r"no opening prompt.*at least one"):
+        _sample(instance, [])
