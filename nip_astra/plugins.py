@@ -79,10 +79,14 @@ def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedP
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
+        advice = (
+            "Give the path of a Python file, or the name of an installed module."
+            if active_source() is None
+            else "Put it back, or give a copy with --plugin FILE (the file name must be the same)."
+        )
         raise PluginError(
             f"the plug-in {text!r} was to be loaded, but {path} cannot be read: "
-            f"{error.strerror or error}. Give the path of a Python file, or the name of an "
-            "installed module."
+            f"{error.strerror or error}. {advice}"
         ) from error
     known = _LOADED.get(str(path))
     if known is None:
@@ -99,7 +103,7 @@ def load_plugin(spec: str | Path, *, relative_to: Path | None = None) -> LoadedP
 def _vouched_for(path: Path) -> LoadedPlugin | None:
     """Return the plug-in that the user gave in place of one that a stored run names, if any."""
     source = active_source()
-    if source is None or (source.is_trusted and path.is_file()):
+    if source is None:
         return None
     for spec in source.given:
         given = _LOADED[spec]

@@ -269,7 +269,10 @@ def _source_of(stack: _Stack, given: Sequence[str], *, is_trusted: bool) -> Stor
         return None
     strange = [place for file, place in found.items() if file is None or not is_own(file)]
     place = strange[0] if strange else next(iter(found.values()))
-    return StoredSource(place, is_trusted or not strange, tuple(given))
+    named = [*_plugin_specs(stack.named()), *stack.base_run.plugins]
+    # What the run names itself is no copy of another of the same file name.
+    copies = tuple(spec for spec in given if spec not in named)
+    return StoredSource(place, is_trusted or not strange, copies)
 
 
 def _merged(*layers: Layer) -> dict[str, Any]:

@@ -319,12 +319,15 @@ def _warn_of_changed_plugins(directory: RunDirectory) -> None:
     try:
         recorded = directory.read_json(files.ENVIRONMENT)["plugins"]
         before = {plugin["spec"]: plugin["sha256"] for plugin in recorded}
+        by_name = {Path(spec).name: digest for spec, digest in before.items()}
     except (RunDirectoryError, KeyError, TypeError) as error:
         # Resuming needs no more of that file than this.
         logger.warning("whether plug-ins have changed cannot be told: %s", error)
         return
     for plugin in loaded_plugins():
-        if plugin.spec in before and before[plugin.spec] != plugin.sha256:
+        # A copy elsewhere has the name of what it stands in for.
+        digest = before.get(plugin.spec, by_name.get(Path(plugin.spec).name, plugin.sha256))
+        if digest != plugin.sha256:
             logger.warning(
                 "the plug-in %s has changed since the run was started; results may differ from "
                 "those of a run that was not stopped",

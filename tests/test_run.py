@@ -375,6 +375,27 @@ def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder
     assert f"the plug-in {work / 'extra.py'} has changed since the run was started" in log
 
 
+def test_a_run_whose_plugin_has_moved_goes_on_with_a_copy_that_the_user_gives(
+    toy: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "extra.py").write_text("LOADED = 1\n")
+    stopped = in_a_new_process(
+        *("--trainer", "toy_trainer", "--scenario", str(toy), "--run-id", "one"),
+        *("--plugin", "extra.py", "--set", "training.training_steps=3"),
+        cwd=tmp_path,
+        TOY_SIGNAL="0:SIGTERM",
+    )
+    assert stopped.returncode == 143, stopped.stderr
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "extra.py").write_text("LOADED = 2\n")
+    (tmp_path / "extra.py").unlink()
+    resumed = in_a_new_process("resume", "one", "--plugin", "new/extra.py", cwd=tmp_path)
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(counts(tmp_path / "runs" / "one")) == 3
+    log = (tmp_path / "runs" / "one" / "log.txt").read_text()
+    assert f"the plug-in {tmp_path / 'new' / 'extra.py'} has changed" in log
+
+
 def test_a_run_that_fails_while_it_is_built_leaves_its_id_free(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:

@@ -18,6 +18,8 @@ from nip_astra.parameters.loading import flatten
 
 GENERATORS = "generators"
 """Name, in a checkpoint, of the files with the generators' states."""
+_PLACES_OF_CODE = ("plugins", "custom_trainer_module_path")
+"""Parameters that say where code is: a copy of it may be elsewhere, and a run warns of others."""
 
 
 def save_generators(folder: Path) -> None:
@@ -82,7 +84,7 @@ def check_is_of_run(
     """Refuse a checkpoint of another trainer, or of a run with other parameters.
 
     Of a checkpoint that another version of nip_astra wrote, the parameters are compared that both
-    versions know.
+    versions know. Where plug-ins are is not compared.
 
     Parameters
     ----------
@@ -113,7 +115,7 @@ def check_is_of_run(
     known = before.keys() | given.keys() if is_same_version else before.keys() & given.keys()
     faults = [
         f"{path} was {before.get(path)!r} and is {given.get(path)!r}"
-        for path in sorted(known.difference(may_differ))
+        for path in sorted(known.difference(may_differ, _PLACES_OF_CODE))
         if before.get(path) != given.get(path)
     ]
     if faults:

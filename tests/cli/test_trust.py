@@ -157,6 +157,34 @@ def test_a_copy_that_the_user_gave_stands_in_for_a_runs_plugin(
     assert not marker.exists()
 
 
+def test_a_copy_stands_in_for_a_plugin_of_ones_own_run_that_is_still_there(
+    cli: CommandLine, foreign: Path, marker: Path
+) -> None:
+    cli.write("evil.py", "READ = True\n")
+    said = cli(*OPENERS["show"], "--plugin", "evil.py", "--trust")
+    assert said.code == 0, said.err
+    assert not marker.exists()
+
+
+def test_of_two_plugins_of_one_name_neither_stands_in_for_the_other(
+    cli: CommandLine, foreign: Path, marker: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "also").mkdir()
+    first = tmp_path / "also" / "evil.py"
+    first.write_text("READ = True\n")
+    change(foreign, plugins=[str(first), str(tmp_path / "theirs" / "evil.py")])
+    said = cli(*OPENERS["show"], "--plugin", str(first), "--trust")
+    assert said.code == 0, said.err
+    assert marker.exists()
+
+
+def test_a_plugin_that_is_lost_may_be_given_as_a_copy(
+    cli: CommandLine, foreign: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "theirs" / "evil.py").unlink()
+    assert "--plugin" in refused(cli(*OPENERS["show"], "--trust"))
+
+
 def test_a_plugin_of_another_name_vouches_for_nothing(
     cli: CommandLine, foreign: Path, marker: Path
 ) -> None:
