@@ -210,6 +210,7 @@ def time_parts(
     overrides: Overrides = None,
     seed: Seed = None,
     plugin: Plugins = None,
+    trust: Trust = False,
     device: Device = None,
     num_threads: Threads = None,
     repeats: Annotated[
@@ -222,7 +223,7 @@ def time_parts(
     from nip_astra.cli import timing_commands
 
     timing_commands.time_parts(
-        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin),
+        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
         settings_of(device=device, num_threads=num_threads),
         components or [],
         num_repeats=repeats,

@@ -102,6 +102,7 @@ OPENERS = {
     "show": ("show", "--parameters", "runs/one/hyper_parameters.yaml"),
     "run": ("run", "--parameters", "runs/one/hyper_parameters.yaml", "--run-id", "two"),
     "schema": ("show", "--yaml", "--parameters", "runs/one/hyper_parameters.yaml"),
+    "time": ("time", "rollout", "--repeats", "1", "--parameters", "runs/one/hyper_parameters.yaml"),
     "resume": ("resume", "one"),
     "evaluate": ("evaluate", "runs/one", "--num-episodes", "2", "--probability-episodes", "0"),
     "score": ("score", "runs/one"),
@@ -139,7 +140,7 @@ def test_the_report_of_a_foreign_run_needs_no_code(
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("command", ["show", "export", "compare", "score"])
+@pytest.mark.parametrize("command", ["show", "time", "export", "compare", "score"])
 def test_trust_loads_the_code_of_a_run(
     cli: CommandLine, foreign: Path, marker: Path, command: str
 ) -> None:
