@@ -21,6 +21,7 @@ from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.tracking.local import LocalTracker
 from tests.command_line import plugins_forgotten_after
 from tests.resuming import copy_as_killed_after, short_experiment, what_was_found
+from tests.tiny import make_classifier
 
 
 @pytest.fixture
@@ -168,7 +169,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
 def test_a_run_that_goes_on_rates_the_texts_that_it_would_have_rated(
     tmp_path: Path, asked: list[tuple[str, ...]]
 ) -> None:
-    term = "ast_chat.reward.terms=[{_type: scorer_term, scorer: {_type: profanity}}]"
+    model = make_classifier(tmp_path / "second", seed=1)
+    scorer = f"{{_type: classifier, model: '{model}', label: rude}}"
+    term = f"ast_chat.reward.terms=[{{_type: scorer_term, scorer: {scorer}}}]"
     resolved = short_experiment("ast_dpo", tmp_path / "scenario", term)
     settings = {"runs_dir": str(tmp_path), "progress": False, "num_checkpoints_kept": 99}
     whole = run_experiment(resolved, run_id="whole", checkpoint_period=1, **settings)
