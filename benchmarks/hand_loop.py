@@ -25,8 +25,8 @@ from nip_astra.parameters.agents import AgentParameters
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.rl_objectives.ippo import IppoObjective
-from nip_astra.scenario_base.message_space import AgentShape
-from nip_astra.scenario_base.tensordict_agents import (
+from nip_astra.scenario_base.protocol.message_space import AgentShape
+from nip_astra.scenario_base.protocol.tensordict_agents import (
     AgentBody,
     AgentPolicyHead,
     AgentValueHead,
@@ -38,7 +38,7 @@ from nip_astra.scenario_base.tensordict_agents import (
     round_one_hot,
 )
 from nip_astra.scenarios.tensordict_base import Datasets, TensorDictScenario
-from nip_astra.trainers.rl_optimizers import ADAM_EPS
+from nip_astra.trainers.protocol.optimizers import ADAM_EPS
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 

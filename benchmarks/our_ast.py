@@ -14,11 +14,11 @@ from plain_ast import Pair, PlainAst
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.samples import Sample
 from nip_astra.run import prepare_experiment
+from nip_astra.trainers.ast.harness import Experience
 from nip_astra.trainers.ast_base import AstTrainer
-from nip_astra.trainers.harness import Experience
 
 PRECISIONS = {
     "fp32": ("ast_chat.attacker.language_model.dtype=float32",),

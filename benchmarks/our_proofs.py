@@ -13,7 +13,7 @@ from measuring import Stopwatch
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.progress import IterationContext, open_progress
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 

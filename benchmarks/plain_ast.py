@@ -28,7 +28,7 @@ from measuring import Stopwatch, WorkCount, count_work
 from torch import Tensor
 
 from nip_astra.rl_objectives.ast_reward import ast_reward
-from nip_astra.scenario_base.conversation import ConversationFormat, Turn
+from nip_astra.scenario_base.conversation.tokens import ConversationFormat, Turn
 from nip_astra.scorers.base import Scorer
 
 

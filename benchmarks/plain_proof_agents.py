@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributions import Categorical, Independent
 from torchrl.modules import ProbabilisticActor
 
-from nip_astra.scenario_base.message_space import MASKED
-from nip_astra.scenario_base.tensordict_agents import Agent, AgentBody
+from nip_astra.scenario_base.protocol.message_space import MASKED
+from nip_astra.scenario_base.protocol.tensordict_agents import Agent, AgentBody
 from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES, GraphBody
 from nip_astra.scenarios.graphs.layers import AttentionLayer, GinLayer
 

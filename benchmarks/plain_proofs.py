@@ -28,7 +28,7 @@ from torchrl.objectives.value import GAE as GaeOfTorchRl  # noqa: N811 - GAE is 
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
 from nip_astra.rl_objectives.ippo import IppoObjective
-from nip_astra.trainers.rl_optimizers import ADAM_EPS
+from nip_astra.trainers.protocol.optimizers import ADAM_EPS
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 
 OF_UPDATE = (UPDATE, FORWARD, BACKWARD, CLIP, STEP, BUFFER)

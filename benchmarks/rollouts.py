@@ -19,7 +19,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.tracking.environment import describe_environment
 from nip_astra.tracking.tracker import Tracker

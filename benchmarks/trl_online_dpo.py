@@ -25,7 +25,7 @@ from ast_work import (
 from our_ast import PRECISIONS, OurAst
 
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
-from nip_astra.scenario_base.conversation import ChatFormat, Turn
+from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
 
 INSTALL_HINT = "TRL is not installed: pip install trl datasets"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

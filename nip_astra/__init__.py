@@ -72,8 +72,8 @@ if TYPE_CHECKING:
     from nip_astra.protocols.protocol_base import Moves as Moves
     from nip_astra.protocols.protocol_base import ProtocolHandler as ProtocolHandler
     from nip_astra.protocols.registry import register_protocol_handler as register_protocol_handler
-    from nip_astra.resolution import ResolvedExperiment as ResolvedExperiment
-    from nip_astra.resolution import resolve_experiment as resolve_experiment
+    from nip_astra.resolving.resolution import ResolvedExperiment as ResolvedExperiment
+    from nip_astra.resolving.resolution import resolve_experiment as resolve_experiment
     from nip_astra.reward_terms.base import RatedProbes as RatedProbes
     from nip_astra.reward_terms.base import RewardTerm as RewardTerm
     from nip_astra.reward_terms.registry import register_reward_term as register_reward_term
@@ -174,7 +174,7 @@ _HOMES = {
     "RandomAgentParameters": "nip_astra.parameters.agents",
     "RatedProbes": "nip_astra.reward_terms.base",
     "ReinforceParameters": "nip_astra.trainers.reinforce:ReinforceTrainer.Parameters",
-    "ResolvedExperiment": "nip_astra.resolution",
+    "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
     "RolloutTree": "nip_astra.rollouts.tree",
@@ -211,7 +211,7 @@ _HOMES = {
     "register_scenario": "nip_astra.scenarios.registry",
     "register_scorer": "nip_astra.scorers.registry",
     "register_trainer": "nip_astra.trainers.registry",
-    "resolve_experiment": "nip_astra.resolution",
+    "resolve_experiment": "nip_astra.resolving.resolution",
     "resume_experiment": "nip_astra.run",
     "run_experiment": "nip_astra.run",
     "where": "nip_astra.parameters.conditions",
@@ -226,4 +226,4 @@ __all__ = ["__version__", *_HOMES]
 __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 # `HyperParameters(...)` shows what a run would have.
-provide("resolve_experiment", "nip_astra.resolution:resolve_experiment")
+provide("resolve_experiment", "nip_astra.resolving.resolution:resolve_experiment")

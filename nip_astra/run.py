@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nip_astra.base_runs import RERUN_TESTS, fetch_base_run
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import (
     CheckpointError,
@@ -28,7 +27,8 @@ from nip_astra.factory import build_scenario_instance
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.report.page import write_report
-from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.base_runs import RERUN_TESTS, fetch_base_run
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.safe_text import SafeFormatter
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking import run_directory as files

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
 
     from nip_astra.protocols.protocol_base import ProtocolHandler
-    from nip_astra.scenario_base.combined import CombinedAgents
+    from nip_astra.scenario_base.protocol.combined import CombinedAgents
 
     # TorchRL takes seconds to import, and a conversation needs none of it.
-    from nip_astra.scenario_base.environment import ProtocolEnvironment
+    from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 
 
 @dataclass

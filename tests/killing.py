@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import RunDirectoryError
-from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, REPORT, RESULTS
 from nip_astra.tracking.run_lock import LOCK

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from nip_astra.parameters.types import TrainerType
-from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.tracking.run_directory import REPORT, RESULTS
 from tests.tiny import write_scenario
 from tests.toy_protocol_scenario import SMALL, toy_scenario_folder

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.documents import ROOT
 

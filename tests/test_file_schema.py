@@ -14,7 +14,7 @@ from jsonschema import Draft7Validator
 from omegaconf import OmegaConf
 
 from nip_astra.parameters.content import content_root
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.tracking.run_directory import to_yaml
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ import torch
 from nip_astra.errors import RunDirectoryError, ScorerTimeoutError
 from nip_astra.evaluation.rows import encode_rows, read_rows
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.command_line import CommandLine, refused

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from nip_astra.parameters import HyperParameters
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.documents import ROOT
 from tests.nip_scripts import ppo_gi, solo_agents_gi

@@ -23,7 +23,7 @@ from nip_astra import (
     prepare_experiment,
 )
 from nip_astra.errors import ConfigurationError, ParameterError, UnknownNameError
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 
 PROOF: dict[str, Any] = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism"}
 ALTERNATING = AlternatingPeriodicUpdateSchedule(5, 3, first_agent=True)

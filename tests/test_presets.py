@@ -13,9 +13,9 @@ import yaml
 
 from nip_astra.parameters.content import content_root, preset_path, scenario_names
 from nip_astra.parameters.loading import flatten, read_yaml_layers
-from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import run_experiment
-from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trainers.registry import TRAINERS
 
 PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))

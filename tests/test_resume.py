@@ -15,7 +15,7 @@ import yaml
 from nip_astra.checkpoints.store import _write_manifest
 from nip_astra.checkpoints.tensors import save_state
 from nip_astra.errors import CheckpointError, RunDirectoryError, StopRequested, UnexpectedExitError
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.registry import TRAINERS

@@ -29,7 +29,7 @@ from nip_astra.errors import (
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.training import TrainingConfiguration
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import (
     ExperimentResult,
     prepare_experiment,

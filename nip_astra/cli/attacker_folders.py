@@ -11,7 +11,7 @@ from nip_astra.errors import ConfigurationError, ModelLoadError, RunDirectoryErr
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sources import is_model_folder
 from nip_astra.parameters.types import TrainerType
-from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.scenario_base.agents import ConversationAgent, build_agent, load_language_model
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.utils.devices import resolve_device

@@ -15,7 +15,7 @@ from nip_astra.parameters.content import find_scenario, scenario_names
 from nip_astra.plugins import load_plugin
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.report.terminal import print_dry_run, print_results
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import (
     ExperimentResult,
     prepare_experiment,

@@ -17,10 +17,10 @@ from nip_astra.evaluation.storage import weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.parameters.content import resolve_reference
-from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent, build_agent, load_language_model
-from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer

@@ -30,7 +30,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.safe_text import to_json
-from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.devices import resolve_device
 

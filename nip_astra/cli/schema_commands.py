@@ -11,7 +11,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.plugins import load_plugin
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.safe_text import to_json
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.trainers.registry import TRAINERS

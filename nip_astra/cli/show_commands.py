@@ -11,11 +11,11 @@ from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.loading import flatten
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resolving.unread_parameters import never_read
 from nip_astra.safe_text import to_json
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import to_yaml
-from nip_astra.unread_parameters import never_read
 
 
 def show(

@@ -28,7 +28,7 @@ from nip_astra.evaluation.storage import (
 from nip_astra.evaluation.tables import comparison_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.safe_text import to_json
-from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 from nip_astra.trust import on_behalf_of
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.terminal import open_console, plain_table, say
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.safe_text import to_json
 from nip_astra.trainers.timing import time_components

@@ -15,7 +15,7 @@ from torch import Tensor
 from nip_astra.evaluation.discoveries import plants_met
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.evaluation.rows import Episode, Row, number
-from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 
 MAX_CLUSTERED = 2000
 """Distinct probes that are clustered, those said most often; distances of all pairs are held."""

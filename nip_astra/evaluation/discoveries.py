@@ -7,7 +7,7 @@ from typing import Any
 
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.evaluation.rows import Episode, Row
-from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 
 
 def plants_met(

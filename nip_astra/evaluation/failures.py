@@ -19,7 +19,7 @@ import torch
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.scenario_base.planted_failures import Discovery, PlantedFailure
+from nip_astra.scenario_base.conversation.planted_failures import Discovery, PlantedFailure
 from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.seeding import SeedPart
 

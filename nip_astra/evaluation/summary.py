@@ -38,7 +38,7 @@ from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode, number
 from nip_astra.evaluation.scorer_figures import scorer_figures
 from nip_astra.evaluation.unseen import chao2
-from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.utils.diversity import distinct_n, mean_cosine_distance, self_bleu, vendi_score
 
 VERSION = 1

@@ -38,30 +38,30 @@ from nip_astra.language_models.base import (
     TokenCount,
     TokenScores,
 )
-from nip_astra.language_models.decode_graphs import DecodeGraphs, build_fixed_steps
-from nip_astra.language_models.decoder import Decoder, build_decoder
 from nip_astra.language_models.drawn import DrawRule, KeptTokens
 from nip_astra.language_models.plain_forward import generate_turns, score_rows
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.sampling import sample_tokens
 from nip_astra.language_models.saved_weights import has_adapter, restore_weights, save_weights
-from nip_astra.language_models.sessions import CachedSession
 from nip_astra.language_models.sources import (
     DTYPES,
     computing_dtype,
     round_weights,
 )
 from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
-from nip_astra.language_models.token_trie import build_trie
-from nip_astra.language_models.tree_scores import (
+from nip_astra.language_models.tree_engine.decode_graphs import DecodeGraphs, build_fixed_steps
+from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
+from nip_astra.language_models.tree_engine.sessions import CachedSession
+from nip_astra.language_models.tree_engine.token_trie import build_trie
+from nip_astra.language_models.tree_engine.tree_scores import (
     find_kept_tokens,
     pair_cost_of,
     score_trie,
     sequences_to_read,
 )
-from nip_astra.language_models.weight_snapshot import WeightSnapshot
-from nip_astra.language_models.weights import Weights, live_weights
+from nip_astra.language_models.tree_engine.weight_snapshot import WeightSnapshot
+from nip_astra.language_models.tree_engine.weights import Weights, live_weights
 from nip_astra.parameters.types import LanguageModelType
 
 logger = logging.getLogger(__name__)

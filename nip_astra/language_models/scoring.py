@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nip_astra.language_models.drawn import DrawRule
-from nip_astra.language_models.weights import Weights
+from nip_astra.language_models.tree_engine.weights import Weights
 
 MAX_LOGITS = 1 << 24
 """Logits computed at once without gradients: 64 MiB of float32."""

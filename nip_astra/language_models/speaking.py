@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nip_astra.language_models.attention import cascade_attention
 from nip_astra.language_models.base import Draw, Generation, SamplingOptions, TokenCount
-from nip_astra.language_models.decode_graphs import FixedDecoding, FixedSteps
-from nip_astra.language_models.decoder import Decoder
-from nip_astra.language_models.key_value_tree import KeyValueTree
 from nip_astra.language_models.scoring import MAX_LOGITS
-from nip_astra.language_models.weights import Weights
+from nip_astra.language_models.tree_engine.attention import cascade_attention
+from nip_astra.language_models.tree_engine.decode_graphs import FixedDecoding, FixedSteps
+from nip_astra.language_models.tree_engine.decoder import Decoder
+from nip_astra.language_models.tree_engine.key_value_tree import KeyValueTree
+from nip_astra.language_models.tree_engine.weights import Weights
 
 CHECK_PERIOD = 8
 """Steps of fixed shape between looks whether all rows have ended: each look waits for the device,

@@ -35,14 +35,13 @@ from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.registry import register_language_model
-from nip_astra.language_models.sampler_gap import SamplerGap
 from nip_astra.language_models.saved_weights import save_weights
 from nip_astra.language_models.sources import describe_model, resolve_model
 from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
-from nip_astra.language_models.token_trie import build_trie
-from nip_astra.language_models.tree_scores import sequences_to_read
-from nip_astra.language_models.vllm_engine import EngineOptions, VllmEngine, start_engine
-from nip_astra.language_models.vllm_requests import (
+from nip_astra.language_models.tree_engine.token_trie import build_trie
+from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
+from nip_astra.language_models.vllm_backend.engine import EngineOptions, VllmEngine, start_engine
+from nip_astra.language_models.vllm_backend.requests import (
     Reply,
     Request,
     padded_rows,
@@ -51,6 +50,7 @@ from nip_astra.language_models.vllm_requests import (
     scoring_request,
     seed_of,
 )
+from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.parameters.types import LanguageModelType
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ A field that a run reads only where another parameter has a certain value says s
     kl_target: Annotated[float, where("loss_type", "kl_penalty")] = 0.01
 
 Several conditions must all hold. Whoever gives such a parameter in vain is told
-(`nip_astra.unread_parameters`).
+(`nip_astra.resolving.unread_parameters`).
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.scenario_base.combined import CombinedAgents, JointMoves
-from nip_astra.scenario_base.environment import ProtocolEnvironment, Transition
+from nip_astra.scenario_base.protocol.combined import CombinedAgents, JointMoves
+from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment, Transition
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from nip_astra.language_models.base import Generation
-from nip_astra.scenario_base.conversation import Turn
+from nip_astra.scenario_base.conversation.tokens import Turn
 
 
 @dataclass

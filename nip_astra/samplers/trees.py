@@ -17,14 +17,14 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Generation, GenerationSession, pad_left
 from nip_astra.language_models.finite import refuse_nan
-from nip_astra.language_models.token_trie import build_trie
+from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
 from nip_astra.samplers.parts import cut_rollout, play_parts
 from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.conversation import Turn
+from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 

@@ -22,7 +22,7 @@ from nip_astra.language_models.base import (
 from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.parameters.conditions import where, where_above
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
-from nip_astra.scenario_base.conversation import (
+from nip_astra.scenario_base.conversation.tokens import (
     ChatFormat,
     ConversationFormat,
     FittedContext,

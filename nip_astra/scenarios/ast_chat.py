@@ -25,8 +25,8 @@ from nip_astra.scenario_base.agents import (
     load_language_model,
     load_target,
 )
-from nip_astra.scenario_base.planted_failures import PlantedFailure
-from nip_astra.scenario_base.prompts import DEFAULT_COLUMN, read_prompts
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
 from nip_astra.scorers.base import Scorer

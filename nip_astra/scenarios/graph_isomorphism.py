@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.scenario_base.message_space import AgentShape
-from nip_astra.scenario_base.tensordict_agents import (
+from nip_astra.scenario_base.protocol.message_space import AgentShape
+from nip_astra.scenario_base.protocol.tensordict_agents import (
     AgentBody,
     AgentPolicyHead,
     AgentValueHead,
@@ -31,7 +31,7 @@ from nip_astra.scenarios.graphs.heads import (
     GraphValueHead,
     impossible_symbols,
 )
-from nip_astra.scenarios.graphs.native import computed_by
+from nip_astra.scenarios.graphs.native.network import computed_by
 from nip_astra.scenarios.graphs.pairs_file import as_dataset, load_pairs
 from nip_astra.scenarios.graphs.wl import BEYOND_WL, ISOMORPHIC, MAX_WL_ROUNDS
 from nip_astra.scenarios.registry import register_scenario

@@ -23,16 +23,16 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import build_protocol_handler
-from nip_astra.scenario_base.central_critic import (
+from nip_astra.scenario_base.protocol.central_critic import (
     CENTRAL_CRITIC,
     LabelledValueHead,
     seeing_all,
 )
-from nip_astra.scenario_base.combined import CombinedAgents
-from nip_astra.scenario_base.environment import ProtocolEnvironment
-from nip_astra.scenario_base.head_shapes import check_agents
-from nip_astra.scenario_base.message_space import AgentShape, MessageSpace
-from nip_astra.scenario_base.tensordict_agents import (
+from nip_astra.scenario_base.protocol.combined import CombinedAgents
+from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
+from nip_astra.scenario_base.protocol.head_shapes import check_agents
+from nip_astra.scenario_base.protocol.message_space import AgentShape, MessageSpace
+from nip_astra.scenario_base.protocol.tensordict_agents import (
     Agent,
     AgentBody,
     AgentPolicyHead,

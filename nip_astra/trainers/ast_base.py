@@ -18,22 +18,22 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
-from nip_astra.language_models.sampler_gap import SamplerGap
+from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.scenario_base.planted_failures import Discovery
+from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.groups import summary_of
-from nip_astra.trainers.ast_checkpoints import AstCheckpoints
-from nip_astra.trainers.ast_dry_run import check_size, estimate_cost
-from nip_astra.trainers.ast_evaluation import AstEvaluation, rollout_table, warnings_about
-from nip_astra.trainers.ast_hooks import AstHooks
-from nip_astra.trainers.ast_results import training_summary
-from nip_astra.trainers.ast_rewards import RewardShaping
-from nip_astra.trainers.ast_state import AstState
-from nip_astra.trainers.ast_tokens import rollout_token_metrics, update_token_metrics
-from nip_astra.trainers.behaviour import Behaviour
-from nip_astra.trainers.harness import Harness
+from nip_astra.trainers.ast.behaviour import Behaviour
+from nip_astra.trainers.ast.checkpoints import AstCheckpoints
+from nip_astra.trainers.ast.dry_run import check_size, estimate_cost
+from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
+from nip_astra.trainers.ast.harness import Harness
+from nip_astra.trainers.ast.hooks import AstHooks
+from nip_astra.trainers.ast.results import training_summary
+from nip_astra.trainers.ast.rewards import RewardShaping
+from nip_astra.trainers.ast.state import AstState
+from nip_astra.trainers.ast.tokens import rollout_token_metrics, update_token_metrics
 from nip_astra.trainers.optimization import (
     Gradients,
     accumulate_gradients,

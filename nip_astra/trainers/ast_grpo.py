@@ -20,11 +20,11 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_gradient import group_policy_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
+from nip_astra.trainers.ast.kl_penalty import check_estimator
+from nip_astra.trainers.ast.node_samples import node_samples
+from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer
-from nip_astra.trainers.ast_rewards import CreditParameters
-from nip_astra.trainers.behaviour import BehaviourParameters, importance_weights_of
-from nip_astra.trainers.kl_penalty import check_estimator
-from nip_astra.trainers.node_samples import node_samples
 from nip_astra.trainers.registry import register_trainer
 
 logger = logging.getLogger(__name__)

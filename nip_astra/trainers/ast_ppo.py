@@ -13,14 +13,14 @@ from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
+from nip_astra.trainers.ast.kl_penalty import KlPenalty
+from nip_astra.trainers.ast.node_samples import node_samples
+from nip_astra.trainers.ast.ppo_loss import ppo_loss
+from nip_astra.trainers.ast.ppo_samples import PpoParameters, ppo_samples
+from nip_astra.trainers.ast.value_head import ValueHead
 from nip_astra.trainers.ast_base import AstTrainer
-from nip_astra.trainers.behaviour import BehaviourParameters, importance_weights_of
-from nip_astra.trainers.kl_penalty import KlPenalty
-from nip_astra.trainers.node_samples import node_samples
-from nip_astra.trainers.ppo_loss import ppo_loss
-from nip_astra.trainers.ppo_samples import PpoParameters, ppo_samples
 from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.value_head import ValueHead
 
 
 @register_trainer(TrainerType.AST_PPO)

@@ -15,10 +15,10 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_gradient import nll_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.trainers.ast.best_probes import best_of, probes_that_worked
+from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer
-from nip_astra.trainers.ast_rewards import CreditParameters
-from nip_astra.trainers.best_probes import best_of, probes_that_worked
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.utils.seeding import derived_generator
 

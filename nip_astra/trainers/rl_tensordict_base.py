@@ -26,23 +26,22 @@ from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.rl_objectives.episode_gae import ends_of, reward_to_go
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.tracking.groups import summary_of
-from nip_astra.trainers.agent_files import (
+from nip_astra.trainers.protocol.agent_files import (
     agent_file_of_run,
     load_agent,
     load_agents_from_runs,
     publish_agents,
 )
-from nip_astra.trainers.episode_samples import episode_rows, num_samples
-from nip_astra.trainers.message_regression import MessageRegression
-from nip_astra.trainers.minibatches import MinibatchBuffer, ReplayBuffer
-from nip_astra.trainers.pretraining import pretrain_bodies
-from nip_astra.trainers.rl_checkpoints import RlCheckpoints
-from nip_astra.trainers.rl_learning import Learner
-from nip_astra.trainers.rl_optimizers import AgentOptimizers
-from nip_astra.trainers.rl_preparation import normalize_observations
-from nip_astra.trainers.rl_results import as_of_test, estimate_cost, results_of
-from nip_astra.trainers.rl_state import RlState
-from nip_astra.trainers.rl_statistics import (
+from nip_astra.trainers.protocol.checkpoints import RlCheckpoints
+from nip_astra.trainers.protocol.episode_samples import episode_rows, num_samples
+from nip_astra.trainers.protocol.learning import Learner
+from nip_astra.trainers.protocol.message_regression import MessageRegression
+from nip_astra.trainers.protocol.minibatches import MinibatchBuffer, ReplayBuffer
+from nip_astra.trainers.protocol.optimizers import AgentOptimizers
+from nip_astra.trainers.protocol.preparation import normalize_observations
+from nip_astra.trainers.protocol.results import as_of_test, estimate_cost, results_of
+from nip_astra.trainers.protocol.state import RlState
+from nip_astra.trainers.protocol.statistics import (
     EpisodeLedger,
     MetricSums,
     episode_statistics,
@@ -51,8 +50,9 @@ from nip_astra.trainers.rl_statistics import (
     policy_figures,
     read,
 )
-from nip_astra.trainers.rl_testing import PlayStatistics
-from nip_astra.trainers.solo_training import SoloParameters
+from nip_astra.trainers.protocol.testing import PlayStatistics
+from nip_astra.trainers.solo.pretraining import pretrain_bodies
+from nip_astra.trainers.solo.training import SoloParameters
 from nip_astra.trainers.timing import Components, components_of_protocol
 from nip_astra.trainers.trainer_base import (
     IterationContext,

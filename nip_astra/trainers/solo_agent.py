@@ -14,7 +14,7 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.protocols import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.tracking.groups import summary_of
-from nip_astra.trainers.agent_files import (
+from nip_astra.trainers.protocol.agent_files import (
     AGENTS_DIR,
     agent_file_of_run,
     load_agent,
@@ -22,9 +22,9 @@ from nip_astra.trainers.agent_files import (
     publish_agents,
     save_agents,
 )
+from nip_astra.trainers.protocol.statistics import read
 from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.rl_statistics import read
-from nip_astra.trainers.solo_training import SoloParameters, SoloTraining
+from nip_astra.trainers.solo.training import SoloParameters, SoloTraining
 from nip_astra.trainers.timing import Components, components_of_solo
 from nip_astra.trainers.trainer_base import (
     IterationContext,

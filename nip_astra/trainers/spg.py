@@ -14,15 +14,15 @@ from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.spg import EPISODE_KEY, SpgObjective
 from nip_astra.rl_objectives.stackelberg_variants import VARIANTS
-from nip_astra.trainers.episode_minibatches import EpisodeMinibatchBuffer, episode_numbers
-from nip_astra.trainers.foresight import (
+from nip_astra.trainers.protocol.episode_minibatches import EpisodeMinibatchBuffer, episode_numbers
+from nip_astra.trainers.protocol.opponent_shaping import (
     SpgParameters,
     check_sequence,
     policy_weights,
     update_rule,
 )
+from nip_astra.trainers.protocol.optimizers import annealing_factor
 from nip_astra.trainers.registry import register_trainer
-from nip_astra.trainers.rl_optimizers import annealing_factor
 from nip_astra.trainers.rl_tensordict_base import Gae, TensorDictRlTrainer
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.cli.trained_run import SMALL
 from tests.command_line import CommandLine

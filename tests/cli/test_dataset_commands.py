@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.graphs.generation import GraphPairParameters, generate_pairs
 from nip_astra.scenarios.graphs.pairs_file import load_pairs
 from nip_astra.scenarios.images.data import build_image_datasets

@@ -12,7 +12,7 @@ import pytest
 from nip_astra.evaluation import playing
 from nip_astra.evaluation.playing import Player
 from nip_astra.evaluation.rows import read_rows
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.samplers import trees
 from nip_astra.tracking.run_directory import RunDirectory

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from nip_astra.errors import ParameterError
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from tests.command_line import CommandLine, refused
 
 TOY = """

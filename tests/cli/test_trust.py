@@ -13,7 +13,7 @@ import pytest
 from nip_astra import plugins
 from nip_astra.errors import UntrustedRunError
 from nip_astra.parameters.content import resolve_reference
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment
 from nip_astra.tracking.run_directory import RunDirectory, to_yaml
 from nip_astra.trust import StoredSource, check_variable, is_own, on_behalf_of, sign

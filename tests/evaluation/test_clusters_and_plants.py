@@ -10,7 +10,7 @@ from torch import Tensor
 from nip_astra.evaluation.clusters import cluster_failures, failing_turns
 from nip_astra.evaluation.discoveries import find_plants
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
-from nip_astra.scenario_base.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from tests.evaluation.rows_by_hand import episode, judged
 
 PLANTS = (

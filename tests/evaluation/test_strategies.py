@@ -13,7 +13,7 @@ from nip_astra.evaluation.failure_probability import ATTACKER, REFERENCE, attack
 from nip_astra.evaluation.strategies import sampled_logprobs, sampler_of, why_inexact
 from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.samplers.trees import TreeSampler
 

@@ -7,7 +7,7 @@ import torch
 
 from nip_astra.language_models import scoring
 from nip_astra.language_models.scoring import token_logprobs, token_logprobs_and_entropy
-from nip_astra.language_models.weights import Weights
+from nip_astra.language_models.tree_engine.weights import Weights
 
 
 def _weights(matrix_VX: torch.Tensor) -> Weights:

@@ -39,7 +39,7 @@ def test_all_groups_are_found() -> None:
         "nip_astra.experiment_settings.ExperimentSettings",
         "nip_astra.parameters.training.TrainingConfiguration",
         "nip_astra.trainers.ast_dpo.AstDpoTrainer.Parameters",
-        "nip_astra.scenario_base.planted_failures.PlantedFailure",
+        "nip_astra.scenario_base.conversation.planted_failures.PlantedFailure",
     } <= names
 
 

@@ -10,9 +10,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.protocols.protocol_base import CONTINUE, ProtocolHandler
-from nip_astra.scenario_base.combined import JointMoves
-from nip_astra.scenario_base.environment import ProtocolEnvironment, Transition
-from nip_astra.scenario_base.message_space import MessageSpace
+from nip_astra.scenario_base.protocol.combined import JointMoves
+from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment, Transition
+from nip_astra.scenario_base.protocol.message_space import MessageSpace
 from tests.protocols.oracle import SEES
 from tests.protocols.playing import PLAY_ALONE, build, random_moves
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nip_astra.parameters.types import RewardTermType
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
 
 OVERRIDES = (

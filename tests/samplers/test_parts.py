@@ -15,7 +15,7 @@ from nip_astra.evaluation.strategies import sampler_of
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
 from nip_astra.samplers import parts

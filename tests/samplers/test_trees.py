@@ -13,10 +13,10 @@ from nip_astra.errors import ConfigurationError, NonFiniteOutputError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.base import pad_left
-from nip_astra.language_models.sessions import CachedSession
-from nip_astra.resolution import resolve_experiment
+from nip_astra.language_models.tree_engine.sessions import CachedSession
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
-from nip_astra.scenario_base.conversation import Turn
+from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_instance import ScenarioInstance
 
 PROMPTS = ["hello", "good day", "the cat sat"]

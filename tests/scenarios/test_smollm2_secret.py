@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from nip_astra.parameters.content import find_scenario
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.utils.ngrams import word_tokens
 from tests.tiny import make_language_model, make_tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.scenarios.ast_chat import AstChatScenario
 from nip_astra.scorers.base import Scorer

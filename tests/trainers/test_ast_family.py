@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, ParameterError
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
+from nip_astra.trainers.ast.state import AstState
 from nip_astra.trainers.ast_base import AstTrainer
-from nip_astra.trainers.ast_state import AstState
 from tests.tiny import write_scenario
 
 FAST = (

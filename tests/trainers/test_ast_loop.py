@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.training import TrainingConfiguration
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
@@ -400,7 +400,7 @@ def test_a_prediction_scales_the_step_and_not_the_rollout(
 ) -> None:
     gib = 2**30
     peaks = iter([1 * gib, 2 * gib, 3 * gib])
-    monkeypatch.setattr("nip_astra.trainers.ast_dry_run.peak_memory_bytes", lambda: next(peaks))
+    monkeypatch.setattr("nip_astra.trainers.ast.dry_run.peak_memory_bytes", lambda: next(peaks))
     trainer = _trainer(tiny_scenario, "training.batch_size=3")
     monkeypatch.setattr(
         trainer.harness.algorithm, "flatten", lambda tree: type(trainer).flatten(trainer, tree)[:1]

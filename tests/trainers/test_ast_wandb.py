@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.tracking.wandb_log import WandbLog
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nip_astra.parameters.types import InteractionProtocolType
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 
 TRAINERS = ("vanilla_ppo", "mappo", "reinforce", "spg", "solo_agent")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.scenarios.graphs.wl import wl_accuracy
 

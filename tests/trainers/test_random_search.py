@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 
 PLANT = "ast_chat.planted_failures=[{name: one, probe: a}]"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from tests.resuming import copy_as_killed_after, what_was_found
 

@@ -15,7 +15,7 @@ import torch
 
 from nip_astra.errors import CheckpointError
 from nip_astra.parameters.types import TrainerType
-from nip_astra.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.tracking.local import LocalTracker

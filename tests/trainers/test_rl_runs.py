@@ -18,9 +18,9 @@ from torch import Tensor
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.resolution import resolve_experiment
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
-from nip_astra.scenario_base.tensordict_agents import Observation
+from nip_astra.scenario_base.protocol.tensordict_agents import Observation
 from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.toy_protocol_scenario import (

@@ -19,8 +19,8 @@ from nip_astra.errors import (
 )
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.trainers import pretraining
-from nip_astra.trainers.pretraining import CACHE_DIR
+from nip_astra.trainers.solo import pretraining
+from nip_astra.trainers.solo.pretraining import CACHE_DIR
 from tests.toy_protocol_scenario import (
     ToyPolicyHead,
     ToyProtocolScenario,
@@ -326,7 +326,10 @@ def test_what_was_computed_in_another_way_is_trained_again(
 def test_a_bodys_code_is_that_of_its_classes_as_well(tmp_path: Path) -> None:
     agent = pretrained(tmp_path).agents["prover"]
     modules = pretraining._modules_of(agent)
-    assert {"tests.toy_protocol_scenario", "nip_astra.scenario_base.tensordict_agents"} <= modules
+    assert {
+        "tests.toy_protocol_scenario",
+        "nip_astra.scenario_base.protocol.tensordict_agents",
+    } <= modules
     assert not any(name.startswith("torch") for name in modules)
 
 

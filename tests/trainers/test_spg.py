@@ -16,7 +16,7 @@ from nip_astra.rl_objectives.objective import frames_of
 from nip_astra.rl_objectives.shaping_losses import shaping_losses
 from nip_astra.rl_objectives.stackelberg import agent_updates
 from nip_astra.rl_objectives.stackelberg_variants import VARIANTS
-from nip_astra.trainers.foresight import policy_weights
+from nip_astra.trainers.protocol.opponent_shaping import policy_weights
 from nip_astra.trainers.spg import SpgTrainer
 from tests.toy_protocol_scenario import KIND, merged, toy_kind, toy_trainer
 

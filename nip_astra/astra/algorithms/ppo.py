@@ -24,9 +24,9 @@ from nip_astra.astra.core.sampler import Graph
 from nip_astra.astra.core.system import System, TokenValues
 from nip_astra.errors import ConfigurationError
 from nip_astra.rollouts.samples import Sample, collate
-from nip_astra.trainers.kl_penalty import KlPenalty
-from nip_astra.trainers.ppo_loss import ppo_loss
-from nip_astra.trainers.ppo_samples import PpoParameters, ppo_samples
+from nip_astra.trainers.ast.kl_penalty import KlPenalty
+from nip_astra.trainers.ast.ppo_loss import ppo_loss
+from nip_astra.trainers.ast.ppo_samples import PpoParameters, ppo_samples
 
 
 @dataclass

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 
 from nip_astra.errors import DataError, MissingDependencyError
 from nip_astra.parameters.content import find_scenario
-from nip_astra.scenario_base.prompts import read_prompts
+from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from nip_astra.astra.training.configuration import TrainingConfiguration
 from nip_astra.astra.training.experience import ExperienceLoader
 from nip_astra.errors import ConfigurationError
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.harness import Harness as LoopHarness
+from nip_astra.trainers.ast.harness import Harness as LoopHarness
 
 DATALOADER_OPTIONS = ("batch_size", "shuffle")
 """What `dataloader_kwargs` may hold."""

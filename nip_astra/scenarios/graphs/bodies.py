@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from nip_astra.scenario_base.message_space import AgentShape
-from nip_astra.scenario_base.tensordict_agents import AgentBody, Observation
+from nip_astra.scenario_base.protocol.message_space import AgentShape
+from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody, Observation
 from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
 from nip_astra.scenarios.graphs.layers import AttentionLayer, GinLayers
 from nip_astra.scenarios.graphs.network import Network

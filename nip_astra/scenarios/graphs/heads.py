@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nip_astra.scenario_base.message_space import AgentShape
-from nip_astra.scenario_base.tensordict_agents import (
+from nip_astra.scenario_base.protocol.message_space import AgentShape
+from nip_astra.scenario_base.protocol.tensordict_agents import (
     AgentPolicyHead,
     AgentValueHead,
     ImpossibleSymbols,

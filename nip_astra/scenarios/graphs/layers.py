@@ -12,8 +12,9 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from nip_astra.scenarios.graphs import native, transformer
+from nip_astra.scenarios.graphs import transformer
 from nip_astra.scenarios.graphs.derivatives import attention_formula
+from nip_astra.scenarios.graphs.native import network as native
 from nip_astra.scenarios.graphs.network import Network
 from nip_astra.scenarios.graphs.pairs import Pairs, Reading
 from nip_astra.scenarios.graphs.transformer import LayerWeights

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ParameterError
-from nip_astra.resolution import resolve_experiment
-from nip_astra.scenarios.graphs import native
+from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES, GraphBody
 from nip_astra.scenarios.graphs.layers import AttentionLayer
+from nip_astra.scenarios.graphs.native import network as native
+from nip_astra.scenarios.graphs.native.compiled import SWITCH, NativeCode
 from nip_astra.scenarios.graphs.network import Network
 from nip_astra.scenarios.graphs.pairs import Pairs
 from nip_astra.scenarios.graphs.pooling import SumsNorm
-from nip_astra.utils.native_code import SWITCH, NativeCode
 from tests.scenarios.graph_isomorphism.frames import (
     Frames,
     agent_shape,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.scenario_base.message_space import MASKED
+from nip_astra.scenario_base.protocol.message_space import MASKED
 from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
 from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES
 from nip_astra.scenarios.graphs.heads import (

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
-from nip_astra.scenarios.graphs import native
 from nip_astra.scenarios.graphs.derivatives import gin_formula
-from nip_astra.scenarios.graphs.native import NativeNetwork
+from nip_astra.scenarios.graphs.native import network as native
+from nip_astra.scenarios.graphs.native.compiled import SWITCH
+from nip_astra.scenarios.graphs.native.network import NativeNetwork
 from nip_astra.scenarios.graphs.network import Network
 from nip_astra.scenarios.graphs.pairs import Pairs, Reading
 from nip_astra.scenarios.graphs.transformer import LayerWeights, tanh_reading
-from nip_astra.utils.native_code import SWITCH
 
 pytestmark = pytest.mark.skipif(native.why_absent() is not None, reason="there is no C compiler")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from nip_astra.astra.core.texts import Conversation, Spoken, turns_of
 from nip_astra.errors import ConfigurationError
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.conversation import Turn
+from nip_astra.scenario_base.conversation.tokens import Turn
 
 
 class Reader:

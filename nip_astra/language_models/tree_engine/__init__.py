@@ -1,0 +1,1 @@
+"""Forward passes over trees of tokens, in which shared prefixes are read once."""

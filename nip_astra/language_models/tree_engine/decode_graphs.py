@@ -1,0 +1,295 @@
+"""Decoding steps of fixed shapes, which a GPU replays as one captured graph.
+
+A step of a small model is some hundred kernels of microseconds each, so that starting them takes
+longer than running them. A CUDA graph starts all at once, but reads and writes the same memory
+each time: keys and values of a level of the tree are copied into buffers of a few sizes, of which
+rows and positions beyond the level's own are padding.
+
+Shape suffixes: `R` row, padding included, `L` key position, `Y` layer, `K` key-value head,
+`G` query heads of one key-value head, `D` head dimension, `X` hidden unit, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.tree_engine.decoder import Decoder
+from nip_astra.language_models.tree_engine.key_value_tree import KeyValueTree
+from nip_astra.language_models.tree_engine.weights import Weights
+
+logger = logging.getLogger(__name__)
+
+DecodeGraphs = Literal["auto", "never", "always"]
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+"""Gives a function that repeats what a function does, on the same memory."""
+
+SMALLEST_ROWS = 4
+SMALLEST_LENGTH = 128
+MAX_BYTES = 4 << 30
+"""Keys and values of all sizes of a model. Beyond it, the size that was used longest ago is
+forgotten; a level that alone needs more is decoded over the tree's own blocks."""
+NUM_WARM_UPS = 2
+
+
+def capture_cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
+    """Capture what a function does on the GPU, after running it to let its libraries settle."""
+    # torch leaves it without types.
+    beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(NUM_WARM_UPS):
+            function()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def bucket(count: int, smallest: int) -> int:
+    """Give the next of `smallest` times 1, 1.5, 2, 3, 4, 6, ...: at most half of it is padding."""
+    size = smallest
+    while size < count:
+        size *= 2
+    between = size * 3 // 4
+    return between if between >= max(count, smallest) else size
+
+
+class FixedStep:
+    """One decoding step over buffers of its own: a token of each row in, its logits out."""
+
+    def __init__(
+        self, decoder: Decoder, weights: Weights, num_rows: int, num_positions: int
+    ) -> None:
+        self.decoder = decoder
+        self.weights = weights
+        device, dtype = weights.embedding_VX.device, weights.dtype
+        heads = (decoder.num_kv_heads, num_positions, decoder.head_dim)
+        shape = (decoder.num_layers, num_rows, *heads)
+        self.keys_YRKLD = torch.zeros(shape, dtype=dtype, device=device)
+        self.values_YRKLD = torch.zeros(shape, dtype=dtype, device=device)
+        self.bias_RL = torch.zeros(num_rows, num_positions, dtype=dtype, device=device)
+        self.tokens_R = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.positions_R = torch.zeros(num_rows, dtype=torch.long, device=device)
+        self.slot_1 = torch.zeros(1, dtype=torch.long, device=device)
+        hidden_RX = weights.final_norm.new_zeros(num_rows, weights.embedding_VX.shape[1])
+        self.logits_RV = weights.head(hidden_RX)
+        # A captured step reads this memory, also after the decoder has made itself longer tables.
+        self._rotations = decoder.rotations(num_positions, dtype, device)
+        self.replay: Callable[[], None] = self.run
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that the buffers hold."""
+        return self.bias_RL.shape[1]
+
+    def run(self) -> None:
+        """Read the tokens, write their keys and values into the slot, and compute the logits."""
+        self.bias_RL.index_fill_(1, self.slot_1, 0.0)
+        hidden_RX = self.decoder.hidden(
+            self.weights,
+            self.tokens_R,
+            self.positions_R,
+            self._attend,
+            num_positions=self.num_positions,
+        )
+        self.logits_RV.copy_(self.weights.head(hidden_RX))
+
+    def _attend(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        keys_RKLD, values_RKLD = self.keys_YRKLD[layer], self.values_YRKLD[layer]
+        keys_RKLD.index_copy_(2, self.slot_1, keys.unsqueeze(2))
+        values_RKLD.index_copy_(2, self.slot_1, values.unsqueeze(2))
+        num_rows, num_keys, dim = keys.shape
+        attended_RKGD = F.scaled_dot_product_attention(
+            # The query heads of a group stand where several positions of one head would.
+            queries.view(num_rows, num_keys, -1, dim),
+            keys_RKLD,
+            values_RKLD,
+            attn_mask=self.bias_RL[:, None, None],
+            scale=1.0,
+        )
+        return attended_RKGD.reshape(num_rows, -1)
+
+    def fill(self, tree: KeyValueTree, lengths_R: Tensor) -> int:
+        """Take over what each row of the tree's top block sees; give the first free slot.
+
+        Parameters
+        ----------
+        lengths_R : Tensor
+            Tokens before the next of each row, which is its position.
+        """
+        num_rows = len(lengths_R)
+        self.bias_RL.fill_(float("-inf"))
+        # Padding rows see something, so that no row's softmax is over nothing.
+        self.bias_RL[num_rows:, 0] = 0.0
+        start = 0
+        for block in (block for block in tree.blocks if block.length):
+            stop = start + block.length
+            groups = (block.num_groups, num_rows // block.num_groups)
+            split = (len(self.keys_YRKLD), *groups, block.keys.shape[2], block.length, -1)
+            keys = self.keys_YRKLD[:, :num_rows, :, start:stop].view(*split)
+            keys.copy_(block.keys[:, :, None, :, :, : block.length].transpose(-1, -2))
+            values = self.values_YRKLD[:, :num_rows, :, start:stop].view(*split)
+            values.copy_(block.values[:, :, None, :, : block.length])
+            bias = self.bias_RL[:num_rows, start:stop].view(*groups, -1)
+            if block.bias_PL is None:
+                bias.fill_(0.0)
+            else:
+                bias.copy_(block.bias_PL[:, None])
+            start = stop
+        self.tokens_R.zero_()
+        self.positions_R.zero_()
+        self.positions_R[:num_rows] = lengths_R
+        self.slot_1.fill_(start)
+        return start
+
+
+class FixedDecoding:
+    """One level of a tree in the middle of its turns."""
+
+    def __init__(self, step: FixedStep, tree: KeyValueTree, lengths_R: Tensor) -> None:
+        self.step = step
+        self.tree = tree
+        self.num_rows = len(lengths_R)
+        self.first_slot = step.fill(tree, lengths_R)
+        self.num_steps = 0
+
+    @property
+    def num_forwarded(self) -> int:
+        """Positions that a step computes."""
+        return len(self.step.tokens_R)
+
+    def advance(self, tokens_R: Tensor) -> Tensor:
+        """Read one token of each row, and give the logits of the next, to be used up."""
+        if self.num_steps:
+            self.step.positions_R[: self.num_rows] += 1
+            self.step.slot_1 += 1
+        self.step.tokens_R[: self.num_rows] = tokens_R
+        self.step.replay()
+        self.num_steps += 1
+        return self.step.logits_RV[: self.num_rows]
+
+    def close(self) -> None:
+        """Bring the new keys and values back into the tree."""
+        block = self.tree.top
+        new = slice(self.first_slot, self.first_slot + self.num_steps)
+        own = slice(block.length, block.length + self.num_steps)
+        keys = self.step.keys_YRKLD[:, : self.num_rows, :, new]
+        block.keys[..., own] = keys.transpose(-1, -2)
+        block.values[..., own, :] = self.step.values_YRKLD[:, : self.num_rows, :, new]
+
+
+class FixedSteps:
+    """The steps of one model, by size.
+
+    Parameters
+    ----------
+    capture : Capture or None
+        None to compute each step anew.
+    is_required : bool
+        Whether a step that cannot be captured is an error.
+    """
+
+    def __init__(self, decoder: Decoder, capture: Capture | None, *, is_required: bool) -> None:
+        self.decoder = decoder
+        self.capture = capture
+        self.is_required = is_required
+        self._weights: Weights | None = None
+        self._steps: dict[tuple[int, int], FixedStep] = {}
+        self._is_size_told = False
+
+    def anew(self) -> FixedSteps:
+        """Give the same for other weights."""
+        return FixedSteps(self.decoder, self.capture, is_required=self.is_required)
+
+    def begin(
+        self, weights: Weights, tree: KeyValueTree, lengths: Sequence[int], num_new: int
+    ) -> FixedDecoding | None:
+        """Start the turns of a level, of which `num_new` tokens a row are read.
+
+        None where the level is too large for buffers of its own.
+        """
+        if weights is not self._weights:
+            self._weights, self._steps = weights, {}
+        needed = sum(block.length for block in tree.blocks) + num_new
+        size = bucket(len(lengths), SMALLEST_ROWS), bucket(needed, SMALLEST_LENGTH)
+        num_bytes = self._bytes_of(*size)
+        if num_bytes > MAX_BYTES:
+            if not self._is_size_told:
+                logger.info(
+                    "%d rows of %d tokens are decoded without fixed shapes: they would take "
+                    "%.1f GiB. Smaller rollouts (max_rollout_gib) are captured.",
+                    *size,
+                    num_bytes / 2**30,
+                )
+            self._is_size_told = True
+            return None
+        step = self._steps.pop(size, None) or self._build(weights, *size)
+        # The newest is last.
+        self._steps[size] = step
+        device = weights.embedding_VX.device
+        return FixedDecoding(step, tree, torch.tensor(lengths, device=device))
+
+    def _bytes_of(self, num_rows: int, num_positions: int) -> int:
+        assert self._weights is not None
+        per_token = self.decoder.cache_numbers_per_token * self._weights.dtype.itemsize
+        return num_rows * num_positions * per_token
+
+    def _build(self, weights: Weights, num_rows: int, num_positions: int) -> FixedStep:
+        needed = self._bytes_of(num_rows, num_positions)
+        while self._steps and needed + sum(self._bytes_of(*s) for s in self._steps) > MAX_BYTES:
+            del self._steps[next(iter(self._steps))]
+        # Buffers that are made in inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._captured(FixedStep(self.decoder, weights, num_rows, num_positions))
+
+    def _captured(self, step: FixedStep) -> FixedStep:
+        if self.capture is None:
+            return step
+        num_rows = len(step.tokens_R)
+        try:
+            step.replay = self.capture(step.run)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            if self.is_required:
+                raise ConfigurationError(
+                    f"decode_graphs is always, but a decoding step of {num_rows} rows could not be "
+                    f"captured: {reason}. Set decode_graphs to auto to compute without."
+                ) from error
+            logger.warning("decoding steps are not captured: %s", reason)
+            self.capture = None
+            return step
+        logger.info(
+            "captured the decoding step of %d rows, %d tokens", num_rows, step.num_positions
+        )
+        return step
+
+
+def build_fixed_steps(
+    decoder: Decoder | None, device: torch.device, mode: DecodeGraphs
+) -> FixedSteps | None:
+    """Give the steps of a model as `mode` says; None on a CPU, where rows leave when they end.
+
+    Raises
+    ------
+    ConfigurationError
+        When graphs are demanded where there can be none.
+    """
+    if mode == "always" and (decoder is None or device.type != "cuda"):
+        why = "the model runs on the CPU" if device.type != "cuda" else "it is no Llama-like model"
+        raise ConfigurationError(
+            f"decode_graphs is always, but {why}, and only steps of our own forward pass on a GPU "
+            "are captured. Use --device cuda with such a model, or set decode_graphs to auto."
+        )
+    if decoder is None or device.type == "cpu":
+        return None
+    capture = capture_cuda_graph if mode != "never" else None
+    return FixedSteps(decoder, capture, is_required=mode == "always")

@@ -1,0 +1,215 @@
+"""A forward pass over loose tokens for models of the Llama family.
+
+The modules of transformers take rectangular batches. A tree of conversations is not rectangular, so
+this one takes a flat list of tokens, each with its position, and leaves to an attention function
+which token sees which. It reads the weights of the module and is checked against it when it is
+built.
+
+Shape suffixes: `N` token, `X` hidden unit, `H` query head, `K` key-value head, `D` head dimension,
+`V` vocabulary, `S` scored position.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nip_astra.language_models.tree_engine.attention import TrieAttention
+from nip_astra.language_models.tree_engine.elementwise import rms_norm, silu_gated, unsaved
+from nip_astra.language_models.tree_engine.token_trie import build_trie
+from nip_astra.language_models.tree_engine.weights import Layer, Weights, live_weights
+
+logger = logging.getLogger(__name__)
+
+FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures that are this forward pass: RMS norm, rotary positions, gated MLP."""
+STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings that do not depend on the length of the sequence."""
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`(layer, queries_NHD, keys_NKD, values_NKD) -> [N, H * D]`; the queries are scaled."""
+
+
+def why_unsupported(module: Any) -> str | None:
+    """Say why a module's forward pass is not this one, or None where it is."""
+    name = type(module).__name__
+    config = module.config
+    if name not in FAMILY:
+        return f"{name} is not of the Llama family"
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        return "it has layers with a sliding window"
+    if name == "MistralForCausalLM" and getattr(config, "sliding_window", None):
+        return "it has a sliding window"
+    # transformers 4 has another name for it, and none for the default.
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    if rope.get("rope_type", "default") not in STATIC_ROPE:
+        return f"its rotary embedding is of the type {rope['rope_type']}"
+    adapted = (layer for layer in module.modules() if hasattr(layer, "base_layer"))
+    return next(filter(None, map(_why_unsupported_adapter, adapted)), None)
+
+
+def _why_unsupported_adapter(layer: Any) -> str | None:
+    """Say what of an adapted layer is more than `scaling * up @ down` on frozen weights."""
+    if not getattr(layer, "lora_A", None):
+        return "it has adapters other than LoRA on linear layers"
+    if any(up.bias is not None for up in layer.lora_B.values()):
+        return "its adapters have biases (lora_bias)"
+    if any(getattr(layer, name, None) for name in ("lora_magnitude_vector", "lora_variant")):
+        return "its adapters have a magnitude vector (DoRA) or another part of their own"
+    if any(parameter.requires_grad for parameter in layer.base_layer.parameters()):
+        return "it learns weights under its adapters"
+    return None
+
+
+class Decoder:
+    """The forward pass of one module.
+
+    Parameters
+    ----------
+    module : PreTrainedModel
+        The causal language model itself, not wrapped by peft, though its linear layers may be.
+    """
+
+    def __init__(self, module: Any) -> None:
+        config = module.config
+        self.num_heads = int(config.num_attention_heads)
+        self.num_kv_heads = int(config.num_key_value_heads)
+        self.head_dim = int(
+            getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        )
+        self.num_layers = int(config.num_hidden_layers)
+        self.eps = float(config.rms_norm_eps)
+        self.activation: Callable[[Tensor], Tensor] = module.model.layers[0].mlp.act_fn
+        self._is_silu = config.hidden_act in ("silu", "swish")
+        self.scale = self.head_dim**-0.5
+        self.cache_numbers_per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        self._padding_id: int | None = module.model.embed_tokens.padding_idx
+        self._rotary = module.model.rotary_emb
+        self._cos_sin: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+        # Multiplications of one pair of tokens against those of one token, over a layer.
+        pair = 2 * self.num_heads * self.head_dim
+        per_token = (
+            config.hidden_size * self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads)
+            + 3 * config.hidden_size * config.intermediate_size
+        )
+        self.pair_cost: float = pair / per_token
+
+    def hidden(
+        self,
+        weights: Weights,
+        ids_N: Tensor,
+        positions_N: Tensor,
+        attend: Attend,
+        *,
+        num_positions: int | None = None,
+    ) -> Tensor:
+        """Give the normalised last hidden state of every token, `[N, X]` in the weights' dtype.
+
+        Parameters
+        ----------
+        num_positions : int, optional
+            More than any of the positions; where it is not said, the device is asked and waited
+            for.
+        """
+        # As in the module, the padding token's own row gets no gradient from being read.
+        x = F.embedding(ids_N, weights.embedding_VX, padding_idx=self._padding_id)
+        num_tokens = len(ids_N)
+        if num_positions is None:
+            num_positions = int(positions_N.max()) + 1 if num_tokens else 1
+        tables = self.rotations(num_positions, weights.dtype, ids_N.device)
+        cos, sin = (table[positions_N] for table in tables)
+        for index, layer in enumerate(weights.layers):
+            joined = layer.qkv(rms_norm(x, layer.input_norm, self.eps))
+            queries, keys = self._place(joined, layer, cos, sin)
+            values = joined.view(num_tokens, -1, self.head_dim)[:, -self.num_kv_heads :]
+            x = x + layer.output(attend(index, queries, keys, values))
+            gate_up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.eps))
+            x = x + layer.down(self._gated(gate_up))
+        return rms_norm(x, weights.final_norm, self.eps)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        if self._is_silu:
+            return silu_gated(gate_up)
+        gated: Tensor = unsaved(self._gated_by_another, gate_up)
+        return gated
+
+    def _gated_by_another(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.activation(gate) * up
+
+    def _place(
+        self, joined: Tensor, layer: Layer, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Give queries, scaled, and keys, both rotated by their positions."""
+        num_rotated = self.num_heads + self.num_kv_heads
+        heads = joined.view(len(joined), -1, self.head_dim)[:, :num_rotated]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            heads = unsaved(self._norm_heads, heads, layer.query_norm, layer.key_norm)
+        first, second = heads.chunk(2, dim=-1)
+        rotated = heads * cos + torch.cat((-second, first), dim=-1) * sin
+        queries, keys = torch.split(rotated, [self.num_heads, self.num_kv_heads], dim=1)
+        return queries * self.scale, keys
+
+    def _norm_heads(self, heads: Tensor, query_norm: Tensor, key_norm: Tensor) -> Tensor:
+        queries, keys = torch.split(heads, [self.num_heads, self.num_kv_heads], dim=1)
+        shape = (self.head_dim,)
+        return torch.cat(
+            [
+                F.rms_norm(queries, shape, query_norm, self.eps),
+                F.rms_norm(keys, shape, key_norm, self.eps),
+            ],
+            dim=1,
+        )
+
+    def rotations(
+        self, num_positions: int, dtype: torch.dtype, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Give cos and sin of the rotation at each position, `[num_positions or more, 1, D]`."""
+        tables = self._cos_sin.get(dtype)
+        if tables is None or len(tables[0]) < num_positions:
+            # To the next power of two, so that a growing conversation seldom needs another.
+            positions = torch.arange(1 << (num_positions - 1).bit_length(), device=device)
+            like = torch.empty(0, dtype=dtype, device=device)
+            cos, sin = self._rotary(like, position_ids=positions.unsqueeze(0))
+            tables = self._cos_sin[dtype] = (cos[0].unsqueeze(1), sin[0].unsqueeze(1))
+        return tables
+
+
+def build_decoder(module: Any) -> Decoder | None:
+    """Give the forward pass of a module, or None, with a line in the log, where it is another.
+
+    It is compared with the module's own where the weights are float32; in bfloat16 two right passes
+    may differ by as much as a wrong one.
+    """
+    reason = why_unsupported(module)
+    decoder = None if reason else Decoder(module)
+    is_exact = module.model.embed_tokens.weight.dtype == torch.float32 if decoder else False
+    if decoder is not None and is_exact and not _agrees_with_module(decoder, module):
+        decoder, reason = None, "its outputs differ from the module's"
+    if decoder is None:
+        logger.info(
+            "%s goes through its own forward pass, which reads shared tokens again: %s",
+            type(module).__name__,
+            reason,
+        )
+    return decoder
+
+
+@torch.no_grad()
+def _agrees_with_module(decoder: Decoder, module: Any) -> bool:
+    """Compare the forward pass with the module's own on a few tokens."""
+    vocab_size = int(module.config.vocab_size)
+    ids = [7 % vocab_size, 3 % vocab_size, vocab_size // 2, vocab_size - 1, 1]
+    device = module.model.embed_tokens.weight.device
+    expected = module(torch.tensor([ids], device=device)).logits[0]
+    trie = build_trie([ids]).to(device)
+    weights = live_weights(module, torch.float32, use_adapter=True)
+    attend = TrieAttention(trie, torch.float32)
+    found = weights.head(decoder.hidden(weights, trie.ids_N, trie.positions_N, attend))
+    # Relative to the spread of the logits; a wrong pass is off by about one.
+    return bool((found - expected).abs().max() <= 1e-3 * expected.std())

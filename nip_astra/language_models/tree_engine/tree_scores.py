@@ -1,0 +1,121 @@
+"""Score continuations as one tree of tokens: what rows share is forwarded once.
+
+Shape suffixes: `B` row, `C` context position, `T` continuation position, `N` token of the tree,
+`S` scored position, `X` hidden unit, `V` vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nip_astra.language_models.base import TokenCount, TokenScores
+from nip_astra.language_models.drawn import DrawRule, KeptTokens
+from nip_astra.language_models.plain_forward import spread
+from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
+from nip_astra.language_models.tree_engine.decoder import Decoder
+from nip_astra.language_models.tree_engine.flex_attention import trie_attention, uses_flex_attention
+from nip_astra.language_models.tree_engine.token_trie import TokenTrie
+from nip_astra.language_models.tree_engine.weights import Weights
+
+
+def sequences_to_read(
+    context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+) -> list[list[int]]:
+    """Give what must be read to score each row: all but its last token, which predicts nothing."""
+    width = context_BC.shape[1]
+    return [
+        [*context[width - size :], *ids[: max(length - 1, 0)]]
+        for context, size, ids, length in zip(
+            context_BC.tolist(),
+            context_mask_BC.sum(dim=1).tolist(),
+            ids_BT.tolist(),
+            mask_BT.sum(dim=1).tolist(),
+            strict=True,
+        )
+    ]
+
+
+def pair_cost_of(decoder: Decoder | None, device: torch.device) -> float:
+    """Give what a token's look at another costs; nothing where strangers are not looked at."""
+    return 0.0 if decoder is None or uses_flex_attention(device) else decoder.pair_cost
+
+
+def score_trie(
+    decoder: Decoder,
+    weights: Weights,
+    trie: TokenTrie,
+    context_mask_BC: Tensor,
+    ids_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    max_batch_tokens: int,
+    needs_entropy: bool,
+    needs_hidden: bool,
+    rule: DrawRule | None = None,
+) -> tuple[TokenScores, TokenCount]:
+    """Give what the model thinks of each continuation token, and count the work.
+
+    Parameters
+    ----------
+    trie : TokenTrie
+        Of `sequences_to_read`, in the order of the rows.
+    rule : DrawRule, optional
+        Turns logits into those of another distribution.
+    """
+    device = weights.embedding_VX.device
+    trie = trie.to(device)
+    # Dense attention computes row by row; by blocks, the mask of a pass takes its tokens squared.
+    is_bounded = not torch.is_grad_enabled() or uses_flex_attention(device)
+    limit = max_batch_tokens if is_bounded else trie.num_tokens
+    hidden_NX = torch.cat(
+        [
+            decoder.hidden(
+                weights,
+                part.ids_N,
+                part.positions_N,
+                trie_attention(part, weights.dtype),
+                num_positions=trie.nodes_SD.shape[1],
+            )
+            for part in trie.passes(limit)
+        ]
+    )
+    # On the side where the masks are, so that nothing waits for the device.
+    row_S, column_S = mask_BT.nonzero(as_tuple=True)
+    # The position before a token predicts it.
+    before_S = context_mask_BC.sum(dim=1)[row_S] - 1
+    nodes_S = trie.nodes_SD[row_S.to(device), (before_S + column_S).to(device)]
+    hidden_SX = hidden_NX[nodes_S]
+    ids_S = ids_BT[mask_BT].to(device)
+    found = token_logprobs_and_entropy(
+        hidden_SX, ids_S, weights, needs_entropy=needs_entropy, rule=rule
+    )
+    spent = TokenCount(forwarded=trie.num_tokens, head_rows=len(ids_S))
+    return spread(mask_BT, *found, hidden_SX.float() if needs_hidden else None), spent
+
+
+def find_kept_tokens(
+    head: Callable[[Tensor], Tensor],
+    hidden_SX: Tensor,
+    ids_S: Tensor,
+    rule: DrawRule,
+    *,
+    top_k: int | None,
+    top_p: float,
+    vocab_size: int,
+) -> KeptTokens:
+    """Give what cuts leave at each position, on the CPU; see `DrawRule.keep`."""
+    parts = torch.split(torch.arange(len(ids_S)), max(1, MAX_LOGITS // vocab_size))
+    found = [
+        rule.at(part.tolist())
+        .keep(head(hidden_SX[part]).float(), ids_S[part], top_k=top_k, top_p=top_p)
+        .to(torch.device("cpu"))
+        for part in (part.to(hidden_SX.device) for part in parts)
+        if len(part)
+    ]
+    return KeptTokens(
+        torch.cat([torch.zeros(0, dtype=torch.int32), *(kept.ids_K for kept in found)]),
+        torch.cat([torch.zeros(0, dtype=torch.long), *(kept.counts_S for kept in found)]),
+    )

@@ -1,0 +1,1 @@
+"""Parts of the backend that samples with vLLM."""

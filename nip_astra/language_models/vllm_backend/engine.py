@@ -1,0 +1,301 @@
+"""One vLLM engine in this process: requests of tokens, its weights and adapters, and its sleep.
+
+vLLM is imported when an engine is started. What is asked of it has been there, under these names,
+from 0.30 to 0.33.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.errors import (
+    ConfigurationError,
+    ContextLengthError,
+    MissingDependencyError,
+    ModelLoadError,
+)
+from nip_astra.language_models.vllm_backend.requests import Reply, Request, forcing, read_reply
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that an engine can be started for; an adapter may have a lower one."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine is started.
+
+    Attributes
+    ----------
+    dtype : str
+        What vLLM computes in.
+    max_model_len : int
+        Most tokens of context and continuation together.
+    gpu_memory_utilization : float
+        Share of the GPU's memory that the engine takes.
+    lora_rank : int or None
+        Rank of the adapters to come; None for an engine without.
+    can_sleep : bool
+        Whether the engine can give its memory back between rollouts.
+    enforce_eager : bool
+        Whether the engine captures no graphs.
+    """
+
+    dtype: str
+    max_model_len: int
+    gpu_memory_utilization: float
+    lora_rank: int | None = None
+    can_sleep: bool = False
+    enforce_eager: bool = False
+
+
+def start_engine(name: str, options: EngineOptions) -> VllmEngine:
+    """Load a model into an engine of its own.
+
+    Raises
+    ------
+    MissingDependencyError
+        When vLLM is not installed.
+    ModelLoadError
+        When vLLM cannot load the model, or has too little memory for it.
+    """
+    # Weights are handed over as tensors, which takes an engine in this process.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        vllm: Any = importlib.import_module("vllm")
+        lora: Any = importlib.import_module("vllm.lora.request")
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"the model {name!r} was to be sampled by vLLM, which is not installed or cannot be "
+            f"imported ({error}). Install it with: pip install 'nip_astra[vllm]', on a machine "
+            "with a GPU, or set the language model's _type to huggingface."
+        ) from error
+    with_lora: dict[str, Any] = {}
+    if options.lora_rank is not None:
+        rank = _engine_rank(options.lora_rank)
+        with_lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
+    try:
+        # An engine in this process sets the global seed.
+        with torch.random.fork_rng():
+            llm = vllm.LLM(
+                model=name,
+                tokenizer=name,
+                dtype=options.dtype,
+                seed=0,
+                max_model_len=options.max_model_len,
+                gpu_memory_utilization=options.gpu_memory_utilization,
+                enable_prefix_caching=True,
+                enable_sleep_mode=options.can_sleep,
+                enforce_eager=options.enforce_eager,
+                # Before temperature, top_k and top_p, as everywhere in this package.
+                logprobs_mode="raw_logprobs",
+                # What a checkpoint says of sampling is not asked for.
+                generation_config="vllm",
+                **with_lora,
+            )
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        raise ModelLoadError(
+            f"the model {name!r} was to be sampled by vLLM, which could not load it: {reason}. "
+            "Where memory is short, lower max_model_len, or change gpu_memory_utilization: it is "
+            "the engine's share of the whole GPU. Where vLLM does not know the architecture, set "
+            "_type to huggingface."
+        ) from error
+    return VllmEngine(llm, vllm.SamplingParams, lora.LoRARequest, options)
+
+
+class VllmEngine:
+    """A running engine; several models may share it, where adapters alone tell them apart.
+
+    Parameters
+    ----------
+    llm : vllm.LLM
+        In this process.
+    """
+
+    def __init__(
+        self, llm: Any, sampling_params: Any, lora_request: Any, options: EngineOptions
+    ) -> None:
+        self.llm = llm
+        self.options = options
+        self._sampling_params = sampling_params
+        self._lora_request = lora_request
+        self._awake = {"weights", "kv_cache"}
+        self._has_stale_prefixes = False
+        self._held: Hashable = None
+        self._adapter: tuple[Hashable, Any, TemporaryDirectory[str]] | None = None
+        self._num_adapters = 0
+
+    def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
+        """Raise `ModelLoadError` where the engine's tokens are others than the trainer's."""
+        found = self.llm.llm_engine.model_config.get_vocab_size()
+        if found == vocab_size and self.llm.get_tokenizer().get_vocab() == tokenizer.get_vocab():
+            return
+        raise ModelLoadError(
+            f"vLLM was to sample the tokens that are trained on, but it loaded a vocabulary of "
+            f"{found} rows where the model has {vocab_size}, or another tokenizer. Give a folder "
+            "in which weights, config.json and tokenizer belong together."
+        )
+
+    # ---- weights
+
+    def hold_weights(
+        self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
+    ) -> None:
+        """Take full weights, by their names in the checkpoint, unless this version is held.
+
+        Parameters
+        ----------
+        version : Hashable
+            Differs whenever the weights do.
+        """
+        if version == self._held:
+            return
+        self._wake("weights")
+
+        def load(model: Any) -> None:
+            model.load_weights(weights())
+
+        self.llm.apply_model(load)
+        self._held = version
+        self._has_stale_prefixes = True
+
+    def note_weights(self, version: Hashable) -> None:
+        """Say which version the engine was started with."""
+        self._held = version
+
+    def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
+        """Give the request that samples with an adapter, loading it unless this version is held.
+
+        Each version has a number and a name that no other had: vLLM would take an adapter of the
+        same number from its cache, and cached prefixes of the same name for those of the new one.
+
+        Parameters
+        ----------
+        write : Callable
+            Writes the adapter into an empty folder, as peft does.
+
+        Raises
+        ------
+        ModelLoadError
+            When vLLM refuses the adapter.
+        """
+        if self._adapter is not None and self._adapter[0] == version:
+            return self._adapter[1]
+        # The folder stays as long as the adapter is in use: vLLM may read it again.
+        folder = TemporaryDirectory(prefix="nip_astra_adapter_")
+        write(Path(folder.name))
+        self._num_adapters += 1
+        number = self._num_adapters
+        request = self._lora_request(
+            lora_name=f"adapter-{number}", lora_int_id=number, lora_path=folder.name
+        )
+        self._wake("weights")
+        if self._adapter is not None:
+            self.llm.llm_engine.remove_lora(self._adapter[1].lora_int_id)
+            self._adapter[2].cleanup()
+            self._adapter = None
+        try:
+            self.llm.llm_engine.add_lora(request)
+        except Exception as error:
+            folder.cleanup()
+            raise ModelLoadError(
+                f"vLLM was to sample with a LoRA adapter, but refused it: {error}. Set "
+                "lora.target_modules to attention and MLP projections, or lora to null."
+            ) from error
+        self._adapter = (version, request, folder)
+        self._has_stale_prefixes = True
+        return request
+
+    # ---- memory
+
+    def sleep(self) -> None:
+        """Give memory back until the next use: weights go to the processor's, caches are dropped.
+
+        Weights are kept because dropping them (vLLM's level 2) has lost what no sync brings back.
+        """
+        if self.options.can_sleep and self._awake:
+            self.llm.sleep(level=1)
+            self._awake = set()
+
+    def _wake(self, *parts: str) -> None:
+        # Caches come last: while weights are exchanged their memory is free.
+        missing = [part for part in parts if part not in self._awake]
+        if missing:
+            self.llm.wake_up(tags=missing)
+            self._awake.update(missing)
+
+    # ---- sampling
+
+    def generate(
+        self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
+    ) -> list[Reply]:
+        """Sample a turn for each request.
+
+        Parameters
+        ----------
+        arguments : dict[str, Any]
+            See `sampling_arguments`.
+        adapter : LoRARequest, optional
+            What `hold_adapter` gave; None samples from the base weights.
+
+        Raises
+        ------
+        ContextLengthError
+            When a context and its turn are longer than the engine's window.
+        """
+        if not requests:
+            return []
+        self._check_lengths(requests, arguments["max_tokens"])
+        self._wake("weights", "kv_cache")
+        if self._has_stale_prefixes:
+            if self.llm.reset_prefix_cache() is False:
+                raise ModelLoadError(
+                    "vLLM was to forget prefixes read with older weights, but did not, since "
+                    "requests are in flight. Give each engine one user at a time."
+                )
+            self._has_stale_prefixes = False
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": list(request.context)} for request in requests],
+            [
+                self._sampling_params(
+                    **(arguments | forcing(request)),
+                    seed=request.seed,
+                    # Scores of what the prefix cache holds are not in it; some versions give
+                    # those of another request instead (vllm-project/vllm pull request 42245).
+                    skip_reading_prefix_cache=request.scores_context,
+                    prompt_logprobs=0 if request.scores_context else None,
+                )
+                for request in requests
+            ],
+            use_tqdm=False,
+            lora_request=adapter,
+        )
+        return [read_reply(*pair) for pair in zip(requests, outputs, strict=True)]
+
+    def _check_lengths(self, requests: Sequence[Request], max_tokens: int) -> None:
+        longest = max(len(request.context) for request in requests)
+        if longest + max_tokens > self.options.max_model_len:
+            raise ContextLengthError(
+                f"a context of {longest} tokens and a turn of {max_tokens} were to be read by "
+                f"vLLM, whose window holds {self.options.max_model_len}. Raise max_model_len of "
+                "the language model, or lower max_new_tokens."
+            )
+
+
+def _engine_rank(rank: int) -> int:
+    fitting = [known for known in LORA_RANKS if known >= rank]
+    if not fitting:
+        raise ConfigurationError(
+            f"a LoRA adapter of rank {rank} was to be sampled by vLLM, which takes ranks up to "
+            f"{LORA_RANKS[-1]}. Lower lora.rank."
+        )
+    return fitting[0]

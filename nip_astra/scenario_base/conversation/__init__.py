@@ -1,0 +1,1 @@
+"""What scenarios of conversations are made of: prompts, and turns as tokens."""

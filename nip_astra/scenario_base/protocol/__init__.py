@@ -1,0 +1,1 @@
+"""What scenarios of interaction protocols are made of: agents with networks, environments."""

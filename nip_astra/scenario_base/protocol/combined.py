@@ -1,0 +1,283 @@
+"""All agents of a protocol as one actor.
+
+Shapes: B frames, A agents, C channels, V channels that an agent sees, P positions, S symbols,
+L linear symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
+from nip_astra.scenario_base.protocol.agent_actions import (
+    AgentMoves,
+    PolicyEvaluation,
+    draw,
+    evaluate_moves,
+    logprobs_of,
+    normalised,
+    num_uniforms,
+)
+from nip_astra.scenario_base.protocol.message_space import MASKED, MessageSpace
+from nip_astra.scenario_base.protocol.tensordict_agents import Agent, Observation, PolicyOutput
+
+
+@dataclass(frozen=True)
+class JointMoves:
+    """What all agents do in a batch of frames.
+
+    Attributes
+    ----------
+    decision_BA : Tensor
+        0 reject, 1 accept, 2 continue; 2 where the agent may not decide.
+    message_BACP : Tensor
+        Symbols, long; 0 where none is sent.
+    logprobs_BA : Tensor
+        Log-probability of each agent's joint move in nats; 0 where it could make none.
+    message_logits_BACPS : Tensor
+        Normalised log-probabilities of symbols; 0 where none is sent.
+    decision_logits_BA3 : Tensor
+        Normalised log-probabilities of decisions; 0 where there is none to make.
+    linear_BACP : Tensor or None
+        Linear symbols; None where there are none.
+    """
+
+    decision_BA: Tensor
+    message_BACP: Tensor
+    logprobs_BA: Tensor
+    message_logits_BACPS: Tensor
+    decision_logits_BA3: Tensor
+    linear_BACP: Tensor | None = None
+
+
+class AgentLogProbabilities(NamedTuple):
+    """Normalised log-probabilities of one agent's alternatives, 0 where it has none.
+
+    Attributes
+    ----------
+    message_logits_BCPS : Tensor
+        Of symbols, in all channels of the protocol.
+    decision_logits_B3 : Tensor
+        Of decisions.
+    """
+
+    message_logits_BCPS: Tensor
+    decision_logits_B3: Tensor
+
+
+class CombinedAgents(nn.Module):
+    """The agents of a protocol, in its order.
+
+    Attributes
+    ----------
+    agents : nn.ModuleDict
+        `Agent`s by name.
+    """
+
+    def __init__(
+        self, agents: Mapping[str, Agent], protocol: ProtocolHandler, space: MessageSpace
+    ) -> None:
+        super().__init__()
+        self.agents = nn.ModuleDict(dict(agents))
+        self.names = tuple(agents)
+        self.protocol = protocol
+        self.space = space
+        self.needs_logits = protocol.needs_logits
+
+    def __getitem__(self, name: str) -> Agent:
+        agent = self.agents[name]
+        assert isinstance(agent, Agent)
+        return agent
+
+    def number(self, name: str) -> int:
+        """Give an agent's place in the dimension A."""
+        return self.names.index(name)
+
+    @torch.no_grad()
+    def act(self, observation: Observation, generator: torch.Generator) -> JointMoves:
+        """Draw the moves of all agents.
+
+        The random numbers depend on the generator, on the number of frames and on nothing else.
+        An agent is asked only about the frames in which it may move.
+        """
+        active_BAC, decides_BA = observation["active_mask"], observation["can_decide"]
+        num_frames, space = len(active_BAC), self.space
+        moves = self._no_moves(num_frames, active_BAC.device)
+        uniforms_BAU = torch.rand(
+            num_frames,
+            len(self.names),
+            num_uniforms(active_BAC.shape[2], space.message_size, space.num_linear_symbols > 0),
+            generator=generator,
+            device=generator.device,
+        ).to(active_BAC.device)
+        acting_BA = active_BAC.any(dim=2) | decides_BA
+        for number, name in enumerate(self.names):
+            rows = acting_BA[:, number].nonzero().flatten()
+            if len(rows) == num_frames:
+                self._act(number, name, observation, uniforms_BAU[:, number], moves, slice(None))
+            elif len(rows):
+                seen = {key: value[rows] for key, value in observation.items()}
+                self._act(number, name, seen, uniforms_BAU[rows, number], moves, rows)
+        return moves
+
+    def _no_moves(self, num_frames: int, device: torch.device) -> JointMoves:
+        space = self.space
+        place = (num_frames, len(self.names), self.protocol.num_channels, space.message_size)
+        return JointMoves(
+            decision_BA=torch.full(place[:2], CONTINUE, device=device),
+            message_BACP=torch.zeros(place, dtype=torch.long, device=device),
+            logprobs_BA=torch.zeros(place[:2], device=device),
+            message_logits_BACPS=torch.zeros(*place, space.num_symbols, device=device),
+            decision_logits_BA3=torch.zeros(*place[:2], 3, device=device),
+            linear_BACP=torch.zeros(place, dtype=torch.long, device=device)
+            if space.num_linear_symbols
+            else None,
+        )
+
+    def _act(
+        self,
+        number: int,
+        name: str,
+        observation: Observation,
+        uniforms_BU: Tensor,
+        moves: JointMoves,
+        rows: Any,
+    ) -> None:
+        """Write an agent's moves in some frames into the moves of all."""
+        agent = self[name]
+        logs = normalised(agent.policy(observation))
+        drawn = draw(logs, uniforms_BU)
+        active_BC = observation["active_mask"][:, number]
+        active_BV = self._seen_by(agent, active_BC)
+        can_decide_B = observation["can_decide"][:, number]
+        moves.logprobs_BA[rows, number] = logprobs_of(logs, drawn, active_BV, can_decide_B)
+        self._write(
+            moves.message_BACP, agent, number, rows, drawn.message_BVP * active_BV[..., None]
+        )
+        if drawn.linear_BVP is not None and moves.linear_BACP is not None:
+            linear_BVP = drawn.linear_BVP * active_BV[..., None]
+            self._write(moves.linear_BACP, agent, number, rows, linear_BVP)
+        found = self._of_all_channels(agent, logs, active_BV)
+        moves.message_logits_BACPS[rows, number] = found.message_logits_BCPS
+        moves.decision_logits_BA3[rows, number] = found.decision_logits_B3
+        if drawn.decision_B is not None:
+            moves.decision_BA[rows, number] = torch.where(can_decide_B, drawn.decision_B, CONTINUE)
+
+    def log_probabilities(
+        self, name: str, output: PolicyOutput, observation: Observation
+    ) -> AgentLogProbabilities:
+        """Give what a policy's output says of all channels, with grad."""
+        agent = self[name]
+        active_BV = self._seen_by(agent, observation["active_mask"][:, self.number(name)])
+        return self._of_all_channels(agent, normalised(output), active_BV)
+
+    def _of_all_channels(
+        self, agent: Agent, logs: PolicyOutput, active_BV: Tensor
+    ) -> AgentLogProbabilities:
+        message = logs.message_logits_BVPS.clamp(min=MASKED) * active_BV[..., None, None]
+        if agent.shape.num_visible < agent.shape.num_channels:
+            unseen = message.new_zeros(len(message), agent.shape.num_channels, *message.shape[2:])
+            channels = torch.tensor(agent.shape.visible_channels, device=message.device)
+            message = unseen.index_copy(1, channels, message)
+        decision = logs.decision_logits_B3
+        return AgentLogProbabilities(
+            message, message.new_zeros(len(message), 3) if decision is None else decision
+        )
+
+    def logit_reward(self, name: str, output: PolicyOutput, frames: TensorDict) -> Tensor | None:
+        """Give what an agent's logits earn whatever is drawn from them, [B] with grad, or None.
+
+        Parameters
+        ----------
+        output : PolicyOutput
+            The agent's logits as they are now; those of others are as the sampler had them.
+        frames : TensorDict
+            Frames of the sampler, [B].
+        """
+        own, number = self.log_probabilities(name, output, frames), self.number(name)
+        return self.protocol.logit_reward(
+            name,
+            frames["round"],
+            frames["seed"],
+            frames["has_decided"],
+            Moves(
+                frames["agents", "decision"],
+                _replaced(frames["agents", "message_logits"], own.message_logits_BCPS, number),
+                _replaced(frames["agents", "decision_logits"], own.decision_logits_B3, number),
+            ),
+        )
+
+    def _write(
+        self, target: Tensor, agent: Agent, number: int, rows: Any, values_BV: Tensor
+    ) -> None:
+        """Write what an agent does in the channels that it sees."""
+        if agent.shape.num_visible == agent.shape.num_channels:
+            target[rows, number] = values_BV
+            return
+        for position, channel in enumerate(agent.shape.visible_channels):
+            target[rows, number, channel] = values_BV[:, position]
+
+    def _seen_by(self, agent: Agent, channels_BC: Tensor) -> Tensor:
+        if agent.shape.num_visible == agent.shape.num_channels:
+            return channels_BC
+        return channels_BC[:, list(agent.shape.visible_channels)]
+
+    def moves_of(self, name: str, frames: TensorDict) -> tuple[AgentMoves, Tensor, Tensor]:
+        """Give an agent's moves in a batch, where it could send, [B, V], and decide, [B].
+
+        Parameters
+        ----------
+        frames : TensorDict
+            With `("agents", "message")` and so on, as the sampler gives them.
+        """
+        agent, number = self[name], self.number(name)
+        linear_BACP = frames.get(("agents", "linear_message"), None)
+        moves = AgentMoves(
+            self._seen_by(agent, frames["agents", "message"][:, number]),
+            frames["agents", "decision"][:, number] if agent.shape.has_decision else None,
+            None if linear_BACP is None else self._seen_by(agent, linear_BACP[:, number]),
+        )
+        active_BV = self._seen_by(agent, frames["active_mask"][:, number])
+        return moves, active_BV, frames["can_decide"][:, number]
+
+    def policy(self, name: str, frames: Observation) -> PolicyOutput:
+        """Give the logits of an agent's moves, with grad."""
+        return self[name].policy(frames)
+
+    def evaluate(
+        self, name: str, frames: TensorDict, output: PolicyOutput | None = None
+    ) -> PolicyEvaluation:
+        """Give how an agent's policy sees the moves that it made, with grad.
+
+        Parameters
+        ----------
+        frames : TensorDict
+            Frames of the sampler, [B].
+        output : PolicyOutput, optional
+            What the policy gives for these frames, where it is known already.
+        """
+        moves, active_BV, can_decide_B = self.moves_of(name, frames)
+        if output is None:
+            output = self[name].policy(frames)
+        return evaluate_moves(output, moves, active_BV, can_decide_B)
+
+    def values(self, name: str, frames: Observation) -> Tensor:
+        """Give an agent's values, [B], with grad."""
+        return self[name].value(frames)
+
+    def is_acting(self, name: str, frames: Observation) -> Tensor:
+        """Give the frames in which an agent may send or decide, [B] bool."""
+        number = self.number(name)
+        active_BC = frames["active_mask"][:, number]
+        return active_BC.any(dim=-1) | frames["can_decide"][:, number]
+
+
+def _replaced(values_BA: Tensor, own_B: Tensor, number: int) -> Tensor:
+    """Give the values of all agents with those of one put in their place."""
+    return torch.cat([values_BA[:, :number], own_B[:, None], values_BA[:, number + 1 :]], dim=1)

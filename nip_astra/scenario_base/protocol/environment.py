@@ -1,0 +1,312 @@
+"""The environment in which agents play a protocol about datapoints.
+
+Shapes: E environments, A agents, C channels, R rounds, P positions, S symbols, L linear symbols.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torch.nn.functional import one_hot
+from torchrl.data import Binary, Categorical, Composite, TensorSpec, Unbounded
+from torchrl.envs import EnvBase
+
+from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler, ProtocolStep
+from nip_astra.scenario_base.protocol.combined import JointMoves
+from nip_astra.scenario_base.protocol.message_space import MessageSpace
+from nip_astra.utils.seeding import SeedPart, derive_seed
+
+NUM_EPISODE_SEEDS = 2**16
+"""An episode's random number, which protocols may use, is below this."""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """What a round led to.
+
+    Attributes
+    ----------
+    observation : dict[str, Tensor]
+        The next frame; of an ended episode the one after its end, which is not played.
+    step : ProtocolStep
+        Rewards and ends.
+    is_done_E : Tensor
+        Whether the episode ended, in either way.
+    """
+
+    observation: dict[str, Tensor]
+    step: ProtocolStep
+    is_done_E: Tensor
+
+
+class DataCycler:
+    """Goes through a dataset in an order that is shuffled anew for every pass.
+
+    The order depends on the key alone, so its whole state is `position`.
+    """
+
+    def __init__(self, num_datapoints: int, key: tuple[SeedPart, ...]) -> None:
+        self.num_datapoints = num_datapoints
+        self.position = 0
+        self._key = key
+        self._order: tuple[int, Tensor] | None = None
+
+    def take(self, count: int) -> Tensor:
+        """Give the rows of the next datapoints, [count] long."""
+        parts: list[Tensor] = []
+        while count > 0:
+            number, offset = divmod(self.position, self.num_datapoints)
+            part = self._pass(number)[offset : offset + count]
+            parts.append(part)
+            self.position += len(part)
+            count -= len(part)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+
+    def _pass(self, number: int) -> Tensor:
+        if self._order is None or self._order[0] != number:
+            generator = torch.Generator().manual_seed(derive_seed(*self._key, "pass", number))
+            self._order = number, torch.randperm(self.num_datapoints, generator=generator)
+        return self._order[1]
+
+
+class ProtocolEnvironment(EnvBase):
+    """Environments that play in step, as one TorchRL environment of batch size [E].
+
+    `fresh` and `advance` are the whole game on plain tensors; TorchRL's `reset` and `step` wrap
+    them, for its collectors. An episode that ends is `terminated`: nothing is truncated.
+
+    Parameters
+    ----------
+    dataset : TensorDict
+        Batch size [N], with `y` and what agents see.
+    key : tuple
+        Path of names that the order of the data and the episodes' random numbers derive from.
+    """
+
+    batch_locked = True
+
+    def __init__(
+        self,
+        protocol: ProtocolHandler,
+        dataset: TensorDict,
+        space: MessageSpace,
+        *,
+        num_environments: int,
+        key: tuple[SeedPart, ...],
+    ) -> None:
+        device = dataset["y"].device
+        super().__init__(device=device, batch_size=torch.Size([num_environments]))
+        self.protocol = protocol
+        self.dataset = dataset
+        self.space = space
+        self.key = key
+        self.num_environments = num_environments
+        self._columns: dict[str, Tensor] = {
+            name: value for name, value in dataset.items() if isinstance(value, Tensor)
+        }
+        self.restart()
+        self._make_specs()
+
+    def restart(self) -> None:
+        """Begin again with the first datapoint and the first random number."""
+        self.cycler = DataCycler(len(self.dataset), (*self.key, "data"))
+        self.generator = torch.Generator().manual_seed(derive_seed(*self.key, "episodes"))
+
+    def with_key(self, *key: SeedPart) -> ProtocolEnvironment:
+        """Give an environment on the same data whose order and random numbers are others."""
+        return ProtocolEnvironment(
+            self.protocol,
+            self.dataset,
+            self.space,
+            num_environments=self.num_environments,
+            key=key,
+        )
+
+    # ---- the game
+
+    def fresh(self, count: int) -> dict[str, Tensor]:
+        """Begin `count` episodes with the next datapoints, and give their first frames."""
+        rows = self.cycler.take(count).to(self.device)
+        seeds = torch.randint(NUM_EPISODE_SEEDS, (count,), generator=self.generator)
+        return self.first_frames(rows, seeds.to(self.device))
+
+    def first_frames(self, rows_E: Tensor, seeds_E: Tensor | None = None) -> dict[str, Tensor]:
+        """Give frames of round 0, in which nothing has been said, for rows of the dataset."""
+        count, space, protocol = len(rows_E), self.space, self.protocol
+        if seeds_E is None:
+            seeds_E = torch.zeros_like(rows_E)
+        place = (count, protocol.num_channels, space.message_size)
+        rounds = (count, protocol.max_message_rounds, *place[1:])
+        frame = {name: column[rows_E] for name, column in self._columns.items()}
+        frame |= {
+            "round": torch.zeros_like(rows_E),
+            "seed": seeds_E,
+            "datapoint_id": rows_E,
+            "message_history": torch.zeros(*rounds, space.num_symbols, device=self.device),
+            "message": torch.zeros(*place, space.num_symbols, device=self.device),
+            "has_decided": torch.zeros(
+                count, protocol.num_agents, dtype=torch.bool, device=self.device
+            ),
+            "decided": torch.full((count,), CONTINUE, device=self.device),
+        }
+        if space.num_linear_symbols:
+            symbols = space.num_linear_symbols
+            frame["linear_message_history"] = torch.zeros(*rounds, symbols, device=self.device)
+            frame["linear_message"] = torch.zeros(*place, symbols, device=self.device)
+        return frame | self._turns(frame)
+
+    def advance(self, frame: Mapping[str, Tensor], moves: JointMoves) -> Transition:
+        """Play a round."""
+        active_EAC = frame["active_mask"]
+        step = self.protocol.step(
+            frame["round"],
+            frame["seed"],
+            frame["y"].squeeze(-1),
+            frame["has_decided"],
+            Moves(
+                decision_EA=moves.decision_BA,
+                message_logits_EACPS=moves.message_logits_BACPS,
+                decision_logits_EA3=moves.decision_logits_BA3,
+            ),
+        )
+        following = dict(frame)
+        following |= self._said("", frame, moves.message_BACP, active_EAC)
+        if moves.linear_BACP is not None:
+            following |= self._said("linear_", frame, moves.linear_BACP, active_EAC)
+        following["round"] = frame["round"] + 1
+        following["has_decided"] = step.agent_decided_EA
+        is_undecided_E = frame["decided"] == CONTINUE
+        following["decided"] = torch.where(is_undecided_E, step.decision_E, frame["decided"])
+        following |= self._turns(following)
+        return Transition(following, step, step.is_done)
+
+    def renew(self, frame: dict[str, Tensor], is_done_E: Tensor) -> dict[str, Tensor]:
+        """Give the frame with ended episodes replaced by new ones."""
+        rows = is_done_E.nonzero().flatten()
+        if len(rows) == 0:
+            return frame
+        fresh = self.fresh(len(rows))
+        if len(rows) == self.num_environments:
+            return fresh
+        return {name: value.index_copy(0, rows, fresh[name]) for name, value in frame.items()}
+
+    def _turns(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Give who may send and decide, and what is to be answered.
+
+        After the last round, and after its own end, nobody may.
+        """
+        turn = frame["round"], frame["seed"], frame["has_decided"]
+        return {
+            "active_mask": self.protocol.active_mask(*turn),
+            "can_decide": self.protocol.chooses(*turn),
+            "question_round": self.protocol.question_round(frame["round"], frame["seed"]),
+        }
+
+    def _said(
+        self, prefix: str, frame: Mapping[str, Tensor], symbols_EACP: Tensor, active_EAC: Tensor
+    ) -> dict[str, Tensor]:
+        """Give the messages of the round, and the history with them."""
+        history = frame[f"{prefix}message_history"]
+        sent = one_hot(symbols_EACP, history.shape[-1]).to(history.dtype)
+        message_ECPS = (sent * active_EAC[..., None, None]).sum(dim=1)
+        here_ER = one_hot(frame["round"], history.shape[1]).to(history.dtype)
+        return {
+            f"{prefix}message": message_ECPS,
+            f"{prefix}message_history": history
+            + here_ER[:, :, None, None, None] * message_ECPS[:, None],
+        }
+
+    # ---- state
+
+    def state(self) -> dict[str, Any]:
+        """Give how far the data and the random numbers have come."""
+        return {"position": self.cycler.position, "generator": self.generator.get_state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take up what `state` gave."""
+        self.cycler.position = state["position"]
+        self.generator.set_state(state["generator"])
+
+    # ---- TorchRL
+
+    def _make_specs(self) -> None:
+        before = self.state()
+        example = self.fresh(self.num_environments)
+        self.load_state(before)
+        self.observation_spec = Composite(
+            {name: _spec_of(value) for name, value in example.items()},
+            shape=self.batch_size,
+            device=self.device,
+        )
+        agents = (self.num_environments, self.protocol.num_agents)
+        place = (*agents, self.protocol.num_channels, self.space.message_size)
+        actions: dict[str, TensorSpec] = {
+            "decision": Categorical(3, shape=agents),
+            "message": Categorical(self.space.num_symbols, shape=place),
+        }
+        if self.space.num_linear_symbols:
+            symbols = self.space.num_linear_symbols
+            actions["linear_message"] = Categorical(symbols, shape=place)
+        if self.protocol.needs_logits:
+            actions["message_logits"] = Unbounded((*place, self.space.num_symbols))
+            actions["decision_logits"] = Unbounded((*agents, 3))
+        self.action_spec = self._of_agents(Composite(actions, shape=self.batch_size))
+        self.reward_spec = self._of_agents(
+            Composite({"reward": Unbounded((*agents, 1))}, shape=self.batch_size)
+        )
+        flag = Binary(1, shape=(self.num_environments, 1), dtype=torch.bool)
+        self.done_spec = Composite(
+            {"done": flag.clone(), "terminated": flag.clone()},
+            shape=self.batch_size,
+            device=self.device,
+        )
+
+    def _of_agents(self, spec: Composite) -> Composite:
+        return Composite({"agents": spec}, shape=self.batch_size, device=self.device)
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        is_done_E = None if tensordict is None else tensordict.get("_reset", None)
+        if is_done_E is None or bool(is_done_E.all()):
+            frame = self.fresh(self.num_environments)
+        else:
+            # TorchRL keeps the other rows itself; they are filled with the first datapoint's.
+            nothing = torch.zeros(self.num_environments, dtype=torch.long, device=self.device)
+            frame = self.renew(self.first_frames(nothing), is_done_E.flatten())
+        flag = torch.zeros(self.num_environments, 1, dtype=torch.bool, device=self.device)
+        content = {**frame, "done": flag, "terminated": flag.clone()}
+        return TensorDict(content, batch_size=self.batch_size, device=self.device)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        frame = {name: tensordict[name] for name in self.observation_spec.keys()}  # noqa: SIM118
+        agents = tensordict["agents"]
+        needs_logits = self.protocol.needs_logits
+        moves = JointMoves(
+            decision_BA=agents["decision"],
+            message_BACP=agents["message"],
+            logprobs_BA=torch.zeros_like(agents["decision"], dtype=torch.float32),
+            message_logits_BACPS=agents["message_logits"] if needs_logits else torch.empty(0),
+            decision_logits_BA3=agents["decision_logits"] if needs_logits else torch.empty(0),
+            linear_BACP=agents["linear_message"] if self.space.num_linear_symbols else None,
+        )
+        transition = self.advance(frame, moves)
+        flag = transition.is_done_E[:, None]
+        content = {**transition.observation, "done": flag, "terminated": flag.clone()}
+        following = TensorDict(content, batch_size=self.batch_size, device=self.device)
+        following["agents", "reward"] = transition.step.reward_EA[..., None]
+        return following
+
+    def _set_seed(self, seed: int | None) -> None:
+        if seed is not None:
+            self.key = (*self.key, seed)
+            self.restart()
+
+
+def _spec_of(value: Tensor) -> TensorSpec:
+    if value.dtype == torch.bool:
+        return Binary(value.shape[-1], shape=value.shape, dtype=torch.bool)
+    return Unbounded(value.shape, dtype=value.dtype)

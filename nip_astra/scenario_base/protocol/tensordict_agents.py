@@ -1,0 +1,327 @@
+"""Agents with networks of their own: a body that reads a frame, and heads that act on it.
+
+Shapes: B frames, R rounds, C channels, V channels that the agent sees, P positions, S symbols,
+L linear symbols, D width of a representation.
+
+An observation is a mapping of tensors with leading dimension B:
+
+================================== ================ ==============================================
+`round`, `seed`, `datapoint_id`    [B] long         round from 0, the episode's random number, row
+`message_history`                  [B, R, C, P, S]  one-hot, summed over senders, 0 where none
+`message`                          [B, C, P, S]     what was sent in the round before
+`linear_message_history`, `linear_message`          the same with L, where there are such symbols
+`active_mask`, `can_decide`        [B, A, C], [B, A] bool: who may send where, and who may decide
+`question_round`                   [B, C] long      the round whose message is to be answered
+`has_decided`, `decided`           [B, A], [B]      who has decided, and what counts (2: nothing)
+`y`                                [B, 1] long      the label, which no policy reads
+the dataset's own                  [B, ...]         for instance `adjacency` or `image`
+================================== ================ ==============================================
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nip_astra.parameters.agents import AgentParameters
+from nip_astra.scenario_base.protocol.message_space import MASKED, AgentShape
+from nip_astra.utils.activations import ACTIVATIONS
+
+Observation = Mapping[str, Tensor]
+"""A batch of frames; see the module's table."""
+Representation = Mapping[str, Tensor]
+"""What a body gives to heads of its scenario; tensors with leading dimension B."""
+ImpossibleSymbols = Callable[[Observation, AgentShape], Tensor | None]
+"""Gives a bool tensor that broadcasts to [B, V, P, S], True where a symbol cannot be sent."""
+
+MIN_STD = 1e-6
+"""Entries of a history that vary less than this are shifted and not scaled."""
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy head gives.
+
+    Attributes
+    ----------
+    message_logits_BVPS : Tensor
+        Unnormalised log-probabilities of symbols, `MASKED` where impossible.
+    decision_logits_B3 : Tensor or None
+        Of reject, accept, continue; None for an agent that has no decision.
+    linear_logits_BVPL : Tensor or None
+        Of linear symbols; None where there are none.
+    """
+
+    message_logits_BVPS: Tensor
+    decision_logits_B3: Tensor | None = None
+    linear_logits_BVPL: Tensor | None = None
+
+
+class AgentBody(nn.Module, ABC):
+    """Reads a frame. A subclass gives `forward`.
+
+    `history` and `linear_history` give what was said in the channels that the agent sees, shifted
+    and scaled by the statistics that were set, by none at first.
+    """
+
+    has_hidden_state: bool = False
+    """Whether learning draws random numbers, as dropout does, or changes buffers, as batch
+    normalisation does, so that several processes would part; then one computes all losses."""
+    history_mean: Tensor
+    history_scale: Tensor
+    linear_mean: Tensor
+    linear_scale: Tensor
+    visible: Tensor
+
+    def __init__(self, shape: AgentShape) -> None:
+        super().__init__()
+        self.shape = shape
+        space, rounds, seen = shape.message_space, shape.num_rounds, shape.num_visible
+        symbols = (rounds, seen, space.message_size, space.num_symbols)
+        linear = (rounds, seen, space.message_size, space.num_linear_symbols)
+        self.register_buffer("visible", torch.tensor(shape.visible_channels), persistent=False)
+        self.register_buffer("history_mean", torch.zeros(symbols))
+        self.register_buffer("history_scale", torch.ones(symbols))
+        self.register_buffer("linear_mean", torch.zeros(linear))
+        self.register_buffer("linear_scale", torch.ones(linear))
+        self._sees_all = shape.num_visible == shape.num_channels
+
+    @abstractmethod
+    def forward(self, observation: Observation) -> dict[str, Tensor]:
+        """Give the representation that the scenario's heads read."""
+
+    def after_initialisation(self) -> None:
+        """Called once, when all weights have their first values; does nothing here."""
+
+    def history(self, observation: Observation) -> Tensor:
+        """Give the visible messages so far, [B, R, V, P, S]."""
+        return (self._seen(observation["message_history"], 2) - self.history_mean) * (
+            self.history_scale
+        )
+
+    def linear_history(self, observation: Observation) -> Tensor:
+        """Give the visible linear messages so far, [B, R, V, P, L]."""
+        return (self._seen(observation["linear_message_history"], 2) - self.linear_mean) * (
+            self.linear_scale
+        )
+
+    def last_message(self, observation: Observation) -> Tensor:
+        """Give the visible messages of the round before as they were sent, [B, V, P, S]."""
+        return self._seen(observation["message"], 1)
+
+    def set_statistics(self, histories: Tensor, linear_histories: Tensor | None = None) -> None:
+        """Have histories shifted to mean 0 and scaled to deviation 1.
+
+        Parameters
+        ----------
+        histories : Tensor
+            Sample of `message_history`, [B, R, C, P, S].
+        linear_histories : Tensor, optional
+            Sample of `linear_message_history`.
+        """
+        _standardise(self.history_mean, self.history_scale, self._seen(histories, 2))
+        if linear_histories is not None:
+            _standardise(self.linear_mean, self.linear_scale, self._seen(linear_histories, 2))
+
+    def _seen(self, messages: Tensor, dim: int) -> Tensor:
+        return messages if self._sees_all else messages.index_select(dim, self.visible)
+
+
+def _standardise(mean: Tensor, scale: Tensor, sample: Tensor) -> None:
+    std = sample.std(dim=0)
+    mean.copy_(sample.mean(dim=0))
+    scale.copy_(torch.where(std < MIN_STD, torch.ones_like(std), 1 / std.clamp(min=MIN_STD)))
+
+
+class AgentPolicyHead(nn.Module, ABC):
+    """Says how likely each move is. A subclass gives `logits`.
+
+    Parameters
+    ----------
+    impossible : Callable, optional
+        Symbols that cannot be sent; their logits become `MASKED`.
+    """
+
+    def __init__(self, shape: AgentShape, impossible: ImpossibleSymbols | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.impossible = impossible
+
+    @abstractmethod
+    def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
+        """Give logits of all symbols, possible or not."""
+
+    def decide_as(self, solo_head: SoloAgentHead) -> None:
+        """Decide at first as a trained head of the same agent tells the label alone.
+
+        Called after bodies were pretrained; does nothing here, so that decisions start at random.
+        """
+
+    def forward(self, representation: Representation, observation: Observation) -> PolicyOutput:
+        output = self.logits(representation, observation)
+        mask = self.impossible(observation, self.shape) if self.impossible else None
+        if mask is None:
+            return output
+        return output._replace(
+            message_logits_BVPS=output.message_logits_BVPS.masked_fill(mask, MASKED)
+        )
+
+
+class RandomPolicyHead(AgentPolicyHead):
+    """Every possible move is equally likely; reads no representation."""
+
+    def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
+        space, num_frames = self.shape.message_space, len(observation["round"])
+        place = (num_frames, self.shape.num_visible, space.message_size)
+        device = observation["round"].device
+        return PolicyOutput(
+            torch.zeros(*place, space.num_symbols, device=device),
+            torch.zeros(num_frames, 3, device=device) if self.shape.has_decision else None,
+            torch.zeros(*place, space.num_linear_symbols, device=device)
+            if space.num_linear_symbols
+            else None,
+        )
+
+
+class AgentValueHead(nn.Module, ABC):
+    """Says what reward is to be expected."""
+
+    @abstractmethod
+    def forward(self, representation: Representation, observation: Observation) -> Tensor:
+        """Give values, [B]."""
+
+
+class SoloAgentHead(nn.Module, ABC):
+    """Says the label without a conversation."""
+
+    @abstractmethod
+    def forward(self, representation: Representation, observation: Observation) -> Tensor:
+        """Give logits of the labels 0 and 1, [B, 2]."""
+
+
+class Agent(nn.Module):
+    """An agent's parts; those that the trainer does not need are None.
+
+    Attributes
+    ----------
+    name : str
+        Name in the protocol.
+    parameters_of_agent : AgentParameters
+        Learning-rate factors, update schedule, and the shape of its networks.
+    shape : AgentShape
+        What its networks know of the game.
+    policy_body, value_body : AgentBody or None
+        The same object where the agent has one body for both.
+    policy_head, value_head, solo_head
+        What acts on the bodies; `solo_head` reads the policy's body.
+    """
+
+    policy_body: AgentBody | None
+    value_body: AgentBody | None
+    policy_head: AgentPolicyHead | None
+    value_head: AgentValueHead | None
+    solo_head: SoloAgentHead | None
+
+    def __init__(
+        self,
+        name: str,
+        parameters: AgentParameters,
+        shape: AgentShape,
+        *,
+        policy_body: AgentBody | None = None,
+        value_body: AgentBody | None = None,
+        policy_head: AgentPolicyHead | None = None,
+        value_head: AgentValueHead | None = None,
+        solo_head: SoloAgentHead | None = None,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.parameters_of_agent = parameters
+        self.shape = shape
+        self.policy_body = policy_body
+        self.value_body = value_body
+        self.policy_head = policy_head
+        self.value_head = value_head
+        self.solo_head = solo_head
+
+    @property
+    def is_random(self) -> bool:
+        """Whether the agent plays at random and learns nothing."""
+        return self.parameters_of_agent.is_random
+
+    @property
+    def shares_body(self) -> bool:
+        """Whether policy and value function read one representation."""
+        return self.policy_body is not None and self.policy_body is self.value_body
+
+    @property
+    def bodies(self) -> list[AgentBody]:
+        """The agent's bodies, each once."""
+        found = [body for body in (self.policy_body, self.value_body) if body is not None]
+        return found[:1] if self.shares_body else found
+
+    def policy(self, observation: Observation) -> PolicyOutput:
+        """Give the logits of the agent's moves in every frame."""
+        assert self.policy_head is not None
+        read = {} if self.policy_body is None else self.policy_body(observation)
+        output: PolicyOutput = self.policy_head(read, observation)
+        return output
+
+    def value(self, observation: Observation) -> Tensor:
+        """Give the agent's values, [B]; 0 for an agent without a value function."""
+        if self.value_head is None or self.value_body is None:
+            return torch.zeros(len(observation["round"]), device=observation["round"].device)
+        values_B: Tensor = self.value_head(self.value_body(observation), observation)
+        return values_B
+
+    def solo(self, observation: Observation) -> Tensor:
+        """Give the logits of the labels, [B, 2]."""
+        assert self.solo_head is not None
+        assert self.policy_body is not None
+        logits_B2: Tensor = self.solo_head(self.policy_body(observation), observation)
+        return logits_B2
+
+
+def round_one_hot(observation: Observation, shape: AgentShape) -> Tensor:
+    """Give the number of the round one-hot, [B, R]."""
+    rounds_B = observation["round"].clamp(max=shape.num_rounds - 1)
+    return nn.functional.one_hot(rounds_B, shape.num_rounds).float()
+
+
+def mlp(d_in: int, d_hidden: int, num_layers: int, d_out: int, activation: str) -> nn.Sequential:
+    """Give a network of `num_layers` linear layers with activations between them."""
+    sizes = [d_in, *[d_hidden] * (num_layers - 1), d_out]
+    layers: list[nn.Module] = []
+    for number, (size, next_size) in enumerate(pairwise(sizes)):
+        layers += [ACTIVATIONS[activation]()] if number else []
+        layers.append(nn.Linear(size, next_size))
+    return nn.Sequential(*layers)
+
+
+@torch.no_grad()
+def start_from(network: nn.Sequential, other: nn.Sequential) -> None:
+    """Have a network of `mlp` compute what another does from the inputs that both have.
+
+    Inputs and outputs that only `network` has count nothing and give 0. Widths between the layers
+    are the same.
+    """
+    layers = [[one for one in net if isinstance(one, nn.Linear)] for net in (network, other)]
+    for mine, its in zip(*layers, strict=True):
+        nn.init.zeros_(mine.weight)
+        nn.init.zeros_(mine.bias)
+        num_outputs, num_inputs = its.weight.shape
+        mine.weight[:num_outputs, :num_inputs] = its.weight
+        mine.bias[:num_outputs] = its.bias
+
+
+def initialise_orthogonally(module: nn.Module, gain: float) -> None:
+    """Set weight matrices and filters orthogonal and biases to 0; other weights stay."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear | nn.Conv2d):
+            nn.init.orthogonal_(part.weight, gain=gain)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)

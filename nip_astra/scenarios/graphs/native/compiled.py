@@ -1,0 +1,282 @@
+"""C that is compiled for the machine at hand when it is first needed, where there is a compiler.
+
+Nothing depends on it: whoever calls it has the same in torch, for machines without a compiler. What
+was compiled is kept in the user's cache, by its text, the compiler, the processor and its own
+bytes. Since it is run, nobody else may be able to put another file there: where the cache, or a
+folder above it, is others' to change, each process compiles for itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+SWITCH = "NIP_ASTRA_NATIVE_CODE"
+"""Environment variable; 0 leaves everything to torch."""
+CACHE = "XDG_CACHE_HOME"
+
+_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
+# The second is how it is said for some processors that are not x86.
+_PROCESSORS = (("-march=native",), ("-mcpu=native",), ())
+_COMPILE_SECONDS = 120.0
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+Argument = int | Tensor | Sequence[Tensor] | None
+
+
+class NativeCode:
+    """The functions of one C file.
+
+    Parameters
+    ----------
+    source : Path
+        The file. Each of its functions takes integers (`intptr_t`), pointers to numbers, and
+        arrays of such pointers, and gives 0, or another number where it ran out of memory.
+    """
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+
+    def library(self) -> ctypes.CDLL | None:
+        """Give the compiled file, or None where it cannot be had; the log says why, once."""
+        return None if _is_off() else _library(self.source).library
+
+    def why_absent(self) -> str | None:
+        """Say why the compiled file cannot be had, or None where it can."""
+        return f"{SWITCH} is 0" if _is_off() else _library(self.source).reason
+
+    def described(self) -> str:
+        """Name the file with the first digits of the compiled file's sha256."""
+        return f"{self.source.name} {_library(self.source).digest[:12]}"
+
+    def call(self, function: str, *arguments: Argument) -> None:
+        """Call a function with integers, contiguous tensors on the CPU, and sequences of those.
+
+        None is a tensor that there is none of.
+
+        Raises
+        ------
+        MemoryError
+            Where there was not enough memory.
+        """
+        library = self.library()
+        assert library is not None, "the caller asks whether it can be had"
+        if getattr(library, function)(*map(_as_c, arguments)):
+            raise MemoryError(f"{function} of {self.source.name} had not enough memory")
+
+
+def _as_c(argument: Argument) -> Any:
+    if isinstance(argument, int):
+        return ctypes.c_ssize_t(argument)
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p(None)
+    return (ctypes.c_void_p * len(argument))(*(tensor.data_ptr() for tensor in argument))
+
+
+def can_read(*tensors: Tensor) -> bool:
+    """Say whether native code finds the numbers of these tensors where they lie."""
+    return all(x.device.type == "cpu" and x.layout == torch.strided for x in tensors)
+
+
+def _is_off() -> bool:
+    return os.environ.get(SWITCH) == "0"
+
+
+class _Loaded(NamedTuple):
+    """A library with the sha256 of its file, or why there is none."""
+
+    library: ctypes.CDLL | None = None
+    digest: str = ""
+    reason: str | None = None
+
+
+@lru_cache
+def _library(source: Path) -> _Loaded:
+    started = time.perf_counter()
+    try:
+        with _folder() as folder:
+            path, descriptor = _compiled(source, folder)
+            # Through the descriptor: what stands at the path may by now be another file. It stays
+            # open, since the loader takes a number that it has seen for the file of that time.
+            held = Path(f"/proc/self/fd/{descriptor}")
+            library = ctypes.CDLL(str(held if held.exists() else path))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = _reason(error)
+        logger.info("%s is left to torch: %s", source.name, reason)
+        return _Loaded(reason=reason)
+    seconds = time.perf_counter() - started
+    logger.info("%s runs as compiled for this processor (%.1f s): %s", source.name, seconds, path)
+    return _Loaded(library, _digest_in(path))
+
+
+def _reason(error: Exception) -> str:
+    """Give one line; of a compiler that fails, the first that it says."""
+    said = (getattr(error, "stderr", None) or "").strip()
+    return f"the compiler fails: {said.splitlines()[0]}" if said else str(error)
+
+
+def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
+    """Give the shared library of a source file, compiled now or before, and its descriptor."""
+    headers = sorted(source.parent.glob("*.h"))
+    text = b"".join(path.read_bytes() for path in (source, *headers))
+    compiler = _compiler()
+    traits = "\n".join([*compiler, _run(*compiler, "--version"), *_FLAGS, _processor()])
+    key = hashlib.sha256(text + traits.encode()).hexdigest()[:24]
+    for path in folder.glob(f"{source.stem}-{key}-*.so"):
+        if (descriptor := _verified(path)) is not None:
+            return path, descriptor
+        logger.warning("%s is not what was compiled, so it is compiled anew", path)
+        path.unlink()
+    # Beside it and then renamed: another process may compile the same at the same time.
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / "made.so"
+        _compile(compiler, source, made)
+        made.chmod(0o500)
+        digest = hashlib.sha256(made.read_bytes()).hexdigest()
+        path = made.rename(folder / f"{source.stem}-{key}-{digest}.so")
+    descriptor = _verified(path)
+    if descriptor is None:
+        raise OSError(f"{path} changed as soon as it was written")
+    return path, descriptor
+
+
+def _verified(path: Path) -> int | None:
+    """Give the descriptor of a file of this user alone with the bytes that its name says.
+
+    Loading any other may run what somebody else wrote, or end the process.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    about = os.fstat(descriptor)
+    with open(descriptor, "rb", closefd=False) as file:
+        is_file = stat.S_ISREG(about.st_mode)
+        is_own = about.st_uid == os.getuid() and not about.st_mode & _OTHERS_WRITE
+        if is_file and is_own:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest == _digest_in(path):
+                return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _digest_in(path: Path) -> str:
+    """Give the sha256 that a file is to have by its name."""
+    return path.stem.rpartition("-")[2]
+
+
+def _compiler() -> list[str]:
+    """Give the command of a C compiler: that of `CC`, or one of the usual."""
+    candidates = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    found = (command for command in candidates if command and shutil.which(command[0]))
+    compiler = next(found, None)
+    if compiler is None:
+        raise FileNotFoundError("there is no C compiler (cc, gcc or clang)")
+    return compiler
+
+
+def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
+    for attempt, processor in enumerate(_PROCESSORS):
+        try:
+            options = (*_FLAGS, *processor, str(source), "-o", str(to), "-lm")
+            _run(*compiler, *options, scratch=to.parent)
+        except subprocess.CalledProcessError:
+            if attempt + 1 == len(_PROCESSORS):
+                raise
+        else:
+            return
+
+
+def _run(*command: str, scratch: Path | None = None) -> str:
+    """Give what a command says; what it writes on the way goes to `scratch`."""
+    return subprocess.run(
+        command,
+        env=None if scratch is None else os.environ | {"TMPDIR": str(scratch)},
+        capture_output=True,
+        text=True,
+        # Messages may be in any language's letters.
+        errors="replace",
+        check=True,
+        timeout=_COMPILE_SECONDS,
+    ).stdout
+
+
+def _processor() -> str:
+    """Tell processors apart: a home may be shared by machines of several kinds."""
+    lines = [platform.machine(), platform.processor()]
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return "\n".join(lines)
+    told = ("model name", "flags", "Features", "CPU part")
+    lines += sorted({line for line in info.splitlines() if line.startswith(told)})
+    return "\n".join(lines)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    """Give the cache, or where there is none that can be trusted, a folder for this process."""
+    try:
+        folder = _cache_folder()
+    except (OSError, RuntimeError) as error:
+        # RuntimeError: there is no home.
+        logger.info("what is compiled is not kept: %s", error)
+        with tempfile.TemporaryDirectory() as scratch:
+            yield _of_this_user_alone(Path(scratch))
+    else:
+        yield folder
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get(CACHE) or Path.home() / ".cache"
+    folder = Path(base) / "nip_astra" / "native"
+    for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+        # One by one: of parents, `mkdir` takes no mode.
+        missing.mkdir(mode=0o700, exist_ok=True)
+    return _of_this_user_alone(folder)
+
+
+def _of_this_user_alone(folder: Path) -> Path:
+    """Give a folder without links in its path, where nobody else can put or exchange a file.
+
+    Raises
+    ------
+    PermissionError
+        When somebody else could, there or in a folder above.
+    """
+    if not hasattr(os, "getuid"):
+        raise PermissionError(f"who may write to {folder} cannot be told on this system")
+    found = folder.resolve(strict=True)
+    user = os.getuid()
+    for path in (found, *found.parents):
+        about = path.stat()
+        # In a sticky folder, as /tmp, names are exchanged by the owners of what they name.
+        is_open = about.st_mode & _OTHERS_WRITE and (
+            path == found or not about.st_mode & stat.S_ISVTX
+        )
+        if is_open or about.st_uid not in ({user} if path == found else {user, 0}):
+            raise PermissionError(f"others may write to {path}")
+    return found

@@ -1,0 +1,1 @@
+"""Parts of trainers that stress-test language models."""

@@ -1,0 +1,169 @@
+"""The measurements of an AST run: before, on the dev prompts, after, and random search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from nip_astra.evaluation.failures import FailureReport, FailureTally, play_chains
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.rollouts.tree import RolloutTree, merge_trees
+from nip_astra.scenario_base.conversation.planted_failures import Discovery
+from nip_astra.scenario_instance import ScenarioInstance
+
+
+def rollout_table(
+    trees: Sequence[RolloutTree], *, num_episodes: int | None = None
+) -> tuple[list[str], list[list[Any]]]:
+    """Give columns and rows of conversations, a row a node.
+
+    Nodes and episodes are numbered through all trees.
+
+    Parameters
+    ----------
+    num_episodes : int, optional
+        Keep the whole trees of so many episodes, those with the worst failures first.
+    """
+    if not trees:
+        return [], []
+    tree = trees[0] if len(trees) == 1 else merge_trees(trees)
+    rows = list(tree.rows())
+    if num_episodes is not None:
+        worst = torch.full((tree.num_episodes,), -math.inf)
+        scores_N = tree.nodes["response_score"].nan_to_num(nan=-math.inf)
+        worst = worst.scatter_reduce(0, tree.nodes["episode"], scores_N, "amax")
+        kept = set(worst.argsort(descending=True, stable=True)[:num_episodes].tolist())
+        rows = [row for row in rows if row["episode"] in kept]
+    columns = list(rows[0]) if rows else []
+    return columns, [list(row.values()) for row in rows]
+
+
+def warnings_about(after: FailureReport, num_optimizer_steps: int) -> list[str]:
+    """Say what makes a finished run less than it seems.
+
+    Parameters
+    ----------
+    after : FailureReport
+        The held-out figures of the trained attacker.
+    num_optimizer_steps : int
+        Steps taken in training.
+    """
+    warnings = []
+    if num_optimizer_steps == 0:
+        warnings.append(
+            "the attacker is as it was: no iteration gave a sample to learn from. Raise the "
+            "scenario's tree_width or training.num_episodes_per_experience, or lower the margins "
+            "by which the trainer chooses samples."
+        )
+    if after.is_collapsed:
+        warnings.append(
+            f"the attacker has collapsed: only {after.distinct_share:.0%} of its successful probes "
+            f"are distinct, most often {after.most_common_probe!r}. Raise "
+            "training.num_episodes_per_experience or beta, or lower training.lr."
+        )
+    return warnings
+
+
+class AstEvaluation:
+    """Plays held-out conversations with the attacker as it is and counts failures."""
+
+    def __init__(self, hyper_params: HyperParameters, instance: ScenarioInstance) -> None:
+        assert instance.sampler is not None
+        self.seed = hyper_params.seed
+        self.training = hyper_params.training
+        self.scenario: Any = getattr(hyper_params, instance.kind)
+        self.options = self.scenario.evaluation
+        self.instance = instance
+        self.sampler = instance.sampler
+
+    def num_parts(self, split: str) -> int:
+        """Give the number of batches of an evaluation."""
+        return -(-self._num_episodes(split) // int(self.options.batch_size))
+
+    def run(self, split: str, parts: Iterable[int]) -> FailureTally:
+        """Play the given batches of a split's conversations."""
+        tally = FailureTally(self.instance.planted_failures, self.scenario.failure_threshold)
+        trees = play_chains(
+            self.sampler,
+            self.instance.datasets[split],
+            num_episodes=self._num_episodes(split),
+            batch_size=self.options.batch_size,
+            tree_depth=self.scenario.tree_depth,
+            key=(self.seed, "evaluate", split),
+            parts=parts,
+        )
+        for tree in trees:
+            tally.add(tree)
+        return tally
+
+    @torch.no_grad()
+    def dev_report(self) -> FailureReport:
+        """Measure the attacker on the dev prompts."""
+        return self.run("dev", range(self.num_parts("dev"))).report()
+
+    def num_random_search_parts(self) -> int:
+        """Give the number of batches of a random search, 0 where there is none."""
+        asked = self.options.use_random_search
+        if not (bool(self.instance.planted_failures) if asked is None else asked):
+            return 0
+        width, depth = self.scenario.tree_width, self.scenario.tree_depth
+        num_nodes = sum(width**level for level in range(1, depth + 1))
+        num_trees = self.training.training_steps * self.training.num_episodes_per_experience
+        num_queries = num_trees * num_nodes + self._num_episodes("test") * depth
+        return int(-(-num_queries // (self.options.batch_size * depth)))
+
+    def random_search(self, num_queries: int, parts: Iterable[int]) -> dict[str, Any]:
+        """Spend `num_queries` target queries on conversations of the untrained attacker."""
+        depth = self.scenario.tree_depth
+        found = Discovery(self.instance.planted_failures, self.scenario.failure_threshold)
+        trees = play_chains(
+            # What is ordinary need not be asked how ordinary it is.
+            self.sampler.with_attacker(self.instance.agents["reference"], asks_reference=False),
+            self.instance.datasets["train"],
+            num_episodes=math.ceil(num_queries / depth),
+            batch_size=self.options.batch_size,
+            tree_depth=depth,
+            key=(self.seed, "random search"),
+            parts=parts,
+        )
+        num_failures = 0
+        for tree in trees:
+            found.update(tree)
+            scores_N = tree.nodes["response_score"]
+            num_failures += int((scores_N >= self.scenario.failure_threshold).sum())
+        return {
+            "plants_found": found.num_found if found.planted else None,
+            "num_plants": len(found.planted) if found.planted else None,
+            "plants": dict(found.first_query),
+            "target_queries": found.num_queries,
+            "failing_responses": num_failures,
+        }
+
+    def tree_metrics(self, tree: RolloutTree) -> dict[str, float]:
+        """Give the figures of a training rollout, over nodes."""
+        nodes = tree.nodes
+        scores_N = nodes["response_score"]
+        is_rated_N = ~scores_N.isnan()
+        is_failure_N = scores_N >= self.scenario.failure_threshold
+        successes = [tree.probes[i] for i in is_failure_N.nonzero().flatten().tolist()]
+        num_tokens = nodes["probe_mask"].sum()
+        nll = -(nodes["reference_logprobs"] * nodes["probe_mask"]).sum() / num_tokens.clamp(min=1)
+        return {
+            "mean_reward": float(nodes["reward"].nanmean()),
+            "mean_score": float(scores_N.nanmean()),
+            "failure_rate": float(is_failure_N[is_rated_N].float().mean()),
+            "episode_failure_rate": float(
+                tree.any_in_episode(is_failure_N)[tree.any_in_episode(is_rated_N)].float().mean()
+            ),
+            "num_undetermined": float((~is_rated_N & ~nodes["is_error"]).sum()),
+            "num_scorer_errors": float(nodes["is_error"].sum()),
+            "probe_nll": float(nll),
+            "probe_length": float(num_tokens) / tree.num_nodes,
+            "distinct_share": len(set(successes)) / len(successes) if successes else math.nan,
+        }
+
+    def _num_episodes(self, split: str) -> int:
+        return int(self.options.num_dev_episodes if split == "dev" else self.options.num_episodes)

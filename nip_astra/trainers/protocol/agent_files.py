@@ -1,0 +1,183 @@
+"""Files with the weights of agents that have networks, one file an agent."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import CheckpointError
+from nip_astra.scenario_base.protocol.tensordict_agents import Agent
+from nip_astra.tracking import wandb_runs
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+
+MODEL_DIR = "model"
+"""Folder of a run directory with its trained agents."""
+AGENTS_DIR = "agents"
+"""Folder of a checkpoint with its agents."""
+SOLO_PREFIX = "solo_head."
+"""Weights that only supervised training needs; they may be missing, or be there for nothing."""
+
+
+def save_agents(agents: Iterable[Agent], directory: Path) -> None:
+    """Write `<name>.safetensors` for each agent."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for agent in agents:
+        # Copies: safetensors refuses tensors that share memory, as those of a shared body do.
+        weights = {
+            name: value.detach().cpu().clone().contiguous()
+            for name, value in agent.state_dict().items()
+        }
+        save_file(weights, directory / f"{agent.name}.safetensors")
+
+
+def publish_agents(
+    agents: Iterable[Agent], run_directory: RunDirectory | None, tracker: Tracker
+) -> dict[str, str]:
+    """Write trained agents into a run's directory and hand them to its tracker.
+
+    Gives `model_dir`, for the run's results; nothing without a run directory.
+    """
+    if run_directory is None:
+        return {}
+    model_dir = run_directory.path / MODEL_DIR
+    save_agents(agents, model_dir)
+    tracker.log_artifact(model_dir, name=f"agents-{run_directory.run_id}", type="model")
+    return {"model_dir": str(model_dir)}
+
+
+def load_agent(agent: Agent, path: Path) -> None:
+    """Give an agent the weights of a file.
+
+    Raises
+    ------
+    CheckpointError
+        When the file is missing or broken, or holds an agent of another shape.
+    """
+    try:
+        weights = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the agent {agent.name!r} was to be loaded from {path}, but the file is missing or "
+            f"broken: {error}. Give a run that holds this agent."
+        ) from error
+    own = agent.state_dict()
+    faults = _differences(own, weights)
+    if faults:
+        advice = "Give both agents the same parameters, or load none."
+        if _has_solo_head(weights) and not _has_solo_head(own):
+            advice = (
+                "It was trained alone, which trains no policy: set rl.pretrain_agents=true, which "
+                "does so before agents play, instead of loading it."
+            )
+        raise CheckpointError(
+            f"the agent {agent.name!r} was to be loaded from {path}, but it has other networks: "
+            f"{'; '.join(faults[:3])}{'; and more' if len(faults) > 3 else ''}. {advice}"
+        )
+    with torch.no_grad():
+        for name, value in weights.items():
+            if name in own:
+                own[name].copy_(value)
+
+
+def _differences(own: dict[str, Tensor], weights: dict[str, Tensor]) -> list[str]:
+    faults = [
+        f"{name} is missing there"
+        for name in own
+        if name not in weights and not name.startswith(SOLO_PREFIX)
+    ]
+    for name, value in weights.items():
+        if name not in own:
+            faults += [] if name.startswith(SOLO_PREFIX) else [f"{name} is not needed here"]
+        elif own[name].shape != value.shape:
+            shapes = f"{list(value.shape)} there and {list(own[name].shape)} here"
+            faults.append(f"{name} has shape {shapes}")
+    return faults
+
+
+def _has_solo_head(weights: dict[str, Tensor]) -> bool:
+    return any(name.startswith(SOLO_PREFIX) for name in weights)
+
+
+LATEST = "latest"
+"""Version of a run's agents: those of its end, or else of its newest checkpoint."""
+
+
+def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST) -> Path:
+    """Give the file with a run's trained agent: of its end, or else of its latest checkpoint.
+
+    Parameters
+    ----------
+    run : str
+        A run directory, or its name in `runs_dir`.
+    version : str
+        Or the name of a checkpoint, whose agent it is then.
+
+    Raises
+    ------
+    RunDirectoryError
+        When it is no run.
+    CheckpointError
+        When the run has saved no agent of that name, or no such checkpoint, or that is corrupt.
+    """
+    directory = RunDirectory.find(run, runs_dir)
+    store = CheckpointStore(directory.checkpoints_dir)
+    if version == LATEST:
+        folders = [directory.path / MODEL_DIR]
+        checkpoint = store.latest()
+    else:
+        folders = []
+        checkpoint = _checkpoint(version, directory)
+    folders += [] if checkpoint is None else [checkpoint / AGENTS_DIR]
+    for folder in folders:
+        if (folder / f"{name}.safetensors").is_file():
+            if checkpoint is not None and folder.parent == checkpoint:
+                store.verify(checkpoint)
+            return folder / f"{name}.safetensors"
+    found = sorted({path.stem for folder in folders for path in folder.glob("*.safetensors")})
+    raise CheckpointError(
+        f"the agent {name!r} was to be loaded from the run {directory.path}, but that has saved "
+        f"{', '.join(found) or 'no agents'}. Give a run whose protocol has an agent of this name."
+    )
+
+
+def _checkpoint(version: str, directory: RunDirectory) -> Path:
+    names = sorted(path.name for path in directory.checkpoints_dir.glob("step_*"))
+    if version not in names:
+        raise CheckpointError(
+            f"the checkpoint {version!r} of the run {directory.path} was asked for, but its "
+            f"checkpoints are {', '.join(names) or 'none'}. Give one of them as "
+            f"checkpoint_version, or {LATEST}."
+        )
+    return directory.checkpoints_dir / version
+
+
+def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:
+    """Have each agent whose `load_from_run` names a run start from that run's agent.
+
+    Raises
+    ------
+    TrackingError
+        When W&B does not give the agents of a run.
+    """
+    downloaded: dict[tuple[str, str], Path] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for agent in agents:
+            run = agent.parameters_of_agent.load_from_run
+            version = agent.parameters_of_agent.checkpoint_version
+            if run is None:
+                continue
+            if run.startswith(wandb_runs.SCHEME):
+                if (run, version) not in downloaded:
+                    to = downloaded[run, version] = Path(folder) / str(len(downloaded))
+                    wandb_runs.download_model(run, to, version)
+                load_agent(agent, downloaded[run, version] / f"{agent.name}.safetensors")
+            else:
+                load_agent(agent, agent_file_of_run(run, agent.name, runs_dir, version))

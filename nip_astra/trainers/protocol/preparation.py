@@ -1,0 +1,55 @@
+"""What is done before agents in a protocol are trained."""
+
+from __future__ import annotations
+
+import math
+
+from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.scenario_base.protocol.combined import CombinedAgents
+from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
+from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
+from nip_astra.utils.seeding import SeedPart
+
+
+def normalize_observations(
+    agents: CombinedAgents,
+    environment: ProtocolEnvironment,
+    *,
+    num_frames: int,
+    key: tuple[SeedPart, ...],
+) -> None:
+    """Have all bodies shift and scale message histories by what random play shows.
+
+    An agent that was loaded from a run keeps the statistics that it was trained with.
+
+    Parameters
+    ----------
+    environment : ProtocolEnvironment
+        On whose data to play; it stays as it is, since another is made from it.
+    num_frames : int
+        Frames to play at least; every environment plays a whole conversation or more.
+    key : tuple
+        Path of names that the play derives from.
+    """
+    random_agents = {name: _at_random(agents[name]) for name in agents.names}
+    sampler = EpisodeSampler(
+        environment.with_key(*key, "environment"),
+        CombinedAgents(random_agents, agents.protocol, agents.space),
+        key=(*key, "agents"),
+    )
+    num_steps = math.ceil(num_frames / environment.num_environments)
+    num_steps = max(num_steps, agents.protocol.max_message_rounds)
+    frames = sampler.collect(num_steps).flatten()
+    linear = frames.get("linear_message_history", None)
+    for name in agents.names:
+        parameters = agents[name].parameters_of_agent
+        if parameters.load_from_run is not None or not parameters.normalize_message_history:
+            continue
+        for body in agents[name].bodies:
+            body.set_statistics(frames["message_history"], linear)
+
+
+def _at_random(agent: Agent) -> Agent:
+    assert agent.policy_head is not None
+    head = RandomPolicyHead(agent.shape, agent.policy_head.impossible)
+    return Agent(agent.name, agent.parameters_of_agent, agent.shape, policy_head=head)

@@ -1,0 +1,1 @@
+"""Parts of trainers that train one agent alone."""

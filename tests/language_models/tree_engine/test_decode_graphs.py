@@ -1,0 +1,279 @@
+"""Decoding steps of fixed shapes give what steps of changing shapes give, replayed or not."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.language_models import speaking
+from nip_astra.language_models.base import Generation, SamplingOptions, TokenCount
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.sampling import sample_tokens
+from nip_astra.language_models.tree_engine import decode_graphs
+from nip_astra.language_models.tree_engine.attention import TrieAttention
+from nip_astra.language_models.tree_engine.decode_graphs import (
+    FixedSteps,
+    bucket,
+    build_fixed_steps,
+)
+from nip_astra.language_models.tree_engine.decoder import Decoder
+from nip_astra.language_models.tree_engine.sessions import CachedSession
+from nip_astra.language_models.tree_engine.token_trie import build_trie
+from nip_astra.language_models.tree_engine.weights import frozen_weights, live_weights
+
+CPU = torch.device("cpu")
+CONTEXTS = [[2, 4, 6, 7, 3, 5], [2, 4, 8, 3, 5], [2, 4, 9, 10, 11, 12, 3, 5]]
+OPTIONS = SamplingOptions(max_new_tokens=7, min_new_tokens=1)
+
+
+class Recorder:
+    """Stands for a CUDA graph: what was recorded is replayed on the same memory, without Python."""
+
+    def __init__(self, *, is_counter: bool = False) -> None:
+        self.count = 0
+        self.is_counter = is_counter
+
+    def __call__(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.count += 1
+        # A capture runs the function to warm up, too.
+        function()
+        if self.is_counter:
+            return function
+        recorded = make_fx(lambda: function())()
+        return lambda: recorded()
+
+
+def fix(model: HuggingFaceLanguageModel, capture: Callable | None, **how: bool) -> None:
+    assert model._decoder is not None
+    model._steps = FixedSteps(model._decoder, capture, is_required=how.get("is_required", False))
+    model._snapshot = model._new_snapshot()
+
+
+def grow(model: HuggingFaceLanguageModel, *, seed: int = 0) -> list[Generation]:
+    """Play three levels: two turns of each context, two after two of each of these, one after
+    each, which the caches do not fit."""
+    generator = torch.Generator().manual_seed(seed)
+    session = model.open_session()
+    rows = CONTEXTS
+    found = []
+    for level, width in enumerate((2, 2, 1)):
+        uniforms = torch.rand(len(rows) * width, 7, generator=generator)
+        branching = 1 if level == 0 else 2
+        said = session.generate(rows, width, uniforms, OPTIONS, branching=branching).generation
+        found.append(said)
+        spoken = [ids[mask].tolist() for ids, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
+        turns = [
+            [*rows[i // width], *turn, *([] if turn[-1] == 3 else [3]), 4, 6 + i % 3, 3, 5]
+            for i, turn in enumerate(spoken)
+        ]
+        rows = turns if level else [turn for turn in turns for _ in range(2)]
+    return found
+
+
+def same(ours: list[Generation], others: list[Generation]) -> bool:
+    pairs = zip(ours, others, strict=True)
+    return all(
+        torch.equal(a.ids_BT, b.ids_BT)
+        and torch.equal(a.mask_BT, b.mask_BT)
+        and torch.allclose(a.logprobs_BT, b.logprobs_BT, atol=1e-4)
+        for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize(
+    ("fold_tokens", "is_captured", "check_period"), [(0, True, 2), (400, True, 8), (400, False, 1)]
+)
+def test_a_tree_is_the_same_with_fixed_shapes(
+    tiny_model: HuggingFaceLanguageModel,
+    monkeypatch: pytest.MonkeyPatch,
+    fold_tokens: int,
+    is_captured: bool,
+    check_period: int,
+) -> None:
+    monkeypatch.setattr(
+        "nip_astra.language_models.tree_engine.key_value_tree.FOLD_TOKENS", fold_tokens
+    )
+    monkeypatch.setattr(speaking, "CHECK_PERIOD", check_period)
+    monkeypatch.setattr(decode_graphs, "SMALLEST_LENGTH", 4)
+    plain = grow(tiny_model)
+    recorder = Recorder() if is_captured else None
+    fix(tiny_model, recorder)
+    with tiny_model.counting() as spent:
+        fixed = grow(tiny_model)
+    assert same(fixed, plain)
+    assert recorder is None or recorder.count > 0
+    assert spent.forwarded > 0
+
+
+def test_a_step_is_captured_once_and_reads_what_was_learnt(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
+    recorder = Recorder()
+    fix(tiny_model, recorder)
+    before = grow(tiny_model)
+    count = recorder.count
+    assert count == 2, "six rows, and twenty-four twice"
+    with torch.no_grad():
+        for parameter in tiny_model.parameters():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    after = grow(tiny_model)
+    assert recorder.count == count
+    assert not same(after, before)
+    tiny_model._steps = None
+    tiny_model._snapshot = tiny_model._new_snapshot()
+    assert same(grow(tiny_model), after)
+
+
+def test_a_step_that_cannot_be_captured_is_computed_and_told(
+    tiny_model: HuggingFaceLanguageModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(function: Callable[[], None]) -> Callable[[], None]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    plain = grow(tiny_model)
+    fix(tiny_model, fail)
+    with caplog.at_level(logging.WARNING):
+        assert same(grow(tiny_model), plain)
+    assert [r.message for r in caplog.records] == [
+        "decoding steps are not captured: operation not permitted when stream is capturing"
+    ]
+    fix(tiny_model, fail, is_required=True)
+    with pytest.raises(
+        ConfigurationError, match="decode_graphs is always, but a decoding step of 6"
+    ):
+        grow(tiny_model)
+
+
+def test_a_level_too_large_for_fixed_shapes_is_decoded_without(
+    tiny_model: HuggingFaceLanguageModel,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plain = grow(tiny_model)
+    monkeypatch.setattr(decode_graphs, "MAX_BYTES", 1000)
+    recorder = Recorder()
+    fix(tiny_model, recorder)
+    with caplog.at_level(logging.INFO):
+        assert same(grow(tiny_model), plain)
+    assert recorder.count == 0
+    assert caplog.text.count("are decoded without fixed shapes") == 1
+
+
+def test_sizes_used_longest_ago_are_forgotten(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Numbers of a token's keys and values, tokens of the larger size, bytes of a number.
+    monkeypatch.setattr(decode_graphs, "MAX_BYTES", 2 * 2 * 2 * 8 * (24 * 128) * 4)
+    recorder = Recorder(is_counter=True)
+    fix(tiny_model, recorder)
+    grow(tiny_model)
+    grow(tiny_model)
+    assert recorder.count == 4
+    assert tiny_model._steps is not None
+    assert len(tiny_model._steps._steps) == 1
+
+
+def test_padding_is_less_than_half() -> None:
+    assert [bucket(n, 4) for n in (1, 4, 5, 6, 7, 9, 13, 17, 25)] == [
+        *(4, 4, 6, 6, 8, 12, 16, 24, 32)
+    ]
+    assert bucket(129, 128) == 192
+
+
+def test_graphs_demanded_without_a_gpu_are_refused(tiny_model_dir: Path) -> None:
+    parameters = HuggingFaceLanguageModel.Parameters(
+        model=str(tiny_model_dir), decode_graphs="always"
+    )
+    with pytest.raises(
+        ConfigurationError, match="decode_graphs is always, but the model runs on the"
+    ):
+        HuggingFaceLanguageModel.load(parameters, device=CPU, scenario_dir=None, trainable=True)
+    with pytest.raises(ConfigurationError, match="it is no Llama-like model"):
+        build_fixed_steps(None, torch.device("cuda"), "always")
+    assert build_fixed_steps(None, torch.device("cuda"), "auto") is None
+
+
+def test_the_device_and_the_mode_decide(tiny_model: HuggingFaceLanguageModel) -> None:
+    gpu = torch.device("cuda")
+    assert build_fixed_steps(tiny_model._decoder, CPU, "auto") is None
+    by_mode = {
+        m: build_fixed_steps(tiny_model._decoder, gpu, m) for m in ("auto", "never", "always")
+    }
+    assert all(steps is not None for steps in by_mode.values())
+    captures = {m: steps.capture for m, steps in by_mode.items() if steps is not None}
+    graph = decode_graphs.capture_cuda_graph
+    assert captures == {"auto": graph, "never": None, "always": graph}
+
+
+META = torch.device("meta")
+"""Tensors without numbers: whoever mixes in one of the CPU, or wants to know a number, fails."""
+
+
+def llama_on_meta() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config).to(META)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (None, 0.9), (5, 0.9)])
+def test_no_decoding_step_waits_for_the_device_or_takes_tensors_of_another(
+    top_k: int | None, top_p: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speaking, "CHECK_PERIOD", 100)
+    module = llama_on_meta()
+    decoder = Decoder(module)
+    end_ids = torch.tensor([3], device=META)
+
+    def draw(logits: torch.Tensor, uniforms: torch.Tensor, step: int, options: SamplingOptions):
+        logprobs = logits.log_softmax(dim=1)
+        logits.index_fill_(1, end_ids, float("-inf"))
+        tokens = sample_tokens(
+            logits, uniforms, top_k=options.top_k, top_p=options.top_p, temperature=0.7
+        )
+        return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+    session = CachedSession(
+        decoder,
+        frozen_weights(module, torch.float32, use_adapter=False),
+        draw,
+        end_ids=(3,),
+        token_count=TokenCount(),
+        max_batch_tokens=64,
+        steps=FixedSteps(decoder, None, is_required=False),
+    )
+    passes = session._read(CONTEXTS, 1, 6)
+    speaker = session.speaker
+    assert speaker.steps is not None
+    fixed = speaker.steps.begin(session.weights, session._tree, [6, 5, 8], 6)
+    assert fixed is not None
+    options = SamplingOptions(max_new_tokens=7, top_k=top_k, top_p=top_p)
+    uniforms = torch.rand(3, 7, device=META)
+    said = speaker._speak_fixed(fixed, passes[-1].last_hidden(), uniforms, options)
+    assert [x.device.type for x in said] == ["meta"] * 3
+    assert fixed.num_steps == 6
+
+
+def test_scores_of_a_tree_are_computed_where_the_weights_are() -> None:
+    module = llama_on_meta()
+    trie = build_trie(CONTEXTS).to(META)
+    weights = live_weights(module, torch.bfloat16, use_adapter=False)
+    attend = TrieAttention(trie, torch.bfloat16)
+    hidden_NX = Decoder(module).hidden(
+        weights, trie.ids_N, trie.positions_N, attend, num_positions=8
+    )
+    assert hidden_NX.device.type == "meta"
+    weights.head(hidden_NX).sum().backward()
+    assert all(p.grad is not None and p.grad.device.type == "meta" for p in module.parameters())

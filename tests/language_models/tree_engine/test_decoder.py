@@ -1,0 +1,326 @@
+"""Our forward pass is that of transformers, for every architecture that it takes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.sources import round_weights
+from nip_astra.language_models.tree_engine import decoder as decoder_module
+from nip_astra.language_models.tree_engine.attention import TrieAttention
+from nip_astra.language_models.tree_engine.decoder import build_decoder, why_unsupported
+from nip_astra.language_models.tree_engine.token_trie import build_trie
+from nip_astra.language_models.tree_engine.weights import frozen_weights, live_weights
+from tests.tiny import make_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 23,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.4,
+    "eos_token_id": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def _module(cls: type[Any], config: PretrainedConfig) -> Any:
+    torch.manual_seed(0)
+    module = cls(config).eval()
+    # Random norms and biases, so that a forgotten one is noticed.
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.uniform_(0.5, 1.5)
+    return module
+
+
+MODULES = {
+    "llama": lambda: _module(LlamaForCausalLM, LlamaConfig(**SIZES, attention_bias=True)),
+    "llama3 rope": lambda: _module(
+        LlamaForCausalLM,
+        LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
+    ),
+    "mistral": lambda: _module(
+        MistralForCausalLM, MistralConfig(**SIZES, sliding_window=None, head_dim=16)
+    ),
+    "qwen2": lambda: _module(Qwen2ForCausalLM, Qwen2Config(**SIZES)),
+    "qwen3": lambda: _module(Qwen3ForCausalLM, Qwen3Config(**SIZES, head_dim=16)),
+}
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_logits_and_gradients_equal_those_of_transformers(name: str) -> None:
+    module = MODULES[name]()
+    decoder = build_decoder(module)
+    assert decoder is not None
+    sequences = [[2, 4, 6, 7, 8], [2, 4, 6, 9], [2, 5, 6, 7, 8, 9, 10]]
+    trie = build_trie(sequences)
+    for weights in (
+        live_weights(module, torch.float32, use_adapter=True),
+        frozen_weights(module, torch.float32, use_adapter=True),
+    ):
+        hidden = decoder.hidden(
+            weights, trie.ids_N, trie.positions_N, TrieAttention(trie, torch.float32)
+        )
+        logits = weights.head(hidden)
+        for row, sequence in enumerate(sequences):
+            expected = module(torch.tensor([sequence])).logits[0]
+            found = logits[trie.nodes_SD[row, : len(sequence)]]
+            assert torch.allclose(found, expected, atol=2e-4)
+    weights = live_weights(module, torch.float32, use_adapter=True)
+    trie = build_trie([sequences[2]])
+    hidden = decoder.hidden(
+        weights, trie.ids_N, trie.positions_N, TrieAttention(trie, torch.float32)
+    )
+    gradients = []
+    for logits in (weights.head(hidden), module(torch.tensor([sequences[2]])).logits[0]):
+        module.zero_grad()
+        logits.log_softmax(-1)[:, 7].sum().backward()
+        gradients.append([p.grad.clone() for p in module.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
+def test_models_of_another_kind_are_left_to_themselves(caplog: pytest.LogCaptureFixture) -> None:
+    windowed = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8))
+    assert "sliding window" in str(why_unsupported(windowed))
+    dynamic = {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}
+    scaled = LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=dynamic))
+    assert "rotary embedding is of the type dynamic" in str(why_unsupported(scaled))
+    with caplog.at_level(logging.INFO, logger=decoder_module.__name__):
+        assert build_decoder(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2))) is None
+    assert "GPT2LMHeadModel is not of the Llama family" in caplog.text
+
+
+def test_a_pass_that_differs_from_the_module_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = MODULES["llama"]()
+    module.model.norm.forward = lambda x: x * 2.0
+    with caplog.at_level(logging.INFO, logger=decoder_module.__name__):
+        assert build_decoder(module) is None
+    assert "its outputs differ from the module's" in caplog.text
+
+
+@pytest.fixture
+def gpt2() -> HuggingFaceLanguageModel:
+    """A backend over an architecture with learned positions, which goes through `generate`."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=23,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        initializer_range=0.4,
+        eos_token_id=3,
+        bos_token_id=2,
+    )
+    module = GPT2LMHeadModel(config)
+    # A checkpoint's own habits must not change the distribution.
+    module.generation_config.repetition_penalty = 5.0
+    model = HuggingFaceLanguageModel(
+        module, make_tokenizer(), device=torch.device("cpu"), trainable=True
+    )
+    assert model._decoder is None
+    return model
+
+
+def test_other_architectures_sample_through_generate(gpt2: HuggingFaceLanguageModel) -> None:
+    contexts = [[2, 4, 6, 7], [2, 4, 8], [2, 9, 9, 9, 9, 9, 10]]
+    uniforms = torch.rand(12, 6, generator=torch.Generator().manual_seed(0))
+    options = SamplingOptions(max_new_tokens=6, min_new_tokens=1)
+    with gpt2.counting() as spent:
+        said = gpt2.generate(contexts, 4, uniforms, options)
+    assert spent.generated == int(said.mask_BT.sum())
+    assert spent.forwarded > spent.generated
+    rows = [context for context in contexts for _ in range(4)]
+    turns = [ids[mask].tolist() for ids, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
+    assert set(said.ids_BT[said.mask_BT].tolist()).isdisjoint({0, 1, 2, 4, 5})
+    assert all(turn.index(3) == len(turn) - 1 for turn in turns if 3 in turn)
+    cpu = torch.device("cpu")
+    scored = gpt2.logprobs(*pad_left(rows, cpu), *pad_right(turns, cpu))
+    width = scored.shape[1]
+    assert torch.allclose(scored, said.logprobs_BT[:, :width], atol=1e-4)
+    gpt2.max_batch_tokens = 20
+    parts = gpt2.generate(contexts, 4, uniforms, options)
+    assert torch.equal(parts.ids_BT, said.ids_BT)
+
+
+def test_other_architectures_play_trees(gpt2: HuggingFaceLanguageModel) -> None:
+    session = gpt2.open_session()
+    contexts = [[2, 4, 6, 7], [2, 4, 8, 9]]
+    uniforms = torch.rand(4, 3)
+    turns = session.generate(
+        contexts, 2, uniforms, SamplingOptions(max_new_tokens=3), spans=[(2, 4), (3, 4)]
+    )
+    assert turns.span_logprobs_CT is not None
+    expected = gpt2.module(torch.tensor([contexts[1]])).logits[0, 2].log_softmax(-1)[9]
+    assert torch.allclose(turns.span_logprobs_CT[1, 0], expected, atol=1e-4)
+    assert float(turns.span_logprobs_CT[1, 1].detach()) == 0.0
+
+
+def test_a_large_frozen_model_is_held_once_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nip_astra.errors import ModelLoadError
+    from nip_astra.language_models import huggingface
+    from tests.tiny import make_language_model
+
+    path = make_language_model(tmp_path / "model")
+    parameters = HuggingFaceLanguageModel.Parameters.from_dict({"model": str(path)})
+    options = {"device": torch.device("cpu"), "scenario_dir": None, "trainable": False}
+    whole = HuggingFaceLanguageModel.load(parameters, **options)
+    monkeypatch.setattr(huggingface, "SMALLEST_RELEASED", 0)
+    held_once = HuggingFaceLanguageModel.load(parameters, **options)
+    assert held_once.module.model.layers[0].mlp.up_proj.weight.device.type == "meta"
+    assert held_once.num_parameters() == whole.num_parameters()
+    uniforms = torch.rand(4, 6)
+    said = [
+        model.generate([[2, 4, 6]], 4, uniforms, SamplingOptions(max_new_tokens=6))
+        for model in (whole, held_once)
+    ]
+    assert torch.equal(said[0].ids_BT, said[1].ids_BT)
+    rows = torch.tensor([[2, 4, 6]] * 4), torch.ones(4, 3, dtype=torch.bool)
+    scored = [m.logprobs(*rows, said[0].ids_BT, said[0].mask_BT) for m in (whole, held_once)]
+    assert torch.allclose(*scored, atol=1e-5)
+    with pytest.raises(ModelLoadError, match="Copy the files that it was loaded from"):
+        held_once.save_pretrained(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("name", ["tiny_model", "gpt2"])
+def test_entropies_and_hidden_states_come_from_the_same_pass(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    model: HuggingFaceLanguageModel = request.getfixturevalue(name)
+    contexts, context_mask = pad_left([[2, 4, 6, 7], [2, 4]], torch.device("cpu"))
+    ids = torch.tensor([[7, 8, 3], [9, 3, 0]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]], dtype=torch.bool)
+    with model.counting() as spent, torch.no_grad():
+        found = model.token_scores(
+            contexts, context_mask, ids, mask, needs_entropy=True, needs_hidden=True
+        )
+    assert spent.head_rows == 5
+    assert found.entropy_BT is not None
+    assert found.hidden_BTX is not None
+    assert found.hidden_BTX.shape == (2, 3, model.hidden_size)
+    assert torch.equal(found.logprobs_BT, model.logprobs(contexts, context_mask, ids, mask))
+    for row, context in enumerate([[2, 4, 6, 7], [2, 4]]):
+        length = int(mask[row].sum())
+        whole = torch.tensor([context + ids[row, :length].tolist()])
+        said = model.module(whole, output_hidden_states=True)
+        before = slice(len(context) - 1, -1)
+        expected = torch.distributions.Categorical(logits=said.logits[0, before]).entropy()
+        assert torch.allclose(found.entropy_BT[row, :length], expected, atol=1e-5)
+        hidden = said.hidden_states[-1][0, before]
+        assert torch.allclose(found.hidden_BTX[row, :length], hidden, atol=1e-5)
+    assert (found.entropy_BT[~mask] == 0).all()
+    assert (found.hidden_BTX[~mask] == 0).all()
+
+
+def test_a_model_of_its_own_forward_pass_learns_in_float32(
+    gpt2: HuggingFaceLanguageModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpt2.save_pretrained(tmp_path)
+    given = {"model": str(tmp_path), "dtype": "bfloat16"}
+    cpu, options = torch.device("cpu"), SamplingOptions(max_new_tokens=3)
+    parameters = HuggingFaceLanguageModel.Parameters.from_dict(given)
+    with caplog.at_level(logging.INFO):
+        model = HuggingFaceLanguageModel.load(
+            parameters, device=cpu, scenario_dir=None, trainable=True
+        )
+    assert model.dtype == torch.float32
+    assert "GPT2LMHeadModel computes in float32: its weights are trained in full" in caplog.text
+    rows = (*pad_left([[2, 6, 7]], cpu), *pad_right([[8, 9]], cpu))
+    found = model.sampled_logprobs(*rows, options)
+    assert found is not None
+    assert found.shape == (1, 2)
+    frozen = HuggingFaceLanguageModel.load(
+        parameters, device=cpu, scenario_dir=None, trainable=False
+    )
+    assert frozen.dtype == torch.bfloat16
+
+
+def test_buffers_are_rounded_with_the_weights_but_not_those_of_rotary_positions() -> None:
+    module = torch.nn.Linear(2, 2)
+    for name in ("scale", "inv_freq", "original_inv_freq"):
+        module.register_buffer(name, torch.ones(2))
+    module.register_buffer("count", torch.ones(2, dtype=torch.long))
+    round_weights(module, torch.bfloat16)
+    assert {name: buffer.dtype for name, buffer in module.named_buffers()} == {
+        "scale": torch.bfloat16,
+        "inv_freq": torch.float32,
+        "original_inv_freq": torch.float32,
+        "count": torch.long,
+    }
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"lora_bias": True}, "its adapters have biases"),
+        ({"use_dora": True}, "a magnitude vector"),
+        ({"bias": "lora_only"}, "it learns weights under its adapters"),
+        ({"target_modules": ["embed_tokens"]}, "other than LoRA on linear layers"),
+        ({}, ""),
+    ],
+)
+def test_adapters_that_are_more_than_two_matrices_go_through_the_module(
+    more: dict[str, Any], reason: str
+) -> None:
+    config = LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **more})
+    module = get_peft_model(MODULES["llama"](), config).get_base_model()
+    found = why_unsupported(module) or ""
+    assert reason in found
+    assert bool(reason) == bool(found)
+
+
+def test_a_target_on_the_attackers_weights_keeps_its_own_options(tiny_model_dir: Path) -> None:
+    def parameters(**given: Any) -> Any:
+        values = {"model": str(tiny_model_dir), **given}
+        return HuggingFaceLanguageModel.Parameters.from_dict(values)
+
+    attacker = HuggingFaceLanguageModel.load(
+        parameters(lora={"rank": 2}), device=torch.device("cpu"), scenario_dir=None, trainable=True
+    )
+    target = attacker.base_for(parameters(max_batch_tokens=256, decode_graphs="never"))
+    assert isinstance(target, HuggingFaceLanguageModel)
+    assert target.module is attacker.module
+    assert (target.max_batch_tokens, attacker.max_batch_tokens) == (256, 8192)
+    assert (target._decode_graphs, attacker._decode_graphs) == ("never", "auto")
+    with pytest.raises(ConfigurationError, match="decode_graphs is always"):
+        attacker.base_for(parameters(decode_graphs="always"))

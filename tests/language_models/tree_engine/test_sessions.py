@@ -1,0 +1,175 @@
+"""A session says what separate calls would say, and forwards each token once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from nip_astra.language_models import speaking
+from nip_astra.language_models.base import SamplingOptions, _SeparateCalls
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.tree_engine import key_value_tree, sessions
+from tests.tiny import make_language_model
+
+OPTIONS = SamplingOptions(max_new_tokens=5)
+
+
+@pytest.fixture(params=[0, 400], ids=["segments", "folded"])
+def fold_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Whether shared keys are read beside a row's own or copied to it."""
+    monkeypatch.setattr(key_value_tree, "FOLD_TOKENS", request.param)
+    return int(request.param)
+
+
+def _grow(
+    model: HuggingFaceLanguageModel, *, cached: bool, width: int, branching: int, seed: int
+) -> list[tuple[list[list[int]], torch.Tensor, torch.Tensor]]:
+    """Play three levels of a tree of ragged contexts and give what was said and scored."""
+    chance = random.Random(seed)
+    session = model.open_session() if cached else _SeparateCalls(model)
+    openings = [[2, 4, *(chance.randint(6, 20) for _ in range(chance.randint(1, 6)))] for _ in "ab"]
+    contexts = [
+        [*opening, *(chance.randint(6, 20) for _ in range(chance.randint(1, 4)))]
+        for opening in openings
+        for _ in range(branching)
+    ]
+    found = []
+    for level in range(3):
+        spans = [(len(context) - 1, len(context)) for context in contexts]
+        uniforms = torch.rand(
+            len(contexts) * width, 5, generator=torch.Generator().manual_seed(level)
+        )
+        turns = session.generate(
+            contexts, width, uniforms, OPTIONS, branching=branching, spans=spans
+        )
+        said = turns.generation
+        ids = [row[mask].tolist() for row, mask in zip(said.ids_BT, said.mask_BT, strict=True)]
+        assert turns.span_logprobs_CT is not None
+        found.append((ids, said.logprobs_BT, turns.span_logprobs_CT))
+        shared = [[4, *(chance.randint(6, 20) for _ in range(chance.randint(0, 3)))] for _ in ids]
+        contexts = [
+            [*contexts[row // width], *words, *shared[row], chance.randint(6, 20), 5]
+            for row, words in enumerate(ids)
+            for _ in range(branching)
+        ]
+    return found
+
+
+@pytest.mark.parametrize(("width", "branching"), [(1, 1), (3, 1), (1, 3), (2, 2)])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tree_is_the_same_with_and_without_caches(
+    tiny_model: HuggingFaceLanguageModel, fold_tokens: int, width: int, branching: int, seed: int
+) -> None:
+    with_caches = _grow(tiny_model, cached=True, width=width, branching=branching, seed=seed)
+    without = _grow(tiny_model, cached=False, width=width, branching=branching, seed=seed)
+    for ours, plain in zip(with_caches, without, strict=True):
+        assert ours[0] == plain[0]
+        assert torch.allclose(ours[1], plain[1], atol=1e-4)
+        assert torch.allclose(ours[2], plain[2], atol=1e-4)
+
+
+@pytest.mark.parametrize("limit", [1, 7, 20])
+def test_small_passes_and_few_scores_at_once_change_nothing(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    whole = _grow(tiny_model, cached=True, width=2, branching=2, seed=0)
+    monkeypatch.setattr(tiny_model, "max_batch_tokens", limit)
+    monkeypatch.setattr(sessions, "MAX_SCORES", 50)
+    monkeypatch.setattr(speaking, "MAX_LOGITS", 40)
+    parts = _grow(tiny_model, cached=True, width=2, branching=2, seed=0)
+    for one, other in zip(whole, parts, strict=True):
+        assert one[0] == other[0]
+        assert torch.allclose(one[1], other[1], atol=1e-5)
+
+
+def test_each_token_of_a_tree_is_forwarded_once(tiny_model: HuggingFaceLanguageModel) -> None:
+    session = tiny_model.open_session()
+    options = SamplingOptions(max_new_tokens=4, min_new_tokens=4)
+    contexts = [[2, 4, 6, 7], [2, 4, 8, 9, 10]]
+    with tiny_model.counting() as first:
+        said = session.generate(contexts, 3, torch.rand(6, 4), options).generation
+    # The start [2, 4] once, the rest of each context, and all but the last token of six turns.
+    assert first.forwarded == 2 + 2 + 3 + 6 * 3
+    assert first.generated == 24
+    longer = [[*contexts[row // 3], *ids, 11, 12] for row, ids in enumerate(said.ids_BT.tolist())]
+    with tiny_model.counting() as second:
+        session.generate(longer, 1, torch.rand(6, 4), options)
+    # The last token of each turn, two more, and three of the new turn.
+    assert second.forwarded == 6 * (1 + 2 + 3)
+
+
+def test_rows_that_have_ended_are_forwarded_no_more(tiny_model: HuggingFaceLanguageModel) -> None:
+    options = SamplingOptions(max_new_tokens=8, temperature=2.0)
+    with tiny_model.counting() as spent:
+        said = tiny_model.generate([[2, 4, 6]], 40, torch.rand(40, 8), options)
+    lengths = said.mask_BT.sum(dim=1)
+    assert int(lengths.min()) < 8
+    assert spent.forwarded == 3 + int((lengths - 1).sum())
+
+
+def test_a_context_that_does_not_continue_its_row_is_read_anew(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
+    session = tiny_model.open_session()
+    uniforms = torch.rand(2, 5)
+    session.generate([[2, 4, 6], [2, 4, 7]], 1, uniforms, OPTIONS)
+    other = [[2, 4, 9, 9, 9, 9, 9, 9, 9], [2, 8, 8, 8, 8, 8, 8, 8]]
+    again = session.generate(other, 1, uniforms, OPTIONS).generation
+    alone = tiny_model.generate(other, 1, uniforms, OPTIONS)
+    assert torch.equal(again.ids_BT, alone.ids_BT)
+
+
+def test_a_closed_session_keeps_nothing(tiny_model: HuggingFaceLanguageModel) -> None:
+    session = tiny_model.open_session()
+    uniforms = torch.rand(2, 5, generator=torch.Generator().manual_seed(0))
+    contexts = [[2, 4, 7, 5], [2, 4, 9, 5]]
+    first = session.generate(contexts, 1, uniforms, OPTIONS).generation
+    assert session._tree.blocks
+    session.close()
+    assert not session._tree.blocks
+    # What continues nothing is read from its beginning.
+    again = session.generate(contexts, 1, uniforms, OPTIONS).generation
+    assert torch.equal(again.ids_BT, first.ids_BT)
+
+
+def test_a_session_uses_the_weights_as_they_are_when_it_opens(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
+    uniforms = torch.rand(4, 5)
+    before = tiny_model.generate([[2, 4, 6]], 4, uniforms, OPTIONS)
+    with torch.no_grad():
+        for parameter in tiny_model.parameters():
+            parameter.mul_(-1.5)
+    after = tiny_model.generate([[2, 4, 6]], 4, uniforms, OPTIONS)
+    assert not torch.equal(before.ids_BT, after.ids_BT)
+
+
+def test_bfloat16_samples_and_scores_close_to_float32(tmp_path: Path) -> None:
+    path = str(make_language_model(tmp_path / "model"))
+    models = [
+        HuggingFaceLanguageModel.load(
+            HuggingFaceLanguageModel.Parameters.from_dict({"model": path, "dtype": dtype}),
+            device=torch.device("cpu"),
+            scenario_dir=None,
+            trainable=True,
+        )
+        for dtype in ("float32", "bfloat16")
+    ]
+    assert all(p.dtype == torch.float32 for model in models for p in model.parameters())
+    exact, rounded = (m.generate([[2, 4, 6]], 30, torch.rand(30, 5), OPTIONS) for m in models)
+    assert torch.isfinite(rounded.logprobs_BT).all()
+    mask = exact.mask_BT
+    scored = [
+        model.logprobs(
+            torch.tensor([[2, 4, 6]] * 30), torch.ones(30, 3, dtype=torch.bool), exact.ids_BT, mask
+        )
+        for model in models
+    ]
+    difference = (scored[0] - scored[1]).detach().abs().max()
+    assert 0 < float(difference) < 0.5
+    scored[1].sum().backward()
+    gradients = [p.grad for p in models[1].parameters()]
+    assert all(g is not None and g.dtype == torch.float32 for g in gradients)

@@ -1,0 +1,336 @@
+"""A run may build on another: take its parameters, or test its agents again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nip_astra.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ParameterError,
+    RunDirectoryError,
+)
+from nip_astra.parameters.conversion import forget_conversion, register_conversion
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.protocols import BaseRunParameters
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.scenarios.registry import SCENARIOS
+from nip_astra.tracking import wandb_runs
+from nip_astra.version import __version__
+from tests.toy_protocol_scenario import KIND, SMALL, toy_scenario_folder
+from tests.toy_scenario import toy_scenario_in
+from tests.tracking.test_wandb_runs import FakeApi, FakeArtifact
+
+PARAMETERS, RERUN = "base_run_type=parameters", "base_run_type=rerun_tests"
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with toy_scenario_in(tmp_path_factory.mktemp("toy") / "toy_scenario") as folder:
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def counted(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the trainer that counts; 3 instead of 4, with a rate of its own."""
+    overrides = ["training.training_steps=3", "training.lr=0.125", "toy_trainer.offset=2"]
+    resolved = resolve_experiment(
+        trainer="toy_trainer", scenario=str(toy), overrides=overrides, seed=7
+    )
+    fields = {"runs_dir": str(tmp_path_factory.mktemp("runs")), "run_id": "counted"}
+    return run_experiment(resolved, progress=False, **fields).run_directory.path
+
+
+@pytest.fixture(scope="module")
+def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of agents that play a protocol."""
+    folder = toy_scenario_folder(tmp_path_factory.mktemp("proof") / "toy_proof")
+    file = folder.parent / "small.yaml"
+    file.write_text(yaml.safe_dump({"trainer": "vanilla_ppo", "scenario": str(folder)} | SMALL))
+    resolved = resolve_experiment(parameter_file=file)
+    runs_dir = str(folder.parent / "runs")
+    yield run_experiment(
+        resolved, runs_dir=runs_dir, run_id="proof", progress=False
+    ).run_directory.path
+    SCENARIOS.forget(KIND)
+
+
+def build_on(run: Path | str, *overrides: str, **arguments: Any) -> ResolvedExperiment:
+    given = [f"base_run.run={run}", *(f"base_run.{one}" for one in overrides[:1]), *overrides[1:]]
+    return resolve_experiment(overrides=given, **arguments)
+
+
+# ---- parameters
+
+
+def test_the_base_run_s_parameters_hold_where_the_new_run_says_nothing(
+    counted: Path, toy: Path
+) -> None:
+    resolved = build_on(counted, PARAMETERS, "training.lr=0.5")
+    found = resolved.hyper_params
+    assert (found.trainer, found.scenario, found.seed) == ("toy_trainer", str(toy), 7)
+    assert (found.training.lr, found.training.training_steps) == (0.5, 3)
+    assert found.get("toy_trainer.offset") == 2
+    assert resolved.sources["training.lr"] == "--set"
+    for path in ("trainer", "seed", "training.training_steps", "toy_trainer.offset"):
+        assert resolved.sources[path] == "base run counted"
+    assert resolved.sources["base_run.run"] == "--set"
+
+
+def test_a_parameter_file_and_an_object_win_over_the_base_run(
+    counted: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.yaml"
+    base = {"run": str(counted), "base_run_type": "parameters"}
+    file.write_text(yaml.safe_dump({"base_run": base, "training": {"lr": 0.25}}))
+    found = resolve_experiment(parameter_file=file).hyper_params
+    assert (found.training.lr, found.training.training_steps, found.seed) == (0.25, 3, 7)
+    plain = HyperParameters(
+        trainer="toy_trainer",
+        scenario=found.scenario,
+        seed=1,
+        base_run=BaseRunParameters(run=str(counted), base_run_type="parameters"),
+    )
+    found = resolve_experiment(hyper_params=plain).hyper_params
+    assert (found.training.lr, found.seed) == (0.125, 1)
+
+
+def test_the_base_run_wins_over_a_preset(tmp_path: Path) -> None:
+    arguments = {"trainer": "ast_dpo", "scenario": "pocket_chat"}
+    before = resolve_experiment(**arguments, overrides=["training.lr=0.5"])  # type: ignore[arg-type]
+    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(before.hyper_params.to_dict()))
+    after = build_on(tmp_path, PARAMETERS)
+    assert any(source.startswith("preset") for source in before.sources.values())
+    expected = before.hyper_params.to_dict() | {"base_run": after.hyper_params.base_run.to_dict()}
+    assert after.hyper_params.to_dict() == expected
+
+
+@pytest.mark.parametrize("kind", [PARAMETERS, RERUN])
+def test_what_the_base_run_switched_off_makes_nothing_of_the_preset_unread(
+    tmp_path: Path, kind: str
+) -> None:
+    arguments = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism_small"}
+    off = ["rl.pretrain_agents=false"]
+    before = resolve_experiment(**arguments, overrides=off)  # type: ignore[arg-type]
+    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(before.hyper_params.to_dict()))
+    again = build_on(tmp_path, kind).hyper_params
+    assert again.rl == before.hyper_params.rl
+    other = build_on(tmp_path, PARAMETERS, trainer="reinforce").hyper_params
+    assert not other.rl.pretrain_agents
+    with pytest.raises(ParameterError, match=r"is read only where rl\.pretrain_agents is true"):
+        build_on(tmp_path, PARAMETERS, "solo_agent.num_epochs=7")
+
+
+def test_another_trainer_and_scenario_take_over_what_means_something_to_them(
+    counted: Path, proof: Path
+) -> None:
+    found = build_on(counted, PARAMETERS, trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    plain = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    assert (found.training.lr, found.seed) == (0.125, 7)
+    assert found.get("ast_dpo") == plain.get("ast_dpo")
+    assert found.get("ast_chat") == plain.get("ast_chat")
+    found = build_on(proof, PARAMETERS, trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    assert found.interaction_protocol is None
+    assert found.rl.num_iterations == 3
+
+
+def test_another_scenario_of_the_same_kind_speaks_for_itself(tmp_path: Path) -> None:
+    before = resolve_experiment(trainer="ast_dpo", overrides=["training.lr=0.5"]).hyper_params
+    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(before.to_dict()))
+    plain = resolve_experiment(trainer="ast_dpo", scenario="smollm2_chat").hyper_params
+    found = build_on(tmp_path, PARAMETERS, scenario="smollm2_chat").hyper_params
+    assert before.get("ast_chat") != plain.get("ast_chat")
+    assert found.get("ast_chat") == plain.get("ast_chat")
+    assert found.training.lr == 0.5
+
+
+def test_the_run_is_recorded_with_a_path_that_means_the_same_everywhere(
+    counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(counted.parent)
+    resolved = build_on("counted", PARAMETERS, "training.training_steps=2")
+    assert resolved.hyper_params.base_run.run == str(counted)
+    result = run_experiment(resolved, runs_dir=str(tmp_path), run_id="next", progress=False)
+    assert result.results == {"last": 4.0}
+    sources = result.run_directory.read_json("parameter_sources.json")
+    assert sources["training.lr"] == "base run counted"
+
+
+def test_what_a_run_recorded_needs_its_base_run_no_more(
+    counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(counted, copy)
+    monkeypatch.setenv("TOY_BREAK", "1")
+    with pytest.raises(ArithmeticError):
+        run_experiment(build_on(copy, PARAMETERS), runs_dir=str(tmp_path), run_id="cut")
+    monkeypatch.delenv("TOY_BREAK")
+    shutil.rmtree(copy)
+    file = tmp_path / "cut" / "hyper_parameters.yaml"
+    assert resolve_experiment(parameter_file=file).hyper_params.training.lr == 0.125
+    assert resume_experiment(tmp_path / "cut", progress=False).results == {"last": 5.0}
+
+
+def test_an_old_run_is_converted(counted: Path, tmp_path: Path) -> None:
+    values = yaml.safe_load((counted / "hyper_parameters.yaml").read_text())
+    values |= {"package_version": "0.0.1", "random_seed": values.pop("seed")}
+    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(values))
+
+    def rename(values: dict[str, Any]) -> dict[str, Any]:
+        return {"seed" if name == "random_seed" else name: v for name, v in values.items()}
+
+    register_conversion("0.0", rename)
+    try:
+        found = build_on(tmp_path, PARAMETERS).hyper_params
+    finally:
+        forget_conversion("0.0")
+    assert (found.seed, found.package_version) == (7, __version__)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="it holds no hyper_parameters"):
+        build_on(tmp_path, PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["run=runs/a"], "base_run: names a run but not what to take from it; give base_run_type"),
+        (["base_run_type=parameters"], "base_run: says what to take from a run but names none"),
+        (["run=a", "base_run_type=paramters"], "base_run.base_run_type: must be one of none, "),
+        (["run=a", "base_run_typ=parameters"], "base_run.base_run_typ: unknown parameter"),
+    ],
+)
+def test_half_a_base_run_is_refused(overrides: list[str], text: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(overrides=[f"base_run.{one}" for one in overrides])
+    assert text in str(caught.value)
+    assert "(from --set)" in str(caught.value)
+
+
+# ---- rerun_tests
+
+
+def results_of(path: Path) -> Any:
+    return json.loads((path / "results.json").read_text())
+
+
+def test_the_agents_of_a_run_are_tested_again_and_nothing_is_trained(
+    proof: Path, tmp_path: Path
+) -> None:
+    fields = {"runs_dir": str(tmp_path), "progress": False}
+    again = run_experiment(build_on(proof, RERUN), run_id="again", **fields).run_directory.path
+    assert results_of(again)["after"] == results_of(proof)["after"]
+    assert results_of(again)["training"]["num_iterations"] == 0
+    assert not (again / "model").exists()
+    longer = build_on(proof, RERUN, "rl.num_test_iterations=3")
+    assert longer.hyper_params.rl.num_iterations == 3
+    found = run_experiment(longer, run_id="longer", **fields).results["after"]
+    assert found["num_episodes"] > 2 * results_of(proof)["after"]["num_episodes"]
+
+
+def test_the_record_of_a_rerun_is_enough_to_run_it_again(proof: Path, tmp_path: Path) -> None:
+    fields = {"runs_dir": str(tmp_path), "progress": False}
+    first = run_experiment(build_on(proof, RERUN), run_id="first", **fields).run_directory.path
+    stored = first / "hyper_parameters.yaml"
+    second = run_experiment(
+        resolve_experiment(parameter_file=stored), run_id="second", **fields
+    ).run_directory.path
+    assert results_of(second)["after"] == results_of(first)["after"]
+    with pytest.raises(ParameterError, match=r"rl\.lr: differs from the base run's 0\.01"):
+        resolve_experiment(parameter_file=stored, overrides=["rl.lr=1.0"])
+
+
+def test_what_a_rerun_would_not_use_is_refused_all_at_once(proof: Path) -> None:
+    with pytest.raises(ParameterError) as caught:
+        build_on(proof, RERUN, "rl.lr=0.5", "rl.gamma=0.95", seed=3, trainer="vanilla_ppo")
+    assert str(caught.value) == (
+        "2 parameters are wrong:\n"
+        "  seed: differs from the base run's 0, which is tested again as it is; given 3 (from "
+        "command line). Leave it out, or set base_run.base_run_type=parameters to train anew.\n"
+        "  rl.lr: differs from the base run's 0.01, which is tested again as it is; given 0.5 "
+        "(from --set). Leave it out, or set base_run.base_run_type=parameters to train anew."
+    )
+
+
+def test_a_rerun_may_name_its_own_scenario_another_way(
+    proof: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = Path(build_on(proof, RERUN).hyper_params.scenario)
+    monkeypatch.chdir(scenario.parent)
+    assert build_on(proof, RERUN, scenario=f"./{scenario.name}").hyper_params.rl.lr == 0.01
+    with pytest.raises(ParameterError, match="scenario: differs from the base run's"):
+        build_on(proof, RERUN, scenario="graph_isomorphism")
+
+
+def test_a_stress_test_is_not_tested_again_this_way(tmp_path: Path) -> None:
+    before = resolve_experiment(trainer="ast_dpo").hyper_params.to_dict()
+    (tmp_path / "hyper_parameters.yaml").write_text(yaml.safe_dump(before))
+    with pytest.raises(ConfigurationError, match="tested again by `nip-astra evaluate RUN`"):
+        build_on(tmp_path, RERUN)
+
+
+def test_agents_that_learnt_alone_are_tested_again(proof: Path, tmp_path: Path) -> None:
+    fields = {"runs_dir": str(tmp_path), "progress": False}
+    alone = build_on(proof, PARAMETERS, "solo_agent.num_epochs=2", trainer="solo_agent")
+    first = run_experiment(alone, run_id="alone", **fields).run_directory.path
+    again = run_experiment(build_on(first, RERUN), run_id="again", **fields).run_directory.path
+    assert results_of(again)["after"] == results_of(first)["after"]
+    assert results_of(again)["training"]["num_epochs"] == 0
+
+
+def test_a_trainer_without_tests_of_its_own_says_so(counted: Path, toy: Path) -> None:
+    plain = HyperParameters(trainer="toy_trainer", scenario=str(toy))
+    trainer = prepare_experiment(plain).trainer
+    with pytest.raises(ConfigurationError) as caught:
+        trainer.rerun_tests(counted)
+    assert str(caught.value) == (
+        f"the agents of {counted} were to be tested again, but the trainer 'toy_trainer' has no "
+        "tests apart from training. Set base_run.base_run_type=parameters to train anew."
+    )
+
+
+def test_a_run_without_agents_is_refused(proof: Path, tmp_path: Path) -> None:
+    shutil.copy(proof / "hyper_parameters.yaml", tmp_path)
+    with pytest.raises(CheckpointError, match="has saved no agents"):
+        run_experiment(
+            build_on(tmp_path, RERUN), runs_dir=str(tmp_path), run_id="none", progress=False
+        )
+
+
+# ---- from W&B
+
+
+class AgentsOfARun(FakeArtifact):
+    """The model that a run logged."""
+
+    def __init__(self, run: Path) -> None:
+        super().__init__("model", "", ("latest",))
+        self.run = run
+
+    def download(self, root: str) -> str:
+        shutil.copytree(self.run / "model", root)
+        return root
+
+
+def test_a_base_run_may_be_on_w_and_b(
+    proof: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = yaml.safe_load((proof / "hyper_parameters.yaml").read_text())
+    api = FakeApi(config, [AgentsOfARun(proof)])
+    monkeypatch.setattr(wandb_runs, "open_api", lambda: api)
+    resolved = build_on("wandb://us/proofs/one", RERUN)
+    assert resolved.sources["rl.lr"] == "base run one"
+    assert resolved.hyper_params.base_run.run == "wandb://us/proofs/one"
+    again = run_experiment(resolved, runs_dir=str(tmp_path), run_id="again", progress=False)
+    assert results_of(again.run_directory.path)["after"] == results_of(proof)["after"]
+    found = build_on("wandb://us/proofs/one", PARAMETERS, "rl.lr=0.5").hyper_params
+    assert (found.rl.lr, found.rl.num_iterations) == (0.5, 3)

@@ -1,0 +1,143 @@
+"""From names, files and options to an experiment."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nip_astra.errors import ParameterError, PluginError
+from nip_astra.parameters import content
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.types import ScenarioType
+from nip_astra.protocols.adp import AdpProtocol
+from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.scenarios.registry import SCENARIOS
+from nip_astra.tracking.run_directory import to_yaml
+from tests.command_line import plugins_forgotten_after
+
+TERM = """
+from nip_astra.reward_terms.entropy_bonus import EntropyBonus
+from nip_astra.reward_terms.registry import register_reward_term
+
+@register_reward_term("of_a_preset")
+class Mine(EntropyBonus):
+    '''Mine.'''
+"""
+LITERAL = "cost ${price} \\${a.b}"
+
+
+@pytest.mark.parametrize("text", [LITERAL, "${", "a$", "\\\\${x}"])
+def test_a_literal_dollar_and_brace_of_an_object_is_text(text: str, tmp_path: Path) -> None:
+    kind = str(ScenarioType.AST_CHAT)
+    sections = {kind: SCENARIOS.get(kind).Parameters}
+    plain = resolve_experiment(trainer="ast_dpo").hyper_params.to_dict()
+    attacker = {**plain[kind]["attacker"], "system_prompt": text}
+    given = HyperParameters.with_sections(sections).from_dict(
+        {
+            "trainer": "ast_dpo",
+            "scenario": "pocket_chat",
+            kind: {**plain[kind], "attacker": attacker},
+        }
+    )
+    found = resolve_experiment(hyper_params=given).hyper_params
+    assert found.get(f"{kind}.attacker.system_prompt") == text
+    # And so it stays, in the file of a run and for the runs that build on it.
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "hyper_parameters.yaml").write_text(to_yaml(found.to_dict()))
+    again = resolve_experiment(parameter_file=run / "hyper_parameters.yaml").hyper_params
+    assert again.get(f"{kind}.attacker.system_prompt") == text
+    base = ["base_run.base_run_type=parameters", f"base_run.run={run}"]
+    later = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat", overrides=base)
+    assert later.hyper_params.get(f"{kind}.attacker.system_prompt") == text
+
+
+def test_a_reference_in_a_file_or_an_option_is_still_one() -> None:
+    found = resolve_experiment(
+        trainer="ast_dpo", overrides=["seed=7", "training.num_epochs=${seed}"]
+    )
+    assert found.hyper_params.training.num_epochs == 7
+
+
+@pytest.fixture
+def preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A preset with a plug-in beside it, in a content folder of its own."""
+    root = tmp_path / "content"
+    shutil.copytree(content.content_root() / "parameters" / "ast_dpo", root / "parameters/ast_dpo")
+    (root / "scenarios").symlink_to(content.content_root() / "scenarios")
+    path = root / "parameters" / "ast_dpo" / "pocket_chat.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["plugins"] = ["term.py"]
+    values["ast_chat"] = {"reward": {"terms": [{"_type": "of_a_preset"}]}}
+    path.write_text(yaml.safe_dump(values))
+    (path.parent / "term.py").write_text(TERM)
+    monkeypatch.setattr(content, "content_root", lambda: root)
+    with plugins_forgotten_after():
+        yield path
+
+
+def test_the_plugins_of_a_preset_are_loaded_and_recorded(preset: Path) -> None:
+    found = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat").hyper_params
+    assert found.get("ast_chat.reward.terms.0").type_name == "of_a_preset"
+    assert found.plugins == [str(preset.parent / "term.py")]
+
+
+def test_a_plugin_of_a_preset_that_is_missing_is_told(preset: Path) -> None:
+    (preset.parent / "term.py").unlink()
+    with pytest.raises(PluginError, match=r"the plug-in 'term.py' was to be loaded, but "):
+        resolve_experiment(trainer="ast_dpo", scenario="pocket_chat")
+
+
+def test_plugins_that_an_option_names_stand_in_place_of_the_presets(preset: Path) -> None:
+    (preset.parent / "term.py").unlink()
+    overrides = ["plugins=[]", "ast_chat.reward.terms=[]"]
+    found = resolve_experiment(trainer="ast_dpo", scenario="pocket_chat", overrides=overrides)
+    assert found.hyper_params.plugins == []
+
+
+class JudgedProtocol(AdpProtocol):
+    """Agents that no other protocol has."""
+
+    agent_names = ("expert", "judge")
+    agent_channel_visibility = (("expert", "main"), ("judge", "main"))
+    verifier_names = ("judge",)
+    prover_names = ("expert",)
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        return agent_name == self.agent_names[round_index]
+
+
+def test_what_a_scenario_says_of_agents_of_other_protocols_is_left_out() -> None:
+    before = PROTOCOL_HANDLERS.snapshot()
+    register_protocol_handler("judged")(JudgedProtocol)
+
+    def agents(*overrides: str) -> set[str]:
+        resolved = resolve_experiment(
+            trainer="vanilla_ppo",
+            scenario="graph_isomorphism_small",
+            overrides=["interaction_protocol=judged", *overrides],
+        )
+        found = resolved.hyper_params.get("graph_isomorphism.agents")
+        assert isinstance(found, dict)
+        return set(found)
+
+    try:
+        assert agents() == {"default"}
+        assert agents("graph_isomorphism.agents.judge.num_gnn_layers=2") == {"default", "judge"}
+        asked = agents("graph_isomorphism.agents.verifier.num_gnn_layers=3")
+        assert "verifier" in asked, "what is asked for is refused later, not left out"
+    finally:
+        PROTOCOL_HANDLERS.restore(before)
+
+
+def test_a_section_is_given_as_a_mapping_from_python() -> None:
+    wanted = HyperParameters(trainer="ast_dpo", ast_dpo={"beta": 0.2})
+    resolved = resolve_experiment(hyper_params=wanted)
+    assert resolved.hyper_params.get("ast_dpo.beta") == 0.2
+    with pytest.raises(ParameterError, match=r"ast_dpo\.betta"):
+        HyperParameters(trainer="ast_dpo", ast_dpo={"betta": 0.2})

@@ -1,0 +1,264 @@
+"""What nothing reads is refused: in the groups that trainers share."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import yaml
+
+from nip_astra.errors import ParameterError
+from nip_astra.parameters.conditions import where
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.parameters.types import ScenarioType, TrainerType
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resolving.unread_parameters import SHARED_GROUPS, _walk
+from nip_astra.scenarios.registry import SCENARIOS
+from nip_astra.trainers.registry import TRAINERS
+from nip_astra.trainers.trainer_base import Trainer
+
+STRESS_TEST = {"trainer": "ast_dpo"}
+PROOF = {"trainer": "vanilla_ppo", "scenario": "graph_isomorphism"}
+
+
+def refused(**arguments: Any) -> list[str]:
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(**arguments)
+    return [fault.path for fault in caught.value.faults]
+
+
+def test_a_value_of_a_group_that_neither_trainer_nor_scenario_reads_is_refused() -> None:
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(**STRESS_TEST, overrides=["rl.gamma=0.5"])
+    (fault,) = caught.value.faults
+    assert str(fault).startswith(
+        "rl.gamma: is read neither by the trainer 'ast_dpo' (which reads training) nor by "
+        "scenarios of the kind 'ast_chat' (which reads no shared group); given 0.5 (from --set). "
+        "Leave it out. Trainers that read it: "
+    )
+    assert "vanilla_ppo" in str(fault)
+    assert "ast_" not in str(fault).partition("Trainers that read it")[2]
+
+
+def test_every_such_value_is_told_whichever_way_it_was_given(tmp_path: Path) -> None:
+    overrides = ["training.lr=0.5", "training.batch_size=3", "rl.lr=0.5", "ppo.critic_coef=2.0"]
+    assert refused(**PROOF, overrides=overrides) == ["training.lr", "training.batch_size"]
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        yaml.safe_dump(STRESS_TEST | {"zk_protocol": {"simulator_reward_coefficient": 3}})
+    )
+    assert refused(parameter_file=file) == ["zk_protocol.simulator_reward_coefficient"]
+    with pytest.raises(ParameterError) as caught:
+        HyperParameters(**PROOF, training=TrainingConfiguration(lr=0.5))
+    assert [fault.path for fault in caught.value.faults] == ["training.lr"]
+    regressor = "message_regression.regressor._type=mlp"
+    assert refused(**STRESS_TEST, overrides=[regressor])[0] == "message_regression.regressor._type"
+
+
+def test_a_scenario_reads_single_parameters_of_a_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cls = TRAINERS.get("vanilla_ppo")
+    monkeypatch.setattr(cls, "parameter_groups", ())
+    overrides = ["rl.frames_per_batch=64", "protocol_common.shared_reward=true", "rl.lr=0.5"]
+    found = refused(**PROOF, overrides=overrides)
+    assert "rl.lr" in found
+    assert not {"rl.frames_per_batch", "protocol_common.shared_reward"} & set(found)
+
+
+def test_values_equal_to_the_default_pass() -> None:
+    default = HyperParameters.model_fields["rl"].default.lr
+    resolve_experiment(**STRESS_TEST, overrides=[f"rl.lr={default}"])
+    assert refused(**STRESS_TEST, overrides=[f"rl.lr={default * 2}"]) == ["rl.lr"]
+
+
+def test_what_a_run_recorded_passes_whoever_trains_next(tmp_path: Path) -> None:
+    before = resolve_experiment(**PROOF, overrides=["rl.lr=0.5"]).hyper_params
+    stored = tmp_path / "hyper_parameters.yaml"
+    stored.write_text(yaml.safe_dump(before.to_dict()))
+    assert resolve_experiment(parameter_file=stored).hyper_params == before
+    assert resolve_experiment(hyper_params=before).hyper_params == before
+    base = ["base_run.base_run_type=parameters", f"base_run.run={tmp_path}"]
+    found = resolve_experiment(**STRESS_TEST, scenario="pocket_chat", overrides=base).hyper_params
+    assert found.rl.lr == 0.5
+    assert refused(parameter_file=stored, overrides=["training.lr=0.5"]) == ["training.lr"]
+
+
+def test_a_trainer_that_does_not_say_what_it_reads_may_read_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Trainer.parameter_groups is None
+    monkeypatch.setattr(TRAINERS.get("ast_dpo"), "parameter_groups", None)
+    resolve_experiment(**STRESS_TEST, overrides=["rl.gamma=0.5"])
+
+
+def test_the_shared_groups_are_those_that_belong_to_no_component() -> None:
+    assert set(SHARED_GROUPS) >= {
+        "training",
+        "protocol_common",
+        "zk_protocol",
+        "rl",
+        "ppo",
+        "message_regression",
+    }
+    assert "base_run" not in SHARED_GROUPS
+
+
+IN_VAIN = [
+    (PROOF, "zk_protocol.simulator_reward_coefficient=3", "protocol_common.zero_knowledge"),
+    (PROOF, "solo_agent.lr=0.5", "rl.pretrain_agents"),
+    (PROOF, "ppo.kl_target=0.5", "ppo.loss_type"),
+    (PROOF, "message_regression.period=5", "message_regression.regressor"),
+    (PROOF | {"trainer": "reinforce"}, "rl.lmbda=0.5", "reinforce.use_advantage_and_critic"),
+    (PROOF | {"trainer": "spg"}, "ppo.clip_epsilon=0.5", "spg.variant"),
+    (PROOF | {"trainer": "spg"}, "spg.ihvp_step_size=0.5", "spg.ihvp_variant"),
+    (STRESS_TEST, "training.dev_metric=mean_score", "training.eval_period"),
+    (STRESS_TEST, "ast_chat.evaluation.num_dev_episodes=5", "training.eval_period"),
+    (STRESS_TEST, "ast_dpo.credit.decay=0.5", "ast_dpo.credit.kind"),
+    ({"trainer": "ast_ppo"}, "ast_ppo.kl.horizon=5", "ast_ppo.kl.target"),
+]
+
+
+@pytest.mark.parametrize(("experiment", "assignment", "switch"), IN_VAIN)
+def test_a_value_whose_condition_does_not_hold_is_refused(
+    experiment: dict[str, Any], assignment: str, switch: str
+) -> None:
+    path = assignment.partition("=")[0]
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(**experiment, overrides=[assignment])
+    (fault,) = caught.value.faults
+    assert fault.path == path
+    assert fault.problem.startswith(f"is read only where {switch} ")
+    assert fault.suggestion == f"Leave it out, or change {switch}."
+
+
+def test_the_message_says_what_the_other_parameter_must_be_and_is() -> None:
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(**PROOF | {"trainer": "spg"}, overrides=["ppo.clip_epsilon=0.5"])
+    assert str(caught.value.faults[0]) == (
+        "ppo.clip_epsilon: is read only where spg.variant is one of pspg, pola, psos, and that is "
+        "spg; given 0.5 (from --set). Leave it out, or change spg.variant."
+    )
+
+
+def test_a_value_whose_condition_holds_passes() -> None:
+    resolve_experiment(
+        **PROOF | {"trainer": "spg"}, overrides=["ppo.clip_epsilon=0.5", "spg.variant=pola"]
+    )
+    zero_knowledge = ["protocol_common.zero_knowledge=true"]
+    resolve_experiment(
+        **PROOF, overrides=[*zero_knowledge, "zk_protocol.simulator_reward_coefficient=3"]
+    )
+
+
+def test_a_later_layer_may_turn_off_what_an_earlier_one_has_set(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        yaml.safe_dump(
+            PROOF | {"rl": {"pretrain_agents": True}, "solo_agent": {"lr": 0.5, "num_epochs": 3}}
+        )
+    )
+    off = "rl.pretrain_agents=false"
+    resolve_experiment(parameter_file=file, overrides=[off])
+    found = refused(parameter_file=file, overrides=[off, "solo_agent.lr=0.25"])
+    assert found == ["solo_agent.lr"]
+
+
+def test_parameters_of_a_random_agent_are_refused_but_not_those_that_others_inherit() -> None:
+    agents = "graph_isomorphism.agents"
+    random = f"{agents}.prover.is_random=true"
+    schedule = f"{agents}.prover.update_schedule"
+    never = [f"{schedule}._type=constant", f"{schedule}.is_on=false"]
+    found = refused(**PROOF, overrides=[random, f"{agents}.prover.d_gnn=8", *never])
+    assert set(found) == {f"{schedule}._type", f"{schedule}.is_on", f"{agents}.prover.d_gnn"}
+    resolve_experiment(**PROOF, overrides=[random, f"{agents}.default.d_gnn=8"])
+
+
+def test_what_a_protocol_has_no_use_for_is_refused() -> None:
+    overrides = ["protocol_common.verifier_first=false"]
+    with pytest.raises(ParameterError, match=r"means nothing to the protocol 'adp'"):
+        resolve_experiment(**PROOF, overrides=[*overrides, "interaction_protocol=adp"])
+    resolve_experiment(**PROOF, overrides=[*overrides, "interaction_protocol=nip"])
+
+
+def test_another_protocol_than_the_presets_may_leave_its_values_unread() -> None:
+    given = resolve_experiment(**PROOF)
+    assert given.sources["protocol_common.verifier_no_guess_reward"].startswith("preset")
+    resolve_experiment(**PROOF, overrides=["interaction_protocol=adp"])
+
+
+def test_an_adapter_that_is_never_trained_is_refused() -> None:
+    rank = "ast_chat.target.language_model.lora.rank"
+    assert refused(**STRESS_TEST, overrides=[f"{rank}=4"]) == [rank]
+    resolve_experiment(**STRESS_TEST, overrides=[f"{rank.replace('target', 'attacker')}=4"])
+
+
+def test_what_agents_alone_have_no_use_for_is_refused() -> None:
+    in_vain = {
+        "rl.pretrain_agents": "true",
+        "rl.use_shared_body": "true",
+        "protocol_common.force_guess": "y",
+        "graph_isomorphism.agents.prover.agent_lr_factor.critic": "0.5",
+    }
+    alone = PROOF | {"trainer": "solo_agent"}
+    overrides = [f"{path}={value}" for path, value in in_vain.items()]
+    assert set(refused(**alone, overrides=overrides)) == set(in_vain)
+    actor = "graph_isomorphism.agents.prover.agent_lr_factor.actor=0.5"
+    resolve_experiment(**alone, overrides=["protocol_common.zero_knowledge=true", actor])
+
+
+class Coat(SubParameters):
+    is_dry: bool = False
+    gloss: Annotated[float, where("is_dry", True)] = 0.5
+
+
+class Wall(SubParameters):
+    coats: list[Coat] = []
+
+
+def test_an_element_of_a_list_is_looked_into() -> None:
+    coats = [{"is_dry": True, "gloss": 1.0}, {"gloss": 0.25}]
+    wall = Wall.from_dict({"coats": coats})
+    for given in (coats, {"1": coats[1]}):
+        leaves = {leaf.path: leaf for leaf in _walk(wall, {"coats": given}, (), {})}
+        unmet = leaves.pop("coats.1.gloss").unmet
+        assert unmet is not None
+        assert unmet.path == "coats.1.is_dry"
+        assert all(leaf.unmet is None for leaf in leaves.values())
+
+
+def read_in(cls: type) -> set[str]:
+    """Give the shared groups that a class, or what it inherits from us, takes from parameters."""
+    found = set()
+    for base in cls.__mro__:
+        if not base.__module__.startswith("nip_astra."):
+            continue
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(base)))):
+            is_group = isinstance(node, ast.Attribute) and node.attr in SHARED_GROUPS
+            if is_group and ast.unparse(node.value).endswith("hyper_params"):  # type: ignore[attr-defined]
+                found.add(node.attr)  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("name", [str(name) for name in TrainerType])
+def test_every_trainer_that_ships_says_what_it_reads(name: str) -> None:
+    cls = TRAINERS.get(name)
+    assert cls.parameter_groups is not None
+    groups = {group.partition(".")[0] for group in cls.parameter_groups}
+    assert groups <= set(SHARED_GROUPS)
+    assert read_in(cls) <= groups
+
+
+@pytest.mark.parametrize("name", [str(name) for name in ScenarioType])
+def test_every_parameter_that_a_scenario_says_it_reads_exists(name: str) -> None:
+    fields = set(HyperParameters.model_fields)
+    for path in SCENARIOS.get(name).parameter_groups:
+        group, _, field = path.partition(".")
+        assert group in fields
+        assert not field or field in type(HyperParameters.model_fields[group].default).model_fields

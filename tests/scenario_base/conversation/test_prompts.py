@@ -1,0 +1,185 @@
+"""Prompts are read as they stand, and a file that holds none is told."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from nip_astra.errors import ConfigurationError, DataError, MissingDependencyError
+from nip_astra.rollouts.prompts import columns_of
+from nip_astra.scenario_base.conversation.prompts import read_prompts
+
+
+def written(folder: Path, name: str, text: str) -> str:
+    (folder / name).write_bytes(text.encode("utf-8"))
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.txt", "hello you\n\n  good day  \r\nhow are you"),
+        ("p.jsonl", '{"prompt": "hello you"}\n\n{"id": 3, "prompt": "good day"}\n'
+                    '{"prompt": "how are you"}\n'),
+        ("p.json", '["hello you", "good day", "", "how are you"]'),
+    ],
+)  # fmt: skip
+def test_each_kind_of_file_gives_its_prompts_in_order(tmp_path: Path, name: str, text: str) -> None:
+    expected = ["hello you", "good day", "how are you"]
+    assert read_prompts(written(tmp_path, name, text), None) == expected
+    # Editors on Windows put a mark before the first character.
+    assert read_prompts(written(tmp_path, name, "\ufeff" + text), None) == expected
+
+
+def test_a_prompt_may_hold_any_character_but_the_end_of_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "p.jsonl", '{"prompt": "one\u2028two\\nthree \u2603"}\n')
+    assert read_prompts(path, None) == ["one\u2028two\nthree \u2603"]
+    path = written(tmp_path, "p.txt", "one\u2028two\x0bthree\n")
+    assert read_prompts(path, None) == ["one\u2028two\x0bthree"]
+
+
+def test_a_reference_points_into_the_scenario(tmp_path: Path) -> None:
+    written(tmp_path, "p.txt", "hello\n")
+    assert read_prompts("scenario://p.txt", tmp_path) == ["hello"]
+    with pytest.raises(ConfigurationError, match=r"without one\. Give an absolute path"):
+        read_prompts("scenario://p.txt", None)
+
+
+def test_a_missing_file_is_named_as_it_was_asked_for_and_where_it_was_sought(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(DataError) as caught:
+        read_prompts("scenario://none.txt", tmp_path)
+    assert "prompts were to be read from 'scenario://none.txt', but" in str(caught.value)
+    assert f"{tmp_path / 'none.txt'} cannot be read: No such file" in str(caught.value)
+    assert "Give a .txt, .csv, .tsv, .jsonl or .json file" in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(DataError, match=r"p\.txt cannot be read: .*utf-8.* Give a \.txt"):
+        read_prompts(str(tmp_path / "p.txt"), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("p.txt", ""), ("p.txt", " \n\n"), ("p.jsonl", "\n"), ("p.jsonl", '{"prompt": " "}'),
+     ("p.json", "[]")],
+)  # fmt: skip
+def test_a_file_without_prompts_is_told(tmp_path: Path, name: str, text: str) -> None:
+    path = written(tmp_path, name, text)
+    message = f"from {path!r}, but the prompt file {path} holds none. Give at least"
+    with pytest.raises(DataError, match=re.escape(message)):
+        read_prompts(path, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("p.jsonl", '{"prompt": "a"}\nhello\n', "line 2: Expecting value"),
+        ("p.jsonl", '{"prompt": "a"}\n\n{"text": "b"}\n', "line 3: it has no 'prompt'"),
+        ("p.jsonl", '["a"]\n', "line 1: it has no 'prompt'"),
+        ("p.jsonl", '{"prompt": null}\n', "line 1: its prompt is null and no text"),
+        ("p.jsonl", '{"prompt": 3}\n', "line 1: its prompt is 3 and no text"),
+        ("p.json", '{"prompt": "a"}', "it is no list"),
+        ("p.json", '"hello"', "it is no list"),
+        ("p.json", '["a", null]', "item 2: its prompt is null and no text"),
+        ("p.json", "[", "Expecting value"),
+    ],
+)
+def test_a_file_that_cannot_be_parsed_is_told_with_the_line(
+    tmp_path: Path, name: str, text: str, problem: str
+) -> None:
+    path = written(tmp_path, name, text)
+    with pytest.raises(DataError) as caught:
+        read_prompts(path, None)
+    assert f"the prompt file {path} cannot be parsed: {problem}" in str(caught.value)
+    assert 'a .jsonl file holds one {"prompt": "..."} a line, a .json file a list of texts' in (
+        str(caught.value)
+    )
+
+
+def test_a_table_is_read_by_column_and_the_others_go_with_the_prompt(tmp_path: Path) -> None:
+    text = 'goal,kind,weight\n"say a, or b",first,1\nhello,,2\n'
+    path = written(tmp_path, "p.csv", text)
+    prompts = read_prompts(path, None, "goal")
+    assert prompts == ["say a, or b", "hello"]
+    assert [columns_of(prompt) for prompt in prompts] == [
+        (("kind", "first"), ("weight", "1")),
+        (("kind", ""), ("weight", "2")),
+    ]
+    tabs = written(tmp_path, "p.tsv", text.replace('"say a, or b",', "say a\t").replace(",", "\t"))
+    assert read_prompts(tabs, None, "goal") == ["say a", "hello"]
+    lines = '{"goal": "hello", "id": 3, "parts": [1]}\n'
+    (prompt,) = read_prompts(written(tmp_path, "p.jsonl", lines), None, "goal")
+    assert (prompt, columns_of(prompt)) == ("hello", (("id", 3), ("parts", "[1]")))
+    again = pickle.loads(pickle.dumps(prompt))
+    assert (again, columns_of(again)) == (prompt, columns_of(prompt))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "column", "words"),
+    [
+        ("p.csv", "goal,kind\na,b\n", "gaol", "did you mean 'goal'"),
+        ("p.csv", "goal,kind\na\n", "goal", "as many values as columns"),
+        ("p.csv", "goal,kind\na,b,c\n", "goal", "as many values as columns"),
+        ("p.txt", "hello\n", "goal", "has no columns"),
+        ("p.json", '["hello"]', "goal", "has no columns"),
+        ("p.jsonl", '{"prompt": "\\ud800"}\n', "prompt", "lone surrogate"),
+        ("p.jsonl", '{"prompt": "a", "b": "\\udc00"}\n', "prompt", "lone surrogate"),
+        ("p.json", '["\\ud800"]', "prompt", "lone surrogate"),
+        ("p.json", "[" * 100_000, "prompt", "nested too deep"),
+        ("p.jsonl", "[" * 100_000 + "\n", "prompt", "nested too deep"),
+    ],
+)
+def test_what_cannot_be_prompts_is_told(
+    tmp_path: Path, name: str, text: str, column: str, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        read_prompts(written(tmp_path, name, text), None, column)
+
+
+def test_a_device_or_folder_is_no_file_of_prompts(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file"):
+        read_prompts("/dev/zero", None)
+    (tmp_path / "p.txt").mkdir()
+    with pytest.raises(DataError, match="no file"):
+        read_prompts(str(tmp_path / "p.txt"), None)
+
+
+def test_a_data_set_is_read_by_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "goals"
+    folder.mkdir()
+    written(folder, "train.csv", "goal,kind\n" + "".join(f"goal {n},k{n}\n" for n in range(4)))
+    written(folder, "test.csv", "goal,kind\nheld out,t\n")
+    first = read_prompts(f"{folder}:train[:50%]", None, "goal")
+    assert first == ["goal 0", "goal 1"]
+    assert columns_of(first[1]) == (("kind", "k1"),)
+    assert read_prompts(str(folder), None, "goal")[3] == "goal 3"
+    assert read_prompts(f"{folder}:test", None, "goal") == ["held out"]
+    with pytest.raises(DataError, match="split 'none'"):
+        read_prompts(f"{folder}:none", None, "goal")
+    with pytest.raises(DataError, match="did you mean 'goal'"):
+        read_prompts(str(folder), None, "gaol")
+
+
+def test_a_hub_id_goes_to_the_package_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load(name: str, split: str) -> list[dict[str, str]]:
+        asked.append((name, split))
+        return [{"goal": "hello"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_prompts("owner/name:train[:80%]", None, "goal") == ["hello"]
+    assert asked == [("owner/name", "train[:80%]")]
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependencyError, match=r"nip_astra\[datasets\]"):
+        read_prompts("owner/name", None)

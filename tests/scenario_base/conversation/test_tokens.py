@@ -1,0 +1,148 @@
+"""A conversation becomes exactly the tokens that the template would give."""
+
+from __future__ import annotations
+
+import pytest
+
+from nip_astra.errors import ContextLengthError, ModelLoadError
+from nip_astra.scenario_base.conversation.tokens import ChatFormat, PlainFormat, Turn
+from tests.tiny import make_tokenizer
+
+TEXTS = ["hello", "how are you", "fine thanks .", "the cat sat"]
+
+
+def _turns(chat: ChatFormat | PlainFormat, first_is_own: bool) -> list[Turn]:
+    owners = [first_is_own, not first_is_own] * 2
+    return [Turn(own, chat.encode(text)) for own, text in zip(owners, TEXTS, strict=True)]
+
+
+@pytest.mark.parametrize("first_is_own", [True, False])
+def test_context_equals_the_rendered_template(first_is_own: bool) -> None:
+    tokenizer = make_tokenizer()
+    chat = ChatFormat(tokenizer)
+    turns = _turns(chat, first_is_own)
+    messages = [
+        {"role": "assistant" if turn.is_own else "user", "content": text}
+        for turn, text in zip(turns, TEXTS, strict=True)
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert chat.context(turns) == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_own_turns_are_assistant_and_the_others_are_user() -> None:
+    tokenizer = make_tokenizer()
+    chat = ChatFormat(tokenizer)
+    ids = chat.context([Turn(False, chat.encode("hello")), Turn(True, chat.encode("fine"))])
+    assert tokenizer.decode(ids) == "<bos> <user> hello <end> <assistant> fine <end> <assistant>"
+
+
+def test_tokens_of_a_turn_stay_as_they_were_sampled() -> None:
+    chat = ChatFormat(make_tokenizer())
+    # Not what the tokenizer would make of any text: an unknown word in the middle.
+    sampled = (7, 1, 8)
+    ids = chat.context([Turn(False, chat.encode("hello")), Turn(True, sampled)])
+    assert tuple(ids[-5:-2]) == sampled
+
+
+@pytest.mark.parametrize("separator", [None, ".", "", "the cat"])
+def test_the_last_turn_is_found_in_its_context(separator: str | None) -> None:
+    tokenizer = make_tokenizer()
+    speech: ChatFormat | PlainFormat = ChatFormat(tokenizer)
+    if separator is not None:
+        speech = PlainFormat(tokenizer, separator=separator)
+    turns = [*_turns(speech, True), Turn(False, (7, 1, 8))]
+    context = speech.context(turns)
+    start, stop = speech.last_turn_span(turns, context)
+    assert context[start:stop] == [7, 1, 8]
+
+
+def test_a_long_conversation_loses_its_oldest_whole_turns() -> None:
+    tokenizer = make_tokenizer()
+    chat = ChatFormat(tokenizer)
+    turns = _turns(chat, True)
+    whole = chat.fit(turns, num_tokens=200)
+    assert whole.num_dropped_turns == 0
+    cut = chat.fit(turns, num_tokens=len(whole.ids) - 1)
+    assert cut.num_dropped_turns == 1
+    assert cut.ids == chat.context(turns[1:])
+    with pytest.raises(ContextLengthError, match="leaves room for 3 tokens"):
+        chat.fit(turns, num_tokens=3)
+
+
+def test_a_template_that_refuses_the_system_role_is_explained() -> None:
+    chat = ChatFormat(make_tokenizer(), system_prompt="be good")
+    with pytest.raises(ModelLoadError, match=r"no system role here.*remove system_prompt"):
+        chat.context([Turn(False, (7,))])
+
+
+def test_a_preamble_lets_the_user_speak_first() -> None:
+    tokenizer = make_tokenizer()
+    chat = ChatFormat(tokenizer, preamble="hello")
+    ids = chat.context([Turn(True, chat.encode("good day")), Turn(False, chat.encode("fine"))])
+    assert tokenizer.decode(ids).startswith("<bos> <user> hello <end> <assistant> good day")
+
+
+def test_a_tokenizer_without_template_asks_for_the_plain_format() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(ModelLoadError, match="format: plain"):
+        ChatFormat(tokenizer)
+
+
+def test_plain_turns_stand_one_after_the_other() -> None:
+    tokenizer = make_tokenizer()
+    plain = PlainFormat(tokenizer, separator=".")
+    turns = [Turn(False, plain.encode("hello")), Turn(True, plain.encode("fine"))]
+    assert tokenizer.decode(plain.context(turns)) == "hello . fine ."
+    assert plain.end_ids == tuple(tokenizer.encode(".", add_special_tokens=False))
+
+
+def test_a_separator_without_tokens_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    plain = PlainFormat(make_tokenizer(), separator="\n")
+    assert "turn_separator" in caplog.text
+    assert "'<end>'" in caplog.text
+    assert plain.context(_turns(plain, True)) == PlainFormat(
+        make_tokenizer(), separator=""
+    ).context(_turns(plain, True))
+
+
+@pytest.mark.parametrize("separator", [".", "", "the cat"])
+def test_something_stands_before_the_last_turn_where_all_others_were_dropped(
+    separator: str,
+) -> None:
+    """The tokenizer puts no token before a text, so the first token would follow on nothing."""
+    plain = PlainFormat(make_tokenizer(), separator=separator)
+    turns = [*_turns(plain, True), Turn(False, (7, 1, 8))]
+    fitted = plain.fit(turns, num_tokens=8)
+    start, stop = plain.last_turn_span(turns, fitted.ids)
+    assert fitted.num_dropped_turns >= 3
+    assert len(fitted.ids) <= 8
+    assert fitted.ids[start:stop] == [7, 1, 8]
+    assert start >= 1
+    with pytest.raises(ContextLengthError, match="window"):
+        plain.fit(turns, num_tokens=3)
+
+
+def test_no_separator_and_no_first_token_is_refused() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.bos_token = tokenizer.eos_token = None
+    with pytest.raises(ModelLoadError, match="turn_separator"):
+        PlainFormat(tokenizer, separator="")
+
+
+def test_a_given_turn_ends_as_the_template_ends_one() -> None:
+    """Not with the smallest of the tokens that end a turn, as Qwen2.5 and Llama 3 have several."""
+    tokenizer = make_tokenizer()
+    end, user, pad = tokenizer.convert_tokens_to_ids(["<end>", "<user>", "<pad>"])
+    chat = ChatFormat(tokenizer)
+    assert pad < end < user
+    assert chat.turn_end((pad, end, user)) == (end,)
+    assert chat.turn_end((end,)) == (end,)
+    # A template that names none of them: the tokenizer's own, then any.
+    assert chat.turn_end((pad, user)) == (pad,)
+    tokenizer.chat_template = tokenizer.chat_template.replace("<end>", "<user>")
+    assert ChatFormat(tokenizer).turn_end((pad, end, user)) == (user,)
+    assert PlainFormat(tokenizer, separator="").turn_end((pad, end)) == (end,)
+    assert PlainFormat(tokenizer, separator=".").turn_end((pad, end)) == tuple(
+        tokenizer.encode(".", add_special_tokens=False)
+    )

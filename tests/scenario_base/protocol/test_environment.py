@@ -1,0 +1,133 @@
+"""Episodes begin with the next datapoint, end as the protocol says, and TorchRL can play them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrl.envs import check_env_specs
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.types import InteractionProtocolType
+from nip_astra.scenario_base.protocol.environment import DataCycler
+from tests.protocol_games import build_game
+
+PROTOCOLS = [str(member) for member in InteractionProtocolType]
+
+
+def test_every_pass_holds_each_datapoint_once_in_another_order() -> None:
+    cycler = DataCycler(10, (0, "x"))
+    drawn = torch.cat([cycler.take(count) for count in (3, 9, 8)])
+    assert sorted(drawn[:10].tolist()) == list(range(10))
+    assert sorted(drawn[10:].tolist()) == list(range(10))
+    assert drawn[:10].tolist() != drawn[10:].tolist()
+
+
+def test_the_order_goes_on_from_a_position() -> None:
+    cycler, other = DataCycler(10, (0, "x")), DataCycler(10, (0, "x"))
+    cycler.take(13)
+    other.position = 13
+    assert cycler.take(12).tolist() == other.take(12).tolist()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("zero_knowledge", [False, True])
+def test_torchrl_finds_the_specs_right_and_plays_through_ends(
+    protocol: str, zero_knowledge: bool
+) -> None:
+    game = build_game(
+        protocol,
+        {"include_linear_message_space": True},
+        protocol_common={"zero_knowledge": zero_knowledge},
+    )
+    environment = game.train_environment
+    assert environment is not None
+    check_env_specs(environment)
+    rollout = environment.rollout(20, break_when_any_done=False)
+    assert rollout["next", "done"].any()
+    assert rollout["next", "done"].equal(rollout["next", "terminated"])
+    # After an end another datapoint is played from round 0.
+    rounds, done = rollout["round"], rollout["next", "done"].squeeze(-1)
+    assert (rounds[:, 1:][done[:, :-1]] == 0).all()
+    assert (rounds[:, 1:] == rounds[:, :-1] + 1)[~done[:, :-1]].all()
+
+
+def test_a_message_stands_in_the_history_at_its_round_and_in_its_channel() -> None:
+    game = build_game("debate", {"message_size": 2})
+    environment, agents = game.train_environment, game.combined_agents
+    assert environment is not None
+    assert agents is not None
+    frame = environment.fresh(16)
+    generator = torch.Generator().manual_seed(0)
+    for number in range(3):
+        moves = agents.act(frame, generator)
+        after = environment.advance(frame, moves).observation
+        history = after["message_history"]
+        assert (history[:, number + 1 :] == 0).all()
+        assert history[:, :number].equal(frame["message_history"][:, :number])
+        assert history[:, number].equal(after["message"])
+        active_EAC = frame["active_mask"]
+        sent_EC = active_EAC.sum(dim=1).float()
+        assert after["message"].sum(dim=(-2, -1)).equal(2 * sent_EC)
+        for agent in range(active_EAC.shape[1]):
+            for channel in range(active_EAC.shape[2]):
+                rows = active_EAC[:, agent, channel]
+                symbols = moves.message_BACP[rows, agent, channel]
+                told = after["message"][rows, channel].gather(-1, symbols[..., None])
+                assert (told == 1).all()
+        frame = after
+
+
+def test_the_number_of_frames_must_fill_the_environments() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        build_game("nip", rl={"frames_per_batch": 65, "steps_per_env_per_iteration": 4})
+    assert "must be a multiple of that. Choose 64, or set" in str(caught.value)
+
+
+def test_parameters_of_an_agent_that_the_protocol_lacks_are_refused() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        build_game("nip", {"agents": {"default": {}, "provr": {}}})
+    assert "Did you mean 'prover'?" in str(caught.value)
+    with pytest.raises(ConfigurationError, match=r"Describe it under agents\.verifier"):
+        build_game("nip", {"agents": {"prover": {}}})
+
+
+def test_what_holds_for_all_agents_holds_for_those_that_say_something_else_too() -> None:
+    game = build_game(
+        "nip",
+        {
+            "agents": {
+                "default": {"agent_lr_factor": {"actor": 0.5}},
+                "verifier": {"agent_lr_factor": {"critic": 2.0}},
+            }
+        },
+    )
+    factors = game.agents["verifier"].parameters_of_agent.agent_lr_factor
+    assert (factors.actor, factors.critic) == (0.5, 2.0)
+
+
+def test_an_agent_is_the_same_whatever_the_others_are() -> None:
+    nip, debate = build_game("nip"), build_game("nip", rl={"use_shared_body": False})
+    for name in ("prover", "verifier"):
+        for one, other in zip(
+            nip.agents[name].parameters(), debate.agents[name].parameters(), strict=True
+        ):
+            assert one.equal(other)
+    first = next(nip.agents["prover"].parameters())
+    assert not first.equal(next(nip.agents["verifier"].parameters()))
+
+
+@pytest.mark.parametrize("zero_knowledge", [False, True])
+def test_a_policy_has_no_decision_to_make_where_decisions_are_forced(zero_knowledge: bool) -> None:
+    common = {"force_guess": "y", "zero_knowledge": zero_knowledge}
+    game = build_game("nip", protocol_common=common)
+    environment, agents = game.train_environment, game.combined_agents
+    assert environment is not None
+    assert agents is not None
+    frame = environment.fresh(16)
+    moves = agents.act(frame, torch.Generator().manual_seed(0))
+    assert not frame["can_decide"][:, agents.number("verifier")].any()
+    assert (moves.decision_BA[:, agents.number("verifier")] == 2).all()
+    after = environment.advance(frame, moves).observation
+    assert after["decided"].equal(frame["y"].squeeze(1)), "the label is decided all the same"
+    if zero_knowledge:
+        assert frame["can_decide"][:, agents.number("adversarial_verifier")].all()

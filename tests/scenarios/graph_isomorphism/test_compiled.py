@@ -1,0 +1,261 @@
+"""C is compiled once and kept; where that fails the caller is told that there is none."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from nip_astra.scenarios.graphs.native import compiled as native_code
+from nip_astra.scenarios.graphs.native.compiled import CACHE, SWITCH, NativeCode, can_read
+
+ADD_ONE = """
+#include <stdint.h>
+
+int add_one(intptr_t size, float *x) {
+    for (intptr_t i = 0; i < size; i++) x[i] += 1;
+    return 0;
+}
+int add_up(intptr_t count, const float *const *xs, float *sum) {
+    for (intptr_t i = 0; i < count; i++) *sum += *xs[i];
+    return 0;
+}
+int lack_memory(void) { return 1; }
+"""
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("cc", "gcc", "clang"))), reason="there is no C compiler"
+)
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    path = tmp_path / "added.c"
+    path.write_text(ADD_ONE)
+    forget()
+    return path
+
+
+def compiled_files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "nip_astra" / "native").glob("*"))
+
+
+def forget() -> None:
+    """Have the next process's first question asked in this one."""
+    native_code._library.cache_clear()
+
+
+@needs_compiler
+def test_a_function_computes_in_place(source: Path) -> None:
+    x = torch.zeros(3)
+    NativeCode(source).call("add_one", 2, x)
+    assert NativeCode(source).why_absent() is None
+    assert x.tolist() == [1, 1, 0]
+
+
+@needs_compiler
+def test_a_function_takes_several_tensors_as_one(source: Path) -> None:
+    total = torch.zeros(1)
+    NativeCode(source).call("add_up", 2, [torch.tensor([3.0]), torch.tensor([4.0])], total)
+    assert total.item() == 7
+
+
+@needs_compiler
+def test_lack_of_memory_is_told(source: Path) -> None:
+    with pytest.raises(MemoryError, match="lack_memory of added"):
+        NativeCode(source).call("lack_memory")
+
+
+@needs_compiler
+def test_what_was_compiled_is_used_again_until_the_text_changes(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert NativeCode(source).library() is not None
+    (first,) = compiled_files(tmp_path)
+    forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(native_code, "_compile", None)
+        assert NativeCode(source).library() is not None
+    source.write_text(ADD_ONE + "\n")
+    forget()
+    assert NativeCode(source).library() is not None
+    assert len(compiled_files(tmp_path)) == 2
+    assert first in compiled_files(tmp_path)
+
+
+@needs_compiler
+def test_code_that_does_not_compile_is_left_to_torch(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source.write_text("int broken(")
+    with caplog.at_level(logging.INFO):
+        assert NativeCode(source).library() is None
+        assert NativeCode(source).library() is None
+    (line,) = caplog.messages
+    assert line.startswith("added.c is left to torch: the compiler fails: ")
+    assert "error" in line
+    assert "\n" not in line
+    assert compiled_files(tmp_path) == []
+
+
+def test_without_a_compiler_it_is_left_to_torch(
+    source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    with caplog.at_level(logging.INFO):
+        assert NativeCode(source).library() is None
+    assert caplog.messages == [
+        "added.c is left to torch: there is no C compiler (cc, gcc or clang)"
+    ]
+    assert NativeCode(source).why_absent() == "there is no C compiler (cc, gcc or clang)"
+
+
+@needs_compiler
+@pytest.mark.parametrize("how", ["cut short", "other bytes", "a link", "of others"])
+def test_a_file_that_is_not_what_was_compiled_is_compiled_anew(
+    how: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loading one may end the process, or run what somebody else wrote."""
+    assert NativeCode(source).library() is not None
+    (path,) = compiled_files(tmp_path)
+    whole = path.read_bytes()
+    path.unlink()
+    if how == "cut short":
+        path.write_bytes(whole[: len(whole) // 2])
+    elif how == "other bytes":
+        path.write_bytes(bytes(len(whole)))
+    elif how == "a link":
+        (tmp_path / "elsewhere").write_bytes(whole)
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.write_bytes(whole)
+        path.chmod(0o666)
+    forget()
+    x = torch.zeros(1)
+    NativeCode(source).call("add_one", 1, x)
+    assert x.item() == 1
+    (kept,) = compiled_files(tmp_path)
+    assert not kept.is_symlink()
+    assert kept.stat().st_mode & 0o777 == 0o500
+    assert hashlib.sha256(kept.read_bytes()).hexdigest() in kept.name
+    assert any("compiled anew" in line for line in caplog.messages)
+
+
+@needs_compiler
+def test_what_is_loaded_is_what_was_looked_at(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file that takes the name in between is not loaded."""
+    verified = native_code._verified
+
+    def then_exchanged(path: Path) -> int | None:
+        descriptor = verified(path)
+        path.unlink()
+        path.write_bytes(b"no library")
+        return descriptor
+
+    monkeypatch.setattr(native_code, "_verified", then_exchanged)
+    other = tmp_path / "lacking.c"
+    other.write_text("int lack_more(void) { return 1; }")
+    for file, function in ((source, "lack_memory"), (other, "lack_more")):
+        with pytest.raises(MemoryError, match=function):
+            NativeCode(file).call(function)
+
+
+@needs_compiler
+@pytest.mark.parametrize("folder", ["", "cache", "cache/nip_astra", "cache/nip_astra/native"])
+def test_nothing_is_kept_below_a_folder_that_others_may_write_to(
+    folder: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inside = tmp_path / "cache" / "nip_astra" / "native"
+    inside.mkdir(parents=True)
+    (tmp_path / folder).chmod(0o777)
+    with caplog.at_level(logging.INFO):
+        assert NativeCode(source).why_absent() is None
+    assert any(f"others may write to {tmp_path / folder}" in line for line in caplog.messages)
+    assert compiled_files(tmp_path) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("folder", ["cache", "cache/nip_astra", "cache/nip_astra/native"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only the root user gives folders away")
+def test_nothing_is_kept_below_a_folder_of_somebody_else(
+    folder: str, source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "cache" / "nip_astra" / "native").mkdir(parents=True)
+    os.chown(tmp_path / folder, 12345, 12345)
+    assert NativeCode(source).why_absent() is None
+    assert compiled_files(tmp_path) == []
+
+
+@needs_compiler
+def test_a_folder_where_others_may_add_but_not_exchange_is_trusted(
+    source: Path, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o1777)
+    assert NativeCode(source).why_absent() is None
+    assert len(compiled_files(tmp_path)) == 1
+
+
+@needs_compiler
+def test_folders_are_made_for_this_user_alone(source: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        assert NativeCode(source).why_absent() is None
+    finally:
+        os.umask(before)
+    (path,) = compiled_files(tmp_path)
+    for made in path.parents[:3]:
+        assert made.stat().st_mode & 0o777 == 0o700
+
+
+@needs_compiler
+@pytest.mark.skipif(os.geteuid() == 0, reason="the root user may write anywhere")
+def test_where_nothing_can_be_kept_each_process_compiles(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o500)
+    assert NativeCode(source).why_absent() is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("given", ["{cc} -DNOTHING", "not_a_compiler"])
+def test_a_compiler_of_ones_own_may_have_arguments_or_be_missing(
+    given: str, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cc = next(filter(shutil.which, ("cc", "gcc", "clang")))
+    monkeypatch.setenv("CC", given.format(cc=cc))
+    assert NativeCode(source).why_absent() is None
+
+
+def test_what_a_compiler_says_may_be_in_any_letters(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nprintf 'refus\\351\\n' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    assert NativeCode(source).why_absent() == "the compiler fails: refus\N{REPLACEMENT CHARACTER}"
+
+
+@needs_compiler
+def test_a_cache_that_is_a_file_is_left_alone(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("kept")
+    assert NativeCode(source).why_absent() is None
+    assert (tmp_path / "cache").read_text() == "kept"
+
+
+def test_the_switch_leaves_all_to_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "0")
+    assert NativeCode(source).library() is None
+    assert NativeCode(source).why_absent() == f"{SWITCH} is 0"
+
+
+def test_only_float32_on_the_processor_is_taken() -> None:
+    assert can_read(torch.zeros(2), torch.zeros(3).bool())
+    assert not can_read(torch.zeros(2), torch.zeros(2).to_sparse())
+    assert not can_read(torch.zeros(2), torch.zeros(2, device="meta"))

@@ -1,0 +1,338 @@
+"""Where sampling is tempered or cut, gradients are those of what samples, or are corrected."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rl_objectives.importance import importance_weights
+from nip_astra.rl_objectives.policy_gradient import ppo_policy_loss
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.run import prepare_experiment
+from nip_astra.trainers.ast.node_samples import node_samples
+from nip_astra.trainers.ast_base import AstTrainer
+from tests.tiny import write_scenario
+
+TRAINERS = ("ast_ppo", "ast_grpo", "ast_reinforce")
+TEMPERED = ("ast_chat.attacker.temperature=0.5",)
+CUT = (*TEMPERED, "ast_chat.attacker.top_p=0.9")
+FAST = (
+    "ast_chat.evaluation.use_random_search=false",
+    "ast_chat.evaluation.num_episodes=2",
+    "training.training_steps=2",
+)
+
+
+def _trainer(name: str, scenario: Path, *overrides: str) -> AstTrainer:
+    resolved = resolve_experiment(
+        trainer=name, scenario=str(scenario), overrides=[*FAST, *overrides]
+    )
+    return prepare_experiment(resolved, progress=False).trainer
+
+
+# ---- the mean gradient, by enumeration of all that can be said
+
+CONTEXT = [2, 7, 9]
+
+
+def _all_probes(trainer: AstTrainer) -> list[list[int]]:
+    """Give every probe of at most two tokens that is not empty."""
+    assert trainer.attacker.sampling.min_new_tokens == 1
+    banned = set(trainer.policy._banned_ids.tolist())
+    tokens = [i for i in range(len(trainer.policy.tokenizer)) if i not in banned]
+    (end,) = trainer.policy.end_ids
+    return [[a, b] for a in tokens for b in tokens if a != end]
+
+
+def _model_logprobs(trainer: AstTrainer, rows: list[list[int]], *, drawn: bool) -> Tensor:
+    """Give log p of each row, by the module's own forward pass; minus infinity if it is cut off."""
+    sampling, policy = trainer.attacker.sampling, trainer.policy
+    ids = torch.tensor([[*CONTEXT, *row] for row in rows])
+    logits = policy.module(ids).logits[:, len(CONTEXT) - 1 : -1]
+    if drawn:
+        never = torch.zeros(logits.shape[-1]).index_fill(0, policy._banned_ids, float("-inf"))
+        logits = logits / sampling.temperature + never
+        logits[:, 0, list(policy.end_ids)] = float("-inf")
+        probabilities, order = logits.softmax(dim=-1).detach().sort(dim=-1, descending=True)
+        is_cut = probabilities.cumsum(dim=-1) - probabilities >= sampling.top_p
+        logits = logits.masked_fill(torch.zeros_like(is_cut).scatter(-1, order, is_cut), -torch.inf)
+    logprobs = logits.log_softmax(dim=-1)
+    return logprobs.gather(2, ids[:, len(CONTEXT) :].unsqueeze(2)).squeeze(2).sum(dim=1)
+
+
+def _tree(trainer: AstTrainer, rows: list[list[int]], reward_N: Tensor) -> RolloutTree:
+    """Give a tree whose nodes are the rows, all after the same context."""
+    probe = torch.tensor(rows)
+    mask = torch.ones_like(probe, dtype=torch.bool)
+    count = len(rows)
+    tree = RolloutTree(
+        nodes=_nodes(probe, mask, reward_N),
+        tree_width=count,
+        prompts=["hello"],
+        probes=[""] * count,
+        responses=[""] * count,
+        contexts=[CONTEXT],
+    )
+    tree.nodes["probe_logprobs"] = trainer.probe_logprobs(tree)
+    tree.nodes["reference_logprobs"] = tree.nodes["probe_logprobs"].clone()
+    return tree
+
+
+def _nodes(probe: Tensor, mask: Tensor, reward_N: Tensor) -> TensorDict:
+    count = len(probe)
+    zeros = torch.zeros(count, dtype=torch.long)
+    return TensorDict(
+        {
+            "parent": zeros - 1,
+            "depth": zeros,
+            "episode": zeros,
+            "probe": probe,
+            "probe_mask": mask,
+            "reward": reward_N,
+            "probe_logprobs": torch.zeros(mask.shape),
+            "reference_logprobs": torch.zeros(mask.shape),
+        },
+        batch_size=[count],
+    )
+
+
+def _gradient(trainer: AstTrainer, value: Tensor) -> Tensor:
+    found = torch.autograd.grad(value, list(trainer.policy.parameters()), allow_unused=True)
+    return torch.cat([part.flatten() for part in found if part is not None])
+
+
+def _relative_error(
+    name: str, scenario: Path, sampling: tuple[str, ...], *behaviour: str, of_sampling: bool
+) -> float:
+    """Compare the mean gradient of a first step with that of the expected reward."""
+    trainer = _trainer(
+        name,
+        scenario,
+        *sampling,
+        *(f"{name}.behaviour.{part}" for part in behaviour),
+        "ast_chat.attacker.max_new_tokens=2",
+        *{
+            "ast_grpo": ("ast_grpo.variant=dr_grpo", "ast_grpo.kl_weight=0"),
+            "ast_reinforce": ("ast_reinforce.kl_mix=0",),
+        }[name],
+    )
+    rows = _all_probes(trainer)
+    with torch.no_grad():
+        chances_N = _model_logprobs(trainer, rows, drawn=True).exp()
+    rows = [row for row, chance in zip(rows, chances_N.tolist(), strict=True) if chance > 0]
+    chances_N = chances_N[chances_N > 0]
+    assert chances_N.sum().item() == pytest.approx(1.0, abs=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    reward_N = torch.randn(len(rows), generator=generator)
+    tree = _tree(trainer, rows, reward_N)
+    assert trainer.behaviour is not None
+    trainer.behaviour.prepare(tree, trainer.policy, trainer.sampler.reference.language_model)
+    # The loss is a mean over samples that each weigh the same, and dr_grpo's divides by the length.
+    scale = {"ast_grpo": 2, "ast_reinforce": 1}[name] * len(rows)
+    samples = node_samples(tree, range(len(rows)), advantage=reward_N * chances_N * scale)
+    found = -_gradient(trainer, trainer.step(trainer.collate_fn(samples)).loss)
+    now_N = _model_logprobs(trainer, rows, drawn=of_sampling)
+    exact = _gradient(trainer, (now_N.exp() * reward_N).sum())
+    return float((found - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("name", ["ast_grpo", "ast_reinforce"])
+@pytest.mark.parametrize("sampling", [TEMPERED, CUT], ids=["tempered", "cut"])
+def test_by_default_the_mean_gradient_is_that_of_the_expected_reward_of_what_samples(
+    name: str, sampling: tuple[str, ...], tiny_scenario: Path
+) -> None:
+    assert _relative_error(name, tiny_scenario, sampling, of_sampling=True) < 1e-3
+    assert _relative_error(name, tiny_scenario, sampling, "logprobs=raw", of_sampling=True) > 0.2
+
+
+@pytest.mark.parametrize("name", ["ast_grpo", "ast_reinforce"])
+def test_weights_of_whole_probes_make_the_mean_gradient_that_of_the_raw_distribution(
+    name: str, tiny_scenario: Path
+) -> None:
+    def error(*behaviour: str) -> float:
+        options = ("logprobs=raw", *behaviour)
+        return _relative_error(name, tiny_scenario, TEMPERED, *options, of_sampling=False)
+
+    assert error("importance_weights=sequence", "max_importance_weight=1e9") < 1e-3
+    uncorrected = error()
+    assert uncorrected > 0.2
+    assert error("importance_weights=token", "max_importance_weight=1e9") < uncorrected
+
+
+# ---- rollouts
+
+
+@pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo"])
+@pytest.mark.parametrize("sampling", [TEMPERED, CUT], ids=["tempered", "cut"])
+def test_the_first_ratios_are_one_under_the_distribution_sampled_from(
+    name: str, sampling: tuple[str, ...], tiny_scenario: Path
+) -> None:
+    trainer = _trainer(name, tiny_scenario, *sampling)
+    experience = trainer.harness.experience(0)
+    metrics = trainer.step(trainer.collate_fn(experience.samples)).metrics
+    assert float(metrics["ratio_mean"]) == pytest.approx(1.0, abs=1e-4)
+    assert float(metrics["approx_kl"]) == pytest.approx(0.0, abs=1e-6)
+    nodes = experience.tree.nodes
+    mask_NT = nodes["probe_mask"]
+    # What acts is sharper than the model, and the reference is the same at first.
+    assert (nodes["drawn_logprobs"] - nodes["probe_logprobs"])[mask_NT].mean() > 0.1
+    torch.testing.assert_close(
+        nodes["drawn_logprobs"], nodes["drawn_reference_logprobs"], atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        ("logprobs=sampling",),
+        ("logprobs=raw", "importance_weights=token"),
+        ("logprobs=raw", "importance_weights=sequence", "max_importance_weight=3"),
+    ],
+    ids=["sampling", "token", "sequence"],
+)
+def test_every_choice_trains_and_a_resumed_run_ends_alike(
+    name: str, behaviour: tuple[str, ...], tiny_scenario: Path, tmp_path: Path
+) -> None:
+    options = (*CUT, *(f"{name}.behaviour.{part}" for part in behaviour))
+    whole = _trainer(name, tiny_scenario, *options)
+    before = [parameter.clone() for parameter in whole.learned]
+    whole.train()
+    assert any(not torch.equal(a, b) for a, b in zip(before, whole.learned, strict=True))
+    assert all(bool(parameter.isfinite().all()) for parameter in whole.learned)
+    assert "warnings" not in whole.results or not whole.results["warnings"]
+    # Half of the experience of an iteration waits in the state.
+    first = _trainer(name, tiny_scenario, *options)
+    first._collect(0)
+    torch.save(first.state.to_dict(), tmp_path / "state.pt")
+    second = _trainer(name, tiny_scenario, *options)
+    second.state = type(second.state).from_dict(
+        torch.load(tmp_path / "state.pt", weights_only=True)
+    )
+    for trainer in (first, second):
+        trainer._update(0)
+    for a, b in zip(first.learned, second.learned, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_weights_are_logged_and_multiply_what_is_learnt(name: str, tiny_scenario: Path) -> None:
+    options = (*TEMPERED, f"{name}.behaviour.logprobs=raw")
+    plain = _trainer(name, tiny_scenario, *options).harness.experience(0)
+    weighted = _trainer(
+        name,
+        tiny_scenario,
+        *options,
+        f"{name}.behaviour.importance_weights=token",
+        f"{name}.behaviour.max_importance_weight=1.5",
+    ).harness.experience(0)
+    nodes, mask_NT = weighted.tree.nodes, weighted.tree.nodes["probe_mask"]
+    assert nodes["importance_weight"].max() <= 1.5
+    assert weighted.metrics["importance_weight/mean"] == pytest.approx(
+        float(nodes["importance_weight"][mask_NT].mean())
+    )
+    assert 0.0 <= weighted.metrics["importance_weight/truncated_share"] < 1.0
+    assert "importance_weight" not in plain.tree.nodes.keys()  # noqa: SIM118
+
+
+@pytest.mark.parametrize(("logprobs", "column"), [("sampling", "drawn"), ("raw", "probe")])
+def test_the_entropy_bonus_is_that_of_the_distribution_learnt(
+    logprobs: str, column: str, tiny_scenario: Path
+) -> None:
+    trainer = _trainer(
+        "ast_ppo",
+        tiny_scenario,
+        *CUT,
+        f"ast_ppo.behaviour.logprobs={logprobs}",
+        "ast_chat.reward.terms=[{_type: entropy_bonus, weight: 1.0}]",
+    )
+    tree = trainer.harness.experience(0).tree
+    nodes, mask_NT = tree.nodes, tree.nodes["probe_mask"]
+    entropies_N = -(nodes[f"{column}_logprobs"] * mask_NT).sum(dim=1) / mask_NT.sum(dim=1)
+    expected_N = torch.where(
+        torch.tensor([not probe.strip() for probe in tree.probes]), 0.0, entropies_N
+    )
+    assert torch.allclose(nodes["reward/entropy_bonus"], expected_N, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_without_temper_or_cuts_no_choice_changes_anything(name: str, tiny_scenario: Path) -> None:
+    losses = []
+    for behaviour in ("sampling", "raw"):
+        trainer = _trainer(name, tiny_scenario, f"{name}.behaviour.logprobs={behaviour}")
+        with mock.patch.object(trainer.policy, "kept_tokens") as cuts:
+            samples = trainer.harness.experience(0).samples
+        cuts.assert_not_called()
+        losses.append(trainer.step(trainer.collate_fn(samples)).loss)
+        assert not trainer.results.get("warnings")
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_gradients_that_are_off_policy_and_not_corrected_are_told_once(
+    name: str, tiny_scenario: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        trainer = _trainer(name, tiny_scenario, *CUT, f"{name}.behaviour.logprobs=raw")
+        trainer.train()
+    told = [record for record in caplog.records if "off-policy" in record.getMessage()]
+    assert len(told) == 1
+    (text,) = (text for text in trainer.results["warnings"] if "off-policy" in text)
+    assert "temperature 0.5, top_p 0.9" in text
+    assert f"{name}.behaviour.logprobs=sampling" in text
+
+
+def test_a_trainer_that_compares_with_nothing_is_not_warned_of(tiny_scenario: Path) -> None:
+    trainer = _trainer("ast_dpo", tiny_scenario, *CUT)
+    assert trainer.behaviour is None
+    assert not trainer.results.get("warnings")
+
+
+@pytest.mark.parametrize("variant", ["gspo", "rloo"])
+def test_weights_of_tokens_are_refused_where_a_probe_has_one_ratio(
+    variant: str, tiny_scenario: Path
+) -> None:
+    options = (
+        f"ast_grpo.variant={variant}",
+        *TEMPERED,
+        "ast_grpo.behaviour.logprobs=raw",
+    )
+    weights = "ast_grpo.behaviour.importance_weights="
+    with pytest.raises(ConfigurationError, match=rf"{variant}.*one ratio.*sequence"):
+        _trainer("ast_grpo", tiny_scenario, *options, f"{weights}token")
+    trainer = _trainer("ast_grpo", tiny_scenario, *options, f"{weights}sequence")
+    samples = trainer.harness.experience(0).samples
+    assert trainer.step(trainer.collate_fn(samples)).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("greedy", "message"),
+    [("temperature=0", r"temperature is 0.*above 0"), ("top_k=1", r"top_k is 1.*above 1")],
+)
+def test_greedy_probes_come_from_no_distribution(tmp_path: Path, greedy: str, message: str) -> None:
+    scenario = write_scenario(tmp_path)
+    with pytest.raises(ConfigurationError, match=message):
+        _trainer("ast_ppo", scenario, f"ast_chat.attacker.{greedy}")
+
+
+def test_in_ppo_weights_multiply_the_surrogate_on_either_side_of_the_clip() -> None:
+    now = torch.tensor([[0.0, 0.5, -0.5]], requires_grad=True)
+    old, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    weights = importance_weights(
+        torch.tensor([[0.0, -0.5, 1.0]]), torch.zeros(1, 3), mask, level="token", most=2.0
+    )
+    options = {"clip_low": 0.2, "clip_high": 0.2}
+    advantages = torch.tensor([[1.0, -2.0, 3.0]])
+    weighted = ppo_policy_loss(now, old, advantages, mask, weights_BT=weights, **options)
+    # Weight, ratio, advantage of each token; none is held by its clip.
+    surrogate = 1.0 - math.exp(-0.5) * math.exp(0.5) * 2.0 + 2.0 * math.exp(-0.5) * 3.0
+    assert weighted.loss.item() == pytest.approx(-surrogate / 3, abs=1e-6)

@@ -1,0 +1,276 @@
+"""The probe for messages that give the label away sees what an agent sends first, and no more.
+
+Shapes: E environments, T rounds, A agents, C channels, P positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nip_astra.errors import ConfigurationError, UnknownNameError
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.protocols.registry import build_protocol_handler
+from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.scenario_base.protocol.message_space import MessageSpace
+from nip_astra.trainers.protocol.message_regression import MessageRegression
+from tests.protocol_games import build_game
+
+PLAIN = HyperParameters.with_sections({})
+NUM_SYMBOLS = 6
+
+
+def regression(
+    kind: str | None = "linear",
+    seed: int = 0,
+    playing: Sequence[str] = ("prover", "verifier"),
+    **fields: Any,
+) -> MessageRegression:
+    regressor = None if kind is None else {"_type": kind}
+    values = {"message_regression": {"regressor": regressor} | fields}
+    names = {"trainer": "none", "scenario": "none", "seed": seed}
+    return MessageRegression(PLAIN.from_dict(names | values), playing)
+
+
+def game(protocol: str = "nip", num_symbols: int = NUM_SYMBOLS, num_linear: int = 0) -> Any:
+    """Give what the probe reads of the combined agents."""
+    names = {"trainer": "none", "scenario": "none", "interaction_protocol": protocol}
+    handler = build_protocol_handler(PLAIN(**names))
+    space = MessageSpace(num_symbols, 1, num_linear)
+    return SimpleNamespace(names=handler.agent_names, protocol=handler, space=space)
+
+
+def play(
+    combined: Any, num_rounds: int, *, num_datapoints: int = 120, first: int = 0
+) -> TensorDict:
+    """Give random moves in one episode a datapoint, from a round on; labels are balanced."""
+    protocol, space = combined.protocol, combined.space
+    generator = torch.Generator().manual_seed(3)
+    batch_size = (num_datapoints, num_rounds)
+    ids_ET = torch.arange(num_datapoints)[:, None].expand(batch_size)
+    rounds_ET = torch.arange(first, first + num_rounds).expand(batch_size)
+    seeds_ET = (ids_ET // 2) % 2
+    active = protocol.active_mask(rounds_ET.flatten(), seeds_ET.flatten())
+    place = (*batch_size, protocol.num_agents, protocol.num_channels, space.message_size)
+    agents = {"message": torch.randint(space.num_symbols, place, generator=generator)}
+    if space.num_linear_symbols:
+        shape = {"high": space.num_linear_symbols, "size": place, "generator": generator}
+        agents["linear_message"] = torch.randint(**shape)
+    content = {
+        "round": rounds_ET,
+        "seed": seeds_ET,
+        "y": ids_ET[..., None] % 2,
+        "datapoint_id": ids_ET,
+        "active_mask": active.unflatten(0, batch_size),
+        "agents": TensorDict(agents, batch_size=batch_size),
+    }
+    return TensorDict(content, batch_size=batch_size)
+
+
+def leak(
+    batch: TensorDict, combined: Any, agent: str, round_index: int, key: str = "message"
+) -> None:
+    """Have an agent say the label in a round, in a code of two symbols a label."""
+    number = combined.names.index(agent)
+    y_E = batch["y"][:, round_index, 0]
+    said_E = y_E if key == "linear_message" else y_E + 2 * (torch.arange(len(y_E)) % 3 > 0)
+    batch["agents", key][:, round_index, number] = said_E[:, None, None]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_a_label_that_a_prover_says_in_its_first_message_is_seen(kind: str) -> None:
+    combined = game()
+    batch = play(combined, 4)
+    leak(batch, combined, "prover", 1)
+    found = regression(kind).regress(batch, combined, 0)
+    assert set(found) == {
+        f"message_regression/{name}{what}"
+        for name in ("prover", "verifier")
+        for what in ("", "_baseline")
+    }
+    assert found["message_regression/prover"] == 1.0
+    # 24 test messages, 4 standard deviations
+    assert abs(found["message_regression/verifier"] - 0.5) < 0.41
+    assert found["message_regression/prover_baseline"] < 0.7
+
+
+def test_linear_symbols_are_read_as_well() -> None:
+    combined = game(num_linear=2)
+    batch = play(combined, 4)
+    assert regression().regress(batch, combined, 0)["message_regression/prover"] < 0.9
+    leak(batch, combined, "prover", 1, "linear_message")
+    assert regression().regress(batch, combined, 0)["message_regression/prover"] == 1.0
+
+
+def test_what_an_agent_receives_or_says_later_is_not_taken_for_its_first_message() -> None:
+    combined = game()
+    batch = play(combined, 6, num_datapoints=1000)
+    leak(batch, combined, "verifier", 0)
+    leak(batch, combined, "prover", 3)
+    found = regression().regress(batch, combined, 0)
+    assert found["message_regression/verifier"] == 1.0
+    assert abs(found["message_regression/prover"] - 0.5) < 4 * 0.5 / 200**0.5
+
+
+def test_what_stands_where_an_agent_may_not_send_is_not_read() -> None:
+    combined = game("debate")
+    batch = play(combined, 2)
+    expected = regression().regress(batch, combined, 0)
+    silent = ~batch["active_mask"]
+    y_ET1 = batch["y"][..., None, None].expand_as(batch["agents", "message"])
+    batch["agents", "message"] = torch.where(silent[..., None], y_ET1, batch["agents", "message"])
+    assert regression().regress(batch, combined, 0) == expected
+
+
+def test_who_speaks_first_may_depend_on_the_episode() -> None:
+    combined = game("merlin_arthur")
+    batch = play(combined, 2)
+    for name in combined.names:
+        leak(batch, combined, name, 0 if name != "verifier" else 1)
+    found = regression(playing=combined.names).regress(batch, combined, 0)
+    assert [found[f"message_regression/{name}"] for name in combined.names] == [1.0, 1.0, 1.0]
+
+
+def test_episodes_whose_first_messages_were_in_an_earlier_batch_do_not_count() -> None:
+    combined = game()
+    batch = play(combined, 3, first=2)
+    for index in range(3):
+        leak(batch, combined, "prover", index)
+    assert regression().regress(batch, combined, 0) == {}
+
+
+def test_answers_are_not_known_from_other_messages_about_the_same_datapoint() -> None:
+    # Each datapoint has its symbol, seen in 8 episodes: the answer could be learnt by heart.
+    combined = game(num_symbols=40)
+    batch = torch.cat([play(combined, 2, num_datapoints=40) for _ in range(8)])
+    batch["y"] = (
+        torch.rand(40, generator=torch.Generator().manual_seed(0))
+        .gt(0.5)
+        .long()
+        .repeat(8)[:, None, None]
+        .expand(-1, 2, 1)
+    )
+    batch["agents", "message"] = batch["datapoint_id"][..., None, None, None].expand(
+        -1, -1, 2, 1, 1
+    )
+    found = regression(test_share=0.5).regress(batch, combined, 0)
+    # A symbol that was never seen says nothing beyond which label is the commoner one.
+    baseline = found["message_regression/prover_baseline"]
+    assert found["message_regression/prover"] == pytest.approx(baseline, abs=1e-6)
+    assert baseline < 0.8
+
+
+def test_the_baseline_is_the_answer_that_was_commoner_in_what_was_learnt_from() -> None:
+    combined = game()
+    batch = play(combined, 2)
+    batch["y"] = torch.ones_like(batch["y"])
+    found = regression().regress(batch, combined, 0)
+    assert set(found.values()) == {1.0}
+
+
+def test_one_datapoint_alone_gives_nothing() -> None:
+    combined = game()
+    assert regression().regress(play(combined, 2, num_datapoints=1), combined, 0) == {}
+    assert len(regression().regress(play(combined, 2, num_datapoints=2), combined, 0)) == 4
+
+
+def test_it_is_fitted_once_a_period_and_only_where_asked_for() -> None:
+    combined = game()
+    batch = play(combined, 2)
+    assert regression(None).regress(batch, combined, 0) == {}
+    probe = regression(period=3)
+    assert [bool(probe.regress(batch, combined, i)) for i in range(5)] == [1, 0, 0, 1, 0]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_the_run_s_random_numbers_and_batch_stay_as_they_are(kind: str) -> None:
+    combined = game()
+    batch = play(combined, 4)
+    before, state = batch.clone(), torch.get_rng_state()
+    with torch.no_grad():
+        found = regression(kind).regress(batch, combined, 7)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert bool((batch == before).all())
+    assert regression(kind).regress(batch, combined, 7) == found
+    others = [regression(kind, seed=1).regress(batch, combined, 7)]
+    others.append(regression(kind).regress(batch, combined, 8))
+    assert all(other != found for other in others)
+
+
+def test_it_takes_the_batches_of_the_sampler() -> None:
+    scenario = {"include_linear_message_space": True, "message_size": 2}
+    instance = build_game("nip", scenario, protocol_common={"verifier_first": False})
+    assert instance.train_environment is not None
+    assert instance.combined_agents is not None
+    combined = instance.combined_agents
+    batch = EpisodeSampler(instance.train_environment, combined, key=(0,)).collect(4)
+    found = regression().regress(batch, combined, 0)
+    assert len(found) == 4
+    assert all(0 <= value <= 1 for value in found.values())
+
+
+def test_only_the_agents_that_are_named_are_probed() -> None:
+    combined = game()
+    batch = play(combined, 4)
+    found = regression(agents=["prover"]).regress(batch, combined, 0)
+    assert set(found) == {"message_regression/prover", "message_regression/prover_baseline"}
+    both = regression().regress(batch, combined, 0)
+    assert both.items() >= found.items()
+
+
+def test_an_agent_that_there_is_not_is_told() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown agent 'provr'.*'prover'"):
+        regression(agents=["provr"])
+
+
+def test_a_fit_goes_on_from_the_last_one_where_that_is_asked_for() -> None:
+    combined = game()
+    batch = play(combined, 4, num_datapoints=600)
+    leak(batch, combined, "prover", 1)
+    slow = {"_type": "mlp", "num_epochs": 1, "lr": 1e-3}
+    scores: dict[bool, list[float]] = {}
+    for reset_on_fit in (True, False):
+        probe = regression(None, regressor=slow, reset_on_fit=reset_on_fit)
+        scores[reset_on_fit] = [
+            probe.regress(batch, combined, iteration)["message_regression/prover"]
+            for iteration in range(25)
+        ]
+    assert sum(scores[True]) / 25 < 0.85
+    assert min(scores[False][-5:]) > 0.95
+
+
+def test_what_fits_go_on_from_is_taken_up_to_the_bit() -> None:
+    combined = game()
+    batch = play(combined, 4)
+    chosen: dict[str, Any] = {"regressor": {"_type": "mlp"}, "reset_on_fit": False}
+    straight, stopped, again = (regression(None, **chosen) for _ in range(3))
+    for probe in (straight, stopped):
+        probe.regress(batch, combined, 0)
+    again.load_state(stopped.state())
+    straight.regress(batch, combined, 1)
+    again.regress(batch, combined, 1)
+    for name, kept in straight.state().items():
+        assert kept
+        assert all(torch.equal(value, again.state()[name][key]) for key, value in kept.items())
+
+
+def test_a_probe_that_goes_on_never_judges_what_it_learnt_from() -> None:
+    probe = regression("mlp", reset_on_fit=False)
+    ids = torch.arange(400)
+    first, second = (
+        probe._is_judged(ids[rows], torch.Generator()) for rows in (slice(0, 300), slice(100, 400))
+    )
+    assert first is not None
+    assert second is not None
+    assert torch.equal(first[100:], second[:200])
+    assert 0.1 < first.float().mean() < 0.3
+
+
+def test_a_regressor_that_cannot_go_on_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"reset_on_fit.*'linear'.*choose the type mlp"):
+        regression("linear", reset_on_fit=False)

@@ -1,0 +1,311 @@
+"""Several processes that learn together: the same bits, and no process left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError, HelperProcessError, NonFiniteLossError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.rl_objectives.ippo import IppoObjective
+from nip_astra.rl_objectives.objective import AgentLosses, Frames, Objective
+from nip_astra.trainers.protocol.shared_gradients import SharedGradients, Task
+from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
+from nip_astra.utils.forked import can_fork
+from tests.toy_protocol_scenario import ToyBody, toy_kind, toy_trainer
+from tests.trainers.test_rl_tensordict_base import changed, weights_of
+
+pytestmark = [
+    pytest.mark.skipif(not can_fork(), reason="processes are forked on Linux without a GPU only"),
+    pytest.mark.usefixtures("forked"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _kind() -> Iterator[None]:
+    with toy_kind():
+        yield
+
+
+def learned(num_threads: int, trainer: str = "vanilla_ppo", **more: Any) -> Any:
+    """Give a trainer after two iterations, and the figures of the last."""
+    settings = ExperimentSettings(progress=False, num_threads=num_threads)
+    built = toy_trainer(trainer, settings=settings, **more)
+    with ExitStack() as stack:
+        built._build_train_context(stack)
+        for iteration in range(2):
+            figures, _ = built.learner.learn(built.collect(), iteration)
+    return built, figures
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more"),
+    [
+        ("vanilla_ppo", {}),
+        ("vanilla_ppo", {"rl": {"use_shared_body": True}}),
+        ("vanilla_ppo", {"ppo": {"loss_type": "kl_penalty", "kl_target": 1e-4}}),
+        ("reinforce", {"reinforce": {"use_advantage_and_critic": True}}),
+        ("reinforce", {}),
+        ("mappo", {}),
+    ],
+)
+def test_several_processes_change_no_bit(
+    trainer: str, more: dict[str, Any], forked: list[int]
+) -> None:
+    alone, expected = learned(1, trainer, **more)
+    together, found = learned(2, trainer, **more)
+    assert len(forked) == 2, "one an iteration"
+    assert changed(weights_of(alone), weights_of(together)) == set()
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
+    for name, state in alone.loss_module.own_state().items():
+        assert torch.equal(state, together.loss_module.own_state()[name])
+
+
+def test_as_many_processes_as_there_are_parts_at_most(
+    monkeypatch: pytest.MonkeyPatch, forked: list[int]
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    alone, _ = learned(1)
+    together, _ = learned(64)
+    assert len(forked) == 2 * 3, "four parts"
+    assert changed(weights_of(alone), weights_of(together)) == set()
+
+
+@pytest.mark.parametrize("frozen", ["prover", "verifier"])
+def test_an_agent_that_does_not_learn_has_no_part(
+    frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    agents = {"agents": {frozen: {"agent_lr_factor": {"actor": 0.0, "critic": 0.0}}}}
+    alone, expected = learned(1, toy_protocol=agents)
+    together, found = learned(4, toy_protocol=agents)
+    assert changed(weights_of(alone), weights_of(together)) == set()
+    assert list(expected) == list(found)
+
+
+def learns_in_one_process(monkeypatch: pytest.MonkeyPatch, **more: Any) -> None:
+    """Check that two processes are asked for and none is forked."""
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    learned(2, **more)
+
+
+def test_an_objective_without_parts_learns_in_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(IppoObjective, "loss_parts", Objective.loss_parts)
+    learns_in_one_process(monkeypatch)
+
+
+@pytest.mark.parametrize("hook", ["agent_losses", "compute_gradients"])
+def test_a_hook_of_ones_own_is_not_passed_by(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(IppoObjective):
+        pass
+
+    setattr(Mine, hook, lambda self, *args: getattr(IppoObjective, hook)(self, *args))
+    monkeypatch.setattr("nip_astra.trainers.vanilla_ppo.IppoObjective", Mine)
+    learns_in_one_process(monkeypatch)
+    assert IppoObjective.has_parts(toy_trainer().loss_module) is False
+
+
+def test_a_buffer_of_another_library_is_drawn_from_by_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+    from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+
+    def buffer(trainer: Any) -> TensorDictReplayBuffer:
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(96), sampler=SamplerWithoutReplacement(), batch_size=40
+        )
+
+    monkeypatch.setattr(VanillaPpoTrainer, "_get_replay_buffer", buffer)
+    learns_in_one_process(monkeypatch)
+
+
+def test_a_body_that_draws_while_learning_does_so_in_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ToyBody, "has_hidden_state", True)
+    learns_in_one_process(monkeypatch)
+
+
+@pytest.mark.parametrize("hidden", [torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(8)])
+def test_networks_that_draw_or_keep_statistics_are_refused(
+    hidden: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compute = IppoObjective._value_loss
+
+    def with_hidden(objective: Any, *args: Any) -> Tensor:
+        hidden(torch.ones(4, 8))
+        return compute(objective, *args)
+
+    monkeypatch.setattr(IppoObjective, "_value_loss", with_hidden)
+    monkeypatch.setattr(IppoObjective, "hidden", hidden, raising=False)
+    buffers = [*hidden.buffers()]
+    monkeypatch.setattr(IppoObjective, "buffers", lambda objective: iter(buffers))
+    # Whoever has the task says so; a helper by its traceback.
+    refused = (ConfigurationError, HelperProcessError)
+    with pytest.raises(refused, match=r"as dropout does.*Train with --num-threads 1"):
+        learned(2)
+
+
+def fail_in_helper(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+    """Have helpers do something when they compute their second part of the losses."""
+    first, compute, calls = os.getpid(), Objective.compute_part, []
+
+    def computed(objective: Objective, *task: Any) -> dict[str, Tensor]:
+        calls.append(task)
+        if os.getpid() != first and len(calls) > 1:
+            action()
+        return compute(objective, *task)
+
+    monkeypatch.setattr(Objective, "compute_part", computed)
+
+
+def test_what_fails_in_a_helper_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise MemoryError("no room for the nodes")
+
+    fail_in_helper(monkeypatch, fail)
+    with pytest.raises(HelperProcessError, match=r"(?s)--num-threads 1 .*no room for the nodes"):
+        learned(2)
+
+
+def test_a_helper_that_is_killed_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in_helper(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(HelperProcessError, match="It ended without a word"):
+        learned(2)
+
+
+def test_a_gradient_that_is_not_finite_leaves_no_helper() -> None:
+    trainer = toy_trainer(settings=ExperimentSettings(progress=False, num_threads=2))
+    with ExitStack() as stack:
+        trainer._build_train_context(stack)
+        batch = trainer.collect()
+        batch["agents", "value_target"][0] = float("nan")
+        with pytest.raises(NonFiniteLossError, match="in iteration 1"):
+            trainer.learner.learn(batch, 0)
+
+
+def test_a_helper_does_not_hear_the_signal_that_stops_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.write(writing, b"sent")
+
+    fail_in_helper(monkeypatch, interrupt)
+    learned(2)
+    assert os.read(reading, 4) == b"sent"
+    os.close(reading)
+    os.close(writing)
+
+
+def test_one_of_several_helpers_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    first, compute = os.getpid(), Objective.compute_part
+
+    def computed(objective: Objective, *task: Any) -> dict[str, Tensor]:
+        if os.getpid() != first and task[:2] == ("verifier", 1):
+            raise ValueError("no such frame")
+        return compute(objective, *task)
+
+    monkeypatch.setattr(Objective, "compute_part", computed)
+    with pytest.raises(HelperProcessError, match="no such frame"):
+        learned(4)
+
+
+def test_a_helper_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    fork, calls = os.fork, []
+
+    def failing() -> int:
+        calls.append(1)
+        if len(calls) == 2:
+            raise BlockingIOError("too many processes")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", failing)
+    with pytest.raises(HelperProcessError, match=r"too many processes\. Run with --num-th"):
+        learned(4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_figures_of_any_size_and_type_are_handed_over(dtype: torch.dtype) -> None:
+    tasks = [Task("a", part) for part in range(3)]
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in tasks]
+    long = torch.arange(200_000).remainder(100).to(dtype)
+
+    def compute(task: Task) -> dict[str, Tensor]:
+        weights[task.part].grad = torch.full((2,), float(task.part))
+        return {"figure": long + task.part}
+
+    shared = SharedGradients(tasks, weights, {})
+    with shared.between(3):
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = None
+            found = shared.compute(compute)
+    assert list(found) == tasks
+    for task in tasks:
+        assert found[task]["figure"].dtype == dtype
+        assert torch.equal(found[task]["figure"], long + task.part)
+        assert weights[task.part].grad.tolist() == [task.part] * 2
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_weight_in_common_is_seen_however_tasks_are_divided(count: int) -> None:
+    tasks = [Task("a", part) for part in range(2)]
+    weight = torch.nn.Parameter(torch.zeros(2))
+
+    def compute(task: Task) -> dict[str, Tensor]:
+        weight.grad = torch.ones(2)
+        return {}
+
+    shared = SharedGradients(tasks, [weight], {})
+    with pytest.raises(ConfigurationError, match="Give them as one part"), shared.between(count):
+        shared.compute(compute)
+
+
+def test_parts_with_a_weight_in_common_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice(objective: Objective, name: str) -> tuple[AgentLosses, ...]:
+        def policy(name: str, batch: Frames) -> dict[str, Tensor]:
+            return objective.agent_losses(name, batch)
+
+        return policy, policy
+
+    monkeypatch.setattr(IppoObjective, "loss_parts", twice)
+    with pytest.raises(ConfigurationError, match="Give them as one part"):
+        learned(2)
+
+
+def test_tasks_are_divided_by_how_long_they_took() -> None:
+    tasks = [Task(name, part) for name in ("a", "b") for part in (0, 1)]
+    seconds = dict(zip(tasks, [0.5, 3.0, 1.0, 2.0], strict=True))
+    shared = SharedGradients(tasks, [], seconds)
+    shared._count = 2
+    loads = [sum(seconds[task] for task in share) for share in shared._shares()]
+    assert sorted(loads) == [3.0, 3.5]
+
+
+def test_one_slow_minibatch_does_not_change_the_division() -> None:
+    task = Task("a", 0)
+    shared = SharedGradients([task], [], {})
+    for seconds in (2.0, 9.0, 2.1):
+        shared._note({task: seconds})
+    assert shared._seconds[task] == pytest.approx(2.1)
+    # What takes longer for good comes to count.
+    for _ in range(40):
+        shared._note({task: 8.0})
+    assert shared._seconds[task] == 8.0
