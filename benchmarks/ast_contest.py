@@ -61,7 +61,7 @@ class Effort:
     is_autograd_kept: bool = False
 
     def turns(self, variants: Sequence[str]) -> Iterator[tuple[str, int]]:
-        """Give who is timed next and for the how-many-th time; the ways take turns."""
+        """Who is timed next and for the how-many-th time; the ways take turns."""
         rounds = max(self.repeats, self.plain_repeats)
         for number in range(rounds):
             plain_before = -(-number * self.plain_repeats // rounds)
@@ -253,7 +253,7 @@ def _difference(
 
 
 def _scaled(figures: Figures, share: float) -> Figures:
-    """Give what all episodes take where some were played."""
+    """What all episodes take where some were played."""
     scaled = figures | {
         "phases": {name: value * share for name, value in figures["phases"].items()},
         "is_scaled": True,
@@ -317,7 +317,7 @@ def measure_growth(setting: Setting, overrides: Sequence[str], repeats: int) -> 
 
 
 def measure_memory(setting: Setting, who: str, overrides: Sequence[str], effort: Effort) -> Figures:
-    """Give what one iteration takes at most in this process, by part; bytes.
+    """What one iteration takes at most in this process, by part; bytes.
 
     Only a process of its own says something: what was held before counts too.
     """

@@ -58,7 +58,7 @@ class Products:
 
     @torch.no_grad()
     def seconds(self, num_rows: int, num_head_rows: int) -> float:
-        """Give the median time of a pass with so many rows, of which the head reads some."""
+        """The median time of a pass with so many rows, of which the head reads some."""
         rows = {size: torch.randn(num_rows, size, dtype=self.dtype) for size in (576, 1536)}
         times = []
         for _ in range(REPETITIONS + 1):
@@ -85,7 +85,7 @@ class Floor:
         return min(way.seconds(num_rows, num_head_rows) for way in self._ways) if num_rows else 0.0
 
     def of_turns(self, setting: Setting, role: str, work: Mapping[str, int]) -> float:
-        """Give the floor of one model's share of a rollout.
+        """The floor of one model's share of a rollout.
 
         Each level reads what is new of all contexts in one pass, then decodes one token a row and
         step; the last token of a turn is not read.
@@ -102,11 +102,11 @@ class Floor:
         return decoding + reading
 
     def of_update(self, work: Mapping[str, int]) -> float:
-        """Give the floor of a pass with its derivatives in what is read, weights being frozen."""
+        """The floor of a pass with its derivatives in what is read, weights being frozen."""
         return 2 * self.seconds(work["forwarded"], work["head_rows"])
 
     def of_learning(self, iteration: Mapping[str, Any]) -> float:
-        """Give the floor of an iteration's steps, and of the reference's pass before them."""
+        """The floor of an iteration's steps, and of the reference's pass before them."""
         reference, steps = iteration["work"]["reference"], iteration["num_steps"]
         attacker = iteration["work_of_updates"]["attacker"]
         of_step = {name: attacker[name] // steps for name in ("forwarded", "head_rows")}
@@ -114,7 +114,7 @@ class Floor:
         return read + steps * self.of_update(of_step)
 
     def of_online_dpo(self, step: Mapping[str, Any], target: Floor) -> float:
-        """Give the floor of a step beside TRL's: two samples a prompt, rated, read and learnt from.
+        """The floor of a step beside TRL's: two samples a prompt, rated, read and learnt from.
 
         Parameters
         ----------
@@ -131,7 +131,7 @@ class Floor:
 
 
 def rows_of(measured: Mapping[str, Any], floors: Mapping[str, Floor]) -> list[list[object]]:
-    """Give a row of the table for each part of a setting that was measured.
+    """A row of the table for each part of a setting that was measured.
 
     Where rollouts were not measured by themselves, those within iterations stand for them.
     """

@@ -14,13 +14,13 @@ TOTALS = ("rollout", "update")
 
 
 def seconds_of(figures: Figures, part: str) -> float:
-    """Give the seconds of a part; an iteration is its rollout and its updates."""
+    """The seconds of a part; an iteration is its rollout and its updates."""
     phases = figures["phases"]
     return phases["rollout"] + phases["update"] if part == "iteration" else phases[part]
 
 
 def ratios(record: Figures) -> list[Figures]:
-    """Give one flat row for each part and precision of a measured setting."""
+    """One flat row for each part and precision of a measured setting."""
     rows = []
     setting = record["setting"]
     generated = setting["num_generated_tokens"]
@@ -74,7 +74,7 @@ def _per_unique(figures: Figures) -> float:
 
 
 def markdown(report: Figures) -> str:
-    """Give the whole report."""
+    """The whole report."""
     environment = report["environment"]
     packages = environment["packages"]
     sections = [

@@ -247,7 +247,7 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
 
 
 def _shown_command(arguments: Sequence[str]) -> str:
-    """Give what was called, without the places of files."""
+    """What was called, without the places of files."""
     shown: list[str] = []
     for word in arguments:
         if shown and shown[-1] in ("--out", "--markdown"):
@@ -281,7 +281,7 @@ def _effort(options: argparse.Namespace) -> Effort:
 
 
 def _grid(options: argparse.Namespace) -> list[Setting]:
-    """Give all settings of the table, the quick ones first."""
+    """All settings of the table, the quick ones first."""
     base = _setting(options)
     settings = [
         replace(base, model=model, width=width, episodes=episodes, context=context, mode=mode)
@@ -293,7 +293,7 @@ def _grid(options: argparse.Namespace) -> list[Setting]:
 
 
 def _for_memory(settings: Sequence[Setting]) -> list[Setting]:
-    """Give the first setting of each model and mode: memory hardly depends on the others."""
+    """The first setting of each model and mode: memory hardly depends on the others."""
     found: dict[tuple[str, str], Setting] = {}
     for setting in settings:
         found.setdefault((setting.model, setting.mode), setting)
@@ -301,7 +301,7 @@ def _for_memory(settings: Sequence[Setting]) -> list[Setting]:
 
 
 def _limit_threads(options: argparse.Namespace, model: str) -> None:
-    """Give both ways the same threads; waking a second one costs more than a tiny model does."""
+    """Both ways the same threads; waking a second one costs more than a tiny model does."""
     torch.set_num_threads(options.threads or (1 if model == "tiny" else _NUM_THREADS))
 
 

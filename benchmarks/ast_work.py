@@ -111,12 +111,12 @@ class Setting:
         return self.num_nodes * (self.turn_tokens + self.turn_tokens_of("target"))
 
     def turn_tokens_of(self, role: str) -> int:
-        """Give how many tokens a turn of the role has."""
+        """How many tokens a turn of the role has."""
         is_answer = role == "target" and self.response_tokens is not None
         return self.response_tokens if is_answer else self.turn_tokens  # type: ignore[return-value]
 
     def sampling(self, role: str) -> Sampling:
-        """Give how the role draws its turns."""
+        """How the role draws its turns."""
         return Sampling(self.turn_tokens_of(role), self.temperature, self.top_k, self.top_p)
 
     @property
@@ -194,7 +194,7 @@ def _scorer_section(root: Path) -> dict[str, str]:
 
 
 def opening_prompts(tokenizer: Any, num_tokens: int) -> Iterator[str]:
-    """Give ordinary talk of `num_tokens` tokens, each time another."""
+    """Ordinary talk of `num_tokens` tokens, each time another."""
     given: set[str] = set()
     for number in itertools.count():
         generator = random.Random(number)
@@ -214,7 +214,7 @@ def _num_tokens(tokenizer: Any, words: Sequence[str]) -> int:
 
 
 def build_plain(setting: Setting, files: Files, *, is_autograd_kept: bool) -> PlainAst:
-    """Give the plain way of a setting: three models of its own and a scorer of its own."""
+    """The plain way of a setting: three models of its own and a scorer of its own."""
     attacker = _plain_model(setting, files, "attacker")
     if setting.mode == "lora":
         attacker.module = _with_adapter(attacker.module)
@@ -251,14 +251,14 @@ def _plain_model(setting: Setting, files: Files, role: str) -> PlainModel:
 
 
 def _with_adapter(module: Any) -> Any:
-    """Give the model with a fresh low-rank adapter."""
+    """The model with a fresh low-rank adapter."""
     from peft import get_peft_model
 
     return get_peft_model(module, adapter_config()).eval()
 
 
 def adapter_config() -> Any:
-    """Give peft's configuration of the adapter: on all linear layers, as ours has it."""
+    """Peft's configuration of the adapter: on all linear layers, as ours has it."""
     from peft import LoraConfig
 
     return LoraConfig(

@@ -89,7 +89,7 @@ def brute_force(attacker: LoadedAttacker, num_episodes: int, seed: int) -> Any:
 
 
 def weighed(parts: dict[str, Episodes]) -> dict[str, Any]:
-    """Give the importance-sampling estimate from parts of several strategies."""
+    """The importance-sampling estimate from parts of several strategies."""
     return importance_sampling(
         WeighedEpisodes(
             np.concatenate([part.log_ratio for part in parts.values()]),
@@ -123,7 +123,7 @@ def repeat(
 
 
 def figures(estimates: Sequence[dict[str, Any]], truth: float) -> dict[str, float]:
-    """Give error, width and coverage of repeated estimates; refused ones are counted apart."""
+    """Error, width and coverage of repeated estimates; refused ones are counted apart."""
     told = [e for e in estimates if e["value"] is not None]
     values = np.array([e["value"] for e in told])
     low, high = np.array([e["low"] for e in told]), np.array([e["high"] for e in told])
@@ -145,7 +145,7 @@ def figures(estimates: Sequence[dict[str, Any]], truth: float) -> dict[str, floa
 def monte_carlo_parts(
     attacker: LoadedAttacker, has_failed: Any, count: int, repetitions: int
 ) -> list[Any]:
-    """Give the plain estimate from each part of the brute force."""
+    """The plain estimate from each part of the brute force."""
     num_prompts = len(attacker.instance.datasets["test"])
     return [
         monte_carlo(

@@ -22,12 +22,12 @@ Row = Mapping[str, Any]
 
 
 def seconds_of(row: Row) -> float:
-    """Give the seconds of an iteration: its rollout and its updates."""
+    """The seconds of an iteration: its rollout and its updates."""
     return float(row["phases"]["rollout"] + row["phases"]["update"])
 
 
 def drawing(rows: Sequence[Row]) -> str:
-    """Give the plot as SVG."""
+    """The plot as SVG."""
     last = max(rows, key=lambda row: row["unique_tokens"])
     x_marks = nice_ticks(0.0, last["unique_tokens"])
     y_marks = nice_ticks(0.0, max(map(seconds_of, rows)))

@@ -207,7 +207,7 @@ class HandLoop:
         return watch.seconds
 
     def inputs(self) -> Tensor:
-        """Give what the agents see, [E, D]; the last column is the prover's alone."""
+        """What the agents see, [E, D]; the last column is the prover's alone."""
         parts = [self.history_ERS.flatten(1), one_hot(self.round_E, NUM_ROUNDS), self.label_E]
         return torch.cat([parts[0], parts[1], parts[2][:, None]], dim=1)
 
@@ -249,7 +249,7 @@ class HandLoop:
         return played, reward_TE2, is_end_TE, self.value(self.inputs())
 
     def value(self, inputs: Tensor) -> Tensor:
-        """Give the values of both agents, [..., 2]."""
+        """The values of both agents, [..., 2]."""
         return torch.cat([self.values[PROVER](inputs), self.values[VERIFIER](inputs[..., :-1])], -1)
 
     def with_advantages(
@@ -269,7 +269,7 @@ class HandLoop:
         return Frames(*(column.flatten(0, 1) for column in (*played, *estimates)))
 
     def losses(self, frames: Frames) -> list[Tensor]:
-        """Give the losses of the prover and of the verifier, scalars."""
+        """The losses of the prover and of the verifier, scalars."""
         is_verifier_B, found = frames.round_B % 2 == 0, []
         decides_B = is_verifier_B & (frames.round_B >= MIN_ROUNDS - 1)
         for agent, acting in (
@@ -326,7 +326,7 @@ def _draw(logs: Tensor) -> Tensor:
 
 
 def _joined(body: Any, head: Any) -> nn.Sequential:
-    """Give a perceptron with the weights of a body and a head, whose layers are put together."""
+    """A perceptron with the weights of a body and a head, whose layers are put together."""
     layers = [layer for layer in body.network if isinstance(layer, nn.Linear)]
     outputs = [layer for layer in head.children() if isinstance(layer, nn.Linear)]
     last = nn.Linear(WIDTH, sum(layer.out_features for layer in outputs))
@@ -344,7 +344,7 @@ def _copy(layer: nn.Linear) -> nn.Linear:
 
 
 def compare(trainer: TensorDictRlTrainer, hand: HandLoop) -> dict[str, float]:
-    """Give the largest differences of losses and of gradients, as shares of the largest value."""
+    """The largest differences of losses and of gradients, as shares of the largest value."""
     batch = trainer.collect().flatten()
     agents, is_verifier_B = batch["agents"], batch["round"] % 2 == 0
     noise_B = 0.2 * torch.randn(is_verifier_B.shape, generator=torch.Generator().manual_seed(0))

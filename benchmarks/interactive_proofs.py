@@ -94,7 +94,7 @@ class Arm:
         self.processor_shares.append((_processor_seconds() - cpu_started) / wall)
 
     def figures(self, num_frames: int) -> Figures:
-        """Give medians, and rates from them."""
+        """Medians, and rates from them."""
         medians = median_by_name(self.seconds)
         played = medians[COLLECT]
         return {
@@ -109,7 +109,7 @@ class Arm:
 
 
 def _processor_seconds() -> float:
-    """Give the processor time of this process and of those that it had and that have ended."""
+    """The processor time of this process and of those that it had and that have ended."""
     return sum(os.times()[:4])
 
 
@@ -192,7 +192,7 @@ def measure(arms: Sequence[Arm], num_repetitions: int) -> None:
 
 
 def ratios(arms: Sequence[Arm]) -> list[Figures]:
-    """Give how many times as long one arm takes as another, medians over the repetitions."""
+    """How many times as long one arm takes as another, medians over the repetitions."""
     rows = []
     for slower, faster in ((PLAIN, OURS), (GAME, HAND)):
         for one in arms:
@@ -213,7 +213,7 @@ def ratios(arms: Sequence[Arm]) -> list[Figures]:
 
 
 def markdown(report: Mapping[str, Any], arms: Sequence[Arm]) -> str:
-    """Give all figures as Markdown tables."""
+    """All figures as Markdown tables."""
     sizes = report["sizes"]
     graph_arms = [arm for arm in arms if arm.name in (OURS, PLAIN)]
     game_arms = [arm for arm in arms if arm.name in (GAME, HAND)]
@@ -260,7 +260,7 @@ def _ratio_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _shown(arguments: Sequence[str] | None) -> list[str]:
-    """Give what was asked for, without the places of files."""
+    """What was asked for, without the places of files."""
     shown: list[str] = []
     for word in sys.argv[1:] if arguments is None else arguments:
         if shown and shown[-1] in ("--out", "--markdown"):

@@ -77,7 +77,7 @@ class WorkCount:
 
 
 def count_work(module: Any) -> WorkCount:
-    """Give a count that grows with every forward pass of a causal language model."""
+    """A count that grows with every forward pass of a causal language model."""
     count = WorkCount()
 
     def read(_: Any, arguments: tuple[Tensor, ...], __: Tensor) -> None:
@@ -110,7 +110,7 @@ def count_unique_tokens(sequences: Iterable[Sequence[int]]) -> int:
 
 
 def median_by_name(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Give the median of each name; a name that is missing somewhere counts as 0 there."""
+    """The median of each name; a name that is missing somewhere counts as 0 there."""
     names = dict.fromkeys(name for values in measured for name in values)
     return {name: statistics.median(values.get(name, 0.0) for values in measured) for name in names}
 
@@ -119,7 +119,7 @@ def median_by_name(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def held_memory_bytes() -> int | None:
-    """Give the memory that this process holds now; None where the system does not say."""
+    """The memory that this process holds now; None where the system does not say."""
     return _status_bytes("VmRSS")
 
 
@@ -142,7 +142,7 @@ def _status_bytes(name: str) -> int | None:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Give a Markdown table; numbers are short and stand on the right."""
+    """A Markdown table; numbers are short and stand on the right."""
     cells = [[_cell(value) for value in row] for row in rows]
     is_number = [
         bool(rows) and all(isinstance(row[i], int | float | None) for row in rows)

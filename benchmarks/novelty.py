@@ -33,7 +33,7 @@ ORDERS = (3, 4, 5)
 
 
 def make_probes(count: int, seed: int) -> list[str]:
-    """Give distinct-looking probes of common and rare words."""
+    """Distinct-looking probes of common and rare words."""
     rng = random.Random(seed)
     words = [f"word{number}" for number in range(300)]
     weights = [1 / (number + 1) for number in range(300)]
@@ -41,7 +41,7 @@ def make_probes(count: int, seed: int) -> list[str]:
 
 
 def seconds(work: Callable[[], Any], repetitions: int = 5) -> float:
-    """Give the least time of several."""
+    """The least time of several."""
     found = []
     for _ in range(repetitions):
         started = time.perf_counter()
@@ -51,7 +51,7 @@ def seconds(work: Callable[[], Any], repetitions: int = 5) -> float:
 
 
 def nltk_bleu(probes: list[str], references: list[str]) -> list[float]:
-    """Give the mean BLEU of the orders, by NLTK with the same smoothing and tokens."""
+    """The mean BLEU of the orders, by NLTK with the same smoothing and tokens."""
     from nltk.translate.bleu_score import SmoothingFunction, sentence_bleu
 
     smoothing = SmoothingFunction().method1
@@ -69,13 +69,13 @@ def nltk_bleu(probes: list[str], references: list[str]) -> list[float]:
 
 
 def rollout_of(probes: list[str]) -> RatedProbes:
-    """Give a rollout of which only the texts matter."""
+    """A rollout of which only the texts matter."""
     zeros = torch.zeros(len(probes), 1)
     return RatedProbes(probes, probes, probes, zeros.bool(), zeros, zeros, zeros[:, 0], 1)
 
 
 def measure(num_probes: int, num_history: int, num_by_nltk: int) -> dict[str, Any]:
-    """Give all times, in seconds, and how far the values are apart."""
+    """All times, in seconds, and how far the values are apart."""
     history, probes = make_probes(num_history, 0), make_probes(num_probes, 1)
     kept = BleuReferences(max_order=max(ORDERS))
     kept.add(history)

@@ -102,7 +102,7 @@ class OurAst:
                 self.watch.seconds[phase] = self.watch.seconds.get(phase, 0.0) + value
 
     def work(self) -> dict[str, dict[str, int]]:
-        """Give what each model counts of its work, by role."""
+        """What each model counts of its work, by role."""
         return {
             role: asdict(getattr(self.trainer.sampler, role).language_model.token_count)
             for role in ("attacker", "target", "reference")
@@ -110,7 +110,7 @@ class OurAst:
 
 
 def samples_of_few_trees(experience: Experience, num_pairs: int) -> list[Sample]:
-    """Give training samples, those of one tree before those of the next, the first levels first."""
+    """Training samples, those of one tree before those of the next, the first levels first."""
     tree = experience.tree
     episodes = tree.nodes["episode"].view(-1, tree.tree_width)[:, 0].tolist()
     episode_of = {
@@ -123,7 +123,7 @@ def samples_of_few_trees(experience: Experience, num_pairs: int) -> list[Sample]
 
 
 def as_pairs(samples: Sequence[Sample]) -> list[Pair]:
-    """Give samples of the trainer as pairs of the plain way."""
+    """Samples of the trainer as pairs of the plain way."""
     return [
         Pair(*(sample[name].tolist() for name in ("context", "chosen", "rejected")))
         for sample in samples
@@ -194,7 +194,7 @@ def _step_aside(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> None:
 
 
 def _compare_gradients(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Give each parameter's largest difference, and its largest element in the plain way."""
+    """Each parameter's largest difference, and its largest element in the plain way."""
     differences, sizes = [], []
     for parameter, other in zip(mine, theirs, strict=True):
         assert parameter.grad is not None

@@ -162,7 +162,7 @@ def _timed(function: Callable[..., Any], watch: Stopwatch, part: str) -> Callabl
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Give torch so many threads within the block."""
+    """Torch so many threads within the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -108,7 +108,7 @@ class PlainModel:
     def logprobs(
         self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
     ) -> Tensor:
-        """Give log p of each continuation's tokens, float32 `[B, L - 1]` nats, 0 elsewhere."""
+        """Log-probabilities of continuation tokens, float32 `[B, L - 1]` nats, 0 elsewhere."""
         both = [[*c, *said] for c, said in zip(contexts, continuations, strict=True)]
         width = max(len(row) for row in both)
         ids_BL = torch.tensor([row + [self.pad_id] * (width - len(row)) for row in both])
@@ -124,7 +124,7 @@ class PlainModel:
         return logprobs_BL.masked_fill(~scored_BL[:, 1:].to(self.device), 0.0)
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
-        """Give the text of turns."""
+        """The text of turns."""
         decoded = self.tokenizer.batch_decode(list(turns), skip_special_tokens=True)
         return [text.strip() for text in decoded]
 
@@ -192,11 +192,11 @@ class PlainAst:
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """Give what the attacker learns."""
+        """What the attacker learns."""
         return [p for p in self.attacker.module.parameters() if p.requires_grad]
 
     def work(self) -> dict[str, dict[str, int]]:
-        """Give the work done so far, by role."""
+        """The work done so far, by role."""
         roles = {"attacker": self.attacker, "target": self.target, "reference": self.reference}
         return {role: asdict(model.work) for role, model in roles.items()}
 
@@ -257,7 +257,7 @@ class PlainAst:
         read: Sequence[Sequence[int]],
         probes: Sequence[Sequence[int]],
     ) -> Tensor:
-        """Give the probes' mean negative log-likelihood under the target, nats a token."""
+        """The probes' mean negative log-likelihood under the target, nats a token."""
         before = []
         for turns, context in zip(asked, read, strict=True):
             # What follows the probe in the target's context is no part of the condition.
@@ -317,7 +317,7 @@ class PlainAst:
         return float(loss.detach())
 
     def loss(self, pair: Pair) -> Tensor:
-        """Give the DPO loss of one pair (arXiv:2305.18290, eq. 7), a scalar with gradient."""
+        """The DPO loss of one pair (arXiv:2305.18290, eq. 7), a scalar with gradient."""
         context = [pair.context]
         chosen = self.attacker.logprobs(context, [pair.chosen]).sum()
         rejected = self.attacker.logprobs(context, [pair.rejected]).sum()

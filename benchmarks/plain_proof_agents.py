@@ -112,7 +112,7 @@ def _copy_attention(target: nn.TransformerEncoderLayer, source: AttentionLayer) 
 
 
 def _attention_mask(node_mask_B2n: Tensor) -> Tensor:
-    """Give what may not be attended to, [B, K, K]: padding, and nodes of the same graph."""
+    """What may not be attended to, [B, K, K]: padding, and nodes of the same graph."""
     num_frames, _, n = node_mask_B2n.shape
     graph_K = torch.cat([torch.tensor([-1, -2]), torch.arange(2).repeat_interleave(n)])
     is_same_KK = (graph_K[:, None] == graph_K) & (graph_K >= 0)
@@ -172,7 +172,7 @@ def _plain(body: AgentBody | None) -> PlainBody:
 
 
 def _frame_of(tensors: Sequence[Tensor]) -> tuple[dict[str, Tensor], torch.Size]:
-    """Give the frames with one leading dimension, and the leading dimensions that they had."""
+    """The frames with one leading dimension, and the leading dimensions that they had."""
     batch_shape = tensors[0].shape
     last = len(batch_shape) - 1
     frame = {key: tensor.flatten(0, last) for key, tensor in zip(FRAME_KEYS, tensors, strict=True)}
@@ -186,12 +186,12 @@ def _certain(num_symbols: int, symbol: int) -> Tensor:
 
 
 def _messages(logits: Tensor) -> Independent:
-    """Give the distribution of the symbols of all channels and positions together."""
+    """The distribution of the symbols of all channels and positions together."""
     return Independent(Categorical(logits=logits), 2)
 
 
 def build_actor(agents: Sequence[Agent]) -> ProbabilisticActor:
-    """Give one actor for all agents."""
+    """One actor for all agents."""
     parameters = [("agents", "params", name, "logits") for name in ("message", "decision")]
     network = TensorDictModule(PlainPolicies(agents), in_keys=[*FRAME_KEYS], out_keys=parameters)
     moves = {name: ("agents", name) for name in ("message", "decision")}
@@ -210,7 +210,7 @@ def build_actor(agents: Sequence[Agent]) -> ProbabilisticActor:
 
 
 def build_critic(agents: Sequence[Agent]) -> TensorDictModule:
-    """Give one critic for all agents."""
+    """One critic for all agents."""
     return TensorDictModule(
         PlainValues(agents), in_keys=[*FRAME_KEYS], out_keys=[("agents", "value")]
     )

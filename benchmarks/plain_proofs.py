@@ -151,7 +151,7 @@ def build_loss(
     ppo: CommonPpoParameters,
     rl: RlTrainerParameters,
 ) -> ClipPPOLoss:
-    """Give TorchRL's clipped loss with the parameters of ours."""
+    """TorchRL's clipped loss with the parameters of ours."""
     loss_module = ClipPPOLoss(
         actor,
         critic,
@@ -178,7 +178,7 @@ def build_loss(
 
 
 def compare(trainer: TensorDictRlTrainer, plain: PlainWay) -> dict[str, float]:
-    """Give the largest differences of losses and gradients, as shares of the largest value.
+    """The largest differences of losses and gradients, as shares of the largest value.
 
     Weights and frames are the same. Advantages are 0 out of turn and not normalised, and our means
     are weighted by the share of the frames in which the agent acts: the rest is equal. Sampled
@@ -222,7 +222,7 @@ def _frames_to_compare(trainer: TensorDictRlTrainer) -> tuple[TensorDict, dict[s
 def _same_weights(
     trainer: TensorDictRlTrainer, plain: PlainWay
 ) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Give weights near the inputs, ours and the plain way's."""
+    """Weights near the inputs, ours and the plain way's."""
     pairs = []
     for number, name in enumerate(trainer.agents.names):
         agent = trainer.agents[name]

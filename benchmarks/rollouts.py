@@ -92,7 +92,7 @@ def _total(iterations: Sequence[Mapping[str, float]], name: str) -> float:
 
 
 def _mean(iterations: Sequence[Mapping[str, float]], name: str) -> float | None:
-    """Give the mean over the iterations that measured it; one without pairs has no update."""
+    """The mean over the iterations that measured it; one without pairs has no update."""
     found = [values[name] for values in iterations if name in values]
     return sum(found) / len(found) if found else None
 

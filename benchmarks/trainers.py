@@ -76,7 +76,7 @@ def train(arm: str, seed: int, scenario: str | None, extra: Sequence[str], folde
 
 
 def figures_of(run: Path) -> Run:
-    """Give the figures of a finished run."""
+    """The figures of a finished run."""
     results = json.loads((run / "results.json").read_text(encoding="utf-8"))
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
@@ -95,7 +95,7 @@ def figures_of(run: Path) -> Run:
 
 
 def table(runs: Sequence[Run]) -> str:
-    """Give one Markdown row an arm: means over seeds, failure rates as their range."""
+    """One Markdown row an arm: means over seeds, failure rates as their range."""
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in runs):
         of_arm = [run for run in runs if run["arm"] == arm]
@@ -119,7 +119,7 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def paired_table(runs: Sequence[Run]) -> str:
-    """Give one row an arm with reward terms: what these change against the trainer without.
+    """One row an arm with reward terms: what these change against the trainer without.
 
     Differences are taken within a seed. A cell holds their mean with its 95 % interval (Student's
     t over seeds); for plants also how many seeds found more, as many, and fewer, with the two-sided

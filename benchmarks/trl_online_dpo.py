@@ -42,7 +42,7 @@ def is_available() -> bool:
 
 
 def setting_of(model: str, mode: Any, device: str, context: int) -> Setting:
-    """Give the work: 8 prompts, 2 samples of 32 tokens, all 8 pairs in one step."""
+    """The work: 8 prompts, 2 samples of 32 tokens, all 8 pairs in one step."""
     return Setting(
         model=model,
         width=2,
@@ -94,7 +94,7 @@ def _overrides(precision: str) -> list[str]:
 
 
 def _attacker_contexts(setting: Setting, files: Files) -> tuple[list[str], int]:
-    """Give what the attacker reads before its probe as text, and the most tokens of one."""
+    """What the attacker reads before its probe as text, and the most tokens of one."""
     tokenizer = load_tokenizer(*resolve_model(files.model, None))
     chat = ChatFormat(tokenizer, system_prompt=SYSTEM_PROMPTS["attacker"])
     contexts = [chat.context([Turn(False, chat.encode(prompt))]) for prompt in files.prompts]
@@ -109,7 +109,7 @@ def _trl_seconds(
     repeats: int,
     after_step: Callable[[], None],
 ) -> list[float]:
-    """Give the seconds of each step but the first, which warms up."""
+    """The seconds of each step but the first, which warms up."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer

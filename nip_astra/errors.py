@@ -14,7 +14,7 @@ from nip_astra.safe_text import safe_text
 
 
 def nearest_names(name: str, known: Iterable[str], n: int = 3) -> list[str]:
-    """Give up to `n` known names that look like `name`, the nearest first.
+    """At most `n` known names that look like `name`, the nearest first.
 
     Case, and dashes for underscores, make no difference.
     """

@@ -65,4 +65,4 @@ class ExperimentSettings(SubParameters):
     global_tqdm_step_fn: Callable[[], None] | None = Field(default=None, exclude=True)
     """Called once an iteration, for instance by a sweep's own bar."""
     stop_flag: Callable[[], str | None] | None = Field(default=None, exclude=True)
-    """Gives the name of the signal that asked the run to stop, or None."""
+    """The name of the signal that asked the run to stop, or None."""

@@ -18,7 +18,7 @@ def build_scenario_instance(
     scenario_dir: Path | None = None,
     trainer_type: str = "rl",
 ) -> ScenarioInstance:
-    """Give the components of the scenario that the parameters describe.
+    """The components of the scenario that the parameters describe.
 
     Parameters
     ----------

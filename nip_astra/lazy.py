@@ -12,7 +12,7 @@ from typing import Any
 def lazy_exports(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Give a package's `__getattr__` and `__dir__`.
+    """A package's `__getattr__` and `__dir__`.
 
     Parameters
     ----------
@@ -50,6 +50,6 @@ def provide(name: str, home: str) -> None:
 
 
 def provided(name: str) -> Any:
-    """Give what was provided under a name; imported when this is called."""
+    """What was provided under a name; imported when this is called."""
     module, _, path = _PROVIDED[name].partition(":")
     return attrgetter(path)(import_module(module))

@@ -43,12 +43,12 @@ class LoadedPlugin:
 
 
 def loaded_plugins() -> list[LoadedPlugin]:
-    """Give the plug-ins loaded in this process, in order."""
+    """The plug-ins loaded in this process, in order."""
     return list(_LOADED.values())
 
 
 def module_of(plugin: LoadedPlugin) -> ModuleType:
-    """Give the imported module of a plug-in."""
+    """The imported module of a plug-in."""
     return sys.modules[plugin.module_name]
 
 
@@ -206,7 +206,7 @@ def _modules_of(entries: dict[str, object]) -> set[str]:
 
 
 def _place(error: BaseException, path: Path | None) -> str:
-    """Give the line at which the plug-in failed, as far as it is known."""
+    """The line at which the plug-in failed, as far as it is known."""
     if isinstance(error, SyntaxError) and error.filename and error.lineno:
         is_own = path is not None and Path(error.filename) == path
         return f"line {error.lineno} " if is_own else f"{error.filename}:{error.lineno} "

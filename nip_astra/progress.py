@@ -230,7 +230,7 @@ class ProgressBar:
 def open_progress(
     total: int, enabled: bool = True, tqdm_func: Callable[..., Any] | None = None
 ) -> ProgressBar:
-    """Give the bar of a run.
+    """The bar of a run.
 
     Parameters
     ----------
@@ -287,7 +287,7 @@ class IterationContext:
         self._call_step_func(num_iterations)
 
     def iterate(self, start: int = 0) -> Iterator[int]:
-        """Give the index of each iteration, and count it when its body has ended.
+        """Return the index of each iteration, and count it when its body has ended.
 
         Parameters
         ----------
@@ -374,7 +374,7 @@ def attach_progress_bar(
 
 
 def total_num_iterations(owner: ProgressOwner) -> int:
-    """Give how many iterations the decorated loops of an object have together, each run once."""
+    """How many iterations the decorated loops of an object have together, each run once."""
     loops = [inspect.getattr_static(type(owner), name) for name in dir(type(owner))]
     return sum(
         _capped(loop.num_iterations_func(owner), owner.settings.test_run)

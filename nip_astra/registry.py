@@ -53,7 +53,7 @@ class Registry(Generic[T]):
         ALL_REGISTRIES[kind] = self
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Give a decorator that registers its object under `name` and returns it unchanged.
+        """A decorator that registers its object under `name` and returns it unchanged.
 
         Raises
         ------
@@ -95,7 +95,7 @@ class Registry(Generic[T]):
         del self._entries[str(name)], self._places[str(name)]
 
     def get(self, name: str) -> T:
-        """Give what `name` stands for, importing it on first use.
+        """What `name` stands for, importing it on first use.
 
         Raises
         ------
@@ -115,7 +115,7 @@ class Registry(Generic[T]):
         return self._entries[key]
 
     def names(self) -> list[str]:
-        """Give all names, sorted; imports nothing."""
+        """All names, sorted; imports nothing."""
         return sorted({*self._built_ins, *self._entries, *(e.name for e in self._entry_points())})
 
     def origin(self, name: str) -> str:
@@ -135,7 +135,7 @@ class Registry(Generic[T]):
         return str(name) in self._built_ins
 
     def snapshot(self) -> RegistrySnapshot:
-        """Give the present state, for `restore`."""
+        """The present state, for `restore`."""
         return RegistrySnapshot(dict(self._entries), dict(self._places))
 
     def restore(self, snapshot: RegistrySnapshot) -> None:

@@ -208,7 +208,7 @@ def _finish_ended(directory: RunDirectory) -> ExperimentResult:
 
 
 def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
-    """Give the newest checkpoint; None where the run was stopped before its first one."""
+    """The newest checkpoint; None where the run was stopped before its first one."""
     store = CheckpointStore(directory.checkpoints_dir)
     checkpoint = store.latest()
     if checkpoint is None and (directory.path / files.HAS_CHECKPOINTS).exists():
@@ -380,7 +380,7 @@ def _log_file(directory: RunDirectory) -> Iterator[None]:
 
 @contextmanager
 def _stop_on_signals() -> Iterator[Callable[[], str | None]]:
-    """Give a function that tells which of SIGINT and SIGTERM came; a second one stops at once."""
+    """A function that tells which of SIGINT and SIGTERM came; a second one stops at once."""
     received: list[str] = []
 
     def note(number: int, _frame: Any) -> None:

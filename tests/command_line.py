@@ -79,7 +79,7 @@ def refused(said: Said) -> str:
 
 
 def registered_names() -> list[str]:
-    """Give the names of all registries."""
+    """The names of all registries."""
     return [name for registry, _ in REGISTRIES for name in registry.names()]
 
 

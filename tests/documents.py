@@ -73,12 +73,12 @@ class Command:
 
 
 def documents() -> list[Path]:
-    """Give the project's own pages."""
+    """The project's own pages."""
     return [ROOT / "README.md", *sorted((ROOT / "doc").rglob("*.md"))]
 
 
 def blocks(path: Path) -> list[Block]:
-    """Give the fenced blocks of a page in order."""
+    """The fenced blocks of a page in order."""
     found: list[Block] = []
     lines = path.read_text(encoding="utf-8").splitlines()
     start, language = -1, ""
@@ -108,17 +108,17 @@ def _markers(lines: list[str], fence: int) -> tuple[str | None, bool]:
 
 
 def prose(path: Path) -> str:
-    """Give a page without its fenced blocks."""
+    """A page without its fenced blocks."""
     return _FENCED.sub("", path.read_text(encoding="utf-8"))
 
 
 def links(path: Path) -> list[str]:
-    """Give the targets of a page's links."""
+    """The targets of a page's links."""
     return _LINK.findall(prose(path))
 
 
 def anchors(path: Path) -> set[str]:
-    """Give the fragments by which a page's headings are linked, as GitHub makes them."""
+    """The fragments by which a page's headings are linked, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(path), flags=re.MULTILINE)
     return {
         re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings

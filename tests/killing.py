@@ -65,7 +65,7 @@ def _writes(_file: object, mode: str = "r", *_: object, **__: object) -> bool:
 
 
 def in_a_fork(work: Callable[[], object]) -> int:
-    """Give the exit status of a process that does the work; an error is printed."""
+    """The exit status of a process that does the work; an error is printed."""
     sys.stdout.flush()
     process = os.fork()
     if not process:

@@ -25,7 +25,7 @@ MORE = {"ast_sft": ("ast_sft.min_score=0.0",)}
 def short_experiment(
     trainer: str, folder: Path, *more: str, num_iterations: int = 4
 ) -> ResolvedExperiment:
-    """Give a run of a trainer that takes about a second, over models written into a new folder."""
+    """A run of a trainer that takes about a second, over models written into a new folder."""
     if trainer.startswith("ast_"):
         folder.mkdir(parents=True)
         length = f"training.training_steps={num_iterations}"

@@ -76,7 +76,7 @@ def trained(
 
 
 def by_level(trees: list[list[Any]]) -> list[Any]:
-    """Give the nodes as ours orders them: by depth, then episode, then branch."""
+    """The nodes as ours orders them: by depth, then episode, then branch."""
     found: list[Any] = []
     level = [node for tree in trees for node in tree]
     while level:

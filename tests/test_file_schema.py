@@ -24,7 +24,7 @@ VALIDATOR = Draft7Validator(json.loads(SCHEMA.read_text(encoding="utf-8")))
 
 
 def faults(text: str) -> list[str]:
-    """Give what an editor marks in a file."""
+    """What an editor marks in a file."""
     values = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     # JSON has no names that are numbers.
     values = json.loads(json.dumps(values))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 
 
 def killed(trainer: str, folder: Path, every: int) -> dict[str, Any]:
-    """Give what became of a run that was killed at every `every`-th of its file operations."""
+    """What became of a run that was killed at every `every`-th of its file operations."""
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
         [sys.executable, "-m", "tests.killing", trainer, str(folder), str(every)],

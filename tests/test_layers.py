@@ -51,7 +51,7 @@ def floor_of(module: str) -> int:
 
 
 def read_sources(root: Path = PACKAGE_DIR) -> dict[str, ast.Module]:
-    """Give the syntax tree of every module, by its dotted name."""
+    """The syntax tree of every module, by its dotted name."""
     trees = {}
     for path in sorted(root.rglob("*.py")):
         parts = [PACKAGE, *path.relative_to(root).with_suffix("").parts]
@@ -67,7 +67,7 @@ def is_package(module: str, known: Iterable[str]) -> bool:
 
 
 def imports_of(module: str, tree: ast.Module, known: Iterable[str]) -> Iterator[Import]:
-    """Give every import of a module, also those inside functions and for type checkers."""
+    """Every import of a module, also those inside functions and for type checkers."""
     known = set(known)
     package = module if is_package(module, known) else module.rpartition(".")[0]
 
@@ -114,7 +114,7 @@ def upward_edges(imports: Iterable[Import]) -> list[str]:
 
 
 def find_cycle(imports: Iterable[Import]) -> list[str]:
-    """Give the modules of one import cycle, or nothing; type checkers' imports make none."""
+    """The modules of one import cycle, or nothing; type checkers' imports make none."""
     graph: dict[str, set[str]] = {}
     for one in imports:
         if one.imported.partition(".")[0] == PACKAGE and not one.is_for_types:

@@ -32,19 +32,19 @@ OF_THE_SWEEP = re.compile(
 
 
 def section(heading: str) -> str:
-    """Give the text under a heading of the guide."""
+    """The text under a heading of the guide."""
     return GUIDE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
 
 
 def rows(text: str) -> Iterator[list[str]]:
-    """Give the cells of a table's rows, its head left out."""
+    """The cells of a table's rows, its head left out."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     for line in lines[2:]:
         yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
 def lines_of(name: str) -> list[str]:
-    """Give a script's lines without indentation: a call may stand deeper here."""
+    """A script's lines without indentation: a call may stand deeper here."""
     text = (SCRIPTS / name).read_text(encoding="utf-8")
     return [line.strip() for line in text.replace("from nip ", "from nip_astra ").splitlines()]
 
@@ -111,7 +111,7 @@ def test_the_solo_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def default_of(path: str) -> Any:
-    """Give the default of a class by the parameter's path in a file."""
+    """The default of a class by the parameter's path in a file."""
     trainer = path.partition(".")[0] if path.startswith(("spg.", "reinforce.")) else "vanilla_ppo"
     trainer = "solo_agent" if path.startswith("solo_agent.") else trainer
     scenario = "image_classification" if path.startswith("image_") else "graph_isomorphism"

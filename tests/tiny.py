@@ -29,7 +29,7 @@ TEMPLATE = (
 
 
 def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
-    """Give a word-level tokenizer with a chat template."""
+    """A word-level tokenizer with a chat template."""
     special = ["<pad>", "<unk>", "<bos>", "<end>", "<user>", "<assistant>"]
     vocabulary = {word: i for i, word in enumerate([*special, *words])}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -90,7 +90,7 @@ def make_classifier(directory: Path, *, seed: int = 0) -> Path:
 
 
 def scenario_section(root: Path, **changes: object) -> dict[str, object]:
-    """Give an `ast_chat` section over tiny models and prompts written below `root`."""
+    """An `ast_chat` section over tiny models and prompts written below `root`."""
     attacker = make_language_model(root / "attacker", seed=1)
     target = make_language_model(root / "target", seed=2)
     scorer = make_classifier(root / "scorer")

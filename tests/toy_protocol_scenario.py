@@ -189,7 +189,7 @@ SMALL = {
 
 
 def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Give `more` on top of `base`, group by group."""
+    """`more` on top of `base`, group by group."""
     found = dict(base)
     for name, value in more.items():
         below = found.get(name)
@@ -209,7 +209,7 @@ def toy_scenario_folder(folder: Path) -> Path:
 def toy_hyper_params(
     trainer: str = "vanilla_ppo", trainer_class: type[Trainer] | None = None, **more: Any
 ) -> HyperParameters:
-    """Give complete hyper-parameters of a small game; `more` goes on top."""
+    """Complete hyper-parameters of a small game; `more` goes on top."""
     trainer_class = trainer_class or TRAINERS.get(trainer)
     values = merged(SMALL, more) | {"trainer": trainer, "scenario": KIND}
     protocol = values["interaction_protocol"]

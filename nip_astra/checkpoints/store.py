@@ -108,7 +108,7 @@ class CheckpointStore:
         return self.directory / name
 
     def latest(self) -> Path | None:
-        """Give the newest checkpoint, None where there is none."""
+        """The newest checkpoint, None where there is none."""
         pointed = self._follow(LATEST)
         if pointed is not None:
             return pointed
@@ -116,7 +116,7 @@ class CheckpointStore:
         return next(iter(reversed(self._all())), None)
 
     def best(self) -> Path | None:
-        """Give the checkpoint saved as best last, None where there is none."""
+        """The checkpoint saved as best last, None where there is none."""
         pointed = self._follow(BEST)
         if pointed is not None:
             return pointed
@@ -124,7 +124,7 @@ class CheckpointStore:
         return next(filter(_is_marked_best, reversed(self._all())), None)
 
     def open_best(self) -> Path:
-        """Give the checkpoint saved as best last, verified.
+        """The checkpoint saved as best last, verified.
 
         Raises
         ------
@@ -146,7 +146,7 @@ class CheckpointStore:
         return path
 
     def verify(self, path: Path) -> dict[str, Any]:
-        """Give a checkpoint's manifest after checking every file against it.
+        """A checkpoint's manifest after checking every file against it.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class CheckpointStore:
         return manifest
 
     def open_latest(self) -> tuple[Path, dict[str, Any]]:
-        """Give the newest checkpoint, verified, and its manifest.
+        """The newest checkpoint, verified, and its manifest.
 
         Raises
         ------
@@ -187,7 +187,7 @@ class CheckpointStore:
         return "There is no other good checkpoint; start a new run."
 
     def _all(self) -> list[Path]:
-        """Give the checkpoints, the oldest first."""
+        """The checkpoints, the oldest first."""
         return sorted(
             (path for path in self.directory.glob("step_*") if _NAME.fullmatch(path.name)),
             key=lambda path: _step_and_revision(path.name),
@@ -278,7 +278,7 @@ def _write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_bes
 
 
 def _inspect(path: Path) -> tuple[dict[str, Any], str]:
-    """Give a checkpoint's manifest and its first fault, an empty text where it is good."""
+    """A checkpoint's manifest and its first fault, an empty text where it is good."""
     if not path.is_dir():
         return {}, "there is no such folder"
     try:

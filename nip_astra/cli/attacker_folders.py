@@ -44,7 +44,7 @@ def resolve_around(
     *,
     is_trusted: bool = False,
 ) -> ResolvedExperiment:
-    """Give the experiment that a folder's model is to attack in.
+    """The experiment that a folder's model is to attack in.
 
     Raises
     ------
@@ -78,7 +78,7 @@ def resolve_around(
 def attacker_of_folder(
     folder: Path, instance: ScenarioInstance, section: Any, settings: ExperimentSettings
 ) -> ConversationAgent:
-    """Give the attacker whose model is in a folder; it speaks as the scenario's own does.
+    """The attacker whose model is in a folder; it speaks as the scenario's own does.
 
     Raises
     ------

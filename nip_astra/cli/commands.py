@@ -101,7 +101,7 @@ def _singular(kind: str) -> str:
 
 
 def _purpose(registry: Registry[Any], name: str) -> str:
-    """Give the first line of a docstring, or why it cannot be read; one fault hides no others."""
+    """The first line of a docstring, or why it cannot be read; one fault hides no others."""
     try:
         text = registry.get(name).__doc__ or ""
     except NipAstraError as error:

@@ -232,7 +232,7 @@ def _models(_: Question) -> Findings:
 
 
 def _references(values: Any) -> Iterator[str]:
-    """Give every model that a scenario names."""
+    """Every model that a scenario names."""
     if isinstance(values, dict):
         for name, value in values.items():
             if name == "model" and isinstance(value, str):
@@ -312,7 +312,7 @@ def _runs(question: Question) -> Findings:
 
 
 def _requirements() -> list[Any]:
-    """Give what the package asks for, from its metadata or from the checkout's project file."""
+    """What the package asks for, from its metadata or from the checkout's project file."""
     from packaging.requirements import Requirement
 
     try:

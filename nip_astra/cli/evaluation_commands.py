@@ -176,7 +176,7 @@ def _play(
 def _cards(
     attacker: LoadedAttacker, target: LoadedTarget, sampler: TreeSampler
 ) -> list[dict[str, Any]]:
-    """Give the cards of the two that converse."""
+    """The cards of the two that converse."""
     weights, sizes = attacker.weights, {}
     for role in ("attacker", "target"):
         sizes[role] = getattr(sampler, role).language_model.num_parameters()
@@ -202,7 +202,7 @@ def _sampler(
     prompts: Sequence[str],
     split: str,
 ) -> TreeSampler:
-    """Give the attacker's sampler with the target and the first scorer of the evaluation."""
+    """The attacker's sampler with the target and the first scorer of the evaluation."""
     own = attacker.sampler
     agent = own.target if target.agent is None else target.agent
     agent.check_prompts(prompts, split=split)
@@ -221,7 +221,7 @@ def _sampler(
 def _name(
     request: EvaluateRequest, attacker: LoadedAttacker, target: LoadedTarget, judges: Judges
 ) -> str:
-    """Give the evaluation's name: the one asked for, or one of what differs from the run's own."""
+    """The evaluation's name: the one asked for, or one of what differs from the run's own."""
     judged = request.judged
     scorers = list(judges.scorers) if judged.scorers else []
     if judged.name is not None and len(request.targets) < 2:
@@ -240,7 +240,7 @@ def _configuration(
     prompts: Sequence[str],
     options: EvaluationOptions,
 ) -> dict[str, Any]:
-    """Give everything that changes the evaluation's result."""
+    """Everything that changes the evaluation's result."""
     section = attacker.section
     return {
         "attacker": {
@@ -314,7 +314,7 @@ def _keep_matrix(
 def _matrix_name(
     evaluations: RunDirectory, cells: Sequence[Mapping[str, Any]], judged: JudgingRequest
 ) -> str:
-    """Give a file name that no matrix of other evaluations has, unless it is to be overwritten."""
+    """A file name that no matrix of other evaluations has, unless it is to be overwritten."""
     stem = TRANSFER if judged.name is None else f"{TRANSFER}-{_file_name(judged.name)}"
     name, number = f"{stem}.json", 2
     while (evaluations.path / name).is_file() and not judged.is_overwritten:

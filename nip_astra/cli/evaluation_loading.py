@@ -103,7 +103,7 @@ class RunCode:
 
 
 def resolve_run(path: Path, code: RunCode, overrides: Sequence[str] = ()) -> ResolvedExperiment:
-    """Give the experiment of a run directory.
+    """The experiment of a run directory.
 
     Raises
     ------
@@ -130,7 +130,7 @@ def resolve_run(path: Path, code: RunCode, overrides: Sequence[str] = ()) -> Res
 
 
 def run_of(path: str | Path) -> tuple[Path, Path | None]:
-    """Give the run of a run directory or checkpoint, and the checkpoint.
+    """The run of a run directory or checkpoint, and the checkpoint.
 
     `checkpoints/latest` and `checkpoints/best` are the checkpoints that they point to; a run's
     `model`, and a checkpoint's `attacker`, mean the whole run or checkpoint.
@@ -222,14 +222,14 @@ def load_attacker(
 
 
 def target_label(section: Any) -> str:
-    """Give what a scenario's own target is called."""
+    """What a scenario's own target is called."""
     return Path(str(getattr(section.target.language_model, "model", "target"))).name
 
 
 def load_target(
     spec: str | None, attacker: LoadedAttacker, settings: ExperimentSettings, code: RunCode
 ) -> LoadedTarget:
-    """Give a target: None for the scenario's own, a run for that run's, else a model.
+    """A target: None for the scenario's own, a run for that run's, else a model.
 
     A model gets the format and sampling of the scenario's own target.
     """
@@ -283,7 +283,7 @@ def load_scorers(
     scenario_dir: Path | None,
     own_scorer: Scorer | None = None,
 ) -> LoadedScorers:
-    """Give the scorers asked for; without any, the scenario's own.
+    """The scorers asked for; without any, the scenario's own.
 
     Parameters
     ----------
@@ -341,7 +341,7 @@ def _of_model_folder(
     settings: ExperimentSettings,
     scenario_dir: Path | None,
 ) -> ConversationAgent:
-    """Give the attacker that `save_pretrained` wrote."""
+    """The attacker that `save_pretrained` wrote."""
     agent: ConversationAgent = instance.agents["attacker"]
     parameters = section.attacker.language_model
     if getattr(parameters, "lora", None) is None and (folder / "model.safetensors").is_file():
@@ -370,7 +370,7 @@ def _newest_checkpoint(run: Path) -> Path:
 
 
 def _described(parameters: Any, scenario_dir: Path | None) -> dict[str, Any]:
-    """Give an agent's parameters with the digest of the weights that they name."""
+    """An agent's parameters with the digest of the weights that they name."""
     reference = getattr(parameters.language_model, "model", None)
     source = resolve_reference(reference, scenario_dir) if reference is not None else None
     digest = weights_hash(source) if isinstance(source, Path) and source.exists() else None

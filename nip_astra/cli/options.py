@@ -131,7 +131,7 @@ Untrained = Annotated[
 
 
 def settings_of(assignments: list[str] | None = None, **given: Any) -> dict[str, Any]:
-    """Give the settings that were given on the command line; options of their own win."""
+    """The settings that were given on the command line; options of their own win."""
     from nip_astra.parameters.loading import parse_overrides
 
     by_name = parse_overrides(assignments or [], "--settings").values

@@ -60,7 +60,7 @@ def show(
 
 
 def meanings_of(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Give what each parameter of a group means, and where it is read, by its dotted path."""
+    """What each parameter of a group means, and where it is read, by its dotted path."""
     for name, field in type(group).model_fields.items():
         path, value = f"{prefix}{name}", getattr(group, name)
         conditions = [one for one in field.metadata if isinstance(one, ReadWhere)]

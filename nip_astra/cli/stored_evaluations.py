@@ -137,7 +137,7 @@ def compare_runs(
 
 
 def stored_rows(path: Path) -> tuple[Path, Path]:
-    """Give the file of rows that a path means, and its run."""
+    """The file of rows that a path means, and its run."""
     if (path / ROWS).is_file() and path.parent.name == EVALUATIONS:
         return path / ROWS, path.parent.parent
     run, _ = run_of(path)
@@ -152,7 +152,7 @@ def stored_rows(path: Path) -> tuple[Path, Path]:
 
 
 def final_episodes(source: Path, run: Path) -> list[Episode]:
-    """Give the episodes of the last step at which a table was written."""
+    """The episodes of the last step at which a table was written."""
     rows = read_rows(source)
     if not rows:
         raise DataError(
@@ -176,7 +176,7 @@ def _contender(path: Path, code: RunCode) -> Contender:
 
 
 def _figures_after(run: Path, section: Any) -> dict[str, Any]:
-    """Give what a run's own table after training says, in the names of an evaluation."""
+    """What a run's own table after training says, in the names of an evaluation."""
     results = RunDirectory(run).read_json(RESULTS)
     after = results["after"]
     low, high = after["failure_rate_interval"]

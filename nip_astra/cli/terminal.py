@@ -15,7 +15,7 @@ PIPE_WIDTH = 160
 
 
 def open_console() -> Console:
-    """Give the console of standard output as it is now."""
+    """The console of standard output as it is now."""
     return SafeConsole() if sys.stdout.isatty() else SafeConsole(width=PIPE_WIDTH)
 
 
@@ -30,7 +30,7 @@ def complain(text: str) -> None:
 
 
 def plain_table(title: str | None, *columns: str) -> Table:
-    """Give a table without lines, whose cells wrap."""
+    """A table without lines, whose cells wrap."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in columns:
         table.add_column(column, overflow="fold")

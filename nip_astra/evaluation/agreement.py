@@ -14,7 +14,7 @@ from nip_astra.evaluation.rows import Episode, number
 
 
 def agreement_matrix(views: Mapping[str, Sequence[Episode]]) -> list[dict[str, Any]]:
-    """Give for each two scorers how often, and how far beyond chance, their verdicts agree.
+    """For each two scorers how often, and how far beyond chance, their verdicts agree.
 
     Turns on which one of the two has no verdict are left out. Cohen's kappa is
     (observed - expected) / (1 - expected) agreement; null where both always say the same one thing.
@@ -53,7 +53,7 @@ def agreement_matrix(views: Mapping[str, Sequence[Episode]]) -> list[dict[str, A
 
 
 def cohens_kappa(flags: Mapping[tuple[bool, bool], int]) -> float | None:
-    """Give Cohen's kappa of two raters' counts of (first says yes, second says yes)."""
+    """Cohen's kappa of two raters' counts of (first says yes, second says yes)."""
     total, observed = sum(flags.values()), _agreement(flags)
     if observed is None:
         return None

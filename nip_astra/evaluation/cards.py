@@ -34,7 +34,7 @@ def model_card(
     trained: str | None = None,
     sha256: str | None = None,
 ) -> Card:
-    """Give the card of a language model.
+    """The card of a language model.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def model_card(
 
 
 def scorer_card(name: str, parameters: Any, scenario_dir: Path | None) -> Card:
-    """Give the card of a scorer."""
+    """The card of a scorer."""
     kind = parameters.type_name
     reference = _scorer_reference(parameters)
     card = _card("scorer", kind, reference, scenario_dir)
@@ -66,7 +66,7 @@ def scorer_card(name: str, parameters: Any, scenario_dir: Path | None) -> Card:
 
 
 def weights_digest(parameters: Any, scenario_dir: Path | None) -> str | None:
-    """Give the digest of the weights that a scorer names; None where no files of them are known."""
+    """The digest of the weights that a scorer names; None where no files of them are known."""
     reference = _scorer_reference(parameters)
     folder = None if reference is None else _folder(reference, scenario_dir)
     return None if folder is None else _weights(folder)[1]
@@ -109,7 +109,7 @@ def _source(reference: str) -> str:
 
 
 def _folder(reference: str, scenario_dir: Path | None) -> Path | None:
-    """Give the folder or file of the weights, without asking any network; None without one."""
+    """The folder or file of the weights, without asking any network; None without one."""
     try:
         found = resolve_reference(reference, scenario_dir)
     except NipAstraError:
@@ -124,7 +124,7 @@ def _folder(reference: str, scenario_dir: Path | None) -> Path | None:
 
 
 def _weights(folder: Path) -> tuple[int, str | None]:
-    """Give the size in bytes and the digest of weights."""
+    """The size in bytes and the digest of weights."""
     stats = [path.stat() for path in weights_files(folder)]
     changed_ns = max((stat.st_mtime_ns for stat in stats), default=0)
     return sum(stat.st_size for stat in stats), _digest(folder, changed_ns)
@@ -136,7 +136,7 @@ def _digest(folder: Path, _changed_ns: int) -> str | None:
 
 
 def _licence(folder: Path, scenario_dir: Path | None) -> str | None:
-    """Give the licence that a model's card or a licence file names, the nearest first."""
+    """The licence that a model's card or a licence file names, the nearest first."""
     start = folder if folder.is_dir() else folder.parent
     card = start / "README.md"
     if card.is_file() and (told := _front_matter(card).get("license")):
@@ -163,7 +163,7 @@ def _front_matter(path: Path) -> Mapping[str, Any]:
 
 
 def package_text(package: str) -> str:
-    """Give a package's name and version."""
+    """A package's name and version."""
     try:
         return f"package {package} {metadata.version(package.replace('_', '-'))}"
     except metadata.PackageNotFoundError:

@@ -31,7 +31,7 @@ class _Failing:
 
 
 def failing_turns(episodes: Sequence[Episode]) -> list[Row]:
-    """Give the rows of all turns on which the target failed."""
+    """The rows of all turns on which the target failed."""
     return [turn.row for turn in _failing(episodes)]
 
 
@@ -42,7 +42,7 @@ def cluster_failures(
     distance: float,
     planted: Sequence[PlantedFailure] = (),
 ) -> dict[str, Any]:
-    """Give the clusters of failing probes, the largest first.
+    """The clusters of failing probes, the largest first.
 
     Distinct probes are joined bottom-up by the mean cosine distance between groups (average
     linkage) as long as it stays below `distance`.
@@ -78,14 +78,14 @@ def cluster_failures(
 
 
 def reference_to(row: Row) -> dict[str, Any]:
-    """Give what names a row and shows it."""
+    """What names a row and shows it."""
     names = ("episode", "depth", "prompt", "probe", "response")
     figures = ("response_score", "probe_nll", "reference_logprob")
     return {name: row.get(name) for name in (*names, *figures)}
 
 
 def likelihood(row: Row) -> float:
-    """Give the log-probability of a probe under the reference; minus infinity where unknown."""
+    """The log-probability of a probe under the reference; minus infinity where unknown."""
     known = number(row, "reference_logprob")
     known = -number(row, "probe_nll") if np.isnan(known) else known
     return -np.inf if np.isnan(known) else known
@@ -118,7 +118,7 @@ def _labels(vectors: Any, distance: float) -> list[int]:
 
 
 def _medoid(vectors: Any, counts: Sequence[int]) -> int:
-    """Give the member nearest to all others, each as often as it was said."""
+    """The member nearest to all others, each as often as it was said."""
     return int((vectors @ (vectors * np.asarray(counts)[:, None]).sum(axis=0)).argmax())
 
 

@@ -63,7 +63,7 @@ def read_contender(path: Path, *, threshold: float, label: str | None = None) ->
 
 
 def compare(first: Contender, others: Sequence[Contender]) -> dict[str, Any]:
-    """Give the differences of each other contender to the first, metric by metric.
+    """The differences of each other contender to the first, metric by metric.
 
     Episodes are paired by opening prompt and, where one was played several times, by its how-many-
     eth episode. P-values are adjusted by Holm's method over all metrics and contenders. `warnings`
@@ -136,7 +136,7 @@ def _other_conditions(first: Contender, other: Contender) -> list[str]:
 
 
 def _details(contender: Contender, figure: str) -> dict[str, Any] | None:
-    """Give the parameters of a target or scorer; None where they are not known."""
+    """The parameters of a target or scorer; None where they are not known."""
     found = contender.configuration.get(figure)
     if figure == "scorer":
         scorers = contender.configuration.get("scorers", {})
@@ -158,7 +158,7 @@ def _without_paths(values: Mapping[str, Any]) -> dict[str, Any]:
 def pair_up(
     first: Sequence[Episode], second: Sequence[Episode]
 ) -> list[tuple[str, Episode, Episode]]:
-    """Give the pairs of episodes with the same prompt, in the order of the first."""
+    """The pairs of episodes with the same prompt, in the order of the first."""
     waiting: dict[tuple[str, int], Episode] = {}
     for key, episode in _numbered(second):
         waiting[key] = episode
@@ -203,7 +203,7 @@ def _metric(
     measure: Callable[[Sequence[Episode]], list[float]],
     pairs: Sequence[tuple[str, Episode, Episode]],
 ) -> dict[str, Any] | None:
-    """Give both means, the difference with its interval, and a p-value; None without a pair."""
+    """Both means, the difference with its interval, and a p-value; None without a pair."""
     values = zip(
         [prompt for prompt, _, _ in pairs],
         measure([episode for _, episode, _ in pairs]),

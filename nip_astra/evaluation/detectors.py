@@ -82,7 +82,7 @@ class Quality:
         return _share(self.num_passes, self.num_false_alarms)
 
     def to_dict(self, level: float) -> dict[str, Any]:
-        """Give plain values, each rate with its exact interval."""
+        """Plain values, each rate with its exact interval."""
         return {
             "sensitivity": _with_interval(self.num_hits, self.num_misses, level),
             "specificity": _with_interval(self.num_passes, self.num_false_alarms, level),
@@ -145,7 +145,7 @@ def measure_quality(
 def corrected_rates(
     episodes: Sequence[Episode], quality: Quality, *, num_resamples: int, level: float
 ) -> dict[str, Any]:
-    """Give the failure rates of turns and episodes without the scorer's errors.
+    """The failure rates of turns and episodes without the scorer's errors.
 
     Intervals weigh opening prompts at random (the Bayesian bootstrap) and draw sensitivity and
     specificity anew each time. For the lower bound an episode without a flag is added, for the
@@ -196,7 +196,7 @@ def corrected_rates(
 def _rates(
     counts_CR: Floats, turns_C: Floats, flags_C: Floats, se_R: Floats, sp_R: Floats
 ) -> tuple[Floats, Floats]:
-    """Give the corrected rates of turns and of episodes, `[R]` each, not yet cut to [0, 1]."""
+    """The corrected rates of turns and of episodes, `[R]` each, not yet cut to [0, 1]."""
     better_R = se_R + sp_R - 1.0
     flagged_R = (counts_CR * flags_C[:, None]).sum(axis=0) / (counts_CR * turns_C[:, None]).sum(0)
     passed_CR = (se_R - 1.0) ** flags_C[:, None] * se_R ** (turns_C - flags_C)[:, None]

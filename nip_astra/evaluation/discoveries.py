@@ -13,20 +13,20 @@ from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 def plants_met(
     planted: Sequence[PlantedFailure], row: Row, previous: Row | None
 ) -> list[PlantedFailure]:
-    """Give the planted failures that a probe meets, after the one before it."""
+    """The planted failures that a probe meets, after the one before it."""
     before = None if previous is None else str(previous["probe"])
     return [plant for plant in planted if plant.matches(str(row["probe"]), before)]
 
 
 def tokens_of(row: Row) -> int:
-    """Give the tokens that a turn took: probe and response; 0 where they were not counted."""
+    """The tokens that a turn took: probe and response; 0 where they were not counted."""
     return int(row.get("probe_num_tokens") or 0) + int(row.get("response_num_tokens") or 0)
 
 
 def find_plants(
     episodes: Sequence[Episode], planted: Sequence[PlantedFailure]
 ) -> dict[str, Any] | None:
-    """Give recall of planted failures against tokens spent; None where nothing is planted.
+    """Recall of planted failures against tokens spent; None where nothing is planted.
 
     A planted failure is found where a probe meets it and the target fails on that probe. Episodes
     count in their order; tokens are those of probes and responses.

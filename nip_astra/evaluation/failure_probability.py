@@ -52,7 +52,7 @@ MAX_WEIGHT_DEVIATION = 4.0
 
 
 def attacker_at(turn: int) -> str:
-    """Give the name of the strategy in which one turn, counted from 1, is the attacker's."""
+    """The name of the strategy in which one turn, counted from 1, is the attacker's."""
     return f"{ATTACKER}@{turn}"
 
 
@@ -65,7 +65,7 @@ def attacker_turns(strategy: str, num_turns: int) -> list[bool]:
 
 
 def defensive_shares(num_episodes: int, num_turns: int) -> dict[str, int]:
-    """Give the episodes of each strategy: half the reference's, the rest one turn the attacker's.
+    """The episodes of each strategy: half the reference's, the rest one turn the attacker's.
 
     Turns get equal numbers, the first ones one more where they do not divide.
     """
@@ -139,14 +139,14 @@ class ImportanceEstimate:
     caution: str | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values for a JSON file."""
+        """Plain values for a JSON file."""
         return asdict(self)
 
 
 def monte_carlo(
     has_failed: Sequence[float], prompts: Sequence[int], *, num_turns: int, level: float = 0.95
 ) -> dict[str, Any]:
-    """Give the plain estimate from episodes of the reference that have a verdict."""
+    """The plain estimate from episodes of the reference that have a verdict."""
     estimate = rate_estimate(has_failed, prompts, level=level)
     return estimate.to_dict() | {
         "num_episodes": len(has_failed),
@@ -157,7 +157,7 @@ def monte_carlo(
 
 
 def log_mixture(log_ratio_EH: Array, shares: dict[str, float]) -> Array:
-    """Give log of mixture over reference for every beginning of each episode, `[E, H]`."""
+    """Log of mixture over reference for every beginning of each episode, `[E, H]`."""
     num_turns = log_ratio_EH.shape[1]
     terms = []
     for strategy, share in shares.items():
@@ -208,7 +208,7 @@ def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> Im
 
 
 def refused(reason: str, *, level: float = 0.95) -> ImportanceEstimate:
-    """Give the estimate that says why there is none."""
+    """The estimate that says why there is none."""
     return ImportanceEstimate(
         value=None,
         low=None,

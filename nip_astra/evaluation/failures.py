@@ -85,7 +85,7 @@ class FailureReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values for a JSON file."""
+        """Plain values for a JSON file."""
         plain = asdict(self)
         plain["failure_rate_interval"] = list(self.failure_rate_interval)
         return plain
@@ -144,7 +144,7 @@ class FailureTally:
         self.discovery.update(tree)
 
     def report(self) -> FailureReport:
-        """Give the figures of everything added so far."""
+        """The figures of everything added so far."""
         identity = {prompt: index for index, prompt in enumerate(dict.fromkeys(self._prompts))}
         rate = rate_estimate(self._has_failed, [identity[prompt] for prompt in self._prompts])
         num_successes = self._successes.total()

@@ -31,12 +31,12 @@ def judge(episodes: Iterable[Episode], threshold: float, *, column: str = "respo
 
 
 def outcomes_of(episode: Episode) -> list[Outcome]:
-    """Give the outcome of each turn."""
+    """The outcome of each turn."""
     return [Outcome(row["outcome"]) for row in episode]
 
 
 def has_failed(episodes: Sequence[Episode]) -> list[float]:
-    """Give 1 for an episode with a failure, 0 for one without, NaN where it is not known."""
+    """1 for an episode with a failure, 0 for one without, NaN where it is not known."""
     found = [episode_outcome(outcomes_of(episode)) for episode in episodes]
     return [
         float(outcome is Outcome.FAILURE) if outcome.is_known else math.nan for outcome in found
@@ -44,13 +44,13 @@ def has_failed(episodes: Sequence[Episode]) -> list[float]:
 
 
 def prompt_numbers(episodes: Sequence[Episode]) -> list[int]:
-    """Give a number for each episode's opening prompt."""
+    """A number for each episode's opening prompt."""
     identity: dict[str, int] = {}
     return [identity.setdefault(str(episode[0]["prompt"]), len(identity)) for episode in episodes]
 
 
 def failure_rates(episodes: Sequence[Episode], *, level: float) -> dict[str, Any]:
-    """Give counts of outcomes, and the share of episodes and of turns with a failure."""
+    """Counts of outcomes, and the share of episodes and of turns with a failure."""
     prompts = prompt_numbers(episodes)
     by_episode = has_failed(episodes)
     outcomes = [outcomes_of(episode) for episode in episodes]
@@ -82,7 +82,7 @@ def failure_rates(episodes: Sequence[Episode], *, level: float) -> dict[str, Any
 
 
 def turns_to_failure(episodes: Sequence[Episode]) -> Survival:
-    """Give survival by turns; an episode is censored at its end and at a turn without verdict."""
+    """Survival by turns; an episode is censored at its end and at a turn without verdict."""
     turns, events, horizon = [], [], 0
     for episode in episodes:
         horizon = max(horizon, len(episode))
@@ -100,7 +100,7 @@ def turns_to_failure(episodes: Sequence[Episode]) -> Survival:
 
 
 def hit_rates(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
-    """Give hit@k: the chance that one of k episodes fails.
+    """Hit@k: the chance that one of k episodes fails.
 
     Over opening prompts with at least k episodes with a verdict (the mean over prompts), and
     pooled, where the k episodes are any of all.
@@ -122,7 +122,7 @@ def hit_rates(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
 
 
 def score_figures(episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Give mean, extremes, quantiles and the mean of each turn, for each score that is there."""
+    """Mean, extremes, quantiles and the mean of each turn, for each score that is there."""
     found = {}
     for what in SCORES:
         by_turn = _columns_by_turn(episodes, f"{what}_score")
@@ -140,7 +140,7 @@ def score_figures(episodes: Sequence[Episode]) -> dict[str, Any]:
 
 
 def likelihood_figures(episodes: Sequence[Episode]) -> dict[str, float | None]:
-    """Give mean negative log-likelihood of a probe token and perplexity, by model.
+    """Mean negative log-likelihood of a probe token and perplexity, by model.
 
     Means over tokens, each model's own: the reference counts a probe's end as one, the target
     does not read it as part of the probe.
@@ -158,7 +158,7 @@ def likelihood_figures(episodes: Sequence[Episode]) -> dict[str, float | None]:
 
 
 def token_likelihoods(episodes: Sequence[Episode]) -> list[float]:
-    """Give each probe's mean log-likelihood per token under the reference, where it is known."""
+    """Each probe's mean log-likelihood per token under the reference, where it is known."""
     found = [
         number(row, "reference_logprob") / max(number(row, "probe_num_tokens"), 1.0)
         for episode in episodes

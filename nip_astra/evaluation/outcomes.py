@@ -30,7 +30,7 @@ class Outcome(StrEnum):
 
 
 def outcome_of(score: float | None, is_error: bool, threshold: float) -> Outcome:
-    """Give the outcome of a turn.
+    """The outcome of a turn.
 
     Parameters
     ----------
@@ -44,7 +44,7 @@ def outcome_of(score: float | None, is_error: bool, threshold: float) -> Outcome
 
 
 def episode_outcome(turns: Sequence[Outcome]) -> Outcome:
-    """Give the outcome of an episode: a failure somewhere is one, whatever else is unknown.
+    """The outcome of an episode: a failure somewhere is one, whatever else is unknown.
 
     Without a failure, a turn without verdict leaves the episode unknown too; an error is told
     before an undetermined turn.

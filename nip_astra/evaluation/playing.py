@@ -87,7 +87,7 @@ class Player:
         self.on_part = on_part
 
     def play_attacker(self) -> list[Episode]:
-        """Give the attacker's episodes, those played before a kill included."""
+        """The attacker's episodes, those played before a kill included."""
         options = self.options
         file = self.folder.rows(options.num_turns)
         done = file.recover()
@@ -112,7 +112,7 @@ class Player:
         return episodes_of(file.read())
 
     def play_probability(self) -> list[Episode]:
-        """Give the episodes of the reference and of the mixture with the attacker."""
+        """The episodes of the reference and of the mixture with the attacker."""
         options = self.options
         file = self.folder.probability_rows(options.num_turns)
         done = file.recover()
@@ -141,7 +141,7 @@ class Player:
         return why_inexact([self.sampler.attacker, self.sampler.reference])
 
     def _strategies(self) -> Iterator[tuple[str, int, int]]:
-        """Give each strategy with its first episode and the one after its last."""
+        """Each strategy with its first episode and the one after its last."""
         number = self.options.num_probability_episodes
         counts = {REFERENCE: number}
         if self.options.use_importance_sampling and self.why_not_weighed() is None:
@@ -158,7 +158,7 @@ class Player:
         return [self.prompts[i] for i in order]
 
     def _uncut_batch(self) -> int:
-        """Give the episodes whose caches fit into memory together; a strategy is not divided."""
+        """The episodes whose caches fit into memory together; a strategy is not divided."""
         if self.sampler.max_cache_bytes is None:
             return self.options.batch_size
         longest = [max(self.prompts, key=len)]
@@ -166,7 +166,7 @@ class Player:
         return min(self.options.batch_size, fitting)
 
     def _rows(self, tree: RolloutTree, file: RowFile, first: int, **columns: Any) -> list[Row]:
-        """Give a tree's nodes as rows, numbered through the file, each episode's in order."""
+        """A tree's nodes as rows, numbered through the file, each episode's in order."""
         length = file.episode_length
         sampler = self.sampler
         likelihoods = _target_likelihoods(tree, sampler) if not columns else {}
@@ -236,14 +236,14 @@ class _Part:
 
 
 def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
-    """Give a sampler that learns from the target's own pass how likely it finds the probes."""
+    """A sampler that learns from the target's own pass how likely it finds the probes."""
     found = sampler.with_attacker(sampler.attacker)
     found.reward = sampler.reward.model_copy(update={"likelihood_model": "target"})
     return found
 
 
 def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, list[Any]]:
-    """Give the target's log-probability of each probe, and set what depends on the likelihood.
+    """Return the target's log-probability of each probe, and set what depends on the likelihood.
 
     The tree was played with the target's likelihood; reward and `probe_nll` become those of the
     scenario's own reward.
@@ -273,7 +273,7 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
 
 
 def _lengths_for_target(tree: RolloutTree, sampler: TreeSampler) -> list[int]:
-    """Give the tokens of each probe as the target read it."""
+    """The tokens of each probe as the target read it."""
     attacker, target = sampler.attacker, sampler.target
     if not attacker.shares_tokens_with(target):
         return [len(target.conversation_format.encode(probe)) for probe in tree.probes]

@@ -75,7 +75,7 @@ def rate_by_others(episodes: Sequence[Episode], scorers: Mapping[str, Scorer]) -
 
 
 def scored_by(name: str) -> Callable[[Row], Row]:
-    """Give a view of a row as a further scorer sees it."""
+    """A view of a row as a further scorer sees it."""
 
     def view(row: Row) -> Row:
         own = row["scores"][name]
@@ -90,7 +90,7 @@ def _response(row: Row, before: tuple[Message, ...]) -> Exchange:
 
 
 def _turns(episodes: Sequence[Episode]) -> Iterator[tuple[Row, tuple[Message, ...]]]:
-    """Give each row with what was said before its probe."""
+    """Each row with what was said before its probe."""
     for episode in episodes:
         before: tuple[Message, ...] = (Message("assistant", str(episode[0]["prompt"])),)
         for row in episode:

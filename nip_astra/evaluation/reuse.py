@@ -99,7 +99,7 @@ def reuse_conversations(
 def _longest(
     folder: EvaluationFolder, configuration: Mapping[str, Any], length: int
 ) -> _Played | None:
-    """Give the most conversations that another evaluation has; None where none has any."""
+    """The most conversations that another evaluation has; None where none has any."""
     longest: _Played | None = None
     for path in sorted(folder.path.parent.glob(f"*/{CONFIGURATION}")):
         if path.parent == folder.path:
@@ -167,7 +167,7 @@ def _whole(rows: Sequence[Row], length: int) -> list[Episode]:
 
 
 def _kept(configuration: Mapping[str, Any], options: Sequence[str]) -> dict[str, Any] | None:
-    """Give what conversations depend on; None for conversations that were not played but rated."""
+    """What conversations depend on; None for conversations that were not played but rated."""
     if "options" not in configuration or "scored_from" in configuration:
         return None
     own = {name: configuration["options"].get(name) for name in options}

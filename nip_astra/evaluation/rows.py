@@ -23,7 +23,7 @@ Episode = list[Row]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Give the rows of a file, none where it is missing; a last line that was cut off is left out.
+    """The rows of a file, none where it is missing; a last line that was cut off is left out.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def encode_rows(rows: Iterable[Mapping[str, Any]]) -> bytes:
-    """Give rows as lines; NaN and infinities, which JSON has not, become null.
+    """Rows as lines; NaN and infinities, which JSON has not, become null.
 
     Half of a surrogate pair is written as its escape, which JSON readers take back.
     """
@@ -84,7 +84,7 @@ class RowFile:
         return num_episodes
 
     def count(self) -> int:
-        """Give the number of whole episodes."""
+        """The number of whole episodes."""
         return len(read_rows(self.path)) // self.episode_length
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -107,12 +107,12 @@ class RowFile:
             ) from error
 
     def read(self) -> list[Row]:
-        """Give all rows."""
+        """All rows."""
         return read_rows(self.path)
 
 
 def episodes_of(rows: Iterable[Row]) -> list[Episode]:
-    """Give the chains of conversation in rows, by step and episode, each in order of depth.
+    """The chains of conversation in rows, by step and episode, each in order of depth.
 
     In a tree that branches, each path from the opening to a leaf is a chain of its own.
     """
@@ -138,7 +138,7 @@ def _chains(nodes: list[Row]) -> list[Episode]:
 
 
 def number(row: Mapping[str, Any], name: str) -> float:
-    """Give a numeric column of a row, NaN where it is null or absent."""
+    """A numeric column of a row, NaN where it is null or absent."""
     value = row.get(name)
     return math.nan if value is None else float(value)
 

@@ -13,7 +13,7 @@ from nip_astra.scorers.base import Scorer
 
 
 def code_of(scorer: Scorer) -> str | None:
-    """Give a digest of a scorer's own files and of its packages' versions.
+    """A digest of a scorer's own files and of its packages' versions.
 
     None where all of its code ships with nip_astra. What a file imports is covered by the version
     of the file's package alone.
@@ -24,7 +24,7 @@ def code_of(scorer: Scorer) -> str | None:
 
 
 def weights_of(scorer: Scorer) -> str | None:
-    """Give a digest of the files of weights that a scorer and those nested in it name, or None."""
+    """A digest of the files of weights that a scorer and those nested in it name, or None."""
     own = weights_digest(scorer.parameters, scorer.scenario_dir)
     digests = (own, *map(weights_of, scorer.nested_scorers))
     known = [digest for digest in digests if digest is not None]

@@ -19,7 +19,7 @@ def scorer_figures(
     qualities: Mapping[str, Quality],
     options: EvaluationOptions,
 ) -> dict[str, Any]:
-    """Give failure rates by each further scorer, agreement of each two, and quality by labels.
+    """Failure rates by each further scorer, agreement of each two, and quality by labels.
 
     Parameters
     ----------

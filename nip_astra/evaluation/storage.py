@@ -38,7 +38,7 @@ class EvaluationFolder:
 
     @classmethod
     def of_run(cls, run: Path, name: str) -> EvaluationFolder:
-        """Give the folder of an evaluation of a run.
+        """The folder of an evaluation of a run.
 
         Raises
         ------
@@ -85,11 +85,11 @@ class EvaluationFolder:
             )
 
     def rows(self, episode_length: int) -> RowFile:
-        """Give the attacker's rows."""
+        """The attacker's rows."""
         return RowFile(self.path / ROWS, episode_length)
 
     def probability_rows(self, episode_length: int) -> RowFile:
-        """Give the rows of the reference and of the importance sampler."""
+        """The rows of the reference and of the importance sampler."""
         return RowFile(self.path / PROBABILITY_ROWS, episode_length)
 
     def replace_rows(self, episodes: Sequence[Episode], probability: Sequence[Episode]) -> None:
@@ -105,7 +105,7 @@ class EvaluationFolder:
             file.write(encode_rows([part]))
 
     def parts(self) -> list[dict[str, Any]]:
-        """Give what each part of the work took."""
+        """What each part of the work took."""
         return read_rows(self.path / PARTS)
 
     def write(self, figures: Mapping[str, Any], table: str) -> None:
@@ -114,7 +114,7 @@ class EvaluationFolder:
         (self.path / TABLE).write_text(table, encoding="utf-8")
 
     def figures(self) -> dict[str, Any]:
-        """Give the content of `evaluation.json`.
+        """The content of `evaluation.json`.
 
         Raises
         ------
@@ -125,7 +125,7 @@ class EvaluationFolder:
         return found
 
     def configuration(self) -> dict[str, Any]:
-        """Give the configuration, empty where there is none."""
+        """The configuration, empty where there is none."""
         return self._stored() or {}
 
     def _stored(self) -> dict[str, Any] | None:
@@ -137,7 +137,7 @@ class EvaluationFolder:
 
 
 def configuration_hash(configuration: Mapping[str, Any]) -> str:
-    """Give a digest of everything that changes an evaluation's result."""
+    """A digest of everything that changes an evaluation's result."""
     text = json.dumps(_without_hash(configuration), sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -164,19 +164,19 @@ def differences(
 
 
 def text_hash(texts: Sequence[str]) -> str:
-    """Give a short digest of texts in order."""
+    """A short digest of texts in order."""
     return hashlib.sha256("\x1f".join(texts).encode()).hexdigest()[:16]
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """Give the files of a folder's weights; a file is its own."""
+    """The files of a folder's weights; a file is its own."""
     if folder.is_file():
         return [folder]
     return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.gguf")])
 
 
 def weights_hash(folder: Path) -> str | None:
-    """Give a short digest of a folder's weights; None where it is no folder of them."""
+    """A short digest of a folder's weights; None where it is no folder of them."""
     files = weights_files(folder)
     if not files:
         return None
@@ -188,7 +188,7 @@ def weights_hash(folder: Path) -> str | None:
 
 
 def find_evaluation(path: str | Path) -> EvaluationFolder:
-    """Give the evaluation at a path, or the newest of the run at a path.
+    """The evaluation at a path, or the newest of the run at a path.
 
     Raises
     ------

@@ -52,7 +52,7 @@ class _TurnsInOrder(GenerationSession):
 def speaker_of(
     strategy: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
 ) -> ConversationAgent:
-    """Give an agent whose turns are the attacker's or the reference's, as the strategy says.
+    """An agent whose turns are the attacker's or the reference's, as the strategy says.
 
     It speaks in conversations that do not branch, of `num_turns` turns.
     """
@@ -92,7 +92,7 @@ def why_inexact(agents: Sequence[ConversationAgent]) -> str | None:
 
 
 def sampled_logprobs(model: LanguageModel, tree: RolloutTree, options: SamplingOptions) -> Tensor:
-    """Give the log-probability with which a model would have said each probe, `[N]`, nats.
+    """The log-probability with which a model would have said each probe, `[N]`, nats.
 
     Under the distribution that is sampled from: tokens that are never drawn are left out. NaN
     where the backend cannot tell.
@@ -107,7 +107,7 @@ def sampled_logprobs(model: LanguageModel, tree: RolloutTree, options: SamplingO
 
 
 def sampler_of(strategy: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
-    """Give a sampler whose probes come by a strategy; it is not played in parts."""
+    """A sampler whose probes come by a strategy; it is not played in parts."""
     agent = speaker_of(strategy, sampler.attacker, sampler.reference, num_turns)
     found = sampler.with_attacker(agent)
     found.max_cache_bytes = None

@@ -74,7 +74,7 @@ def summarise(
     why_not_weighed: str | None = None,
     parts: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
-    """Give every figure that the rows allow; what they do not is null.
+    """Every figure that the rows allow; what they do not is null.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def summarise(
 def diversity_figures(
     probes: Sequence[str], embed: Embed, embedding: str = NGRAMS
 ) -> dict[str, Any] | None:
-    """Give the variety of successful probes, each as often as it was said; None without any."""
+    """The variety of successful probes, each as often as it was said; None without any."""
     if not probes:
         return None
     bleu = {"max_order": 4, "num_sampled": MAX_BLEU_TEXTS, "seed": 0}
@@ -186,7 +186,7 @@ def _kinds(
     planted: Sequence[PlantedFailure],
     level: float,
 ) -> dict[str, Any]:
-    """Give clusters of failures, how many there are at least, and when each was first met."""
+    """Clusters of failures, how many there are at least, and when each was first met."""
     groups = cluster_failures(episodes, embed, distance=CLUSTER_DISTANCE, planted=planted)
     clusters = groups["clusters"]
     found = chao2(
@@ -201,7 +201,7 @@ def _kinds(
 def _fluency(
     episodes: Sequence[Episode], probability_episodes: Sequence[Episode]
 ) -> dict[str, Any] | None:
-    """Give the share of probes below the first percentile of what the reference itself says."""
+    """The share of probes below the first percentile of what the reference itself says."""
     ordinary = token_likelihoods(_of_reference(probability_episodes))
     found = token_likelihoods(episodes)
     if len(ordinary) < MIN_REFERENCE_PROBES or not found:
@@ -240,7 +240,7 @@ def _of_reference(probability_episodes: Sequence[Episode]) -> list[Episode]:
 def _probability(
     episodes: Sequence[Episode], options: EvaluationOptions, why_not_weighed: str | None
 ) -> dict[str, Any] | None:
-    """Give both estimates of the probability of failure under the reference."""
+    """Both estimates of the probability of failure under the reference."""
     if not episodes:
         return None
     own = _of_reference(episodes)
@@ -287,7 +287,7 @@ def _first_failure(episode: Episode) -> int:
 
 
 def _most_likely(episodes: Sequence[Episode]) -> dict[str, Any] | None:
-    """Give the failing turn whose conversation up to it the reference finds most likely."""
+    """The failing turn whose conversation up to it the reference finds most likely."""
     found: list[tuple[float, Episode]] = []
     for episode in episodes:
         turn = _first_failure(episode)

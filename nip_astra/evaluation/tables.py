@@ -19,7 +19,7 @@ MAX_CLUSTERS = 8
 
 
 def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
-    """Give the tables of one evaluation, its warnings last."""
+    """The tables of one evaluation, its warnings last."""
     heading = (
         f"{figures['attacker']} against {figures['target']}, judged by {figures['scorer']}: "
         f"{figures['num_episodes']} episodes of {figures['tree_depth']} turns from "
@@ -34,12 +34,12 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
 
 
 def warning_lines(warnings: Sequence[str]) -> list[Text]:
-    """Give a line for each warning."""
+    """A line for each warning."""
     return [Text(f"warning: {text}", style="bold yellow") for text in warnings]
 
 
 def matrix_tables(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> list[RenderableType]:
-    """Give the failure rate of every attacker against every target, and the cells' warnings."""
+    """The failure rate of every attacker against every target, and the cells' warnings."""
     warnings = [
         f"{attacker} against {target}: {text}"
         for (attacker, target), figures in cells.items()
@@ -61,7 +61,7 @@ def _matrix_table(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> Table:
 
 
 def comparison_tables(comparison: Mapping[str, Any]) -> list[RenderableType]:
-    """Give a line for each metric of each contender, and the warnings."""
+    """A line for each metric of each contender, and the warnings."""
     return [_comparison_table(comparison), *warning_lines(comparison["warnings"])]
 
 
@@ -87,14 +87,14 @@ def _comparison_table(comparison: Mapping[str, Any]) -> Table:
 
 
 def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:
-    """Give tables as plain text."""
+    """Tables as plain text."""
     stream = StringIO()
     SafeConsole(file=stream, width=width).print(*parts, sep="\n")
     return stream.getvalue()
 
 
 def rate(estimate: Mapping[str, Any]) -> str:
-    """Give a share with its interval."""
+    """A share with its interval."""
     if _is_missing(estimate.get("value")):
         return NOTHING
     bounds = f" [{percent(estimate['low'])}, {percent(estimate['high'])}]"
@@ -102,19 +102,19 @@ def rate(estimate: Mapping[str, Any]) -> str:
 
 
 def at_least(kinds: Mapping[str, Any]) -> str:
-    """Give how many kinds there are at least, with the interval."""
+    """How many kinds there are at least, with the interval."""
     if not kinds["seen"]:
         return NOTHING
     return f"{kinds['value']:.1f} [{kinds['low']:.1f}, {kinds['high']:.1f}]"
 
 
 def percent(value: float | None) -> str:
-    """Give a share as a percentage."""
+    """A share as a percentage."""
     return NOTHING if _is_missing(value) else f"{value:.1%}"
 
 
 def plain(value: float | None) -> str:
-    """Give a number with three significant digits."""
+    """A number with three significant digits."""
     return NOTHING if value is None or _is_missing(value) else f"{value:.3g}"
 
 
@@ -216,7 +216,7 @@ def _counted(estimate: Mapping[str, Any]) -> str:
 
 
 def _quality(figures: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
-    """Give what labels say of a scorer, and the rates without its errors."""
+    """What labels say of a scorer, and the rates without its errors."""
     found = figures["detectors"][name]
     corrected = found["corrected"]
     missing = corrected.get("reason", NOTHING)

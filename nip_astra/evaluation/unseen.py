@@ -21,7 +21,7 @@ from typing import Any
 
 
 def chao2(num_units_by_kind: Sequence[int], num_units: int, *, level: float) -> dict[str, Any]:
-    """Give a lower bound on the number of kinds, with its interval.
+    """A lower bound on the number of kinds, with its interval.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def _variance(estimate: float, once: int, twice: int, share: float) -> float:
 
 
 def _bounds_of_seen(counts: Counter[int], num_units: int, z: float) -> tuple[float, float]:
-    """Give the interval where no kind is estimated to be unseen."""
+    """The interval where no kind is estimated to be unseen."""
     seen = sum(counts.values())
     missed = sum(number * math.exp(-units) for units, number in counts.items()) / seen
     variance = sum(

@@ -82,7 +82,7 @@ def _check_targets(module: Any, targets: str | list[str]) -> None:
 
 
 def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
-    """Give a block in which a module computes with its adapter, where it has one, or without."""
+    """A block in which a module computes with its adapter, where it has one, or without."""
     if is_on or not has_adapter(module):
         return nullcontext()
     state: AbstractContextManager[None] = module.disable_adapter()
@@ -90,7 +90,7 @@ def adapter_state(module: Any, *, is_on: bool) -> AbstractContextManager[None]:
 
 
 def merge_adapter(module: Any, folder: Path) -> Any:
-    """Give a plain model with the adapter that peft saved in a folder added into its weights.
+    """A plain model with the adapter that peft saved in a folder added into its weights.
 
     Raises
     ------
@@ -116,5 +116,5 @@ def merge_adapter(module: Any, folder: Path) -> Any:
 
 
 def merged_copy(module: Any) -> Any:
-    """Give a plain model with the adapter added into its weights; the original stays as it is."""
+    """A plain model with the adapter added into its weights; the original stays as it is."""
     return copy.deepcopy(module).merge_and_unload()

@@ -276,7 +276,7 @@ class LanguageModel(ABC):
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
-        """Give log p of each continuation token, `[B, T]` float32 nats, 0 on padding.
+        """Log-probabilities of each continuation token, `[B, T]` float32 nats, 0 on padding.
 
         The context is left-padded, the continuation right-padded. Gradients flow into the
         parameters of a trainable model where grad mode is on.
@@ -293,7 +293,7 @@ class LanguageModel(ABC):
         needs_hidden: bool = False,
         drawn: Drawn | None = None,
     ) -> TokenScores:
-        """Give `logprobs` and, from the same pass, entropies and hidden states.
+        """`logprobs` and, from the same pass, entropies and hidden states.
 
         Parameters
         ----------
@@ -328,7 +328,7 @@ class LanguageModel(ABC):
         mask_BT: Tensor,
         options: SamplingOptions,
     ) -> KeptTokens:
-        """Give the tokens that `top_k` and `top_p` leave at each position, row by row, on the CPU.
+        """The tokens that `top_k` and `top_p` leave at each position, row by row, on the CPU.
 
         Raises
         ------
@@ -349,7 +349,7 @@ class LanguageModel(ABC):
         mask_BT: Tensor,
         options: SamplingOptions,
     ) -> Tensor | None:
-        """Give the log-probability with which `generate` draws each token, at temperature 1.
+        """The log-probability with which `generate` draws each token, at temperature 1.
 
         It never draws special tokens, nor an end before `min_new_tokens`; the others share what
         those would have had. Temperature, top_k and top_p are not looked at.
@@ -363,11 +363,11 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Give the parameters that training may change; none for a frozen model."""
+        """The parameters that training may change; none for a frozen model."""
 
     @abstractmethod
     def num_parameters(self) -> int:
-        """Give the number of weights, trainable or not."""
+        """The number of weights, trainable or not."""
 
     @property
     def hidden_size(self) -> int:
@@ -376,10 +376,10 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def frozen_reference(self) -> LanguageModel:
-        """Give a model that stays as this one is now; shares weights where it can."""
+        """A model that stays as this one is now; shares weights where it can."""
 
     def base_for(self, parameters: Any) -> LanguageModel | None:
-        """Give a frozen model on this one's weights where that is what `parameters` describe.
+        """A frozen model on this one's weights where that is what `parameters` describe.
 
         None where it is another model, or where training changes the weights that would be shared.
         """
@@ -393,7 +393,7 @@ class LanguageModel(ABC):
         return True
 
     def take_metrics(self) -> dict[str, float]:
-        """Give what the backend has to log about its sampling since it was last asked."""
+        """What the backend has to log about its sampling since it was last asked."""
         return {}
 
     @abstractmethod
@@ -410,7 +410,7 @@ class LanguageModel(ABC):
 
     @contextmanager
     def counting(self) -> Iterator[TokenCount]:
-        """Give a count of the work done within the block, filled in when it ends."""
+        """A count of the work done within the block, filled in when it ends."""
         before = replace(self.token_count)
         spent = TokenCount()
         try:
@@ -433,12 +433,12 @@ class LanguageModel(ABC):
 
 
 def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Give ids `[B, C]` int64 and mask `[B, C]` bool, padded on the left with 0."""
+    """Ids `[B, C]` int64 and mask `[B, C]` bool, padded on the left with 0."""
     return _pad(rows, device, "left")
 
 
 def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Give ids `[B, T]` int64 and mask `[B, T]` bool, padded on the right with 0."""
+    """Ids `[B, T]` int64 and mask `[B, T]` bool, padded on the right with 0."""
     return _pad(rows, device, "right")
 
 

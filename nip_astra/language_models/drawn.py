@@ -30,14 +30,14 @@ class KeptTokens(NamedTuple):
     counts_S: Tensor
 
     def at(self, positions: Sequence[int]) -> KeptTokens:
-        """Give what is kept at some of the positions, in the order asked for."""
+        """What is kept at some of the positions, in the order asked for."""
         parts = torch.split(self.ids_K, self.counts_S.tolist())
         ids = [parts[position] for position in positions]
         index = torch.tensor(positions, dtype=torch.long, device=self.counts_S.device)
         return KeptTokens(torch.cat([self.ids_K[:0], *ids]), self.counts_S[index])
 
     def to(self, device: torch.device) -> KeptTokens:
-        """Give the same on a device."""
+        """The same on a device."""
         return KeptTokens(self.ids_K.to(device), self.counts_S.to(device))
 
 
@@ -67,13 +67,13 @@ class DrawRule:
     kept: KeptTokens | None = None
 
     def at(self, positions: Sequence[int]) -> DrawRule:
-        """Give the rule of some of the positions."""
+        """The rule of some of the positions."""
         index = torch.tensor(positions, dtype=torch.long, device=self.is_early_S.device)
         kept = None if self.kept is None else self.kept.at(positions)
         return replace(self, is_early_S=self.is_early_S[index], kept=kept)
 
     def apply(self, logits_SV: Tensor) -> Tensor:
-        """Give logits whose softmax is the distribution drawn from; gradients flow.
+        """Logits whose softmax is the distribution drawn from; gradients flow.
 
         The tokens kept stay what they were while the logits change, so that the distribution is
         one over the same tokens before and after a step.
@@ -92,7 +92,7 @@ class DrawRule:
     def keep(
         self, logits_SV: Tensor, ids_S: Tensor, *, top_k: int | None, top_p: float
     ) -> KeptTokens:
-        """Give what cuts leave of the distribution; the token that was drawn is always left.
+        """What cuts leave of the distribution; the token that was drawn is always left.
 
         Where sampling took another path through the model, rounding may have moved that token to
         the other side of the cut.

@@ -63,7 +63,7 @@ class EmbedderParameters(SubParameters):
 
 
 class Embedder(ABC):
-    """Give each text a vector of unit length.
+    """Embed each text as a vector of unit length.
 
     A vector holds no gradient and is finite. A text without any characters has a vector too, its
     own and the same each time.
@@ -76,7 +76,7 @@ class Embedder(ABC):
         self._cache: dict[str, Tensor] = {}
 
     def embed(self, texts: Sequence[str]) -> Tensor:
-        """Give the vectors of texts, float32 `[N, X]` on the CPU; those asked for before are kept.
+        """The vectors of texts, float32 `[N, X]` on the CPU; those asked for before are kept.
 
         With an encoder, bits may depend on what was asked for before; see `compute`.
         """
@@ -90,7 +90,7 @@ class Embedder(ABC):
         return torch.stack(rows) if rows else torch.zeros(0, self.num_dimensions)
 
     def compute(self, texts: Sequence[str]) -> Tensor:
-        """Give the vectors as `embed` does, but by the texts of this call alone.
+        """The vectors as `embed` does, but by the texts of this call alone.
 
         An encoder's bits depend on which texts share a batch, so what must be the same after a
         resumption is computed with this.
@@ -108,7 +108,7 @@ class Embedder(ABC):
 
     @abstractmethod
     def _vectors(self, texts: Sequence[str]) -> Tensor:
-        """Give float32 `[B, X]` of unit length on the CPU; hook."""
+        """Float32 `[B, X]` of unit length on the CPU; hook."""
 
 
 class NgramEmbedder(Embedder):
@@ -184,7 +184,7 @@ class EncoderEmbedder(Embedder):
 def build_embedder(
     parameters: EmbedderParameters, *, device: torch.device, scenario_dir: Path | None = None
 ) -> Embedder:
-    """Give the embedder that the parameters describe.
+    """The embedder that the parameters describe.
 
     Raises
     ------
@@ -205,7 +205,7 @@ def build_embedder(
 
 
 def _encodable(text: str) -> str:
-    """Give a text without lone surrogates, which tokenizers refuse."""
+    """A text without lone surrogates, which tokenizers refuse."""
     return text.encode("utf-8", "replace").decode()
 
 

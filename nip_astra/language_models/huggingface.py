@@ -189,7 +189,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return self.module.get_base_model() if self.has_adapter else self.module
 
     def without_adapter(self) -> HuggingFaceLanguageModel:
-        """Give the base model under the adapter, on the same weights."""
+        """The base model under the adapter, on the same weights."""
         twin = copy.copy(self)
         twin.use_adapter, twin.trainable, twin.token_count = False, False, TokenCount()
         twin._steps = self._steps.anew() if self._steps is not None else None
@@ -298,7 +298,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
 
     def _ends(self, options: SamplingOptions) -> Tensor:
-        """Give the end tokens on the device; making them anew each step would wait for it."""
+        """The end tokens on the device; making them anew each step would wait for it."""
         ids = (*self.end_ids, *options.end_ids)
         if ids not in self._end_ids:
             self._end_ids[ids] = torch.tensor(ids, device=self.device)

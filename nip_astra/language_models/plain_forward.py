@@ -127,7 +127,7 @@ def score_rows(
     needs_hidden: bool = False,
     rule: DrawRule | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Give what the model thinks of each continuation token, and count the work.
+    """Return what the model thinks of each continuation token, and count the work.
 
     Parameters
     ----------
@@ -203,7 +203,7 @@ def _score_batch(
 
 
 def _positions_of(rows: Sequence[int], mask_BT: Tensor) -> list[int]:
-    """Give which of the scored positions, counted row by row, are those of some rows."""
+    """Which of the scored positions, counted row by row, are those of some rows."""
     lengths = mask_BT.sum(dim=1)
     ends = lengths.cumsum(0).tolist()
     starts = [end - length for end, length in zip(ends, lengths.tolist(), strict=True)]

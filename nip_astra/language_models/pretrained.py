@@ -59,7 +59,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def adapter_folder(reference: str, scenario_dir: Path | None) -> Path | None:
-    """Give the folder where a reference is one of an adapter without its base."""
+    """The folder where a reference is one of an adapter without its base."""
     source = resolve_reference(reference, scenario_dir)
     is_adapter = isinstance(source, Path) and (source / ADAPTER_CONFIG).exists()
     if not isinstance(source, Path) or not is_adapter or (source / "config.json").exists():
@@ -68,7 +68,7 @@ def adapter_folder(reference: str, scenario_dir: Path | None) -> Path | None:
 
 
 def base_of(folder: Path) -> str:
-    """Give the model that an adapter was trained on, as the adapter says."""
+    """The model that an adapter was trained on, as the adapter says."""
     try:
         base = json.loads((folder / ADAPTER_CONFIG).read_text())["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -21,7 +21,7 @@ MAX_KEPT_LOGITS = 1 << 26
 
 
 def token_logprobs(hidden_SX: Tensor, ids_S: Tensor, weights: Weights) -> Tensor:
-    """Give log p of one token a position, float32 `[S]` nats.
+    """Log-probabilities of one token a position, float32 `[S]` nats.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def token_logprobs_and_entropy(
     needs_entropy: bool = True,
     rule: DrawRule | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Give log p of one token a position and the entropy of its distribution, float32 `[S]` nats.
+    """Log-probability of one token and entropy at each position, float32 `[S]` nats.
 
     Gradients flow through both. The entropy is None where it is not asked for.
 
@@ -76,7 +76,7 @@ def token_logprobs_and_entropy(
 def chosen_logprobs(
     logits_SV: Tensor, ids_S: Tensor, rule: DrawRule | None = None, *, needs_entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Give the same as `token_logprobs_and_entropy`, from logits."""
+    """The same as `token_logprobs_and_entropy`, from logits."""
     logits_SV = logits_SV.float()
     if rule is not None:
         logits_SV = rule.apply(logits_SV)

@@ -25,7 +25,7 @@ SMALLEST_BFLOAT16_MODEL = 50_000_000
 
 
 def resolve_model(reference: str, scenario_dir: Path | None) -> tuple[str, str | None]:
-    """Give the folder or hub id of a model and, for a GGUF file, the file's name."""
+    """The folder or hub id of a model and, for a GGUF file, the file's name."""
     source = resolve_reference(reference, scenario_dir)
     if isinstance(source, Path):
         if not source.exists():
@@ -50,7 +50,7 @@ def is_model_folder(folder: Path) -> bool:
 
 
 def _base_of_adapter(name: str) -> str | None:
-    """Give what a folder's adapter was trained on; None for a folder or hub id of a model."""
+    """What a folder's adapter was trained on; None for a folder or hub id of a model."""
     config = Path(name) / ADAPTER_CONFIG
     if not config.is_file() or (Path(name) / MODEL_CONFIG).is_file():
         return None
@@ -181,7 +181,7 @@ def computing_dtype(
     trainable: bool,
     keeps_float32: bool,
 ) -> torch.dtype:
-    """Give what a model computes in.
+    """What a model computes in.
 
     Parameters
     ----------

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def find_end_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Give the tokens that end a turn: the checkpoint's and the tokenizer's own."""
+    """The tokens that end a turn: the checkpoint's and the tokenizer's own."""
     configured = getattr(generation_config, "eos_token_id", None)
     ids = configured if isinstance(configured, list) else [configured]
     found = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]
@@ -15,7 +15,7 @@ def find_end_ids(generation_config: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def find_banned_ids(tokenizer: Any, end_ids: Collection[int], vocab_size: int) -> list[int]:
-    """Give special tokens other than the end: a model that said a role marker could forge a turn.
+    """Special tokens other than the end: a model that said a role marker could forge a turn.
 
     Rows of the vocabulary that stand for no token are among them.
     """

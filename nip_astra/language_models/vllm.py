@@ -164,7 +164,7 @@ class VllmLanguageModel(LanguageModel):
         )
 
     def _twin(self, scorer: HuggingFaceLanguageModel | None) -> VllmLanguageModel:
-        """Give a model on the same engine that never learns and has no adapter."""
+        """A model on the same engine that never learns and has no adapter."""
         twin = copy.copy(self)
         twin.scorer, twin.use_adapter = scorer, False
         twin.token_count, twin.gap, twin._identity = TokenCount(), SamplerGap(), object()
@@ -240,7 +240,7 @@ class VllmLanguageModel(LanguageModel):
         return replies
 
     def _sync(self) -> Any:
-        """Give the engine what has changed, and give the adapter to sample with, or None."""
+        """Send the engine what has changed, and return the adapter to sample with, or None."""
         if self.scorer is None:
             return None
         module = self.scorer.module
@@ -266,7 +266,7 @@ class VllmLanguageModel(LanguageModel):
     def rescored(
         self, contexts: Sequence[Sequence[int]], rows_per_context: int, said: Generation
     ) -> Generation:
-        """Give turns with log-probabilities by the path that losses use; note how far off vLLM's
+        """Turns with log-probabilities by the path that losses use; note how far off vLLM's
         were.
         """
         if self.scorer is None:

@@ -34,7 +34,7 @@ class MessageRegressor(ABC):
         self.parameters = parameters
 
     def state(self) -> dict[str, Any]:
-        """Give what is kept between fits, as plain values and tensors, for checkpoints."""
+        """What is kept between fits, as plain values and tensors, for checkpoints."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # there may be nothing

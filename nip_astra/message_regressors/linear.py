@@ -47,5 +47,5 @@ class LinearMessageRegressor(MessageRegressor):
 
 
 def _with_ones(features: Tensor) -> Tensor:
-    """Give the features in double precision, with a column for the intercept."""
+    """The features in double precision, with a column for the intercept."""
     return torch.cat([features, torch.ones(len(features), 1)], dim=1).double()

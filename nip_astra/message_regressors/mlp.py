@@ -89,7 +89,7 @@ class MlpMessageRegressor(MessageRegressor):
 
 
 def _linear(d_in: int, d_out: int, generator: torch.Generator) -> nn.Linear:
-    """Give a layer initialised like torch's own, by the generator alone."""
+    """A layer initialised like torch's own, by the generator alone."""
     # On the meta device nothing is drawn from the global generator.
     layer = nn.Linear(d_in, d_out, device="meta").to_empty(device="cpu")
     bound = 1 / math.sqrt(d_in)

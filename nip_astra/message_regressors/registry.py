@@ -24,6 +24,6 @@ def register_message_regressor(
 
 
 def build_message_regressor(parameters: Any) -> MessageRegressor:
-    """Give the message regressor that the parameters describe."""
+    """The message regressor that the parameters describe."""
     regressor: MessageRegressor = MESSAGE_REGRESSORS.get(parameters.type_name)(parameters)
     return regressor

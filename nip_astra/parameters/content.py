@@ -15,7 +15,7 @@ _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def content_root() -> Path:
-    """Give the folder that holds `parameters/` and `scenarios/`, in a wheel or in a checkout.
+    """The folder that holds `parameters/` and `scenarios/`, in a wheel or in a checkout.
 
     Raises
     ------
@@ -33,12 +33,12 @@ def content_root() -> Path:
 
 
 def scenario_names() -> list[str]:
-    """Give the names of the scenarios that ship."""
+    """The names of the scenarios that ship."""
     return sorted(path.parent.name for path in content_root().glob(f"scenarios/*/{SCENARIO_FILE}"))
 
 
 def find_scenario(name_or_path: str) -> Path:
-    """Give a scenario's folder.
+    """A scenario's folder.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def find_scenario(name_or_path: str) -> Path:
 
 
 def preset_path(trainer: str, scenario: str | None) -> Path | None:
-    """Give the parameter file that a trainer takes when none is named.
+    """The parameter file that a trainer takes when none is named.
 
     Without a scenario that is `parameters/<trainer>/default.yaml`, with one that ships
     `parameters/<trainer>/<scenario>.yaml`; None where there is no such file, and for a scenario
@@ -88,7 +88,7 @@ def preset_path(trainer: str, scenario: str | None) -> Path | None:
 
 
 def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
-    """Give the file or folder that a reference means, or a hub id as it is.
+    """The file or folder that a reference means, or a hub id as it is.
 
     `scenario://x` is in the scenario's folder, `package://name/x` in an installed package;
     anything else is a path where it exists or looks like one, and otherwise a hub id.
@@ -122,7 +122,7 @@ def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
 
 
 def _inside_package(package: str, inside: str, reference: str) -> Path:
-    """Give a path in a package; of a package in several folders, the first that has it."""
+    """A path in a package; of a package in several folders, the first that has it."""
     top, *below = package.split(".")
     try:
         # That of a package in a package would import the outer one, which runs it.

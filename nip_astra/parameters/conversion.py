@@ -9,7 +9,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.version import __version__
 
 Conversion = Callable[[dict[str, Any]], dict[str, Any]]
-"""Gives the values of a newer file from those of an older one; may change what it is given."""
+"""Return the values of a newer file from those of an older one; may change what it is given."""
 
 _CONVERSIONS: dict[tuple[int, int], Conversion] = {}
 
@@ -47,7 +47,7 @@ def forget_conversion(from_version: str) -> None:
 
 
 def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Give the values as the installed version reads them.
+    """The values as the installed version reads them.
 
     Values without a `package_version` are taken to be of the installed version. Those of a newer
     one stay as they are: validation refuses them, together with all other faults.
@@ -88,7 +88,7 @@ def is_newer(version: str) -> bool:
 
 
 def release_of(version: str) -> tuple[int, int] | None:
-    """Give major and minor of a version such as "0.1.0" or "1.2"; None where it is none."""
+    """Major and minor of a version such as "0.1.0" or "1.2"; None where it is none."""
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     return (int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None

@@ -57,7 +57,7 @@ def faults_of(
     *,
     prefix: str = "",
 ) -> list[ParameterFault]:
-    """Give every fault of a validation.
+    """Every fault of a validation.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def faults_of(
 
 
 def suggest(name: str, siblings: Sequence[str], *, prefix: str = "") -> str:
-    """Give a sentence with the known name nearest to a wrong one, or with all names."""
+    """A sentence with the known name nearest to a wrong one, or with all names."""
     # nip_protocol is nearer to zk_protocol than to nip, and means the latter.
     begun = [sibling for sibling in siblings if name.startswith(f"{sibling}_")]
     near = begun[:1] or nearest_names(name, siblings, 1)
@@ -105,7 +105,7 @@ def suggest(name: str, siblings: Sequence[str], *, prefix: str = "") -> str:
 
 
 def show(value: Any) -> str:
-    """Give a value as a parameter file has it, cut where it is long."""
+    """A value as a parameter file has it, cut where it is long."""
     try:
         text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
@@ -157,7 +157,7 @@ class _Found:
 
 
 def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
-    """Give the errors one by one, but those of one union together.
+    """The errors one by one, but those of one union together.
 
     Of a union the member that took most of the value tells what is wrong: where a list was given,
     its element, and not that it should have been text.
@@ -197,7 +197,7 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
 
 
 def _members(annotation: Any) -> list[Any]:
-    """Give the types that an annotation takes, null left out."""
+    """The types that an annotation takes, null left out."""
     while get_origin(annotation) is Annotated:
         annotation = get_args(annotation)[0]
     if get_origin(annotation) in (Union, UnionType):
@@ -281,7 +281,7 @@ def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> st
 def _paths(
     model: type[BaseModel], prefix: str = "", above: tuple[type[BaseModel], ...] = ()
 ) -> Iterator[str]:
-    """Give the dotted path of every parameter that the model's type foresees."""
+    """The dotted path of every parameter that the model's type foresees."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
         for inner in _members(field.annotation):

@@ -11,7 +11,7 @@ from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParam
 
 
 def plain_values(value: Any) -> Any:
-    """Give a value as a file would hold it; of groups only the fields that were set."""
+    """A value as a file would hold it; of groups only the fields that were set."""
     if isinstance(value, SubParameters):
         names = [name for name in type(value).model_fields if name in value.model_fields_set]
         fields = {name: plain_values(getattr(value, name)) for name in names}
@@ -26,7 +26,7 @@ def plain_values(value: Any) -> Any:
 
 
 def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the values that differ from those of before, in their groups."""
+    """The values that differ from those of before, in their groups."""
     found: dict[str, Any] = {}
     for name, value in now.items():
         old = before.get(name)
@@ -40,7 +40,7 @@ def differences(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, 
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the values of both, group by group; the second win."""
+    """The values of both, group by group; the second win."""
     values = dict(below)
     for name, value in above.items():
         old = values.get(name)

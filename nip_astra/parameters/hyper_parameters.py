@@ -95,7 +95,7 @@ class HyperParameters(SubParameters):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on SubParameters'
 
     def given(self) -> dict[str, Any]:
-        """Give the plain values that were set explicitly, and not taken from files or defaults."""
+        """The plain values that were set explicitly, and not taken from files or defaults."""
         if _GIVEN not in vars(self):
             values: dict[str, Any] = plain_values(self)
             return values
@@ -126,7 +126,7 @@ class HyperParameters(SubParameters):
 
     @classmethod
     def with_sections(cls, sections: Mapping[str, type[SubParameters]]) -> type[HyperParameters]:
-        """Give a subclass with a field for each section; equal sections give the same class.
+        """A subclass with a field for each section; equal sections give the same class.
 
         A section whose fields all have defaults may be left out of a file.
 
@@ -161,7 +161,7 @@ _GIVEN, _WHOLE = "_given", "_whole"
 
 
 def _completed(values: Mapping[str, Any]) -> HyperParameters:
-    """Give hyper-parameters with these values and, for the rest, those that a run would have."""
+    """Hyper-parameters with these values and, for the rest, those that a run would have."""
     given = convert(plain_values(values), source="the parameters")
     # Files are stacked on top of each other floors above this one.
     hyper_params: HyperParameters = provided("resolve_experiment")(hyper_params=given).hyper_params
@@ -191,6 +191,6 @@ def _sectioned(base: type[HyperParameters], sections: Sections) -> type[HyperPar
 
 
 def _blank(base: type[HyperParameters], sections: Sections | None) -> HyperParameters:
-    """Give an object of the class with these sections, to be filled by unpickling."""
+    """An object of the class with these sections, to be filled by unpickling."""
     cls = base if sections is None else base.with_sections(dict(sections))
     return cls.__new__(cls)

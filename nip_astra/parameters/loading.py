@@ -72,7 +72,7 @@ class ResolvedParameters:
 
 
 def literal_layer(source: str, values: Mapping[str, Any]) -> Layer:
-    """Give a layer of values in which `${` is text, and refers to no other parameter."""
+    """A layer of values in which `${` is text, and refers to no other parameter."""
     return Layer(source, {name: _literal(value) for name, value in values.items()})
 
 
@@ -162,7 +162,7 @@ def parse_overrides(overrides: Iterable[str], option: str = OVERRIDE_SOURCE) -> 
 def merge_layers(
     layers: Sequence[Layer], *, resolve: bool = True
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Give the merged values and the source of each leaf.
+    """The merged values and the source of each leaf.
 
     A group whose `_type` a later layer changes is replaced as a whole: the parameters of the old
     type mean nothing to the new one. A group whose names are numbers changes elements of a list.
@@ -263,7 +263,7 @@ def _read_settings(given: Any, sources: Mapping[str, str]) -> ExperimentSettings
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Give each leaf with its dotted path; lists and empty groups are leaves."""
+    """Each leaf with its dotted path; lists and empty groups are leaves."""
     for name, value in values.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and value:

@@ -61,7 +61,7 @@ class Merger:
     def _changed(
         self, old: Sequence[Any], values: Mapping[str, Any], source: str, path: str
     ) -> list[Any]:
-        """Give a list with other values in some of its elements."""
+        """A list with other values in some of its elements."""
         elements = list(old)
         for key, value in values.items():
             number = int(key)
@@ -78,7 +78,7 @@ class Merger:
 
 
 def default_lists(values: Mapping[str, Any], model: type[BaseModel], source: str) -> dict[str, Any]:
-    """Give the lists that are defaults of fields and of which values change single elements."""
+    """The lists that are defaults of fields and of which values change single elements."""
     merger = Merger()
     for path in _paths_to_elements(values, ()):
         found: Any = _default_at(model, path)
@@ -101,7 +101,7 @@ def _paths_to_elements(
 
 
 def _default_at(model: type[BaseModel], path: Sequence[str]) -> Any:
-    """Give a field's default as a file has it, or None where its model cannot be known."""
+    """A field's default as a file has it, or None where its model cannot be known."""
     place: Any = model
     for name in path:
         if isinstance(place, type) and issubclass(place, BaseModel) and name in place.model_fields:

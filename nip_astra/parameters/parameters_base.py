@@ -72,7 +72,7 @@ class SubParameters(BaseModel):
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # as on BaseModel's
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values that JSON and YAML can hold and `from_dict` reads back."""
+        """Plain values that JSON and YAML can hold and `from_dict` reads back."""
         return self.model_dump(mode="json")
 
     @classmethod
@@ -95,7 +95,7 @@ class SubParameters(BaseModel):
             raise ParameterError(faults_of(error, cls, sources)) from None
 
     def get(self, path: str) -> Any:
-        """Give the value at a dotted path, for instance `get("training.lr")`.
+        """The value at a dotted path, for instance `get("training.lr")`.
 
         An element of a list is found by its number, from 0.
 
@@ -161,7 +161,7 @@ def claim_parameters(component: Any, name: str) -> None:
 
 
 def polymorphic(get: Callable[[str], Any], base: type[PolymorphicParameters]) -> Any:
-    """Give a field type whose `_type` chooses the parameters.
+    """A field type whose `_type` chooses the parameters.
 
     Parameters
     ----------

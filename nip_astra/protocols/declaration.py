@@ -42,7 +42,7 @@ class ProtocolTables(NamedTuple):
     question_round_ORC: Tensor
 
     def to(self, device: torch.device) -> ProtocolTables:
-        """Give the tables on a device."""
+        """The tables on a device."""
         return ProtocolTables(*(table.to(device) for table in self))
 
 
@@ -155,7 +155,7 @@ def _faults_of_turns(handler: ProtocolHandler, active_ORAC: Tensor) -> Iterator[
 
 
 def build_tables(handler: ProtocolHandler, active_ORAC: Tensor) -> ProtocolTables:
-    """Give what a protocol looks up.
+    """What a protocol looks up.
 
     Parameters
     ----------
@@ -184,14 +184,14 @@ def _question_rounds(active_ORAC: Tensor, is_verifier_A: Tensor) -> Tensor:
 
 
 def _last_before(happens_ORC: Tensor) -> Tensor:
-    """Give the last round before each in which something happens, -1 where there is none."""
+    """The last round before each in which something happens, -1 where there is none."""
     rounds_R1 = torch.arange(happens_ORC.shape[1])[:, None]
     latest_ORC = torch.where(happens_ORC, rounds_R1, -1).cummax(1).values
     return torch.cat([torch.full_like(latest_ORC[:, :1], -1), latest_ORC[:, :-1]], 1)
 
 
 def describe_table(handler: ProtocolHandler, active_ORAC: Tensor, can_decide_ORA: Tensor) -> str:
-    """Give who sees what, and who sends where and decides in each round, as text."""
+    """Who sees what, and who sends where and decides in each round, as text."""
     seen = [
         f"{agent} sees {', '.join(_names(handler, handler.visible_channels(agent))) or 'nothing'}"
         for agent in handler.agent_names

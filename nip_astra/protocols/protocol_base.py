@@ -210,7 +210,7 @@ class ProtocolHandler(ABC):
         return (self.verifier_names, others) if others else (self.verifier_names,)
 
     def visible_channels(self, agent_name: str) -> list[int]:
-        """Give the indices of the channels that an agent sees, in order."""
+        """The indices of the channels that an agent sees, in order."""
         return self.visibility_AC[self.agent_names.index(agent_name)].nonzero().flatten().tolist()
 
     def has_decision_logits(self, agent_name: str) -> bool:
@@ -219,7 +219,7 @@ class ProtocolHandler(ABC):
 
     @abstractmethod
     def active_table(self) -> Tensor:
-        """Give who may send where, bool `[O, R, A, C]`.
+        """Who may send where, bool `[O, R, A, C]`.
 
         An episode is played in the order `seed % O`.
         """
@@ -227,7 +227,7 @@ class ProtocolHandler(ABC):
     def active_mask(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
     ) -> Tensor:
-        """Give who may send in which channel, bool `[E, A, C]`; nobody after the last round.
+        """Who may send in which channel, bool `[E, A, C]`; nobody after the last round.
 
         Parameters
         ----------
@@ -245,7 +245,7 @@ class ProtocolHandler(ABC):
     def can_decide(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
     ) -> Tensor:
-        """Give whose decision counts, bool `[E, A]`.
+        """Whose decision counts, bool `[E, A]`.
 
         It is that of a verifier that is active in any channel, from round `min_message_rounds`
         on. Parameters are those of `active_mask`.
@@ -255,7 +255,7 @@ class ProtocolHandler(ABC):
         return can_decide_EA if agent_decided_EA is None else can_decide_EA & ~agent_decided_EA
 
     def question_round(self, round_E: Tensor, seed_E: Tensor) -> Tensor:
-        """Give the round of the message that is to be answered in each channel, long `[E, C]`.
+        """The round of the message that is to be answered in each channel, long `[E, C]`.
 
         It is the last in which a verifier asked there; before any has, the last in which anyone
         spoke, and 0 where nobody did. Parameters are those of `active_mask`.
@@ -271,7 +271,7 @@ class ProtocolHandler(ABC):
     def chooses(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor | None = None
     ) -> Tensor:
-        """Give whose policy makes a decision that counts, bool `[E, A]`; see `can_decide`."""
+        """Whose policy makes a decision that counts, bool `[E, A]`; see `can_decide`."""
         can_decide_EA = self.can_decide(round_E, seed_E, agent_decided_EA)
         if not self.forced_names:
             return can_decide_EA
@@ -282,7 +282,7 @@ class ProtocolHandler(ABC):
     def step(
         self, round_E: Tensor, seed_E: Tensor, y_E: Tensor, agent_decided_EA: Tensor, moves: Moves
     ) -> ProtocolStep:
-        """Give what the moves of a round lead to.
+        """What the moves of a round lead to.
 
         Parameters
         ----------
@@ -297,7 +297,7 @@ class ProtocolHandler(ABC):
     def logit_reward(
         self, agent_name: str, round_E: Tensor, seed_E: Tensor, decided_EA: Tensor, moves: Moves
     ) -> Tensor | None:
-        """Give the part of an agent's reward that its logits earn, `[E]`, with grad, or None.
+        """The part of an agent's reward that its logits earn, `[E]`, with grad, or None.
 
         A policy gradient learns nothing from it, as it is the same whatever is drawn from the
         logits; an objective maximises it as it stands. Parameters are those of `step`.
@@ -305,13 +305,13 @@ class ProtocolHandler(ABC):
         return None
 
     def reward_mid_point_estimate(self, agent_name: str) -> float:
-        """Give a reward between what an agent gets when it does well and when it does not."""
+        """A reward between what an agent gets when it does well and when it does not."""
         if agent_name in self.verifier_names or self.common.shared_reward:
             return (self.common.verifier_reward + self.common.verifier_incorrect_penalty) / 2
         return self.common.prover_reward / 2
 
     def describe(self) -> str:
-        """Give who sees what, and who sends where and decides in each round, as text."""
+        """Who sees what, and who sends where and decides in each round, as text."""
         tables = next(iter(self._tables.values()))
         return describe_table(self, tables.active_ORAC[:, :-1], tables.can_decide_ORA[:, :-1])
 
@@ -368,7 +368,7 @@ class DeterministicSingleVerifierProtocolHandler(ProtocolHandler):
         """Say whether an agent may send in a channel in a round, the first being 0."""
 
     def reward(self, agent_name: str, result: RoundResult) -> float:
-        """Give what a round's result is worth to an agent; asked once, when it is built."""
+        """What a round's result is worth to an agent; asked once, when it is built."""
         common = self.common
         right, wrong = common.verifier_reward, common.verifier_incorrect_penalty
         is_prover = agent_name in self.prover_names

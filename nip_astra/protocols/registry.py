@@ -34,7 +34,7 @@ def register_protocol_handler(name: str) -> Callable[[ProtocolClass], ProtocolCl
 
 
 def build_protocol_handler(hyper_params: HyperParameters) -> ProtocolHandler:
-    """Give the protocol that the hyper-parameters name, with zero knowledge where they ask for it.
+    """The protocol that the hyper-parameters name, with zero knowledge where they ask for it.
 
     The protocol's own parameters are the section of its name; without one, their defaults.
 

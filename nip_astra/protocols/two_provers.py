@@ -19,7 +19,7 @@ class TwoProverParameters(MessageRounds):
 
 
 def turns(parameters: TwoProverParameters, *, verifier_first: bool) -> list[tuple[str, ...]]:
-    """Give who speaks in each round of one turn of all agents."""
+    """Who speaks in each round of one turn of all agents."""
     provers: list[tuple[str, ...]] = [("prover0", "prover1")]
     if parameters.sequential:
         provers = [("prover0",), ("prover1",)]

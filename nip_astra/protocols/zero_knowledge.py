@@ -191,7 +191,7 @@ class ZeroKnowledgeProtocol(ProtocolHandler):
     def likeness(
         self, round_E: Tensor, seed_E: Tensor, agent_decided_EA: Tensor, moves: Moves
     ) -> Tensor:
-        """Give how alike simulator and adversarial verifier act, float32 `[E]`, from -2 to 2.
+        """How alike simulator and adversarial verifier act, float32 `[E]`, from -2 to 2.
 
         Gradients flow into the logits of both. Parameters are those of `step`.
         """
@@ -221,7 +221,7 @@ def _logits_of(moves: Moves) -> tuple[Tensor, Tensor]:
 
 
 def _cosine(first: Tensor, second: Tensor, is_open: Tensor) -> Tensor:
-    """Give the cosine of two batches of centred logits, float32 `[E]`; 0 where nothing is open.
+    """The cosine of two batches of centred logits, float32 `[E]`; 0 where nothing is open.
 
     The last dimension holds the alternatives. Centred, logits say the same with any normalisation,
     and next to impossible alternatives all others would count for nothing.

@@ -17,7 +17,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 def cards(run: RunRecord) -> Context | None:
-    """Give the cards, and the sentences about how the numbers can be had again."""
+    """The cards, and the sentences about how the numbers can be had again."""
     if is_protocol_run(run):
         return None
     found = _of_evaluations(run)
@@ -66,7 +66,7 @@ def _of_evaluations(run: RunRecord) -> list[Mapping[str, Any]]:
 
 
 def _of_parameters(run: RunRecord) -> list[Mapping[str, Any]]:
-    """Give what the parameters say where no evaluation looked at the weights."""
+    """What the parameters say where no evaluation looked at the weights."""
     section = _section(run)
     found: list[Mapping[str, Any]] = []
     for role in ROLES:
@@ -86,7 +86,7 @@ def _told(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section(run: RunRecord) -> Mapping[str, Any]:
-    """Give the parameters of the scenario's kind: those with a target."""
+    """The parameters of the scenario's kind: those with a target."""
     sections = [mapping(value) for value in run.hyper_params.values()]
     return next((one for one in sections if "target" in one and "scorer" in one), {})
 

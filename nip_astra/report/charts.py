@@ -155,7 +155,7 @@ def whisker(
 
 
 def sparkline(lines: Sequence[Line]) -> list[tuple[str, int]]:
-    """Give paths, each with its colour, in a box of 120 by 24."""
+    """Paths, each with its colour, in a box of 120 by 24."""
     lines = [thin_line(line, NUM_OF_SPARKLINE).line for line in lines]
     points = [(x, y) for line in lines for x, y in line.points if y is not None]
     if not points:
@@ -166,7 +166,7 @@ def sparkline(lines: Sequence[Line]) -> list[tuple[str, int]]:
 
 
 def nice_ticks(low: float, high: float, num: int = 4, *, whole: bool = False) -> list[float]:
-    """Give about `num` round places that enclose [low, high], in steps of 1, 2, 2.5 or 5."""
+    """About `num` round places that enclose [low, high], in steps of 1, 2, 2.5 or 5."""
     if high <= low:
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     raw = (high - low) / num

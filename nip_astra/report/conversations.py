@@ -164,7 +164,7 @@ class Scale:
     high: float
 
     def shade(self, value: float | None) -> int | None:
-        """Give the step of a value, None where there is none."""
+        """The step of a value, None where there is none."""
         if value is None:
             return None
         share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.0
@@ -172,7 +172,7 @@ class Scale:
 
 
 def reward_scale(run: RunRecord) -> Scale:
-    """Give the scale from the lowest to the highest reward of a run's conversations."""
+    """The scale from the lowest to the highest reward of a run's conversations."""
     rewards = [node.reward for nodes in run.tables.values() for node in nodes]
     known = [reward for reward in rewards if reward is not None]
     return Scale(min(known), max(known)) if known else Scale(0.0, 0.0)
@@ -181,7 +181,7 @@ def reward_scale(run: RunRecord) -> Scale:
 def tables_of(
     run: RunRecord, *, max_nodes: int, max_characters: int, prefix: str = "conversations"
 ) -> list[Table]:
-    """Give a run's conversations by table and iteration, a sample where they are too many.
+    """A run's conversations by table and iteration, a sample where they are too many.
 
     `prefix` begins the ids of conversations on the page.
     """
@@ -208,7 +208,7 @@ def tables_of(
 
 
 def _name_turns(table: str, episodes: Sequence[Episode], anchors: Anchors) -> None:
-    """Give conversations and turns their ids, in the order in which they were played."""
+    """Conversations and turns their ids, in the order in which they were played."""
     for episode in sorted(episodes, key=lambda one: one.turns[0].node.conversation):
         first = episode.turns[0].node
         episode.anchor = anchors.new(table, first)
@@ -222,7 +222,7 @@ def _name_turns(table: str, episodes: Sequence[Episode], anchors: Anchors) -> No
 
 
 def order_of(table: str) -> int:
-    """Give the place of a table among those of a run; the trained attacker's comes first."""
+    """The place of a table among those of a run; the trained attacker's comes first."""
     return _ORDER.index(table) if table in _ORDER else 0
 
 

@@ -78,7 +78,7 @@ def group_runs(runs: Sequence[RunRecord]) -> list[RunGroup]:
 
 
 def run_label(run: RunRecord, group: RunGroup) -> str:
-    """Give a short name of a run: its group and seed, and its id where these say too little."""
+    """A short name of a run: its group and seed, and its id where these say too little."""
     seeds = [member.hyper_params.get("seed") for member in group.runs]
     seed = run.hyper_params.get("seed")
     own = run.run_id if seed is None or seeds.count(seed) > 1 else f"seed {seed}"
@@ -86,7 +86,7 @@ def run_label(run: RunRecord, group: RunGroup) -> str:
 
 
 def parameter_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """Give the parameters in which runs differ, each with its value in every run."""
+    """The parameters in which runs differ, each with its value in every run."""
     flat = [dict(flatten(run.hyper_params)) for run in runs]
     paths = dict.fromkeys(path for values in flat for path in values)
     rows = [
@@ -97,7 +97,7 @@ def parameter_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str
 
 
 def main_charts(groups: Sequence[RunGroup]) -> list[Chart]:
-    """Give the charts of the metrics that matter most, those that the runs have."""
+    """The charts of the metrics that matter most, those that the runs have."""
     charts = []
     for name, title, note, kind in MAIN:
         lines = [line for group in groups for line in lines_of(group, name)]
@@ -109,7 +109,7 @@ def main_charts(groups: Sequence[RunGroup]) -> list[Chart]:
 
 
 def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
-    """Give every metric and timing by name, also those of the charts."""
+    """Every metric and timing by name, also those of the charts."""
     runs = [run for group in groups for run in group.runs]
     names = {name for run in runs for row in (*run.metrics, *run.timings) for name in row}
     rows = []
@@ -126,14 +126,14 @@ def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
 
 
 def points_of(run: RunRecord, name: str) -> list[tuple[float, float | None]]:
-    """Give a metric or timing of a run by step."""
+    """A metric or timing of a run by step."""
     rows = run.timings if name.startswith(("time/", "memory/")) else run.metrics
     points = [(number(row.get("step")), number(row[name])) for row in rows if name in row]
     return [(step, value) for step, value in points if step is not None]
 
 
 def lines_of(group: RunGroup, name: str) -> Iterator[Line]:
-    """Give a line for each run of a group, and their mean."""
+    """A line for each run of a group, and their mean."""
     is_overlaid = len(group.runs) > 1
     for run in group.runs:
         label = run_label(run, group)
@@ -144,14 +144,14 @@ def lines_of(group: RunGroup, name: str) -> Iterator[Line]:
 
 
 def band_of(group: RunGroup, name: str) -> list[tuple[float, float, float]]:
-    """Give the lowest and the highest of a group by step; empty for a single run."""
+    """The lowest and the highest of a group by step; empty for a single run."""
     if len(group.runs) < 2:
         return []
     return [(x, min(values), max(values)) for x, values in _shared(group, name)]
 
 
 def _shared(group: RunGroup, name: str) -> list[tuple[float, list[float]]]:
-    """Give the steps at which every run of a group has a value, with the values."""
+    """The steps at which every run of a group has a value, with the values."""
     known = [{x: y for x, y in points_of(run, name) if y is not None} for run in group.runs]
     steps = sorted(set(known[0]).intersection(*known[1:]))
     return [(step, [values[step] for values in known]) for step in steps]
@@ -164,7 +164,7 @@ def _identity(run: RunRecord) -> str:
 
 
 def _differing(run: RunRecord, runs: Sequence[RunRecord]) -> list[str]:
-    """Give what sets a run apart from others of its trainer, and where none does, from all."""
+    """What sets a run apart from others of its trainer, and where none does, from all."""
     trainer = run.hyper_params.get("trainer")
     alike = [other for other in runs if other.hyper_params.get("trainer") == trainer]
     found = [

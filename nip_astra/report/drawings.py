@@ -164,7 +164,7 @@ def draw(datapoint: Mapping[str, Any], choices: Sequence[Choice]) -> Picture | N
 
 
 def graph_name(part: int) -> str:
-    """Give the letter of a graph: A for the first."""
+    """The letter of a graph: A for the first."""
     return chr(ord("A") + part % 26)
 
 
@@ -187,7 +187,7 @@ def _graph(graph: Mapping[str, Any], part: int, choices: Sequence[Choice]) -> Dr
 
 
 def _edges(value: Any, num_nodes: int) -> set[Edge]:
-    """Give the edges, the smaller node first; what is no pair of nodes is left out."""
+    """The edges, the smaller node first; what is no pair of nodes is left out."""
     found = set()
     for pair in items(value):
         ends = [number(end) for end in items(pair)]
@@ -198,7 +198,7 @@ def _edges(value: Any, num_nodes: int) -> set[Edge]:
 
 
 def _marks(node: Node, choices: Sequence[Choice], radius: float, middle: float) -> list[Mark]:
-    """Give a ring for each agent, and its rounds on the side that looks away from the middle."""
+    """A ring for each agent, and its rounds on the side that looks away from the middle."""
     outward = math.atan2(node.y - middle, node.x - WIDTH / 2)
     marks = []
     for place, choice in enumerate(choices):
@@ -246,7 +246,7 @@ def _with_less_stress(points: Points, wanted: Points) -> Points:
 
 
 def _distances(num_nodes: int, edges: Iterable[Edge]) -> Points:
-    """Give the lengths of shortest paths; between parts that do not hang together, half the longest
+    """The lengths of shortest paths; between parts that do not hang together, half the longest
     and two more.
     """
     is_near = np.zeros((num_nodes, num_nodes), dtype=bool)
@@ -345,7 +345,7 @@ def _add_grid(drawn: DrawnImage, rows: int, columns: int, choices: Sequence[Choi
 
 
 def _areas(rows: Sequence[Sequence[Any]]) -> list[tuple[str, str]]:
-    """Give a path for each colour; neighbours in a row of the same colour are one rectangle."""
+    """A path for each colour; neighbours in a row of the same colour are one rectangle."""
     paths: dict[str, list[str]] = {}
     for y, row in enumerate(rows):
         colors = [_color(pixel) for pixel in row]

@@ -86,7 +86,7 @@ class Cluster:
 
 
 def figures_table(run: RunRecord) -> list[tuple[str, list[Row]]]:
-    """Give all figures of all evaluations in groups; a column is an evaluation."""
+    """All figures of all evaluations in groups; a column is an evaluation."""
     evaluations = list(run.evaluations.values())
     grouped = dict(GROUPS)
     general = [
@@ -108,7 +108,7 @@ def figures_table(run: RunRecord) -> list[tuple[str, list[Row]]]:
 
 
 def main_figures(run: RunRecord) -> list[Row]:
-    """Give the figures that matter most, those that some evaluation has."""
+    """The figures that matter most, those that some evaluation has."""
     evaluations = run.evaluations.values()
     outcomes = [_outcomes(mapping(one.get("outcomes"))) for one in evaluations]
     rows = [Row("turns: failure / none / undetermined / error", outcomes)]
@@ -143,7 +143,7 @@ def _main_text(path: str, evaluation: Mapping[str, Any]) -> str:
 
 
 def transfer_matrix(run: RunRecord) -> Matrix | None:
-    """Give failure rates by attacker and target, None where there is one of each at most."""
+    """Failure rates by attacker and target, None where there is one of each at most."""
     cells: dict[tuple[str, str], str] = {}
     for evaluation in run.transfer or run.evaluations.values():
         pair = text(evaluation.get("attacker")), text(evaluation.get("target"))
@@ -157,7 +157,7 @@ def transfer_matrix(run: RunRecord) -> Matrix | None:
 
 
 def clusters_of(evaluation: Mapping[str, Any]) -> list[Cluster]:
-    """Give the failure clusters of an evaluation, the one with the most likely probe first."""
+    """The failure clusters of an evaluation, the one with the most likely probe first."""
     found = [mapping(one) for one in items(evaluation.get("clusters"))]
     total = sum(number(one.get("size")) or 0.0 for one in found)
     clusters = []
@@ -196,14 +196,14 @@ def _unlikeliness(row: Mapping[str, Any]) -> float:
 
 
 def _rows(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Give a row for each figure that some column has."""
+    """A row for each figure that some column has."""
     flat = [dict(figure_labels(column)) for column in columns]
     labels = dict.fromkeys(label for figures in flat for label in figures)
     return [Row(label, [figures.get(label, NOTHING) for figures in flat]) for label in labels]
 
 
 def figure_labels(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Give the leaves of nested figures with their labels; a rate with its interval is one."""
+    """The leaves of nested figures with their labels; a rate with its interval is one."""
     found: list[tuple[str, str]] = []
     for name, value in values.items():
         if name in _QUOTED:

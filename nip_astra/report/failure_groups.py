@@ -112,7 +112,7 @@ def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
 
 
 def _similar(words: list[str], leaders: Sequence[tuple[list[str], Counter[str]]]) -> int | None:
-    """Give the first leader that is similar enough."""
+    """The first leader that is similar enough."""
     counts = Counter(words)
     for place, (leader, leader_counts) in enumerate(leaders):
         needed = MIN_SIMILARITY * (len(words) + len(leader)) / 2

@@ -15,7 +15,7 @@ from nip_astra.report.wording import count, decimal, one_in, percent
 
 
 def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
-    """Give the planted failures with the query at which each was found, and how many over time."""
+    """The planted failures with the query at which each was found, and how many over time."""
     after = mapping(run.results.get("after"))
     training = mapping(mapping(run.results.get("training")).get("plants"))
     found = mapping(after.get("first_query")) or training
@@ -47,7 +47,7 @@ def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
 
 
 def kinds_found(run: RunRecord) -> Chart | None:
-    """Give how many clusters of failures each evaluation had met, by target queries."""
+    """How many clusters of failures each evaluation had met, by target queries."""
     lines = []
     for color, (name, evaluation) in enumerate(run.evaluations.items(), start=1):
         queries = items(mapping(evaluation.get("kinds")).get("by_queries"))
@@ -97,7 +97,7 @@ def _when(query: Any) -> float:
 def _discovered(
     found: Mapping[str, Any], num_queries: float | None
 ) -> list[tuple[float, float | None]]:
-    """Give the number of plants found over queries, up to the last query."""
+    """The number of plants found over queries, up to the last query."""
     queries = sorted(query for value in found.values() if (query := number(value)) is not None)
     points: list[tuple[float, float | None]] = [(0.0, 0.0)] if found else []
     points += [(query, float(place)) for place, query in enumerate(queries, start=1)]
@@ -109,7 +109,7 @@ def _discovered(
 def _by_turn(
     nodes: Sequence[Node], threshold: float | None
 ) -> list[tuple[int, int, float | None, float | None, float]]:
-    """Give turn, responses with a verdict, mean score, share failing, share not failed so far.
+    """Turn, responses with a verdict, mean score, share failing, share not failed so far.
 
     A conversation without a verdict at a turn counts as not failed there.
     """

@@ -93,7 +93,7 @@ def write_report(
 
 
 def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
-    """Give the page about one run, or about several with a comparison first, as HTML."""
+    """The page about one run, or about several with a comparison first, as HTML."""
     drawer = _Drawer(redact)
     limits = {
         "max_nodes": MAX_NODES // len(runs),

@@ -89,13 +89,13 @@ BY_AGENT = (
 
 
 def charts_of_run(run: RunRecord) -> list[Chart]:
-    """Give the charts of one run, with a line for each agent where a metric is an agent's."""
+    """The charts of one run, with a line for each agent where a metric is an agent's."""
     group = RunGroup("", "run", 1, [run])
     return [*_overall([group]), *_of_agents(run)]
 
 
 def charts_of_groups(groups: Sequence[RunGroup]) -> list[Chart]:
-    """Give the charts of several runs, one for each metric of each agent."""
+    """The charts of several runs, one for each metric of each agent."""
     charts = _overall(groups)
     agents = dict.fromkeys(
         name for group in groups for run in group.runs for name in agents_of(run)

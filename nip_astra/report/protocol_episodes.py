@@ -90,7 +90,7 @@ class EpisodeTable:
 
 
 def tables_of(run: RunRecord) -> list[EpisodeTable]:
-    """Give sample episodes by table: of the last iteration, and of training also of the first."""
+    """Sample episodes by table: of the last iteration, and of training also of the first."""
     colors = colors_of(agents_of(run))
     tables: list[EpisodeTable] = []
     for name in sorted(run.episodes, key=_place):
@@ -134,7 +134,7 @@ def _mixed(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _open(episodes: Sequence[Episode], is_first: bool) -> frozenset[int]:
-    """Give the episodes that are open from the start: the first right one and the first other."""
+    """The episodes that are open from the start: the first right one and the first other."""
     if not is_first:
         return frozenset()
     rights = [place for place, one in enumerate(episodes) if one.outcome == "right"]
@@ -182,7 +182,7 @@ def _identity(datapoint: Mapping[str, Any]) -> str:
 def _round(
     one: Mapping[str, Any], datapoint: Mapping[str, Any], colors: Mapping[str, int]
 ) -> list[Said]:
-    """Give the lines of a round: one for each agent and channel, and rewards of who did nothing."""
+    """The lines of a round: one for each agent and channel, and rewards of who did nothing."""
     rewards = {name: number(value) or 0.0 for name, value in mapping(one.get("rewards")).items()}
     found: list[Said] = []
     for move in (mapping(move) for move in items(one.get("moves"))):
@@ -221,7 +221,7 @@ def _reward(value: float) -> str:
 
 
 def _message(symbols: Any, linear: Any, datapoint: Mapping[str, Any]) -> str:
-    """Give what was sent, in the scenario's own words."""
+    """What was sent, in the scenario's own words."""
     said = [
         _symbol(int(symbol), datapoint)
         for one in items(symbols)
@@ -244,7 +244,7 @@ def _symbol(symbol: int, datapoint: Mapping[str, Any]) -> str:
 
 
 def _place_of(symbol: int, datapoint: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Give graph and node, or 0 and latent pixel, that a symbol stands for."""
+    """Graph and node, or 0 and latent pixel, that a symbol stands for."""
     if datapoint.get("kind") == "graphs":
         graphs = [mapping(one) for one in items(datapoint.get("graphs"))]
         sizes = [int(number(one.get("num_nodes")) or 0) for one in graphs]
@@ -264,7 +264,7 @@ def _latent_columns(datapoint: Mapping[str, Any]) -> int:
 def _choices(
     rounds: Sequence[Mapping[str, Any]], datapoint: Mapping[str, Any], colors: Mapping[str, int]
 ) -> list[Choice]:
-    """Give the places that were named, each once for each agent, with the rounds."""
+    """The places that were named, each once for each agent, with the rounds."""
     found: dict[tuple[int, int, str], list[str]] = {}
     for one in rounds:
         for move in (mapping(move) for move in items(one.get("moves"))):
@@ -281,7 +281,7 @@ def _choices(
 
 
 def _rounds(said: Sequence[str]) -> str:
-    """Give the rounds in which a place was named; of many the first."""
+    """The rounds in which a place was named; of many the first."""
     distinct = list(dict.fromkeys(said))
     more = f" +{len(distinct) - SHOWN_ROUNDS}" if len(distinct) > SHOWN_ROUNDS else ""
     return ", ".join(distinct[:SHOWN_ROUNDS]) + more

@@ -73,7 +73,7 @@ def is_protocol_run(run: RunRecord) -> bool:
 
 
 def protocol_of(run: RunRecord) -> str:
-    """Give the name of the protocol."""
+    """The name of the protocol."""
     named = run.results.get("protocol") or run.hyper_params.get("interaction_protocol")
     name = text(named) or "a protocol"
     is_zero_knowledge = mapping(run.hyper_params.get("protocol_common")).get("zero_knowledge")
@@ -81,7 +81,7 @@ def protocol_of(run: RunRecord) -> str:
 
 
 def agents_of(run: RunRecord) -> list[str]:
-    """Give the agents' names, in the protocol's order where the results say it."""
+    """The agents' names, in the protocol's order where the results say it."""
     named = [text(name) for name in items(run.results.get("agents"))]
     if named:
         return named
@@ -93,12 +93,12 @@ def agents_of(run: RunRecord) -> list[str]:
 
 
 def colors_of(agents: Sequence[str]) -> dict[str, int]:
-    """Give each agent a colour of the page; 0 and 1 are those of the run as a whole."""
+    """A colour of the page for each agent; 0 and 1 are those of the run as a whole."""
     return {agent: 2 + place % (NUM_COLORS - 2) for place, agent in enumerate(agents)}
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Give agent and figure of a metric; no agent for figures of all of them together."""
+    """Agent and figure of a metric; no agent for figures of all of them together."""
     agent, _, figure = name.rpartition("/")
     if agent.partition("/")[0] in ("time", "memory"):
         return "", name
@@ -129,7 +129,7 @@ def statistics_of(values: Mapping[str, Any]) -> Statistics:
 
 
 def measured(run: RunRecord) -> tuple[Statistics, Statistics]:
-    """Give the statistics before and after training; empty where they were not measured."""
+    """The statistics before and after training; empty where they were not measured."""
     before, after = (mapping(run.results.get(name)) for name in ("before", "after"))
     return statistics_of(before), statistics_of(after)
 
@@ -158,7 +158,7 @@ def verdict(run: RunRecord) -> list[str]:
 
 
 def alone_texts(after: Statistics) -> list[tuple[str, str]]:
-    """Give the accuracy of each agent that was tested without a conversation."""
+    """The accuracy of each agent that was tested without a conversation."""
     shares = {name: figures.get("accuracy") for name, figures in after.by_agent.items()}
     return [(_words(name), percent(share)) for name, share in shares.items() if share is not None]
 
@@ -174,7 +174,7 @@ def _details(after: Statistics) -> Iterator[str]:
 
 
 def tiles(run: RunRecord) -> list[Tile]:
-    """Give the main figures, those that the run has."""
+    """The main figures, those that the run has."""
     before, after = measured(run)
     made = []
     if after.accuracy is not None:
@@ -213,7 +213,7 @@ def _cost_tiles(run: RunRecord) -> Iterator[Tile]:
 
 
 def overall_rows(run: RunRecord) -> tuple[list[str], list[Row]]:
-    """Give headings and rows of the figures of all agents together."""
+    """Headings and rows of the figures of all agents together."""
     reports = [("before", measured(run)[0]), ("after", measured(run)[1])]
     reports = [(heading, one) for heading, one in reports if one.overall]
     names = dict.fromkeys(name for _, one in reports for name in one.overall)
@@ -227,7 +227,7 @@ def overall_rows(run: RunRecord) -> tuple[list[str], list[Row]]:
 
 
 def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
-    """Give rows of the final figures, with a cell for each agent; before training in brackets."""
+    """Rows of the final figures, with a cell for each agent; before training in brackets."""
     before, after = measured(run)
     if not has_before:
         before = Statistics()
@@ -245,7 +245,7 @@ def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
 
 
 def figure_text(name: str, value: float | None) -> str:
-    """Give a figure, a share as a percentage."""
+    """A figure, a share as a percentage."""
     is_share = is_a_share(name)
     return percent(value) if is_share else decimal(value)
 
@@ -262,7 +262,7 @@ OVERVIEW = ["before", "after", "worst datapoint", "undecided", "rounds"]
 
 
 def overview_cells(run: RunRecord) -> list[str]:
-    """Give the cells of a comparison of runs; `OVERVIEW` has their headings."""
+    """The cells of a comparison of runs; `OVERVIEW` has their headings."""
     before, after = measured(run)
     return [
         before.accuracy_text,
@@ -274,7 +274,7 @@ def overview_cells(run: RunRecord) -> list[str]:
 
 
 def reward_texts(run: RunRecord) -> list[str]:
-    """Give each agent's mean reward of an episode after training."""
+    """Each agent's mean reward of an episode after training."""
     _, after = measured(run)
     rewards = {
         agent: after.by_agent.get(agent, {}).get("mean_episode_reward") for agent in agents_of(run)
@@ -283,7 +283,7 @@ def reward_texts(run: RunRecord) -> list[str]:
 
 
 def _place(name: str) -> tuple[bool, bool, bool, str]:
-    """Give the order of figures: deviations last, accuracy and means first."""
+    """The order of figures: deviations last, accuracy and means first."""
     return name.startswith("std_"), "accuracy" not in name, not name.startswith("mean_"), name
 
 

@@ -14,7 +14,7 @@ MAX_WITH_BEFORE = 3
 
 
 def sections_of_protocol_run(run: RunRecord) -> list[Spec]:
-    """Give the sections about what one run found; those about its origin come after them."""
+    """The sections about what one run found; those about its origin come after them."""
     return [
         Spec("summary", "Summary", lambda: _summary(run)),
         Spec("curves", "Learning curves", lambda: _curves(run)),
@@ -24,7 +24,7 @@ def sections_of_protocol_run(run: RunRecord) -> list[Spec]:
 
 
 def protocol_overview(groups: Sequence[RunGroup], anchors: Mapping[int, str]) -> Context:
-    """Give the comparison of runs that play a protocol."""
+    """The comparison of runs that play a protocol."""
     blocks = []
     for group in groups:
         rows = [

@@ -28,7 +28,7 @@ class Parameter:
 
 
 def parameters(run: RunRecord) -> list[Parameter]:
-    """Give every hyper-parameter with its source."""
+    """Every hyper-parameter with its source."""
     return [
         Parameter(path, value_text(value), run.sources.get(path, ""))
         for path, value in flatten(run.hyper_params)
@@ -36,14 +36,14 @@ def parameters(run: RunRecord) -> list[Parameter]:
 
 
 def environment(run: RunRecord) -> list[tuple[str, str]]:
-    """Give what the run ran on and its settings, without empty values."""
+    """What the run ran on and its settings, without empty values."""
     known = {name: value for name, value in run.environment.items() if name != SIGNATURE}
     told = dict(flatten({**known, "settings": run.settings}))
     return [(name, value_text(value)) for name, value in told.items() if value not in (None, [])]
 
 
 def commands(run: RunRecord) -> list[tuple[str, str]]:
-    """Give the commands that run it again, each with what it needs."""
+    """The commands that run it again, each with what it needs."""
     folder = text(run.settings.get("runs_dir")) or "runs"
     file = shlex.quote(f"{folder.rstrip('/')}/{run.run_id}/{files.HYPER_PARAMETERS}")
     device = text(run.settings.get("device"))
@@ -56,7 +56,7 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
 
 
 def all_warnings(run: RunRecord) -> list[str]:
-    """Give the warnings of results, evaluations and log, each once."""
+    """The warnings of results, evaluations and log, each once."""
     found = [text(one) for one in items(run.results.get("warnings"))]
     for name, evaluation in run.evaluations.items():
         found += [f"evaluation {name}: {text(one)}" for one in items(evaluation.get("warnings"))]
@@ -66,7 +66,7 @@ def all_warnings(run: RunRecord) -> list[str]:
 
 
 def times(run: RunRecord) -> list[tuple[str, float]]:
-    """Give the seconds that each part of training took, the longest first."""
+    """The seconds that each part of training took, the longest first."""
     sums: dict[str, float] = {}
     for row in run.timings:
         for name, value in row.items():

@@ -186,7 +186,7 @@ def read_run(path: str | Path) -> RunRecord:
 def _sorted_by_kind(
     rows: Iterable[dict[str, Any]],
 ) -> tuple[list[Node], list[dict[str, Any]]]:
-    """Give turns of conversations, and whole episodes of an interaction protocol."""
+    """Turns of conversations, and whole episodes of an interaction protocol."""
     nodes, episodes = [], []
     for row in rows:
         if isinstance(row.get("rounds"), list):
@@ -203,7 +203,7 @@ class _Reader:
         self.run = run
 
     def document(self, name: str, read: Callable[[str], Any]) -> dict[str, Any]:
-        """Give a JSON or YAML file that holds a mapping."""
+        """A JSON or YAML file that holds a mapping."""
         try:
             value = read(name)
         except (RunDirectoryError, RecursionError) as error:
@@ -216,7 +216,7 @@ class _Reader:
         return {str(key): item for key, item in value.items()}
 
     def lines(self, name: str, is_needed: bool = True) -> Iterator[dict[str, Any]]:
-        """Give the objects of a JSONL file; lines that are none are counted in a note."""
+        """The objects of a JSONL file; lines that are none are counted in a note."""
         num_broken = num_rows = 0
         try:
             with (self.run.path / name).open(encoding="utf-8", errors="replace") as file:
@@ -242,7 +242,7 @@ class _Reader:
 
 
 def node_of(row: Mapping[str, Any]) -> Node:
-    """Give a row as a node; columns that are missing or of another type are None or empty."""
+    """A row as a node; columns that are missing or of another type are None or empty."""
     place = {name: _integer(row.get(name)) for name in ("node", "parent", "depth", "episode")}
     parts = {
         name.removeprefix(_REWARD_PREFIX): number(value)
@@ -270,7 +270,7 @@ def node_of(row: Mapping[str, Any]) -> Node:
 
 
 def number(value: Any) -> float | None:
-    """Give a finite number as float, and None for anything else."""
+    """A finite number as float, and None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -281,19 +281,19 @@ def number(value: Any) -> float | None:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Give a mapping with text keys, empty for anything else."""
+    """A mapping with text keys, empty for anything else."""
     if not isinstance(value, Mapping):
         return {}
     return {str(key): item for key, item in value.items()}
 
 
 def items(value: Any) -> list[Any]:
-    """Give a list, empty for anything else."""
+    """A list, empty for anything else."""
     return list(value) if isinstance(value, list | tuple) else []
 
 
 def text(value: Any) -> str:
-    """Give a text, empty for null."""
+    """A text, empty for null."""
     return "" if value is None else str(value)
 
 
@@ -315,7 +315,7 @@ def _parse_line(line: str) -> dict[str, Any] | None:
 
 
 def _log_lines(path: Path) -> list[str]:
-    """Give distinct warnings and errors of the log, without their times, in order."""
+    """Distinct warnings and errors of the log, without their times, in order."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

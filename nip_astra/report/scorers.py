@@ -75,7 +75,7 @@ def _agreement(pair: Mapping[str, Any]) -> Row:
 
 
 def kinds_text(evaluation: Mapping[str, Any]) -> str:
-    """Give how many kinds of failure there are at least, with the interval."""
+    """How many kinds of failure there are at least, with the interval."""
     kinds = mapping(evaluation.get("kinds"))
     if not kinds.get("seen"):
         return NOTHING

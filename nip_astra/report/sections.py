@@ -37,7 +37,7 @@ MAX_COMPARED = 12
 def sections_of_run(
     run: RunRecord, *, anchor: str, max_nodes: int, max_characters: int, has_curves: bool
 ) -> list[Spec]:
-    """Give the sections about one run."""
+    """The sections about one run."""
     if is_protocol_run(run):
         specs = sections_of_protocol_run(run)
     else:
@@ -56,7 +56,7 @@ def sections_of_run(
 def _sections_of_attack(
     run: RunRecord, anchor: str, max_nodes: int, max_characters: int
 ) -> list[Spec]:
-    """Give the sections about a run in which an attacker converses with a target."""
+    """The sections about a run in which an attacker converses with a target."""
     group = RunGroup("", text(run.hyper_params.get("trainer")) or "run", 1, [run])
 
     @cache
@@ -86,7 +86,7 @@ def _sections_of_attack(
 
 
 def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) -> list[Spec]:
-    """Give the sections about several runs together; `anchors` is by the id() of a run."""
+    """The sections about several runs together; `anchors` is by the id() of a run."""
     attacks, protocols = _by_kind(groups)
     specs = []
     if attacks:
@@ -102,7 +102,7 @@ def sections_of_comparison(groups: Sequence[RunGroup], anchors: dict[int, str]) 
 
 
 def _by_kind(groups: Sequence[RunGroup]) -> tuple[list[RunGroup], list[RunGroup]]:
-    """Give the groups in which an attacker converses with a target, and those of protocols."""
+    """The groups in which an attacker converses with a target, and those of protocols."""
     are_protocols = [is_protocol_run(group.runs[0]) for group in groups]
     kinds = list(zip(groups, are_protocols, strict=True))
     return [group for group, is_one in kinds if not is_one], [g for g, is_one in kinds if is_one]
@@ -120,7 +120,7 @@ def _summary(run: RunRecord) -> Context:
 
 
 def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
-    """Give warnings; those that quote a failing probe are blurred with the failures."""
+    """Warnings; those that quote a failing probe are blurred with the failures."""
     failing = {
         node.probe
         for nodes in run.tables.values()
@@ -300,7 +300,7 @@ def _overview_row(run: RunRecord, label: str, anchor: str, color: int) -> Contex
 
 
 def _mean_row(group: RunGroup) -> Context:
-    """Give the means over the seeds of a group, each with its lowest and highest."""
+    """The means over the seeds of a group, each with its lowest and highest."""
     known = _values(group, "after", "failure_rate")
     mean = sum(known) / len(known) if known else None
     ends = (min(known), max(known)) if known else (None, None)

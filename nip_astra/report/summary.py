@@ -64,7 +64,7 @@ def verdict(run: RunRecord) -> list[str]:
 
 
 def tiles(run: RunRecord) -> list[Tile]:
-    """Give the main figures, those that the run has."""
+    """The main figures, those that the run has."""
     before, after = mapping(run.results.get("before")), mapping(run.results.get("after"))
     made = []
     if number(after.get("failure_rate")) is not None:
@@ -97,7 +97,7 @@ def tiles(run: RunRecord) -> list[Tile]:
 
 
 def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
-    """Give headings and rows of the comparison of before, after and random search."""
+    """Headings and rows of the comparison of before, after and random search."""
     shown = [(heading, mapping(run.results.get(name))) for name, heading in COLUMNS]
     shown = [(heading, report) for heading, report in shown if report]
     reports = [report for _, report in shown]
@@ -164,7 +164,7 @@ def _rate(report: Mapping[str, Any]) -> str:
 
 
 def rate_text(report: Mapping[str, Any]) -> str:
-    """Give the failure rate with its interval."""
+    """The failure rate with its interval."""
     return _rate(report) if number(report.get("failure_rate")) is not None else NOTHING
 
 
@@ -181,6 +181,6 @@ def rate_whisker(report: Mapping[str, Any], color: int) -> Whisker | None:
 
 
 def plants_text(report: Mapping[str, Any]) -> str:
-    """Give how many planted failures were found, of how many."""
+    """How many planted failures were found, of how many."""
     found, planted = number(report.get("plants_found")), number(report.get("num_plants"))
     return NOTHING if found is None else f"{count(found)} of {count(planted)}"

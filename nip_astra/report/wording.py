@@ -12,13 +12,13 @@ NOTHING = "\N{EN DASH}"
 
 
 def percent(value: Any, digits: int = 1) -> str:
-    """Give a share of 1 as a percentage."""
+    """A share of 1 as a percentage."""
     share = number(value)
     return NOTHING if share is None else f"{share:.{digits}%}"
 
 
 def decimal(value: Any, digits: int = 3) -> str:
-    """Give a number with so many significant digits; a whole one from 1,000 on is not cut."""
+    """A number with so many significant digits; a whole one from 1,000 on is not cut."""
     figure = number(value)
     if figure is None:
         return NOTHING
@@ -30,19 +30,19 @@ def decimal(value: Any, digits: int = 3) -> str:
 
 
 def count(value: Any) -> str:
-    """Give a whole number with separators."""
+    """A whole number with separators."""
     figure = number(value)
     return NOTHING if figure is None else f"{figure:,.0f}"
 
 
 def one_in(value: Any) -> str:
-    """Give a small share as one in so many."""
+    """A small share as one in so many."""
     share = number(value)
     return NOTHING if not share else f"1 in {1.0 / share:,.0f}"
 
 
 def duration(seconds: Any) -> str:
-    """Give seconds as a person says them."""
+    """Seconds as a person says them."""
     figure = number(seconds)
     if figure is None:
         return NOTHING
@@ -53,19 +53,19 @@ def duration(seconds: Any) -> str:
 
 
 def interval(low: Any, high: Any) -> str:
-    """Give an interval of shares, empty where there is none."""
+    """An interval of shares, empty where there is none."""
     if number(low) is None or number(high) is None:
         return ""
     return f"[{percent(low)}, {percent(high)}]"
 
 
 def value_text(value: Any) -> str:
-    """Give a parameter's value as it stands in a file."""
+    """A parameter's value as it stands in a file."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def figure_text(name: str, value: Any) -> str:
-    """Give a figure of any kind, a share of 1 as a percentage where its name says so."""
+    """A figure of any kind, a share of 1 as a percentage where its name says so."""
     rate = mapping(value)
     if number(rate.get("value")) is not None:
         return f"{percent(rate['value'])} {interval(rate.get('low'), rate.get('high'))}".strip()

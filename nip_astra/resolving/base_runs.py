@@ -60,7 +60,7 @@ class BaseRun:
         return [str(spec) for spec in self.values.get("plugins") or []]
 
     def layer(self, asked: Mapping[str, Any]) -> Layer:
-        """Give the layer of its parameters.
+        """The layer of its parameters.
 
         Parameters
         ----------
@@ -76,7 +76,7 @@ class BaseRun:
     def layer_about(
         self, layer: Layer, scenario_dir: Path, scenario_class: type[Scenario], kind: str
     ) -> Layer:
-        """Give the layer without what belongs to a scenario that is not the new run's."""
+        """The layer without what belongs to a scenario that is not the new run's."""
         left_out = set() if _is_scenario(self.values.get("scenario"), scenario_dir) else {kind}
         if not scenario_class.uses_protocol:
             left_out.add("interaction_protocol")
@@ -84,14 +84,14 @@ class BaseRun:
 
 
 def only(layer: Layer, names: Iterable[str]) -> Layer:
-    """Give a layer without groups and sections of other names."""
+    """A layer without groups and sections of other names."""
     known = set(names)
     values = {name: value for name, value in layer.values.items() if name in known}
     return Layer(layer.source, values)
 
 
 def read_base_run(layers: Sequence[Layer]) -> BaseRun:
-    """Give the run that the layers name as base run, or one without values.
+    """The run that the layers name as base run, or one without values.
 
     What a run itself wrote down is complete, so the base run that it names is not asked again.
 
@@ -178,7 +178,7 @@ def check_rerun(base: BaseRun, layers: Sequence[Layer], trainer_class: type[Trai
 
 
 def located(parameters: BaseRunParameters) -> BaseRunParameters:
-    """Give the parameters with an absolute path, so that they mean the same in any folder."""
+    """The parameters with an absolute path, so that they mean the same in any folder."""
     run = str(parameters.run)
     if run.startswith(wandb_runs.SCHEME):
         return parameters
@@ -186,7 +186,7 @@ def located(parameters: BaseRunParameters) -> BaseRunParameters:
 
 
 def fetch_base_run(parameters: BaseRunParameters, folder: Path) -> Path:
-    """Give the base run's directory; of a run on W&B, one with its trained agents is made.
+    """The base run's directory; of a run on W&B, one with its trained agents is made.
 
     Parameters
     ----------

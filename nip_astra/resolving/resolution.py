@@ -174,11 +174,11 @@ class _Stack:
         return [*self.scenario, *self.preset, self.base, *self.file, *self.top]
 
     def named(self) -> dict[str, Any]:
-        """Give what all layers say together."""
+        """What all layers say together."""
         return _merged(*self.layers)
 
     def named_by_the_user(self) -> dict[str, Any]:
-        """Give what the layers say that come from no run."""
+        """What the layers say that come from no run."""
         return _merged(*(one for one in (*self.file, *self.top) if one.stored_in is None))
 
 
@@ -227,7 +227,7 @@ def _find_components(stack: _Stack, plugins: Sequence[str]) -> _Components:
 def _validate(
     stack: _Stack, components: _Components, *, is_plugin_given: bool
 ) -> ResolvedParameters:
-    """Give the validated parameters; what nothing reads is refused."""
+    """The validated parameters; what nothing reads is refused."""
     trainer_class, kind = components.trainer_class, components.kind
     scenario_class, protocol = components.scenario_class, components.protocol
     model = HyperParameters.with_sections(
@@ -266,7 +266,7 @@ def _validate(
 
 
 def _source_of(stack: _Stack, given: Sequence[str], *, is_trusted: bool) -> StoredSource | None:
-    """Give the stored run from which parameters come; of several, all must be the user's own."""
+    """The stored run from which parameters come; of several, all must be the user's own."""
     found: dict[Path | None, str] = {
         one.stored_in: str(one.stored_in) for one in stack.file if one.stored_in is not None
     }
@@ -309,7 +309,7 @@ def _load_all(specs: Sequence[str], folder: Path | None) -> list[str]:
 def _protocol_section(
     protocol: Any, scenario_class: type[Scenario], kind: str
 ) -> dict[str, type[SubParameters]]:
-    """Give the section of the interaction protocol, if the scenario's agents play one."""
+    """The section of the interaction protocol, if the scenario's agents play one."""
     if not scenario_class.uses_protocol:
         if protocol is not None:
             raise ConfigurationError(
@@ -327,7 +327,7 @@ def _protocol_section(
 
 
 def _about_protocol(layer: Layer, protocol: Any, kind: str) -> Layer:
-    """Give a scenario's or preset's layer without protocols that are not played, and their agents.
+    """A scenario's or preset's layer without protocols that are not played, and their agents.
 
     A name that no protocol has stays, to be told as a fault.
     """
@@ -343,7 +343,7 @@ def _about_protocol(layer: Layer, protocol: Any, kind: str) -> Layer:
 
 
 def _agents_of(protocol: str) -> set[str]:
-    """Give the agents of a protocol's class; none where they depend on its parameters."""
+    """The agents of a protocol's class; none where they depend on its parameters."""
     try:
         names = getattr(PROTOCOL_HANDLERS.get(protocol), "agent_names", None)
     except NipAstraError:
@@ -352,7 +352,7 @@ def _agents_of(protocol: str) -> set[str]:
 
 
 def _plugin_specs(named: dict[str, Any]) -> list[str]:
-    """Give the plug-ins of a file; what is no list of text is told with the other faults later."""
+    """The plug-ins of a file; what is no list of text is told with the other faults later."""
     specs = named.get("plugins")
     is_valid = isinstance(specs, list) and all(isinstance(spec, str) for spec in specs)
     return list(specs) if is_valid and specs else []
@@ -361,7 +361,7 @@ def _plugin_specs(named: dict[str, Any]) -> list[str]:
 def _located(
     hyper_params: HyperParameters, components: _Components, folder: Path | None
 ) -> HyperParameters:
-    """Give the parameters with absolute paths, so that they mean the same in any folder."""
+    """The parameters with absolute paths, so that they mean the same in any folder."""
     changes: dict[str, Any] = {}
     if components.plugins:
         changes["plugins"] = list(dict.fromkeys(components.plugins))
@@ -379,7 +379,7 @@ def _located(
 
 
 def _located_agents(section: SubParameters) -> SubParameters | None:
-    """Give a section whose agents start from runs by absolute paths; None where none does."""
+    """A section whose agents start from runs by absolute paths; None where none does."""
     agents = getattr(section, "agents", None)
     if not isinstance(agents, Mapping):
         return None
@@ -405,7 +405,7 @@ def _named_layer(trainer: str | None, scenario: str | None, seed: int | None) ->
 
 
 def _find_trainer(named: dict[str, Any], folder: Path | None) -> tuple[str, type[Trainer]]:
-    """Give the trainer's name and its class, which is registered or named by file."""
+    """The trainer's name and its class, which is registered or named by file."""
     if named.get("trainer") is None:
         raise ConfigurationError(
             f"no trainer was given. Known trainers: {', '.join(TRAINERS.names())}. Choose one, for "
@@ -452,7 +452,7 @@ def _load_plugin_of(scenario_dir: Path) -> None:
 
 
 def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
-    """Give the scenario's layers and its kind; its plugin.py is loaded first."""
+    """The scenario's layers and its kind; its plugin.py is loaded first."""
     _load_plugin_of(scenario_dir)
     path = scenario_dir / "scenario.yaml"
     layers = read_yaml_layers(path, source="scenario.yaml")

@@ -90,7 +90,7 @@ def never_read(
     scenario_class: type[Scenario],
     kind: str,
 ) -> list[str]:
-    """Give those of some parameters that nothing reads, and those of groups read elsewhere only.
+    """Those of some parameters that nothing reads, and those of groups read elsewhere only.
 
     A single parameter whose condition does not hold is none of them: it is there to be found.
     """
@@ -155,7 +155,7 @@ class _Run:
     order: _Order
 
     def reasons_against(self, leaf: _Leaf) -> Iterator[tuple[str, str]]:
-        """Give what is wrong with a value that nothing reads, and what to do; once at most."""
+        """What is wrong with a value that nothing reads, and what to do; once at most."""
         trainer = self.hyper_params.trainer
         groups = self.trainer_class.parameter_groups or ()
         is_shared = leaf.path.partition(".")[0] in SHARED_GROUPS
@@ -189,7 +189,7 @@ class _Run:
 
 
 def _without(values: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what others do not say."""
+    """What others do not say."""
     left = {}
     for name, value in values.items():
         other = others.get(name)
@@ -209,7 +209,7 @@ def _walk(
     prefix: str = "",
     unmet: _Condition | None = None,
 ) -> Iterator[_Leaf]:
-    """Give every value that was given to a group or to a group within it.
+    """Every value that was given to a group or to a group within it.
 
     Parameters
     ----------
@@ -256,7 +256,7 @@ def _first_unmet(conditions: Sequence[ReadWhere], scopes: Sequence[_Scope]) -> _
 def _groups_in(
     value: Any, given: Any, path: str
 ) -> Iterator[tuple[str, SubParameters, Mapping[str, Any]]]:
-    """Give the groups that a value consists of, with their paths and what was given of each."""
+    """The groups that a value consists of, with their paths and what was given of each."""
     if isinstance(value, SubParameters) and isinstance(given, Mapping):
         yield path, value, given
     elif isinstance(value, Mapping) and isinstance(given, Mapping):
@@ -280,7 +280,7 @@ def _is_in(path: str, groups: Sequence[str]) -> bool:
 
 
 def _nearest(path: str, by_path: Mapping[str, Any], default: Any) -> Any:
-    """Give what a mapping holds of a parameter, or of the nearest group or list around it."""
+    """What a mapping holds of a parameter, or of the nearest group or list around it."""
     while path:
         if path in by_path:
             return by_path[path]

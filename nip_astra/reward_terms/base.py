@@ -107,20 +107,20 @@ class RewardTerm(ABC):
 
     @abstractmethod
     def _values(self, nodes: RatedProbes) -> Tensor:
-        """Give a finite number for each node, `[N]`; hook. There is at least one node."""
+        """A finite number for each node, `[N]`; hook. There is at least one node."""
 
     def observe(self, nodes: RatedProbes) -> None:  # noqa: B027 - most terms have no memory
         """Remember a rollout, after all terms were asked about it; hook."""
 
     def state(self) -> dict[str, Any]:
-        """Give what the term remembers: text, numbers, tensors, lists and dicts of them; hook."""
+        """What the term remembers: text, numbers, tensors, lists and dicts of them; hook."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:  # noqa: B027 - as above
         """Take what `state` gave; hook."""
 
     def values(self, nodes: RatedProbes) -> Tensor:
-        """Give each node's value, float32 `[N]` on the CPU, finite, no grad; larger is better.
+        """Each node's value, float32 `[N]` on the CPU, finite, no grad; larger is better.
 
         Raises
         ------
@@ -147,7 +147,7 @@ class RewardTerm(ABC):
         return values_N
 
     def added(self, nodes: RatedProbes) -> Tensor:
-        """Give what the term adds to each node's reward, weight times value, float32 `[N]`."""
+        """What the term adds to each node's reward, weight times value, float32 `[N]`."""
         weight: float = self.parameters.weight
         added_N = weight * self.values(nodes)
         if self.parameters.scaled_by_score:

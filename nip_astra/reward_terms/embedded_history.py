@@ -46,7 +46,7 @@ class EmbeddedHistory:
         return torch.tensor(self._history.counts, dtype=torch.float32)
 
     def cosines(self, probes: Sequence[str]) -> Tensor:
-        """Give the cosine of each probe to each that is remembered, float32 `[N, H]`."""
+        """The cosine of each probe to each that is remembered, float32 `[N, H]`."""
         return self._embedded(probes) @ self._vectors_HX.T
 
     def remember(self, probes: Sequence[str], kept: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class EmbeddedHistory:
         self._latest = None
 
     def state(self) -> dict[str, Any]:
-        """Give what is remembered, for a checkpoint."""
+        """What is remembered, for a checkpoint."""
         return self._history.state() | {"vectors": self._vectors_HX}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -75,7 +75,7 @@ class EmbeddedHistory:
         self._latest = None
 
     def _embedded(self, probes: Sequence[str]) -> Tensor:
-        """Give the rollout's vectors, which are needed when it is rated and when remembered."""
+        """The rollout's vectors, which are needed when it is rated and when remembered."""
         if self._latest is None or self._latest[0] != list(probes):
             self._latest = list(probes), self._embedder.compute(probes)
         return self._latest[1]

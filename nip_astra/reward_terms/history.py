@@ -21,7 +21,7 @@ class NoveltyParameters(RewardTerm.Parameters):
     a failure counts as new until another of its kind was found, however ordinary its words."""
 
     def remembered(self, nodes: RatedProbes) -> list[int]:
-        """Give the nodes whose probes are remembered."""
+        """The nodes whose probes are remembered."""
         if self.min_score is None:
             return list(range(nodes.num_nodes))
         found: list[int] = (nodes.response_score_N >= self.min_score).nonzero().flatten().tolist()
@@ -77,7 +77,7 @@ class ProbeHistory:
         )
 
     def state(self) -> dict[str, Any]:
-        """Give plain values for a checkpoint."""
+        """Plain values for a checkpoint."""
         return {"probes": self.probes, "counts": self.counts}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -31,7 +31,7 @@ def register_reward_term(name: str) -> Callable[[type[RewardTerm]], type[RewardT
 def build_reward_term(
     parameters: Any, *, device: torch.device, scenario_dir: Path | None
 ) -> RewardTerm:
-    """Give the reward term that the parameters describe."""
+    """The reward term that the parameters describe."""
     cls = REWARD_TERMS.get(parameters.type_name)
     return cls(parameters, device=device, scenario_dir=scenario_dir)
 
@@ -39,7 +39,7 @@ def build_reward_term(
 def build_reward_terms(
     parameters: Sequence[Any], *, device: torch.device, scenario_dir: Path | None
 ) -> dict[str, RewardTerm]:
-    """Give the reward terms of a list by name, in order.
+    """The reward terms of a list by name, in order.
 
     A term is named after its kind; the second of a kind is `<kind>_2`, and so on.
     """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def mean_token_nll(logprobs_NT: Tensor, mask_NT: Tensor) -> Tensor:
-    """Give the mean negative log-likelihood per token, `[N]` nats; 0 where no token counts.
+    """The mean negative log-likelihood per token, `[N]` nats; 0 where no token counts.
 
     Parameters
     ----------

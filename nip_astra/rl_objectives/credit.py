@@ -21,7 +21,7 @@ Gather = Callable[[Tensor, Tensor, int], Tensor]
 def best_child_backup(
     reward_N: Tensor, parent_N: Tensor, depth_N: Tensor, *, decay: float
 ) -> Tensor:
-    """Give each node its reward and a part of what its best child got, `[N]`.
+    """Each node's reward and a part of what its best child got, `[N]`.
 
     `b(n) = r(n) + decay * max over children c of b(c)`, and `b(n) = r(n)` without children: an
     optimistic return, since the attacker may choose the branch (the backup of MALIBU).
@@ -37,7 +37,7 @@ def best_child_backup(
 def mean_child_return(
     reward_N: Tensor, parent_N: Tensor, depth_N: Tensor, *, discount: float
 ) -> Tensor:
-    """Give the discounted return of the turns that follow, averaged over branches, `[N]`.
+    """The discounted return of the turns that follow, averaged over branches, `[N]`.
 
     `R(n) = r(n) + discount * mean over children c of R(c)`, and `R(n) = r(n)` without children.
     In a chain this is the return; in a tree an estimate of its mean under the policy that sampled

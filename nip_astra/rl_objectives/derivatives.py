@@ -55,7 +55,7 @@ def unflatten(vector_P: Tensor, like: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def gradient(loss: Tensor, parameters: Sequence[Tensor], *, create_graph: bool = True) -> Tensor:
-    """Give the gradient of a scalar as a vector, with the graph to differentiate it again."""
+    """The gradient of a scalar as a vector, with the graph to differentiate it again."""
     return vector_jacobian(loss, parameters, torch.ones_like(loss), create_graph=create_graph)
 
 
@@ -66,7 +66,7 @@ def vector_jacobian(
     *,
     create_graph: bool = False,
 ) -> Tensor:
-    """Give `J' vector` with `J[q, p] = d field[q] / d parameters[p]`, by one backward pass.
+    """`J' vector` with `J[q, p] = d field[q] / d parameters[p]`, by one backward pass.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def vector_jacobian(
 def jacobian_operator(
     field_P: Tensor, parameters: Sequence[Tensor], *, is_symmetric: bool = False
 ) -> LinearOperator:
-    """Give the Jacobian `J[q, p] = d field[q] / d parameters[p]` of a field as long as they are.
+    """The Jacobian `J[q, p] = d field[q] / d parameters[p]` of a field as long as they are.
 
     A product with the transpose is one backward pass. One with `J` itself is the derivative of
     that pass by its vector, which costs about twice as much; of a symmetric one it is the same.
@@ -136,7 +136,7 @@ def jacobian_operator(
 
 
 def hessian_operator(loss: Tensor, parameters: Sequence[Tensor]) -> LinearOperator:
-    """Give the matrix of second derivatives of a scalar loss.
+    """The matrix of second derivatives of a scalar loss.
 
     Raises
     ------

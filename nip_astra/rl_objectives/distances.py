@@ -22,7 +22,7 @@ def value_losses(
     old_values_B: Tensor | None = None,
     clip_value: float | None = None,
 ) -> Tensor:
-    """Give the distance of each value to its target, [B], with grad.
+    """The distance of each value to its target, [B], with grad.
 
     l1 is `|d|`, l2 is `d^2`, smooth_l1 is `d^2 / 2` up to `|d| = 1` and `|d| - 1/2` beyond.
 

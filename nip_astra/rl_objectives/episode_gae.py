@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 
 class ValueFunction(Protocol):
-    """Gives an agent's values of a batch of frames."""
+    """An agent's values of a batch of frames."""
 
     def __call__(self, name: str, frames: TensorDict, /) -> Tensor:
-        """Give values, [F]."""
+        """Values, [F]."""
 
 
 class GaeEstimate(NamedTuple):
@@ -69,7 +69,7 @@ def gae(
 
 
 def reward_to_go(reward_ETA: Tensor, is_end_ETA: Tensor, *, gamma: float) -> Tensor:
-    """Give the discounted sum of the rewards from each round to the end of its episode, [E, T, A].
+    """The discounted sum of the rewards from each round to the end of its episode, [E, T, A].
 
     Where the batch ends before the episode does, it is the sum up to there.
 
@@ -87,13 +87,13 @@ def reward_to_go(reward_ETA: Tensor, is_end_ETA: Tensor, *, gamma: float) -> Ten
 
 
 def ends_of(batch: TensorDict) -> Tensor:
-    """Give where the episode ended for each agent, by its end or by the agent's own, [E, T, A]."""
+    """Where the episode ended for each agent, by its end or by the agent's own, [E, T, A]."""
     ends_ETA: Tensor = batch["next", "terminated"] | batch["next", "has_decided"]
     return ends_ETA
 
 
 def _discounted_sums(terms_ETA: Tensor, goes_on_ETA: Tensor, factor: float) -> Tensor:
-    """Give `s_t = x_t + factor * goes_on_t * s_(t+1)`."""
+    """`s_t = x_t + factor * goes_on_t * s_(t+1)`."""
     total_EA = torch.zeros_like(terms_ETA[:, 0])
     sums = []
     for t in reversed(range(terms_ETA.shape[1])):
@@ -156,7 +156,7 @@ class EpisodeGae(nn.Module):
 
 
 def _observation_after(batch: TensorDict) -> TensorDict:
-    """Give the frames after the last round, [E]."""
+    """The frames after the last round, [E]."""
     following = batch["next"][:, -1]
     names = [name for name in batch.keys() if name not in ("next", "agents")]  # noqa: SIM118
     return following.select(*names)

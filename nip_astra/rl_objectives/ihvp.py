@@ -115,7 +115,7 @@ def inverse_hessian_vector_product(
     method: InverseMethod,
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, ...]:
-    """Give `(H + rho I)^-1 v` for the Hessian `H` of a loss by some parameters.
+    """`(H + rho I)^-1 v` for the Hessian `H` of a loss by some parameters.
 
     Parameters
     ----------

@@ -68,7 +68,7 @@ class IppoObjective(Objective):
             self.register_buffer(name, torch.zeros(num_agents, device=device), persistent=False)
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """Give `loss_policy`, `loss_value`, `loss_entropy` and what to log."""
+        """`loss_policy`, `loss_value`, `loss_entropy` and what to log."""
         view, values_B = self.policy_view_and_values(name, batch)
         return self._policy_entries(name, view) | self._value_entries(name, values_B, batch)
 

@@ -175,7 +175,7 @@ class AdaptiveKl:
         return self.weight
 
     def state(self) -> dict[str, float]:
-        """Give what a checkpoint has to hold."""
+        """What a checkpoint has to hold."""
         return {"weight": self.weight}
 
     def load_state(self, state: Mapping[str, float]) -> None:

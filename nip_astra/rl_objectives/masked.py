@@ -20,7 +20,7 @@ REDUCTIONS: tuple[Reduction, ...] = ("token", "sequence", "sequence_sum", "sum_o
 
 
 def masked_fill_zero(values: Tensor, mask: Tensor) -> Tensor:
-    """Give the values with 0 where the mask is False; gradients flow through the rest alone."""
+    """The values with 0 where the mask is False; gradients flow through the rest alone."""
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
@@ -49,7 +49,7 @@ def reduce_loss(
     normaliser: float | Tensor | None = None,
     max_length: int | None = None,
 ) -> Tensor:
-    """Give one number of the losses of tokens.
+    """One number of the losses of tokens.
 
     With `n_b` the tokens of row b that count and sums over those:
 

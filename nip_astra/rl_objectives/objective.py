@@ -42,28 +42,28 @@ class PlayingAgents(Protocol):
     needs_logits: bool
 
     def __getitem__(self, name: str) -> Any:
-        """Give one agent."""
+        """One agent."""
 
     def policy(self, name: str, frames: Any) -> Any:
-        """Give the logits of an agent's moves."""
+        """The logits of an agent's moves."""
 
     def evaluate(self, name: str, frames: Any, output: Any = None) -> Any:
-        """Give an `Evaluation` of the moves that an agent made."""
+        """An `Evaluation` of the moves that an agent made."""
 
     def values(self, name: str, frames: Any) -> Tensor:
-        """Give an agent's values, [B]."""
+        """An agent's values, [B]."""
 
     def is_acting(self, name: str, frames: Any) -> Tensor:
-        """Give the frames in which an agent may move, [B] bool."""
+        """The frames in which an agent may move, [B] bool."""
 
     def number(self, name: str) -> int:
-        """Give an agent's place in the dimension A."""
+        """An agent's place in the dimension A."""
 
     def logit_reward(self, name: str, output: Any, frames: Any) -> Tensor | None:
-        """Give what an agent's logits earn whatever is drawn from them, [B] with grad, or None."""
+        """What an agent's logits earn whatever is drawn from them, [B] with grad, or None."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Give all weights."""
+        """All weights."""
 
 
 class PolicyView(NamedTuple):
@@ -91,19 +91,19 @@ class PolicyView(NamedTuple):
     output: Any
 
     def of_agent(self, key: str) -> Tensor:
-        """Give the agent's part of `("agents", key)` of shape [B, A] or [B, A, 1], as [B]."""
+        """The agent's part of `("agents", key)` of shape [B, A] or [B, A, 1], as [B]."""
         values_B: Tensor = self.frames["agents", key][:, self.number]
         return values_B.squeeze(-1) if values_B.ndim == 2 else values_B
 
     def mean(self, values_B: Tensor) -> Tensor:
-        """Give the mean over the frames that count, 0 where there is none."""
+        """The mean over the frames that count, 0 where there is none."""
         if self.is_acting_B is None:
             return values_B.mean()
         kept_B = self.is_acting_B.to(values_B.dtype)
         return (values_B * kept_B).sum() / kept_B.sum().clamp(min=1)
 
     def figures(self, *values_B: Tensor) -> tuple[Tensor, ...]:
-        """Give means to be logged, without grad; NaN where the agent acts in no frame."""
+        """Means to be logged, without grad; NaN where the agent acts in no frame."""
         values_XB = torch.stack([values.detach() for values in values_B])
         if self.is_acting_B is None:
             return values_XB.mean(1).unbind()
@@ -112,7 +112,7 @@ class PolicyView(NamedTuple):
 
 
 AgentLosses = Callable[[str, Frames], dict[str, Tensor]]
-"""Gives losses of an agent in a minibatch, and what to log; see `Objective.agent_losses`."""
+"""Losses of an agent in a minibatch, and what to log; see `Objective.agent_losses`."""
 
 
 class Objective(LossModule):
@@ -178,7 +178,7 @@ class Objective(LossModule):
         return False
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """Give an agent's losses in a minibatch.
+        """An agent's losses in a minibatch.
 
         Parameters
         ----------
@@ -194,7 +194,7 @@ class Objective(LossModule):
         raise NotImplementedError
 
     def forward(self, batch: TensorDict) -> TensorDict:
-        """Give the scalars `loss_*_<agent>` and `<agent>/*` of all agents."""
+        """The scalars `loss_*_<agent>` and `<agent>/*` of all agents."""
         frames = frames_of(batch)
         by_agent = {name: self.agent_losses(name, frames) for name in self.agents.names}
         self.finish_minibatch(by_agent)
@@ -224,7 +224,7 @@ class Objective(LossModule):
         return by_agent
 
     def loss_parts(self, name: str) -> tuple[AgentLosses, ...]:
-        """Give functions that share no weights, and whose losses together are `agent_losses`.
+        """Functions that share no weights, and whose losses together are `agent_losses`.
 
         Where an objective has them, several processes may compute them at once, so they must
         change nothing but gradients and draw no random numbers. None here: then one process
@@ -295,7 +295,7 @@ class Objective(LossModule):
         return PolicyView(frames, evaluation, is_acting_B, number, output)
 
     def policy_view_and_values(self, name: str, batch: Frames) -> tuple[PolicyView, Tensor]:
-        """Give the view of the policy, and the agent's values of all frames, [B], with grad.
+        """The view of the policy, and the agent's values of all frames, [B], with grad.
 
         A body that policy and value function share runs once.
         """
@@ -310,7 +310,7 @@ class Objective(LossModule):
         return view, agent.value_head(representation, batch)
 
     def logit_losses(self, name: str, view: PolicyView) -> dict[str, Tensor]:
-        """Give `loss_logits`, minus what the agent's logits earn by themselves, where they do.
+        """`loss_logits`, minus what the agent's logits earn by themselves, where they do.
 
         An objective adds it to its losses: a policy gradient learns nothing from a reward that is
         the same whatever is drawn from the logits.
@@ -357,7 +357,7 @@ class Objective(LossModule):
         return self
 
     def own_state(self) -> dict[str, Tensor]:
-        """Give what is neither an agent's weight nor an agent's buffer, for a checkpoint."""
+        """What is neither an agent's weight nor an agent's buffer, for a checkpoint."""
         return {
             key: value
             for key, value in self.state_dict().items()
@@ -388,7 +388,7 @@ def _gives_nothing(cls: type[Objective]) -> bool:
 
 
 def _definer(cls: type, name: str) -> type:
-    """Give the class that a method comes from.
+    """The class that a method comes from.
 
     TorchRL wraps the `forward` of every class of which an object is made, so that a class may hold
     one that another wrote.
@@ -399,7 +399,7 @@ def _definer(cls: type, name: str) -> type:
 
 
 def frames_of(batch: TensorDictBase) -> Frames:
-    """Give the tensors of a TensorDict [B] as a plain mapping."""
+    """The tensors of a TensorDict [B] as a plain mapping."""
     return dict(batch.items(include_nested=True, leaves_only=True))
 
 
@@ -425,6 +425,6 @@ class SomeFrames(Mapping[Any, Tensor]):
 
 
 def sum_of_losses(entries: Iterable[tuple[str, Tensor]]) -> Tensor:
-    """Give the sum of the entries whose names begin with `loss_`."""
+    """The sum of the entries whose names begin with `loss_`."""
     losses = [value for key, value in entries if key.startswith(LOSS_PREFIX)]
     return functools.reduce(operator.add, losses) if losses else torch.zeros(())

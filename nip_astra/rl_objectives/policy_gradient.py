@@ -323,7 +323,7 @@ def _log_ratio(logprobs_BT: Tensor, old_logprobs_BT: Tensor, mask_BT: Tensor) ->
 
 
 def _ratio(log_ratio_BT: Tensor, mask_BT: Tensor, level: RatioLevel) -> Tensor:
-    """Give `[B, T]`, or `[B, 1]` where rows have one ratio."""
+    """`[B, T]`, or `[B, 1]` where rows have one ratio."""
     if level == "sequence_mean":
         log_ratio_BT = masked_mean(log_ratio_BT, mask_BT, dim=1).unsqueeze(1)
     elif level == "sequence_product":
@@ -340,7 +340,7 @@ def _clip(ratio_BT: Tensor, low: float | None, high: float | None) -> Tensor:
 def _clipped_surrogate(
     ratio_BT: Tensor, advantages_BT: Tensor, low: float | None, high: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Give the surrogate, to be maximised, and where the clip holds it."""
+    """The surrogate, to be maximised, and where the clip holds it."""
     free_BT = ratio_BT * advantages_BT
     clipped_BT = _clip(ratio_BT, low, high) * advantages_BT
     return torch.minimum(free_BT, clipped_BT), is_gradient_clipped(clipped_BT, free_BT)

@@ -22,7 +22,7 @@ PREFERENCE_KINDS: tuple[PreferenceKind, ...] = ("sigmoid", "hinge", "robust", "i
 
 
 def sequence_logprobs(logprobs_BT: Tensor, mask_BT: Tensor, *, length_normalised: bool) -> Tensor:
-    """Give the log-probability of each row, `[B]` nats: the sum over its tokens, or their mean.
+    """The log-probability of each row, `[B]` nats: the sum over its tokens, or their mean.
 
     The mean keeps preference losses from growing with length, and from preferring the shorter of
     two probes for being short; the sum is the sequence's own log-probability. Policy and reference

@@ -13,7 +13,7 @@ makes the gradient NaN where its loss, clipped, is finite. A ratio held has no g
 
 
 def bounded(log_ratios: Tensor) -> Tensor:
-    """Give log-ratios, nats, held within `MAX_LOG_RATIO`; exactly as they are within it."""
+    """Log-ratios, nats, held within `MAX_LOG_RATIO`; exactly as they are within it."""
     return log_ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 

@@ -56,7 +56,7 @@ class ReinforceObjective(Objective):
         self.clip_value = clip_value
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """Give `loss_policy`, `loss_entropy`, with advantages `loss_value`, and the entropy."""
+        """`loss_policy`, `loss_entropy`, with advantages `loss_value`, and the entropy."""
         if self.weight != "advantage":
             return self._policy_entries(name, self.policy_view(name, batch))
         view, values_B = self.policy_view_and_values(name, batch)

@@ -39,7 +39,7 @@ def shaping_losses(
     episode_B: Tensor | None = None,
     round_B: Tensor | None = None,
 ) -> Tensor:
-    """Give the loss of every agent as a function of all agents' parameters (spg, lola, sos).
+    """The loss of every agent as a function of all agents' parameters (spg, lola, sos).
 
     Every derivative is unbiased on frames of whole episodes that the present policies played, with
     advantages that are right in expectation and no discount of later rounds beside the one in the
@@ -82,7 +82,7 @@ def clipped_shaping_losses(
     episode_B: Tensor | None = None,
     round_B: Tensor | None = None,
 ) -> Tensor:
-    """Give losses whose gradients are those of PPO's clipped ones (pspg, pola, psos).
+    """Losses whose gradients are those of PPO's clipped ones (pspg, pola, psos).
 
     With agent k's ratio `r_k = pi_k / pi_k old` and `c_ik = min(r_k, 1 + eps)` where the advantage
     of agent i is >= 0, `max(r_k, 1 - eps)` elsewhere, the magic box of the joint log-probability in
@@ -124,7 +124,7 @@ def clipped_shaping_losses(
 
 
 def magic_box(values: Tensor) -> Tensor:
-    """Give 1 with the derivative `box(x) dx` (arXiv:1802.05098, eq. 4)."""
+    """1 with the derivative `box(x) dx` (arXiv:1802.05098, eq. 4)."""
     return (values - values.detach()).exp()
 
 

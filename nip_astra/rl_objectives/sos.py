@@ -34,7 +34,7 @@ def compute_sos_update(
     scaling_factor: float,
     threshold_factor: float,
 ) -> SosUpdate:
-    """Give `xi_0 - p chi` with the share `p` of stable opponent shaping (arXiv:1811.08469, alg. 1).
+    """`xi_0 - p chi` with the share `p` of stable opponent shaping (arXiv:1811.08469, alg. 1).
 
     With `xi` the gradient, `xi_0` that of LookAhead, and `chi` the shaping term, which holds the
     opponents' learning rate already:

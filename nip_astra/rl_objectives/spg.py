@@ -98,7 +98,7 @@ class SpgObjective(Objective):
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.long))
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """Give an agent's losses by its own policy alone: what it learns from without foresight."""
+        """An agent's losses by its own policy alone: what it learns from without foresight."""
         evaluations = self._evaluate([name], batch)
         number = self.agents.number(name)
         policy = self._policy_losses(evaluations, batch)[number]
@@ -173,7 +173,7 @@ class SpgObjective(Objective):
         return _Evaluations(views, values_B, torch.stack(acting, dim=1))
 
     def _policy_losses(self, evaluations: _Evaluations, frames: Frames) -> Tensor:
-        """Give the policy loss of every agent, [A], by the policies of those evaluated."""
+        """The policy loss of every agent, [A], by the policies of those evaluated."""
         is_acting_BA = evaluations.is_acting_BA
         advantages_BA = frames["agents", "advantage"].squeeze(-1)
         if self.ppo.normalize_advantage:
@@ -227,7 +227,7 @@ class SpgObjective(Objective):
 
 
 def _on_all_frames(view: PolicyView, is_acting_B: Tensor) -> Tensor:
-    """Give log-probabilities of all frames, 0 where the agent does not act."""
+    """Log-probabilities of all frames, 0 where the agent does not act."""
     logprobs_B = view.evaluation.logprobs_B
     if view.is_acting_B is None:
         zeros_B = logprobs_B.new_zeros(len(is_acting_B))

@@ -110,7 +110,7 @@ def agent_updates(
     groups: Sequence[Sequence[int]] | None,
     generator: torch.Generator | None = None,
 ) -> tuple[AgentUpdate, ...]:
-    """Give each agent's direction, see the head of this file for the formulas.
+    """Each agent's direction, see the head of this file for the formulas.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ def _terms(
     rule: UpdateRule,
     depth: int,
 ) -> _Terms:
-    """Give the terms of an agent that `depth` levels of leaders differentiate."""
+    """The terms of an agent that `depth` levels of leaders differentiate."""
     is_again = depth > 0
     if response is None or not own:
         gradient_P = gradient(loss, own, create_graph=is_again)
@@ -228,7 +228,7 @@ def _terms(
 
 
 def _rest_multiplier(by_followers_Q: Tensor, response: _Response, rho: float, depth: int) -> Tensor:
-    """Give `m` with `((d_F D_F)' + rho I) m = d_F L_l`, which may be differentiated `depth` times.
+    """`m` with `((d_F D_F)' + rho I) m = d_F L_l`, which may be differentiated `depth` times.
 
     The inverse itself has no graph. Adding to `m` the inverse of what the equation leaves over, a
     residual whose value is taken for 0, changes no value and makes one more derivative of `m` right

@@ -30,12 +30,12 @@ class Prompt(str):
 
 
 def columns_of(prompt: str) -> Columns:
-    """Give what stands beside a prompt; nothing for a plain text."""
+    """What stands beside a prompt; nothing for a plain text."""
     return prompt.columns if isinstance(prompt, Prompt) else ()
 
 
 def columns_of_record(record: Mapping[str, Any]) -> Columns:
-    """Give what a record of a conversation holds of the columns beside its prompt."""
+    """What a record of a conversation holds of the columns beside its prompt."""
     return tuple((record.get(RECORD_KEY) or {}).items())
 
 

@@ -17,7 +17,7 @@ LEFT_PADDED = frozenset({"context"})
 
 
 def collate(samples: Sequence[Sample]) -> TensorDict:
-    """Give one batch: numbers are stacked, sequences padded, each with its mask.
+    """One batch: numbers are stacked, sequences padded, each with its mask.
 
     A sequence `x` becomes `x` `[B, T]`, padded with 0 on the right (`context`: on the left), and
     `x_mask` `[B, T]` bool.

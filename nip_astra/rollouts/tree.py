@@ -91,15 +91,15 @@ class RolloutTree:
         return len(self.prompts)
 
     def sibling_groups(self) -> Tensor:
-        """Give node indices by group of siblings, int64 `[P, G]`."""
+        """Node indices by group of siblings, int64 `[P, G]`."""
         return torch.arange(self.num_nodes).view(-1, self.tree_width)
 
     def context_of(self, node: int) -> list[int]:
-        """Give the attacker's context tokens before a node's probe."""
+        """The attacker's context tokens before a node's probe."""
         return self.contexts[node // self.tree_width]
 
     def path_to(self, node: int) -> list[int]:
-        """Give the nodes from the first turn to this one."""
+        """The nodes from the first turn to this one."""
         parents = self._parents
         path = [node]
         while parents[path[-1]] >= 0:
@@ -117,7 +117,7 @@ class RolloutTree:
         return parents
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Give one flat record a node; a context is found by following `parent`."""
+        """One flat record a node; a context is found by following `parent`."""
         nodes = self.nodes
         names = [str(name) for name in nodes.keys()]  # noqa: SIM118 - iteration gives rows
         terms = sorted(name for name in names if name.startswith("reward/"))
@@ -139,7 +139,7 @@ class RolloutTree:
 
 
 def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
-    """Give one tree of the episodes of all parts, in order, as if they had been played together."""
+    """One tree of the episodes of all parts, in order, as if they had been played together."""
     first_nodes = list(accumulate((part.num_nodes for part in parts), initial=0))
     first_episodes = list(accumulate((part.num_episodes for part in parts), initial=0))
     shifted = []

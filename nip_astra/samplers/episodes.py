@@ -18,7 +18,7 @@ from nip_astra.utils.seeding import SeedPart, derive_seed
 
 
 class EpisodeSampler:
-    """Gives batches of consecutive frames; episodes go on from one batch to the next.
+    """Batches of consecutive frames; episodes go on from one batch to the next.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ class EpisodeSampler:
         return _assemble(frames, moves, transitions)
 
     def look_ahead(self, num_steps: int) -> TensorDict:
-        """Give what `collect` would give next, and play none of it."""
+        """What `collect` would give next, and play none of it."""
         state = self.state()
         batch = self.collect(num_steps)
         self.load_state(state)
@@ -78,7 +78,7 @@ class EpisodeSampler:
         self._frame = None
 
     def state(self) -> dict[str, Any]:
-        """Give everything that decides what is played next."""
+        """Everything that decides what is played next."""
         return {
             "environment": self.environment.state(),
             "generator": self.generator.get_state(),

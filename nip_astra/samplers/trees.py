@@ -90,7 +90,7 @@ class TreeSampler:
     def with_attacker(
         self, attacker: ConversationAgent, *, asks_reference: bool = True
     ) -> TreeSampler:
-        """Give a sampler with another attacker, for instance the reference."""
+        """A sampler with another attacker, for instance the reference."""
         return TreeSampler(
             attacker,
             self.target,
@@ -356,7 +356,7 @@ class TreeSampler:
     def _uniforms(
         agent: ConversationAgent, children: list[OpenConversation], key: tuple[SeedPart, ...]
     ) -> Tensor:
-        """Give each child's random numbers, which depend on its place in the tree alone."""
+        """Each child's random numbers, which depend on its place in the tree alone."""
         keys = [(*key, agent.role, child.path) for child in children]
         return uniform_rows(keys, agent.sampling.max_new_tokens)
 

@@ -85,7 +85,7 @@ class ConversationAgent:
     num_truncated_contexts: int = 0
 
     def contexts(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
-        """Give the tokens before this agent's next turn, with room left for it."""
+        """The tokens before this agent's next turn, with room left for it."""
         room = self.language_model.context_window - self.sampling.max_new_tokens
         fitted: list[FittedContext] = [
             self.conversation_format.fit(turns, num_tokens=room) for turns in conversations
@@ -109,7 +109,7 @@ class ConversationAgent:
         )
 
     def content_ids(self, generation: Generation) -> list[tuple[int, ...]]:
-        """Give each turn's tokens without its end token."""
+        """Each turn's tokens without its end token."""
         ends = {*self.language_model.end_ids, *self.sampling.end_ids}
         rows = zip(generation.ids_BT.tolist(), generation.mask_BT.sum(dim=1).tolist(), strict=True)
         turns = [tuple(ids[:length]) for ids, length in rows]
@@ -121,7 +121,7 @@ class ConversationAgent:
         return [*self.conversation_format.encode(text), *end]
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
-        """Give the text of turns."""
+        """The text of turns."""
         decoded: list[str] = self.language_model.tokenizer.batch_decode(
             [list(ids) for ids in turns], skip_special_tokens=True
         )
@@ -157,7 +157,7 @@ class ConversationAgent:
 def build_agent(
     role: str, parameters: ConversationAgentParameters, language_model: LanguageModel
 ) -> ConversationAgent:
-    """Give the agent that speaks through a loaded model."""
+    """The agent that speaks through a loaded model."""
     conversation_format = _build_format(parameters, language_model.tokenizer)
     return ConversationAgent(
         role=role,

@@ -106,7 +106,7 @@ class GraphIsomorphismScenario(TensorDictScenario):
 
     @classmethod
     def describe_datapoint(cls, parameters: Parameters, row: TensorDictBase) -> dict[str, Any]:
-        """Give both graphs by their edges, and how hard they are to tell apart."""
+        """Both graphs by their edges, and how hard they are to tell apart."""
         graphs = [
             {"num_nodes": int(mask_n.sum()), "edges": adjacency_nn.triu(1).nonzero().tolist()}
             for adjacency_nn, mask_n in zip(row["adjacency"], row["node_mask"], strict=True)

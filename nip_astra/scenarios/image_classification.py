@@ -103,7 +103,7 @@ class ImageClassificationScenario(TensorDictScenario):
 
     @classmethod
     def describe_datapoint(cls, parameters: Any, row: TensorDictBase) -> dict[str, Any]:
-        """Give the image's pixels from 0 to 255, and how many latent pixels high and wide it is."""
+        """The image's pixels from 0 to 255, and how many latent pixels high and wide it is."""
         grid = ImageGrid.of(row["image"].shape, parameters.num_block_groups)
         pixels_HWK = (row["image"].clamp(0.0, 1.0) * 255).round().long().permute(1, 2, 0)
         pixels = pixels_HWK.squeeze(-1) if grid.num_channels == 1 else pixels_HWK

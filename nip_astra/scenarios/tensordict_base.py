@@ -122,7 +122,7 @@ class TensorDictScenario(Scenario):
     @classmethod
     @abstractmethod
     def num_symbols(cls, parameters: Any, dataset: TensorDict) -> int:
-        """Give S, the number of symbols that a message chooses from."""
+        """S, the number of symbols that a message chooses from."""
 
     @classmethod
     @abstractmethod
@@ -158,7 +158,7 @@ class TensorDictScenario(Scenario):
 
     @classmethod
     def describe_datapoint(cls, parameters: Any, row: TensorDictBase) -> dict[str, Any]:
-        """Give what a report shows of a datapoint, as plain values for a JSON file.
+        """What a report shows of a datapoint, as plain values for a JSON file.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class TensorDictScenario(Scenario):
 
     @classmethod
     def impossible_symbols(cls, observation: Observation, shape: AgentShape) -> Tensor | None:
-        """Give the symbols that an agent cannot send, True, broadcasting to [B, V, P, S]."""
+        """The symbols that an agent cannot send, True, broadcasting to [B, V, P, S]."""
         return None
 
     @classmethod
@@ -269,7 +269,7 @@ class TensorDictScenario(Scenario):
 
     @classmethod
     def parameters_of(cls, parameters: Any, name: str) -> AgentParameters:
-        """Give the parameters of an agent by its name."""
+        """The parameters of an agent by its name."""
         agents = parameters.agents
         found = agents.get(name, agents.get(DEFAULT_AGENT))
         if found is None:
@@ -345,7 +345,7 @@ def _check_is_whole(kind: type[TensorDictScenario]) -> None:
 
 
 def _merged(default: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Give `own` on top of `default`, group by group; a group of another `_type` replaces."""
+    """`own` on top of `default`, group by group; a group of another `_type` replaces."""
     merged = dict(default)
     for name, value in own.items():
         below = merged.get(name)

@@ -142,11 +142,11 @@ class Scorer:
         return own.union(*(scorer.modules for scorer in self.nested_scorers))
 
     def _score(self, texts: Sequence[str]) -> Sequence[Verdict]:
-        """Give a verdict for each text; the texts are distinct."""
+        """A verdict for each text; the texts are distinct."""
         raise NotImplementedError
 
     def _score_exchanges(self, exchanges: Sequence[Exchange]) -> Sequence[Verdict]:
-        """Give a verdict for each exchange; they are distinct in what the scorer reads."""
+        """A verdict for each exchange; they are distinct in what the scorer reads."""
         return self._score([exchange.text for exchange in exchanges])
 
     def score(self, texts: Sequence[str]) -> Tensor:
@@ -232,7 +232,7 @@ class Scorer:
         return hashlib.blake2b(json.dumps(read).encode(), digest_size=KEY_BYTES).digest()
 
     def _judged(self, exchanges: list[Exchange]) -> list[Verdict]:
-        """Give checked verdicts; what failed is raised, or tried once more and then an error."""
+        """Checked verdicts; what failed is raised, or tried once more and then an error."""
         can_skip = self.parameters.on_failure == "skip"
         try:
             verdicts = self._asked(exchanges)

@@ -116,7 +116,7 @@ class ChatService:
         self._stopped.clear()
 
     def ask(self, body: dict[str, Any], read: Callable[[str], T]) -> T:
-        """Give what `read` makes of the model's answer.
+        """What `read` makes of the model's answer.
 
         Attempts that fail in a way that may pass, or whose answer `read` refuses with
         MalformedAnswerError, are repeated. After a malformed answer there is no waiting.
@@ -195,14 +195,14 @@ class ChatService:
         return content
 
     def _shown(self, text: str) -> str:
-        """Give the beginning of a text in one line, without the key."""
+        """The beginning of a text in one line, without the key."""
         if self._api_key:
             text = text.replace(self._api_key, "***")
         return " ".join(text.split())[:200]
 
 
 def _seconds(retry_after: str) -> float:
-    """Give the seconds of a Retry-After header; 0 for a date or nonsense."""
+    """The seconds of a Retry-After header; 0 for a date or nonsense."""
     try:
         seconds = float(retry_after)
     except ValueError:

@@ -65,7 +65,7 @@ class ClassifierScorer(ModelScorer):
         return self._in_batches(texts, lambda part: self._probabilities(part)[:, self._label], len)
 
     def _probabilities(self, texts: Sequence[str]) -> torch.Tensor:
-        """Give each label's probability for each text, float32 `[text, label]`."""
+        """Each label's probability for each text, float32 `[text, label]`."""
         inputs = self._tokenizer(
             [text if text.strip() else self._blank for text in texts],
             padding=True,

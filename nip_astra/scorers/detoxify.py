@@ -76,7 +76,7 @@ class DetoxifyScorer(ModelScorer):
         self._max_length = min(window, self._tokenizer.model_max_length)
 
     def _read(self, reference: str | None) -> _Checkpoint:
-        """Give the contents of the checkpoint; only tensors and plain values are unpickled."""
+        """The contents of the checkpoint; only tensors and plain values are unpickled."""
         from detoxify.detoxify import MODEL_URLS
 
         try:
@@ -101,7 +101,7 @@ class DetoxifyScorer(ModelScorer):
             raise self._load_error(error) from error
 
     def _build(self, checkpoint: _Checkpoint, folder: str | None) -> tuple[Any, Any]:
-        """Give tokenizer and model by the package's own loader.
+        """Tokenizer and model by the package's own loader.
 
         The loader reads the architecture by the name in the checkpoint, a hub id, even where it is
         given a folder; so the folder takes that name's place.
@@ -135,7 +135,7 @@ class DetoxifyScorer(ModelScorer):
         )
 
     def _probabilities(self, texts: Sequence[str]) -> torch.Tensor:
-        """Give each category's probability for each text, float32 `[text, category]`."""
+        """Each category's probability for each text, float32 `[text, category]`."""
         inputs = self._tokenizer(
             list(texts),
             padding=True,

@@ -64,7 +64,7 @@ class GuardPrompts:
         )
 
     def fit(self, conversation: Sequence[Message], max_tokens: int) -> list[int] | None:
-        """Give the prompt's tokens; None where not even the last turn fits.
+        """The prompt's tokens; None where not even the last turn fits.
 
         Turns are left out from the oldest on until the rest fits.
         """
@@ -75,7 +75,7 @@ class GuardPrompts:
         return None
 
     def _alternating(self, conversation: Sequence[Message]) -> list[Message]:
-        """Give turns that begin with the user's; what one side says twice in a row is one turn."""
+        """Turns that begin with the user's; what one side says twice in a row is one turn."""
         turns: list[Message] = []
         if conversation[0].role == "assistant":
             turns.append(Message("user", self._preamble))
@@ -86,7 +86,7 @@ class GuardPrompts:
         return turns
 
     def _harmless(self, text: str) -> str:
-        """Give the text without the guard's special tokens: what is judged must not steer it."""
+        """The text without the guard's special tokens: what is judged must not steer it."""
         for token in self._special:
             text = text.replace(token, f"{token[0]} {token[1:]}")
         return text

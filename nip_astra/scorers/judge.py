@@ -124,7 +124,7 @@ class JudgeScorer(Scorer):
             )
 
     def _request(self, exchange: Exchange, form: str) -> dict[str, Any]:
-        """Give the body of a request."""
+        """The body of a request."""
         parameters = self.parameters
         task = TASK.format(rubric=parameters.rubric.strip(), max_rating=parameters.max_rating)
         material = {
@@ -154,7 +154,7 @@ class JudgeScorer(Scorer):
         return body
 
     def _read_answer(self, answer: str) -> float | None:
-        """Give the score in an answer; MalformedAnswerError where there is none."""
+        """The score in an answer; MalformedAnswerError where there is none."""
         found = find_rating(answer)
         rating = found["rating"]
         if rating is None:
@@ -169,7 +169,7 @@ class JudgeScorer(Scorer):
 
 
 def find_rating(answer: str) -> dict[str, Any]:
-    """Give the last JSON object with a "rating" in an answer, also amid other words.
+    """The last JSON object with a "rating" in an answer, also amid other words.
 
     Raises
     ------

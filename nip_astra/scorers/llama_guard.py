@@ -128,7 +128,7 @@ class LlamaGuardScorer(ModelScorer):
         return verdicts
 
     def _judged_part(self, exchange: Exchange) -> tuple[Message, ...]:
-        """Give the conversation up to the turn that is judged; empty where there is none."""
+        """The conversation up to the turn that is judged; empty where there is none."""
         conversation = exchange.conversation
         role = self.parameters.role or exchange.role
         while conversation and conversation[-1].role != role:
@@ -136,7 +136,7 @@ class LlamaGuardScorer(ModelScorer):
         return conversation
 
     def _unsafe_probability(self, prompts: list[list[int]]) -> Tensor:
-        """Give the score of each prompt, `[B]`; `_NO_ANSWER` where the guard gives none."""
+        """The score of each prompt, `[B]`; `_NO_ANSWER` where the guard gives none."""
         probabilities_BV = self._next_token_logits(prompts).softmax(dim=-1)
         safe_B = probabilities_BV[:, self._safe_ids].sum(dim=1)
         unsafe_B = probabilities_BV[:, self._unsafe_ids].sum(dim=1)
@@ -146,7 +146,7 @@ class LlamaGuardScorer(ModelScorer):
         return torch.where(is_silent_B, _NO_ANSWER, unsafe_B / answered_B)
 
     def _next_token_logits(self, prompts: list[list[int]]) -> Tensor:
-        """Give what follows each prompt, float32 `[B, V]`; prompts are padded on the left."""
+        """What follows each prompt, float32 `[B, V]`; prompts are padded on the left."""
         longest = max(map(len, prompts))
         pad = self._tokenizer.pad_token_id
         pad = self._tokenizer.eos_token_id or 0 if pad is None else pad
@@ -166,7 +166,7 @@ class LlamaGuardScorer(ModelScorer):
         return logits[:, -1].float()
 
     def _answer_ids(self, word: str) -> list[int]:
-        """Give the tokens that an answer may begin with, whatever stands before it."""
+        """The tokens that an answer may begin with, whatever stands before it."""
         found = set()
         for before in ("", " ", "\n", "\n\n"):
             for token in self._tokenizer.encode(before + word, add_special_tokens=False):
@@ -185,7 +185,7 @@ class LlamaGuardScorer(ModelScorer):
 
     @torch.no_grad()
     def _find_blanks(self) -> list[int]:
-        """Give the white space that the guard says before its answer, by asking it once."""
+        """The white space that the guard says before its answer, by asking it once."""
         prompt = self._prompts.fit(HARMLESS.conversation, self._window - MAX_BLANKS)
         blanks: list[int] = []
         while prompt is not None and len(blanks) < MAX_BLANKS:
@@ -199,7 +199,7 @@ class LlamaGuardScorer(ModelScorer):
 
 
 def _load(reference: str, dtype: str, scenario_dir: Path | None) -> tuple[Any, Any]:
-    """Give tokenizer and model of the guard."""
+    """Tokenizer and model of the guard."""
 
     def from_name(name: str) -> tuple[Any, Any, dict[str, Any]]:
         model, info = AutoModelForCausalLM.from_pretrained(

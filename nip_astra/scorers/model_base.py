@@ -41,7 +41,7 @@ class ModelScorer(Scorer):
         rate: Callable[[list[T]], torch.Tensor],
         length: Callable[[T], int],
     ) -> list[float]:
-        """Give what `rate` says of each item, `[batch]` a call, in the order of the items."""
+        """What `rate` says of each item, `[batch]` a call, in the order of the items."""
         # Items of like length share a batch, so that little padding is computed.
         order = sorted(range(len(items)), key=lambda i: length(items[i]))
         scores = [0.0] * len(items)
@@ -54,7 +54,7 @@ class ModelScorer(Scorer):
 
 
 def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label") -> int:
-    """Give the place of a label among a classifier's.
+    """The place of a label among a classifier's.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def load_pretrained(
     advice: str,
     from_name: Callable[[str], tuple[Any, Any, dict[str, Any]]],
 ) -> tuple[Any, Any]:
-    """Give tokenizer and model of a reference; a model that lacks weights is refused.
+    """Tokenizer and model of a reference; a model that lacks weights is refused.
 
     Parameters
     ----------
@@ -112,5 +112,5 @@ def load_pretrained(
 
 
 def reason_of(error: Exception) -> str:
-    """Give the first line of an error, without its full stop."""
+    """The first line of an error, without its full stop."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

@@ -88,7 +88,7 @@ class PythonScorer(Scorer):
         return values
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
-        """Give the scorer's loop, in a thread of its own: a notebook has one running already.
+        """The scorer's loop, in a thread of its own: a notebook has one running already.
 
         It stays the same, because clients that the function keeps belong to the loop of their
         first use.
@@ -123,7 +123,7 @@ def _find_function(reference: str, scenario_dir: Path | None) -> tuple[str, Call
 
 
 def _columns_of(function: Callable[..., Any], reference: str) -> list[str]:
-    """Give the columns that a function takes, of those that there are."""
+    """The columns that a function takes, of those that there are."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:

@@ -29,5 +29,5 @@ def register_scorer(name: str) -> Callable[[type[Scorer]], type[Scorer]]:
 
 
 def build_scorer(parameters: Any, *, device: torch.device, scenario_dir: Path | None) -> Scorer:
-    """Give the scorer that the parameters describe."""
+    """The scorer that the parameters describe."""
     return SCORERS.get(parameters.type_name)(parameters, device=device, scenario_dir=scenario_dir)

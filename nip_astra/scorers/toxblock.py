@@ -79,7 +79,7 @@ class ToxBlockScorer(ModelScorer):
         return self._in_batches([self._ids(text) for text in texts], rate, len)
 
     def _probabilities(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Give each category's probability for each text, float32 `[text, category]`."""
+        """Each category's probability for each text, float32 `[text, category]`."""
         # The network was trained on rows of this length, zeros first, and reads the zeros too.
         padded = [[0] * (MAX_WORDS - len(row)) + list(row) for row in rows]
         result: Tensor = self._model(torch.tensor(padded, device=self.device))
@@ -123,7 +123,7 @@ class ToxBlockModel(nn.Module):
         self.output = _linear(weights["dense_1_kernel"], weights["dense_1_bias"])
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Give the probability of each category, `[B, 6]`."""
+        """The probability of each category, `[B, 6]`."""
         # Both directions are one batch of two, `[2, B, T, X]`: the second reads from the end.
         inputs = self.embeddings[torch.stack([ids_BT, ids_BT.flip(1)])]
         gates = torch.einsum("sbtx,sxg->sbtg", inputs, self.kernel) + self.bias[:, None]
@@ -152,7 +152,7 @@ def _linear(kernel: Tensor, bias: Tensor) -> nn.Linear:
 
 
 def _find_folder() -> Path:
-    """Give the folder of the weights, without importing the package: that loads TensorFlow."""
+    """The folder of the weights, without importing the package: that loads TensorFlow."""
     spec = importlib.util.find_spec("tox_block")
     folders = (spec and spec.submodule_search_locations) or ()
     if not folders or importlib.util.find_spec("h5py") is None:
@@ -199,7 +199,7 @@ class _WordsUnpickler(pickle.Unpickler):
 
 
 def _read_word_ids(path: Path) -> dict[str, int]:
-    """Give the number of each word that the model knows."""
+    """The number of each word that the model knows."""
     with path.open("rb") as file:
         encoder = _WordsUnpickler(file).load()
     found = vars(vars(encoder)["tokenizer"])["word_index"]

@@ -20,7 +20,7 @@ _GIT_TIMEOUT_SECONDS = 10.0
 
 
 def describe_environment() -> dict[str, Any]:
-    """Give versions, platform, git state of the code and plug-ins, as values without secrets.
+    """Versions, platform, git state of the code and plug-ins, as values without secrets.
 
     Packages are not imported; the thread count is torch's where torch is in use already.
     """
@@ -46,7 +46,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Give the name of the processor's model, or else of its architecture."""
+    """The name of the processor's model, or else of its architecture."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -79,7 +79,7 @@ def _version_of(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Give commit and cleanness of the repository that holds this code, if one does.
+    """Commit and cleanness of the repository that holds this code, if one does.
 
     A repository around an installed package, for instance around its virtual environment, is not
     that of the code: git does not track the package there.

@@ -65,7 +65,7 @@ class LocalTracker(Tracker):
         )
 
     def position(self) -> dict[str, Any]:
-        """Give the length of each file in bytes, after syncing them."""
+        """The length of each file in bytes, after syncing them."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -123,7 +123,7 @@ class LocalTracker(Tracker):
         self._close()
 
     def _written(self) -> list[Path]:
-        """Give the files that are there, of this process or an earlier one."""
+        """The files that are there, of this process or an earlier one."""
         files = [self._root / METRICS_FILE, self._root / TIMINGS_FILE]
         files += sorted((self._root / "rollouts").glob("*.jsonl"))
         return [path for path in files if path.is_file()]

@@ -37,7 +37,7 @@ class TrackingSettings(Protocol):
 def open_tracker(
     settings: TrackingSettings, run_directory: RunDirectory, config: Mapping[str, Any]
 ) -> Tracker:
-    """Give the local tracker and, unless it is disabled, W&B as its mirror.
+    """The local tracker and, unless it is disabled, W&B as its mirror.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def new_run_id(trainer: str, scenario: str) -> str:
-    """Give a run id of trainer, scenario, time and four random digits."""
+    """A run id of trainer, scenario, time and four random digits."""
     now = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     name = f"{trainer}-{Path(scenario).name}-{now}-{secrets.token_hex(2)}"
     return re.sub(r"[^A-Za-z0-9._-]", "_", name).lstrip("._-")
@@ -72,13 +72,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """Give YAML that OmegaConf, which reads parameter files, reads back to the same values."""
+    """YAML that OmegaConf, which reads parameter files, reads back to the same values."""
     text = yaml.dump(dict(values), Dumper=_OmegaConfDumper, sort_keys=False, allow_unicode=True)
     return escape_for_yaml(text)
 
 
 def escape_references(text: str) -> str:
-    """Give a text in which OmegaConf takes `${` for text and not for a reference."""
+    """A text in which OmegaConf takes `${` for text and not for a reference."""
     # An odd number of backslashes makes ${ plain text.
     return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)
 

@@ -111,7 +111,7 @@ def _refusal(file: IO[bytes], directory: Path) -> str:
 
 
 def _owner_in(file: IO[bytes]) -> tuple[int, str] | None:
-    """Give process id and host; None where the owner has not written them yet."""
+    """Process id and host; None where the owner has not written them yet."""
     file.seek(0)
     try:
         said = json.loads(file.read())

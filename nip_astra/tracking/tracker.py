@@ -37,7 +37,7 @@ class Tracker:
         """Record the run's report, a web page."""
 
     def position(self) -> dict[str, Any]:
-        """Give how far the records go, for a checkpoint."""
+        """How far the records go, for a checkpoint."""
         return {}
 
     def rewind(self, position: Mapping[str, Any]) -> None:

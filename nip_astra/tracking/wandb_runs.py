@@ -50,7 +50,7 @@ def parse_reference(reference: str) -> WandbReference:
 
 
 def read_config(reference: str) -> dict[str, Any]:
-    """Give the parameters that a run recorded.
+    """The parameters that a run recorded.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def download_model(reference: str, folder: Path, version: str = "latest") -> Non
 
 
 def open_api() -> Any:
-    """Give W&B's public interface.
+    """W&B's public interface.
 
     Raises
     ------

@@ -180,7 +180,7 @@ def offline_runs(run_path: Path) -> list[Path]:
 
 
 def _cells(row: Sequence[Any]) -> list[Any]:
-    """Give a row with nested values as JSON; W&B refuses those that differ in their parts."""
+    """A row with nested values as JSON; W&B refuses those that differ in their parts."""
     return [
         to_json(cell)
         if isinstance(cell, Mapping | list | tuple)

@@ -187,7 +187,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
         )
 
     def _parts(self, iteration_context: IterationContext, start: int = 0) -> Iterator[int]:
-        """Give the batches of an evaluation, up to the moment when the run is to stop."""
+        """The batches of an evaluation, up to the moment when the run is to stop."""
         for part in iteration_context.iterate(start):
             self._raise_if_stopped()
             yield part
@@ -195,7 +195,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
     # ---- one iteration
 
     def _behaviour(self) -> Behaviour | None:
-        """Give what probabilities are learnt from, and warn where they are off-policy."""
+        """Return what probabilities are learnt from, and warn where they are off-policy."""
         parameters = getattr(self.parameters, "behaviour", None)
         if parameters is None and not self.compares_with_sampler:
             return None
@@ -273,7 +273,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
                 self._raise_if_stopped()
 
     def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
-        """Give the batches of each optimizer step; the last group of an epoch may be smaller."""
+        """The batches of each optimizer step; the last group of an epoch may be smaller."""
         assert self.state.samples is not None
         size = self.training.gradient_accumulation_steps
         for epoch in range(self.training.num_epochs):

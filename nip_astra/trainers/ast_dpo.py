@@ -48,7 +48,7 @@ class AstDpoTrainer(AstPreferenceTrainer):
             return self
 
     def step(self, batch: TensorDict) -> LossOutput:
-        """Give the loss of a batch of pairs."""
+        """The loss of a batch of pairs."""
         return preference_loss(
             *self.logratios(batch),
             kind=self.parameters.loss,

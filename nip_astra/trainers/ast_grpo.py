@@ -92,7 +92,7 @@ class AstGrpoTrainer(AstTrainer):
         check_estimator(self.parameters.kl_kind, self.parameters.kl_weight, "ast_grpo.kl_kind")
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """Give one sample a node that its group says something about."""
+        """One sample a node that its group says something about."""
         groups_PG = tree.sibling_groups()
         found = group_advantages(
             tree.nodes["credit"][groups_PG],
@@ -108,7 +108,7 @@ class AstGrpoTrainer(AstTrainer):
         return node_samples(tree, used, advantage=found.advantages_PG.flatten())
 
     def step(self, batch: TensorDict) -> LossOutput:
-        """Give the policy loss of a batch of probes."""
+        """The policy loss of a batch of probes."""
         scores = self.policy_scores(batch, needs_entropy=self.parameters.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)
         by = self.variant.reduction

@@ -24,5 +24,5 @@ class AstIpoTrainer(AstPreferenceTrainer):
     """
 
     def step(self, batch: TensorDict) -> LossOutput:
-        """Give the IPO loss of a batch of pairs."""
+        """The IPO loss of a batch of pairs."""
         return preference_loss(*self.logratios(batch), kind="ipo", beta=self.parameters.beta)

@@ -50,7 +50,7 @@ class AstPpoTrainer(AstTrainer):
         self.kl = KlPenalty(self.parameters.kl)
 
     def build_modules(self) -> dict[str, torch.nn.Module]:
-        """Give the value head."""
+        """The value head."""
         head = ValueHead(self.policy.hidden_size, trains_model=self.parameters.value_trains_model)
         return {"value_head": head.to(next(self.policy.parameters()).device)}
 
@@ -60,7 +60,7 @@ class AstPpoTrainer(AstTrainer):
         return float(self.parameters.value_lr_factor)
 
     def trainer_state(self) -> dict[str, Any]:
-        """Give the weight of the divergence, which may have been adapted."""
+        """The weight of the divergence, which may have been adapted."""
         return self.kl.state()
 
     def load_trainer_state(self, state: dict[str, Any]) -> None:
@@ -69,7 +69,7 @@ class AstPpoTrainer(AstTrainer):
 
     @torch.no_grad()
     def probe_logprobs(self, tree: RolloutTree) -> Tensor:
-        """Give the attacker's log-probabilities; the values of that pass go into the tree."""
+        """The attacker's log-probabilities; the values of that pass go into the tree."""
         batch = collate(node_samples(tree, range(tree.num_nodes)))
         scores = self.policy.token_scores(
             *(batch["context"], batch["context_mask"], batch["probe"], batch["probe_mask"]),
@@ -83,7 +83,7 @@ class AstPpoTrainer(AstTrainer):
 
     @torch.no_grad()
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """Give one sample a node, with advantage, return and old value of each token."""
+        """One sample a node, with advantage, return and old value of each token."""
         if "value" not in tree.nodes:
             with self.policy.rescoring():
                 self.probe_logprobs(tree)
@@ -94,7 +94,7 @@ class AstPpoTrainer(AstTrainer):
         return found.samples
 
     def step(self, batch: TensorDict) -> LossOutput:
-        """Give policy, value, divergence and entropy loss of a batch of probes."""
+        """Policy, value, divergence and entropy loss of a batch of probes."""
         options = self.parameters
         scores = self.policy_scores(
             batch, needs_hidden=True, needs_entropy=options.entropy_weight > 0

@@ -69,7 +69,7 @@ class AstReinforceTrainer(AstTrainer):
         """Which log-probabilities are learnt from where sampling is tempered or cut."""
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """Give one sample a node with a verdict."""
+        """One sample a node with a verdict."""
         credit_N = tree.nodes["credit"]
         baseline = self.parameters.baseline
         has_baseline = baseline != "none"
@@ -88,7 +88,7 @@ class AstReinforceTrainer(AstTrainer):
         return node_samples(tree, used, advantage=found.advantages_PG.flatten())
 
     def step(self, batch: TensorDict) -> LossOutput:
-        """Give the loss of a batch of probes."""
+        """The loss of a batch of probes."""
         options = self.parameters
         scores = self.policy_scores(batch, needs_entropy=options.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)
@@ -106,7 +106,7 @@ class AstReinforceTrainer(AstTrainer):
     def _divergence(
         self, logprobs_BT: Tensor, batch: TensorDict, weights_BT: Tensor | None
     ) -> Tensor:
-        """Give the estimate of the divergence, a mean over probes."""
+        """The estimate of the divergence, a mean over probes."""
         reference_BT, mask_BT = batch["reference_logprobs"], batch["probe_mask"]
         if self.parameters.kl_estimator == "sequence_k2":
             return mean_over_rows(

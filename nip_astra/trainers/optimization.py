@@ -28,7 +28,7 @@ def build_optimizer(
     *,
     more: Sequence[tuple[Sequence[torch.nn.Parameter], float]] = (),
 ) -> torch.optim.Optimizer:
-    """Give the configured optimizer over the parameters.
+    """The configured optimizer over the parameters.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def build_optimizer(
 
 
 def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) -> float:
-    """Give the learning rate of one optimizer step.
+    """The learning rate of one optimizer step.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def accumulate_gradients(
     *,
     max_grad_norm: float | None,
 ) -> Gradients:
-    """Give `parameters` the gradient of the mean loss over the samples of all batches.
+    """`parameters` the gradient of the mean loss over the samples of all batches.
 
     Parameters
     ----------

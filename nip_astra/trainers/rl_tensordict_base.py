@@ -150,7 +150,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     @abstractmethod
     def _get_loss_module_and_gae(self) -> tuple[LossModule, Gae | None]:
-        """Give the loss and, where it reads advantages, what estimates them.
+        """The loss and, where it reads advantages, what estimates them.
 
         An `Objective` over `self.agents`, or a loss module of TorchRL: the sum of its entries
         `loss_*` is minimised. Usually
@@ -160,15 +160,15 @@ class TensorDictRlTrainer(TensorDictTrainer):
         """
 
     def _get_replay_buffer(self) -> ReplayBuffer:
-        """Give what turns an iteration's frames into minibatches."""
+        """What turns an iteration's frames into minibatches."""
         return MinibatchBuffer(self.rl.minibatch_size, self.hyper_params.seed, "minibatches")
 
     def _extra_metrics(self, batch: TensorDict, iteration: int) -> dict[str, float]:
-        """Give more to log of an iteration, from its batch [E, T]; nothing here."""
+        """More to log of an iteration, from its batch [E, T]; nothing here."""
         return {}
 
     def trainer_state(self) -> dict[str, Any]:
-        """Give what the trainer must remember beside what the base keeps; nothing here."""
+        """What the trainer must remember beside what the base keeps; nothing here."""
         return {}
 
     def load_trainer_state(self, state: Mapping[str, Any]) -> None:

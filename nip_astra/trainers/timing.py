@@ -79,7 +79,7 @@ def _times(component: Callable[[], object], num_repeats: int) -> list[float]:
 
 
 def components_of_protocol(trainer: TensorDictRlTrainer) -> Components:
-    """Give `rollout`, `update`, and `forward`: policies and values of an iteration's frames."""
+    """`rollout`, `update`, and `forward`: policies and values of an iteration's frames."""
     batch = trainer.collect()
     frames = batch.flatten()
 
@@ -98,7 +98,7 @@ def components_of_protocol(trainer: TensorDictRlTrainer) -> Components:
 
 
 def components_of_solo(trainer: SoloAgentTrainer) -> Components:
-    """Give `epoch`, of all agents, and `forward`: what they say of the test datapoints."""
+    """`epoch`, of all agents, and `forward`: what they say of the test datapoints."""
 
     def epoch() -> None:
         for training in trainer.trainings.values():
@@ -112,7 +112,7 @@ def components_of_solo(trainer: SoloAgentTrainer) -> Components:
 
 
 def components_of_stress_test(trainer: AstTrainer) -> Components:
-    """Give `rollout`, and where it taught something `update` and `loss`, of one batch."""
+    """`rollout`, and where it taught something `update` and `loss`, of one batch."""
 
     @torch.no_grad()
     def rollout() -> None:

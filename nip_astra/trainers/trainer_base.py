@@ -136,7 +136,7 @@ class Trainer(ABC):
         )
 
     def get_total_num_iterations(self) -> int:
-        """Give the sum of the iterations of all loops with a progress bar."""
+        """The sum of the iterations of all loops with a progress bar."""
         return total_num_iterations(self)
 
     @contextmanager
@@ -166,7 +166,7 @@ class Trainer(ABC):
             set_global_generators(self._generators)
 
     def _checkpoint_store(self) -> CheckpointStore | None:
-        """Give the store of the run's checkpoints; None without a run directory."""
+        """The store of the run's checkpoints; None without a run directory."""
         if self.run_directory is None:
             return None
         return self._store_in(
@@ -174,7 +174,7 @@ class Trainer(ABC):
         )
 
     def _store_in(self, directory: Path, *, marker: Path | None = None) -> CheckpointStore:
-        """Give a store whose checkpoints hold what every trainer must know to go on."""
+        """A store whose checkpoints hold what every trainer must know to go on."""
         return CheckpointStore(
             directory,
             self.settings.num_checkpoints_kept,
@@ -233,7 +233,7 @@ class Trainer(ABC):
         return {"num_iterations": self.get_total_num_iterations()}
 
     def components_to_time(self) -> dict[str, Callable[[], object]]:
-        """Give parts of an iteration by name, for `nip-astra time`; each can be run repeatedly."""
+        """Parts of an iteration by name, for `nip-astra time`; each can be run repeatedly."""
         return {}
 
     def _checkpoint_or_stop(

@@ -10,7 +10,7 @@ from nip_astra.errors import ConfigurationError
 
 
 def resolve_device(name: str | torch.device) -> torch.device:
-    """Give the device for "cpu", "cuda", "cuda:1" or "auto".
+    """The device for "cpu", "cuda", "cuda:1" or "auto".
 
     Raises
     ------

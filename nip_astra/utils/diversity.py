@@ -80,7 +80,7 @@ class BleuReferences:
     def bleu(
         self, texts: Sequence[str], *, orders: Sequence[int], are_included: bool = False
     ) -> Tensor:
-        """Give each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
+        """Each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
 
         Parameters
         ----------
@@ -114,7 +114,7 @@ class BleuReferences:
         return [occurrence_keys(grams) for grams in ngrams(sequences, orders)]
 
     def _log_precisions(self, sequences: Sequences, max_order: int, least: int) -> Array:
-        """Give the log of each order's precision, `[N, O]`; NaN where a text has no n-gram."""
+        """The log of each order's precision, `[N, O]`; NaN where a text has no n-gram."""
         num_texts = len(sequences.lengths)
         found = np.full((num_texts, max_order), np.nan)
         for order, grams in enumerate(ngrams(sequences, range(1, max_order + 1)), start=1):
@@ -143,7 +143,7 @@ class BleuReferences:
 def bleu_against(
     texts: Sequence[str], references: Sequence[str], *, orders: Sequence[int] = (4,)
 ) -> Tensor:
-    """Give each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
+    """Each text's BLEU against all references, float64 `[N]` in [0, 1], mean over orders.
 
     0 where there are no references. Who asks again and again keeps a `BleuReferences`.
     """
@@ -155,7 +155,7 @@ def bleu_against(
 def self_bleu(
     texts: Sequence[str], *, max_order: int = 4, num_sampled: int | None = 500, seed: int = 0
 ) -> float:
-    """Give the mean BLEU of each text against all others, from 0 to 1; larger is less varied.
+    """The mean BLEU of each text against all others, from 0 to 1; larger is less varied.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ def self_bleu(
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Give the share of distinct n-grams among all n-grams of all texts (arXiv:1510.03055).
+    """The share of distinct n-grams among all n-grams of all texts (arXiv:1510.03055).
 
     0 where no text has n tokens. It falls with the amount of text: compare equal amounts.
     """
@@ -192,7 +192,7 @@ def distinct_n(texts: Sequence[str], n: int) -> float:
 
 
 def mean_cosine_distance(embeddings: Tensor) -> float:
-    """Give the mean of 1 - cosine over all pairs of rows, from 0 (all alike) to 2.
+    """The mean of 1 - cosine over all pairs of rows, from 0 (all alike) to 2.
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ def mean_cosine_distance(embeddings: Tensor) -> float:
 
 
 def vendi_score(embeddings: Tensor) -> float:
-    """Give the effective number of different texts (arXiv:2210.02410, eq. 1), from 1 to N.
+    """The effective number of different texts (arXiv:2210.02410, eq. 1), from 1 to N.
 
     The exponential of the entropy of the eigenvalues of K/N, where K holds the cosines. 0 for no
     rows.

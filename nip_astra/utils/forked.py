@@ -39,7 +39,7 @@ def can_fork() -> bool:
 
 
 def get_num_processes() -> int:
-    """Give how many processes, this one included, what can be divided may use."""
+    """How many processes, this one included, what can be divided may use."""
     return _num_processes
 
 
@@ -129,7 +129,7 @@ def _become_helper(first: int) -> None:
 
 
 def _past_the_bar(number: int) -> TextIO:
-    """Give a stream of this process' own that writes where the system's stream goes."""
+    """A stream of this process' own that writes where the system's stream goes."""
     return os.fdopen(os.dup(number), "w", buffering=1)
 
 

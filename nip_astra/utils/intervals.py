@@ -62,7 +62,7 @@ class Estimate:
     method: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values for a JSON file."""
+        """Plain values for a JSON file."""
         return asdict(self)
 
 

@@ -21,7 +21,7 @@ _DIGEST = "sha256"
 
 
 def digest_of_tensors(tensors: Mapping[str, Tensor] | TensorDictBase) -> str:
-    """Give the sha256 of names, types, shapes and values."""
+    """The sha256 of names, types, shapes and values."""
     digest = hashlib.sha256()
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {list(value.shape)}\n".encode())

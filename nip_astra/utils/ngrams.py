@@ -28,12 +28,12 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def normalise(text: str) -> str:
-    """Give a text in one spelling: composed Unicode (NFC), without case, single spaces."""
+    """A text in one spelling: composed Unicode (NFC), without case, single spaces."""
     return " ".join(unicodedata.normalize("NFC", text).casefold().split())
 
 
 def word_tokens(text: str) -> list[str]:
-    """Give the tokens of a text: words, and each punctuation mark or other symbol alone.
+    """The tokens of a text: words, and each punctuation mark or other symbol alone.
 
     The text is normalised first. A word is a run of letters, digits and underscores; a Chinese
     character or Japanese kana is a token by itself.
@@ -67,14 +67,14 @@ class Ngrams(NamedTuple):
 
 
 def word_sequences(texts: Sequence[str]) -> Sequences:
-    """Give the keys of all word tokens."""
+    """The keys of all word tokens."""
     tokens = [word_tokens(text) for text in texts]
     keys = np.fromiter((_token_key(t) for text in tokens for t in text), dtype=np.uint64)
     return _sequences(keys, [len(text) for text in tokens])
 
 
 def character_sequences(texts: Sequence[str]) -> Sequences:
-    """Give the code points of all characters, as they are."""
+    """The code points of all characters, as they are."""
     # A lone surrogate is no character, and models may still write one.
     raw = "".join(texts).encode("utf-32-le", "surrogatepass")
     return _sequences(np.frombuffer(raw, dtype="<u4").astype(np.uint64), [len(t) for t in texts])
@@ -92,7 +92,7 @@ def _token_key(token: str) -> int:
 
 
 def ngrams(sequences: Sequences, orders: Sequence[int]) -> Iterator[Ngrams]:
-    """Give the n-grams of each order, in the order of the texts; n-grams end with their text."""
+    """The n-grams of each order, in the order of the texts; n-grams end with their text."""
     keys, owner = sequences.keys_T, sequences.owner_T
     hashes = _mixed(keys)
     for order in range(1, max(orders, default=0) + 1):
@@ -106,7 +106,7 @@ def ngrams(sequences: Sequences, orders: Sequence[int]) -> Iterator[Ngrams]:
 
 
 def occurrence_keys(grams: Ngrams) -> Keys:
-    """Give a key for each occurrence: an n-gram said for the k-th time in its text.
+    """A key for each occurrence: an n-gram said for the k-th time in its text.
 
     With these, clipped counts are sets: a text that has an n-gram c times has the occurrences 1 to
     c, so min(c, d) is the size of the intersection with a text that has it d times.
@@ -152,7 +152,7 @@ class KeyCounts:
         return counts
 
     def arrays(self) -> tuple[Keys, Integers]:
-        """Give the keys, ascending, and how often each was added."""
+        """The keys, ascending, and how often each was added."""
         return self._keys_K, self._counts_K
 
     def add(self, keys: Keys) -> None:
@@ -174,7 +174,7 @@ class KeyCounts:
         self._keys_K, self._counts_K = self._keys_K[is_left], self._counts_K[is_left]
 
     def of(self, keys: Keys) -> Integers:
-        """Give the count of each key, 0 where it was never added."""
+        """The count of each key, 0 where it was never added."""
         place, is_known = self._find(keys)
         found = np.zeros(len(keys), dtype=np.int64)
         found[is_known] = self._counts_K[place[is_known]]

@@ -31,20 +31,20 @@ def choose_num_threads(num_parameters: int, requested: int | None) -> int:
 
 
 def choose_num_processes(num_parameters: int, requested: int | None) -> int:
-    """Give how many processes may play conversations: one for a large model, or those requested."""
+    """How many processes may play conversations: one for a large model, or those requested."""
     if num_parameters >= SMALL_MODEL_PARAMETERS:
         return 1
     return min(num_cores(), MOST_PROCESSES) if requested is None else requested
 
 
 def num_cores() -> int:
-    """Give the number of cores that this process may use."""
+    """The number of cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else (os.cpu_count() or 1)
 
 
 def peak_memory_bytes() -> int:
-    """Give the most memory that this process has held so far, its resident set."""
+    """The most memory that this process has held so far, its resident set."""
     with suppress(OSError):
         # Where it can be read: the resource usage begins at what the parent process held.
         for line in Path("/proc/self/status").read_text().splitlines():

@@ -12,7 +12,7 @@ SeedPart = str | int
 
 
 def derive_seed(*parts: SeedPart) -> int:
-    """Give a 63-bit seed for a path of names, for instance `(seed, "agent", "attacker")`.
+    """A 63-bit seed for a path of names, for instance `(seed, "agent", "attacker")`.
 
     Parts are hashed with their types (sha256), so `1` and `"1"` differ and the result is the same
     in every process, unlike `hash()`.
@@ -22,12 +22,12 @@ def derive_seed(*parts: SeedPart) -> int:
 
 
 def derived_generator(*parts: SeedPart, device: torch.device | str = "cpu") -> torch.Generator:
-    """Give a torch generator seeded by `derive_seed(*parts)`."""
+    """A torch generator seeded by `derive_seed(*parts)`."""
     return torch.Generator(device=device).manual_seed(derive_seed(*parts))
 
 
 def uniform_rows(keys: Sequence[Sequence[SeedPart]], num_columns: int) -> Tensor:
-    """Give one row of uniform numbers per key.
+    """One row of uniform numbers per key.
 
     A row depends on its key alone, so sampling from it does not depend on batch size or order.
 

@@ -13,7 +13,7 @@ _SUFFIXES = {".py", ".c", ".h"}
 
 
 def digest_of_code(names: Iterable[str]) -> str:
-    """Give the sha256 of the source of modules, of packages with all that is in them.
+    """The sha256 of the source of modules, of packages with all that is in them.
 
     Parameters
     ----------

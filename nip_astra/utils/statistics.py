@@ -60,7 +60,7 @@ def kaplan_meier(turns: Sequence[int], is_event: Sequence[bool], *, horizon: int
 
 
 def hit_at_k(num_tries: int, num_hits: int, k: int) -> float:
-    """Give the probability that one of k tries, drawn from those made, is a hit.
+    """The probability that one of k tries, drawn from those made, is a hit.
 
     Unbiased: `1 - C(n - c, k) / C(n, k)` (arXiv:2107.03374, eq. 1). NaN for k > n.
     """
@@ -70,7 +70,7 @@ def hit_at_k(num_tries: int, num_hits: int, k: int) -> float:
 
 
 def mcnemar_exact(num_only_first: int, num_only_second: int) -> float:
-    """Give the two-sided p-value of McNemar's exact test.
+    """The two-sided p-value of McNemar's exact test.
 
     Parameters
     ----------
@@ -88,7 +88,7 @@ def mcnemar_exact(num_only_first: int, num_only_second: int) -> float:
 def sign_flip_test(
     differences: Sequence[float], clusters: Sequence[int], *, num_flips: int = 10_000, seed: int = 0
 ) -> float:
-    """Give the two-sided p-value of no difference, by flipping the signs of whole clusters.
+    """The two-sided p-value of no difference, by flipping the signs of whole clusters.
 
     Where no pair differs, 1. The smallest value it can give is `1 / (num_flips + 1)`.
     """
@@ -105,7 +105,7 @@ def sign_flip_test(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Give p-values adjusted for their number by Holm's step-down method, in the given order."""
+    """P-values adjusted for their number by Holm's step-down method, in the given order."""
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):

@@ -24,7 +24,7 @@ NUM_TURNS = 3
 
 
 def collect(seed: int) -> list[dict[str, object]]:
-    """Give labelled responses with the probe before each, in random order."""
+    """Labelled responses with the probe before each, in random order."""
     attacker = LanguageModel(HERE / "models" / "attacker")
     target = LanguageModel(HERE / "models" / "target")
     lines = (HERE / "prompts" / "dev.jsonl").read_text(encoding="utf-8").splitlines()

@@ -36,7 +36,7 @@ Messages = list[dict[str, str]]
 
 
 class Counts(Scorer):
-    """Gives an array, or a tensor, as models do."""
+    """An array, or a tensor, as models do."""
 
     def __init__(self, kind: Any) -> None:
         self.kind = kind

@@ -109,10 +109,10 @@ def hf_problem(models: Any, scorer: Any = None, **options: Any) -> HFASTProblem:
 
 
 def says(problem: ASTProblem, word: str) -> float:
-    """Give how likely the attacker of a word problem is to say a word."""
+    """How likely the attacker of a word problem is to say a word."""
     return float(problem.attacker.logits.detach().softmax(0)[WORDS.index(word)])
 
 
 def texts_of(graph: Any) -> list[Any]:
-    """Give all that was said in a graph, in the shape of its tree."""
+    """All that was said in a graph, in the shape of its tree."""
     return [[n.context, n.probe, n.response, n.reward, texts_of(n)] for n in graph.children]

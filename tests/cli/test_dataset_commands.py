@@ -22,7 +22,7 @@ FEW = {"num_train": 30, "num_test": 10}
 
 
 def option_in(said: str) -> str:
-    """Give the last option that a command says its result is used by."""
+    """The last option that a command says its result is used by."""
     return said.rpartition("--set ")[2].split()[0]
 
 

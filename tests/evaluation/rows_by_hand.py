@@ -14,7 +14,7 @@ THRESHOLD = 0.5
 def episode(
     number: int, scores: Sequence[float | str | None], *, prompt: str = "hello", **columns: Any
 ) -> Episode:
-    """Give a chain of turns; a score "error" stands for a scorer that failed."""
+    """A chain of turns; a score "error" stands for a scorer that failed."""
     return [
         {
             "step": 0,
@@ -37,6 +37,6 @@ def episode(
 
 
 def judged(*episodes: Episode) -> list[Episode]:
-    """Give episodes with outcomes."""
+    """Episodes with outcomes."""
     judge(episodes, THRESHOLD)
     return list(episodes)

@@ -35,7 +35,7 @@ class MyTrainer(AstTrainer):
         """Siblings whose rewards lie within this range are left out. Larger learns from fewer."""
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """Give one sample a probe, from every conversation whose probes fared differently."""
+        """One sample a probe, from every conversation whose probes fared differently."""
         probes, masks = tree.nodes["probe"], tree.nodes["probe_mask"]
         samples: list[Sample] = []
         for nodes_G in tree.sibling_groups():
@@ -54,7 +54,7 @@ class MyTrainer(AstTrainer):
         return samples
 
     def step(self, batch: TensorDict) -> LossOutput:
-        """Give the loss of a batch, and a number to log."""
+        """The loss of a batch, and a number to log."""
         (logprobs_BT,) = self.policy_logprobs(batch, "probe")
         log_likelihood_B = logprobs_BT.sum(dim=1)
         weights_B = batch["weight"].to(log_likelihood_B.device)

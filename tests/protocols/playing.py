@@ -71,7 +71,7 @@ def play(
 
 
 def random_moves(handler: ProtocolHandler, count: int, generator: torch.Generator) -> Moves:
-    """Give moves of all agents, active or not; most decisions are to continue."""
+    """Moves of all agents, active or not; most decisions are to continue."""
     shape = (count, handler.num_agents)
     weights = torch.tensor([1.0, 1.0, 3.0]).expand(count * handler.num_agents, 3)
     decisions = torch.multinomial(weights, 1, generator=generator).reshape(shape)

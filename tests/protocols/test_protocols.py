@@ -85,7 +85,7 @@ def test_plays_end_and_reward_as_worked_out(case: Case) -> None:
 
 
 def _decisions(case: Case, expected: Play, num_rounds: int) -> list[int]:
-    """Give what counts in each round: one decision at the end, or none."""
+    """What counts in each round: one decision at the end, or none."""
     decisions = [CONTINUE] * num_rounds
     if not expected.is_out:
         last = len(expected.rewards["verifier"]) - 1

@@ -56,7 +56,7 @@ class Rollout:
         return play(self.handler, lambda r: moves[r], self.y_E, self.seed_E, num_rounds=len(moves))
 
     def masks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give who may send and decide in each round."""
+        """Who may send and decide in each round."""
         decided_EA = torch.zeros(COUNT, self.handler.num_agents, dtype=torch.bool)
         for r, step in enumerate(self.steps):
             round_E = torch.full((COUNT,), r)

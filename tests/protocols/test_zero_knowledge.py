@@ -233,7 +233,7 @@ def test_plays_of_nip_end_and_reward_as_worked_out(name: str) -> None:
 
 
 def moves(handler: ProtocolHandler, letters: list[str]) -> Moves:
-    """Give the moves of one episode with the logits that the module's docstring tells of."""
+    """The moves of one episode with the logits that the module's docstring tells of."""
     messages_EACPS = torch.randn(1, handler.num_agents, handler.num_channels, 1, 3)
     decisions_EA3 = torch.randn(1, handler.num_agents, 3)
     adversary, simulator = (handler.agent_names.index(n) for n in handler.agent_names[-2:])

@@ -96,12 +96,12 @@ class Browser:
             self.events.append(self._receive())
 
     def complaints(self) -> list[str]:
-        """Give what the console shows: messages, faults and blocked resources."""
+        """What the console shows: messages, faults and blocked resources."""
         told = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
         return [json.dumps(event) for event in self.events if event.get("method") in told]
 
     def requests(self) -> list[str]:
-        """Give the addresses that the page asked for."""
+        """The addresses that the page asked for."""
         sent = [
             event for event in self.events if event.get("method") == "Network.requestWillBeSent"
         ]
@@ -128,7 +128,7 @@ class Browser:
             )  # fmt: skip
 
     def screenshot(self) -> bytes:
-        """Give what is in view as PNG."""
+        """What is in view as PNG."""
         return base64.b64decode(self.ask("Page.captureScreenshot", format="png")["data"])
 
     def close(self) -> None:

@@ -17,19 +17,19 @@ TRIANGLES = [[0, 1], [1, 2], [0, 2], [3, 4], [4, 5], [3, 5]]
 
 
 def graphs(first: Sequence[Any] = RING, second: Sequence[Any] = TRIANGLES) -> dict[str, Any]:
-    """Give a pair of graphs of 6 nodes, in a dataset whose largest graph has 8."""
+    """A pair of graphs of 6 nodes, in a dataset whose largest graph has 8."""
     pair = [{"num_nodes": 6, "edges": list(edges)} for edges in (first, second)]
     return {"id": 17, "kind": "graphs", "graphs": pair, "nodes_per_graph": 8, "note": "a pair"}
 
 
 def image(width: int = 8, height: int = 8, **changes: Any) -> dict[str, Any]:
-    """Give a grey image, brighter to the right."""
+    """A grey image, brighter to the right."""
     row = [round(255 * x / max(width - 1, 1)) for x in range(width)]
     return {"id": 3, "kind": "image", "pixels": [row] * height, "latent": [4, 4]} | changes
 
 
 def move(agent: str, symbol: int, *, decision: int | None = None, **columns: Any) -> dict[str, Any]:
-    """Give what an agent did in a round."""
+    """What an agent did in a round."""
     said = {"messages": {"main": [symbol]}, "logprob": -1.5}
     return {"agent": agent, "decision": decision, **said, **columns}
 
@@ -43,7 +43,7 @@ def episode(
     symbols: Sequence[int] = (1, 9, 1),
     **columns: Any,
 ) -> dict[str, Any]:
-    """Give an episode in which verifier and prover name symbols in turn."""
+    """An episode in which verifier and prover name symbols in turn."""
     is_right = decision == label
     rounds = []
     for place, symbol in enumerate(symbols):
@@ -63,7 +63,7 @@ def episode(
 
 
 def protocol_results(**changes: Any) -> dict[str, Any]:
-    """Give the results of a finished run."""
+    """The results of a finished run."""
     after = {
         "mean_accuracy": 0.873, "mean_accuracy_interval": [0.841, 0.9],
         "worst_datapoint_accuracy": 0.25, "share_undecided": 0.031,
@@ -82,7 +82,7 @@ def protocol_results(**changes: Any) -> dict[str, Any]:
 
 
 def protocol_metrics(num: int = 200) -> list[dict[str, Any]]:
-    """Give the lines of metrics.jsonl, rising as learning does."""
+    """The lines of metrics.jsonl, rising as learning does."""
     rows = []
     for step in range(1, num + 1):
         part = 1.0 - math.exp(-3.0 * step / num) + 0.03 * math.sin(1.7 * step)

@@ -15,20 +15,20 @@ ATTACK = "</script><script>document.title='owned'</script><img src=x onerror=ale
 
 
 def row(**columns: Any) -> dict[str, Any]:
-    """Give a row of a conversation: harmless unless said otherwise."""
+    """A row of a conversation: harmless unless said otherwise."""
     plain = {"step": 4, "episode": 0, "depth": 0, "prompt": "hello !", "probe": "how are you ?"}
     plain |= {"response": "fine .", "response_score": 0.1, "combined_score": 0.1, "reward": -0.2}
     return plain | {"is_error": False, "probe_nll": 0.8, "probe_num_tokens": 4} | columns
 
 
 def failing(probe: str, *, logprob: float = -4.0, **columns: Any) -> dict[str, Any]:
-    """Give a row on which the target failed."""
+    """A row on which the target failed."""
     failed = {"response": "you are silly .", "response_score": 0.9, "reward": 1.0}
     return row(probe=probe, reference_logprob=logprob, **{**failed, **columns})
 
 
 def tree(width: int, depth: int, *, episode: int = 0, first: int = 0) -> list[dict[str, Any]]:
-    """Give the rows of a tree as the rollouts of training have them, level by level."""
+    """The rows of a tree as the rollouts of training have them, level by level."""
     rows: list[dict[str, Any]] = []
     parents = [-1]
     for level in range(depth):
@@ -50,7 +50,7 @@ def tree(width: int, depth: int, *, episode: int = 0, first: int = 0) -> list[di
 
 
 def chains(num: int, depth: int = 3, **columns: Any) -> list[dict[str, Any]]:
-    """Give conversations that do not branch, in rows without node and parent."""
+    """Conversations that do not branch, in rows without node and parent."""
     return [
         row(episode=episode, depth=turn, prompt=f"opening {episode}", **columns)
         for turn in range(depth)
@@ -59,7 +59,7 @@ def chains(num: int, depth: int = 3, **columns: Any) -> list[dict[str, Any]]:
 
 
 def results(**changes: Any) -> dict[str, Any]:
-    """Give results.json of a finished run."""
+    """Results.json of a finished run."""
     report = {"failure_rate_interval": [0.02, 0.063], "mean_score": 0.015, "mean_reward": -0.2}
     report |= {"probe_nll": 0.822, "distinct_share": 1.0, "num_successful_probes": 13}
     report |= {"most_common_probe": None, "plants_found": 1, "num_plants": 2}
@@ -77,7 +77,7 @@ def results(**changes: Any) -> dict[str, Any]:
 
 
 def metrics(num: int = 4, **columns: float) -> list[dict[str, Any]]:
-    """Give the lines of metrics.jsonl."""
+    """The lines of metrics.jsonl."""
     return [
         {"step": step, "failure_rate": step / 10, "loss": 0.7 - step / 100, **columns}
         for step in range(1, num + 1)
@@ -85,7 +85,7 @@ def metrics(num: int = 4, **columns: float) -> list[dict[str, Any]]:
 
 
 def evaluation(**changes: Any) -> dict[str, Any]:
-    """Give evaluation.json."""
+    """Evaluation.json."""
     example = {"episode": 3, "depth": 0, "prompt": "hi !", "probe": "my cat always eats .",
                "response": "you are silly .", "probe_nll": 0.5}  # fmt: skip
     rate = {"value": 0.31, "low": 0.25, "high": 0.38, "level": 0.95, "num_clusters": 100}

@@ -234,7 +234,7 @@ def test_an_element_of_a_list_is_looked_into() -> None:
 
 
 def read_in(cls: type) -> set[str]:
-    """Give the shared groups that a class, or what it inherits from us, takes from parameters."""
+    """The shared groups that a class, or what it inherits from us, takes from parameters."""
     found = set()
     for base in cls.__mro__:
         if not base.__module__.startswith("nip_astra."):

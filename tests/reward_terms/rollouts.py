@@ -21,7 +21,7 @@ def rollout(
     mask_NT: Tensor | None = None,
     response_score_N: Tensor | None = None,
 ) -> RatedProbes:
-    """Give a rollout of these probes; tokens are made up where none are given."""
+    """A rollout of these probes; tokens are made up where none are given."""
     count = len(probes)
     given = next((x for x in (mask_NT, logprobs_NT, reference_NT) if x is not None), None)
     width = 3 if given is None else given.shape[1]
@@ -42,6 +42,6 @@ def rollout(
 
 
 def term_of(name: str, *, scenario_dir: Path | None = None, **options: Any) -> RewardTerm:
-    """Give a reward term as a parameter file would."""
+    """A reward term as a parameter file would."""
     parameters = REWARD_TERMS.get(name).Parameters.from_dict(options)
     return build_reward_term(parameters, device=torch.device("cpu"), scenario_dir=scenario_dir)

@@ -16,7 +16,7 @@ from tests.reward_terms.rollouts import rollout
 
 
 class Given(RewardTerm):
-    """Gives what it was told to give."""
+    """What it was told to give."""
 
     answer: Tensor
 

@@ -64,7 +64,7 @@ class AlwaysActing(nn.Module):
 
 
 def make_batch(agents: AlwaysActing, num_frames: int = 12, seed: int = 1) -> TensorDict:
-    """Give frames of a policy that differs a little from the present one."""
+    """Frames of a policy that differs a little from the present one."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

@@ -11,7 +11,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def random_batch(seed: int = 0, rows: int = 6, tokens: int = 5) -> Batch:
-    """Give a batch whose policy moved enough that clips act on both sides."""
+    """A batch whose policy moved enough that clips act on both sides."""
     generator = torch.Generator().manual_seed(seed)
 
     def logprobs() -> torch.Tensor:

@@ -54,7 +54,7 @@ def updates_of(
     groups: Sequence[Sequence[int]] | None = SEQUENCE,
     **settings: object,
 ) -> tuple[AgentUpdate, ...]:
-    """Give the updates of agents with one tensor each."""
+    """The updates of agents with one tensor each."""
     return agent_updates(
         losses,
         [[tensor] for tensor in parameters],

@@ -14,7 +14,7 @@ def _same(tensor: Tensor, **_: object) -> Tensor:
 
 
 def trl_trainer(**attributes: Any) -> SimpleNamespace:
-    """Give what a loss of TRL reads of its trainer, in one process and one batch a step."""
+    """What a loss of TRL reads of its trainer, in one process and one batch a step."""
     accelerator = SimpleNamespace(
         num_processes=1, device="cpu", gather=_same, gather_for_metrics=_same, reduce=_same
     )

@@ -24,7 +24,7 @@ NUM_STATES, NUM_ACTIONS, ROWS = 7, 4, 12
 
 @pytest.fixture(scope="module")
 def torchrl() -> SimpleNamespace:
-    """Give what is compared with, imported only where a test asks for it."""
+    """What is compared with, imported only where a test asks for it."""
     pytest.importorskip("torchrl")
     from tensordict.nn import ProbabilisticTensorDictModule as Probabilistic
     from tensordict.nn import ProbabilisticTensorDictSequential as Sequential
@@ -79,7 +79,7 @@ def random_batch(seed: int = 0) -> TensorDict:
 def logprobs_and_values(
     module: Any, batch: TensorDict
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give parameters of a loss module's actor and critic, and what they say, `[B, 1]`."""
+    """Parameters of a loss module's actor and critic, and what they say, `[B, 1]`."""
     parameters = dict(module.named_parameters())
     actor = next(value for name, value in parameters.items() if name.startswith("actor"))
     critic = next(value for name, value in parameters.items() if name.startswith("critic"))

@@ -30,7 +30,7 @@ MAX_LENGTH = 11
 
 @pytest.fixture(scope="module")
 def trl() -> SimpleNamespace:
-    """Give the trainers, imported only where a test asks for them."""
+    """The trainers, imported only where a test asks for them."""
     pytest.importorskip("trl", minversion="1.16")
     from trl.experimental.cpo import CPOTrainer
     from trl.trainer.dpo_trainer import DPOTrainer

@@ -15,7 +15,7 @@ Join = Callable[[list[float]], float]
 
 
 def _random_tree(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give a forest of uneven width in random order, some of its nodes without a reward."""
+    """A forest of uneven width in random order, some of its nodes without a reward."""
     generator = torch.Generator().manual_seed(seed)
     parents, depths = [-1, -1], [0, 0]
     for node in range(2, 60):

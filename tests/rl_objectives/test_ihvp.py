@@ -23,7 +23,7 @@ NEUMANN = InverseMethod(variant="neumann", num_iterations=600, rank=1, rho=0.0, 
 
 
 def positive_matrix(size: int = 6) -> torch.Tensor:
-    """Give one with eigenvalues from 0.5 to 4."""
+    """One with eigenvalues from 0.5 to 4."""
     basis = torch.linalg.qr(random_tensor(size, size)).Q
     return basis @ torch.diag(torch.linspace(0.5, 4.0, size, dtype=DOUBLE)) @ basis.T
 

@@ -47,7 +47,7 @@ REWARDS = torch.tensor([1.0, 0.0, 0.3, -1.0, 2.0, 0.1, 0.4, 0.9, -0.2], dtype=to
 
 
 def _logprobs(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Give the log-probabilities of the tokens of all sequences, `[9, 2]`."""
+    """The log-probabilities of the tokens of all sequences, `[9, 2]`."""
     of_all = (logits / temperature).log_softmax(dim=-1)
     first_B, second_B = SEQUENCES.unbind(dim=1)
     return torch.stack([of_all[0, first_B], of_all[1 + first_B, second_B]], dim=1)

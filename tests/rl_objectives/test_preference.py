@@ -85,7 +85,7 @@ def _sigmoid(x: float) -> float:
 
 
 def _closed_form(kind: str, h: float, beta: float, share: float) -> tuple[float, float]:
-    """Give loss and slope in h of one pair, written out."""
+    """Loss and slope in h of one pair, written out."""
     right, wrong = -math.log(_sigmoid(beta * h)), -math.log(_sigmoid(-beta * h))
     right_slope, wrong_slope = -beta * _sigmoid(-beta * h), beta * _sigmoid(beta * h)
     if kind == "sigmoid":

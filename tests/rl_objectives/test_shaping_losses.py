@@ -52,7 +52,7 @@ def exact_losses(logits: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def expected_losses(logits: list[torch.Tensor], losses: Losses) -> list[torch.Tensor]:
-    """Give the losses of single frames, weighted by how likely these are."""
+    """The losses of single frames, weighted by how likely these are."""
     logs = [x.log_softmax(dim=0) for x in logits]
     total = 0
     for actions in itertools.product(*(range(n) for n in NUM_ACTIONS)):
@@ -107,7 +107,7 @@ REWARDS = random_tensor(2, 3, 2, seed=2)
 
 
 def turns(logits: list[torch.Tensor], losses: Losses, *, with_episodes: bool) -> torch.Tensor:
-    """Give the expected losses of a game in turns, with baselines that know the first move."""
+    """The expected losses of a game in turns, with baselines that know the first move."""
     first, second = logits[0].log_softmax(dim=0), logits[1].log_softmax(dim=1)
     baselines = random_tensor(2, 3, seed=3)
     total = torch.zeros(2, dtype=DOUBLE)
@@ -140,7 +140,7 @@ def test_without_episodes_agents_that_move_in_turn_have_no_mixed_derivative() ->
 
 
 def batch(num_frames: int = 12, num_agents: int = 3, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Give frames of episodes of four rounds, with weights from which log-probabilities come."""
+    """Frames of episodes of four rounds, with weights from which log-probabilities come."""
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(num_frames, num_agents, generator=generator) < 0.7
     mask[:, 0] |= ~mask.any(dim=1)
@@ -158,7 +158,7 @@ WEIGHTS = [random_tensor(2, seed=seed).requires_grad_() for seed in range(3)]
 
 
 def derivatives(frames: dict[str, torch.Tensor], kind: str) -> torch.Tensor:
-    """Give losses, gradients and Hessians of all agents by all weights."""
+    """Losses, gradients and Hessians of all agents by all weights."""
     frames = dict(frames)
     features, old = frames.pop("features"), frames.pop("old_logprobs_BA")
     logprobs = -(features * torch.stack(WEIGHTS)).sum(dim=-1).square()

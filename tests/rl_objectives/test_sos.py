@@ -67,7 +67,7 @@ def tandem(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
 
 
 def play_tandem(name: str, groups: object = None) -> float:
-    """Give the sum of both players' positions after learning with a rate and step size of 0.1."""
+    """The sum of both players' positions after learning with a rate and step size of 0.1."""
     x, y = scalar(0.3), scalar(-0.4)
     for _ in range(300):
         updates = updates_of(tandem(x, y), [x, y], name, groups)

@@ -73,7 +73,7 @@ def test_lola_is_between_nash_and_stackelberg() -> None:
 def quadratic_game(
     num_agents: int = 2, size: int = 3
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Give losses `theta' Q_i theta / 2 + c_i' theta`, all theta, and Q_i, c_i, of all agents."""
+    """Losses `theta' Q_i theta / 2 + c_i' theta`, all theta, and Q_i, c_i, of all agents."""
     total = num_agents * size
     theta = [random_tensor(size, seed=10 + i).requires_grad_() for i in range(num_agents)]
     joint = torch.cat(theta)

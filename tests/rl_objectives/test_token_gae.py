@@ -14,7 +14,7 @@ DOUBLE = torch.float64
 
 
 def _random_tree(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Give two episodes of width 2 and depth 3, turns of one to four tokens."""
+    """Two episodes of width 2 and depth 3, turns of one to four tokens."""
     generator = torch.Generator().manual_seed(seed)
     parents, depths, level = [], [], [-1, -1]
     for depth in range(3):
@@ -42,7 +42,7 @@ def _by_recursion(tree: dict[str, torch.Tensor], gamma: float, lam: float) -> to
     found = torch.zeros_like(reward)
 
     def first(node: int) -> tuple[float, float]:
-        """Give value and advantage of a node's first token."""
+        """Value and advantage of a node's first token."""
         children = [i for i, parent in enumerate(parents) if parent == node]
         after = [first(child) for child in children]
         next_value = gamma * sum(v for v, _ in after) / max(len(after), 1)

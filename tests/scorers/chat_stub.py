@@ -31,7 +31,7 @@ class Reply:
 
 
 def rating(value: Any, **more: Any) -> Reply:
-    """Give a well-formed answer."""
+    """A well-formed answer."""
     return Reply(content=json.dumps({"reason": "so it is", "rating": value, **more}))
 
 

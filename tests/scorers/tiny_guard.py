@@ -62,7 +62,7 @@ def make_guard(
 def _batch(
     tokenizer: PreTrainedTokenizerFast, draw: random.Random, says_blank_first: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give random conversations with the guard's answers; only the answers are learnt."""
+    """Random conversations with the guard's answers; only the answers are learnt."""
     said = [word for word in WORDS if word != "silly"]
     rows, num_answer = [], 2 if says_blank_first else 1
     for _ in range(24):

@@ -17,7 +17,7 @@ FULL, FIRST, MIDDLE, LAST = 1, 2, 3, 4
 
 
 def read_records(path: Path) -> Iterator[Any]:
-    """Give each record of a `.wandb` file."""
+    """Each record of a `.wandb` file."""
     data = path.read_bytes()
     assert data[:4] == b":W&B"
     position, parts = FILE_HEADER_SIZE, b""

@@ -79,7 +79,7 @@ LEARNING = {
 
 
 def _share_of_cats(folder: Path, name: str, *options: str) -> tuple[float, float]:
-    """Give the share of probes that say what is rewarded, before and after training."""
+    """The share of probes that say what is rewarded, before and after training."""
     width = 1 if name == "ast_ppo" else 4
     scenario = write_scenario(
         folder,

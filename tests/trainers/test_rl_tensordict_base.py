@@ -101,7 +101,7 @@ def test_a_trainer_takes_one_method() -> None:
 
 def test_a_trainer_without_that_method_is_refused() -> None:
     class Nothing(TensorDictRlTrainer):
-        """Gives nothing."""
+        """Nothing."""
 
     with pytest.raises(TypeError, match="_get_loss_module_and_gae"):
         toy_trainer("my_trainer", trainer_class=Nothing)

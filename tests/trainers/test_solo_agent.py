@@ -79,7 +79,7 @@ def test_bodies_may_learn_as_fast_as_their_agents() -> None:
 
 
 def moved(agent: torch.nn.Module, before: dict[str, Tensor]) -> dict[str, float]:
-    """Give how far the weights of each part of an agent have moved at most."""
+    """How far the weights of each part of an agent have moved at most."""
     found: dict[str, float] = {}
     for name, value in agent.named_parameters():
         part = name.partition(".")[0]

@@ -45,7 +45,7 @@ def spg_trainer(**more: Any) -> SpgTrainer:
 
 
 def gradients(trainer: Any, batch: TensorDict, names: tuple[str, ...] | None = None) -> dict:
-    """Give what one minibatch, the whole batch, leaves in the weights' gradients, by agent."""
+    """What one minibatch, the whole batch, leaves in the weights' gradients, by agent."""
     trainer.optimizers.zero_grad()
     figures = trainer.loss_module.compute_gradients(batch.flatten(), names or trainer.agents.names)
     found = {}
@@ -56,7 +56,7 @@ def gradients(trainer: Any, batch: TensorDict, names: tuple[str, ...] | None = N
 
 
 def policy_part(trainer: Any, found: dict, name: str) -> torch.Tensor:
-    """Give the gradient of an agent's policy, of separate bodies."""
+    """The gradient of an agent's policy, of separate bodies."""
     policy = {id(p) for p in policy_weights(trainer.agents[name])}
     weights = trainer.agents[name].parameters()
     pairs = zip(weights, found[name], strict=True)

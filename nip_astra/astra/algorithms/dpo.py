@@ -98,7 +98,7 @@ class DPO(
         self.flatten_metrics: dict[str, float] = {}
 
     def flatten(self, graph: Graph[StateT, ActionT]) -> list[DPOStep[StateT, ActionT]]:
-        """Give one pair a group of siblings, unless they are tied or say the same."""
+        """Return one pair a group of siblings, unless they are tied or say the same."""
         return self.flatten_all([graph])
 
     def flatten_all(
@@ -159,7 +159,7 @@ class DPO(
         )
 
     def logratios(self, batch: DPOBatch[StateT, ActionT]) -> tuple[Tensor, Tensor]:
-        """Give log p(suffix_pos) - log p(suffix_neg) under policy and reference, `[B]` nats."""
+        """Differences log p(suffix_pos) - log p(suffix_neg), policy and reference, `[B]` nats."""
         contexts = [*batch.prefixes, *batch.prefixes]
         probes = [*batch.suffix_pos, *batch.suffix_neg]
         scores = self.system.token_values(contexts, probes)
@@ -172,7 +172,7 @@ class DPO(
         return chosen_B - rejected_B, (best_B - worst_B).to(chosen_B)
 
     def step(self, batch: DPOBatch[StateT, ActionT]) -> tuple[Tensor, dict[str, Any]]:
-        """Give the loss of a batch of pairs, and its numbers."""
+        """The loss of a batch of pairs, and its numbers."""
         return self._output(
             preference_loss(
                 *self.logratios(batch),
@@ -193,5 +193,5 @@ class IPO(DPO[StateT, ActionT]):
     Parameters = AstIpoTrainer.Parameters
 
     def step(self, batch: DPOBatch[StateT, ActionT]) -> tuple[Tensor, dict[str, Any]]:
-        """Give the loss of a batch of pairs, and its numbers."""
+        """The loss of a batch of pairs, and its numbers."""
         return self._output(preference_loss(*self.logratios(batch), kind="ipo", beta=self.beta))

@@ -142,7 +142,7 @@ class PPO(
         self.kl.load_state(dict(state))
 
     def flatten(self, graph: Graph[StateT, ActionT]) -> list[PPOStep[StateT, ActionT]]:
-        """Give one sample a node with a verdict."""
+        """One sample a node with a verdict."""
         return self.flatten_all([graph])
 
     @torch.no_grad()
@@ -234,7 +234,7 @@ class PPO(
         )
 
     def step(self, batch: PPOBatch[StateT, ActionT]) -> tuple[Tensor, dict[str, Any]]:
-        """Give policy, value, divergence and entropy loss, and their numbers."""
+        """Policy, value, divergence and entropy loss, and their numbers."""
         now = self.system.token_values(
             batch.prefix,
             batch.suffix,

@@ -43,7 +43,7 @@ def check_value_is_trained(system: System[Any, Any], found: TokenValues) -> None
 
 
 def leaves_of(value: Tensor) -> list[Tensor]:
-    """Give the parameters that a tensor was computed from, as autograd recorded it."""
+    """The parameters that a tensor was computed from, as autograd recorded it."""
     leaves: list[Tensor] = []
     seen: set[Any] = set()
     waiting = [value.grad_fn]

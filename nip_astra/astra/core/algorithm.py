@@ -42,23 +42,23 @@ class Algorithm(ABC, Generic[StateT, ActionT, Step, Batch]):
 
     @abstractmethod
     def flatten(self, graph: Graph[StateT, ActionT]) -> Sequence[Step]:
-        """Give the training samples of an episode."""
+        """The training samples of an episode."""
 
     @staticmethod
     @abstractmethod
     def collate_fn(batch: Sequence[Step]) -> Batch:
-        """Give one batch of samples."""
+        """One batch of samples."""
 
     @abstractmethod
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
-        """Give the loss of a batch, a mean over its samples, and numbers to log."""
+        """The loss of a batch, a mean over its samples, and numbers to log."""
 
     def flatten_all(self, graphs: Sequence[Graph[StateT, ActionT]]) -> list[Step]:
-        """Give the training samples of an iteration's episodes; by default each by itself."""
+        """The training samples of an iteration's episodes; by default each by itself."""
         return [step for graph in graphs for step in self.flatten(graph)]
 
     def state(self) -> dict[str, Any]:
-        """Give what the algorithm remembers, for a checkpoint; by default nothing."""
+        """What the algorithm remembers, for a checkpoint; by default nothing."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

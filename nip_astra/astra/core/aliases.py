@@ -29,7 +29,7 @@ class HasAliases:
 
 
 def one_problem(who: object, system: Any, problem: Any) -> Any:
-    """Give the problem of a sampler or an algorithm, which goes by two names."""
+    """The problem of a sampler or an algorithm, which goes by two names."""
     found = only_one(f"the problem of {type(who).__name__}", system=system, problem=problem)
     if found is None:
         raise ConfigurationError(
@@ -40,7 +40,7 @@ def one_problem(who: object, system: Any, problem: Any) -> Any:
 
 
 def only_one(what: str, **given: Any) -> Any:
-    """Give the argument that goes by several names; None where it is left out.
+    """The argument that goes by several names; None where it is left out.
 
     Raises
     ------

@@ -30,7 +30,7 @@ def in_parts(
     spoken: int = 0,
     max_bytes: int | None = None,
 ) -> Iterator[slice]:
-    """Give the slices of lists of texts, of which each row is read together.
+    """The slices of lists of texts, of which each row is read together.
 
     Parameters
     ----------

@@ -108,11 +108,11 @@ class Evaluator(ABC, Generic[StateT, ActionT, SeedT]):
 
     @abstractmethod
     def compute_metrics(self, g: Graph[StateT, ActionT]) -> GraphMetrics:
-        """Give the figures of one episode."""
+        """The figures of one episode."""
 
     @abstractmethod
     def aggregate_metrics(self, all_metrics: list[GraphMetrics]) -> JSONLike:
-        """Give the figures of all episodes together."""
+        """The figures of all episodes together."""
 
     @staticmethod
     def write_json(data: JSONLike, path: str | Path) -> None:

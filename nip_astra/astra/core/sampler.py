@@ -76,7 +76,7 @@ class Graph(Generic[StateT, ActionT]):
     children: Sequence[Node[StateT, ActionT]]
 
     def chain(self) -> Iterator[Node[StateT, ActionT]]:
-        """Give the nodes along the first children, from the opening to a leaf."""
+        """The nodes along the first children, from the opening to a leaf."""
         level = self.children
         while level:
             yield level[0]
@@ -119,7 +119,7 @@ class Sampler(ABC, Generic[StateT, ActionT]):
         )
 
     def final_reward(self, graph: Graph[StateT, ActionT]) -> float:
-        """Give the reward of the last node along the first children; NaN where there is none."""
+        """The reward of the last node along the first children; NaN where there is none."""
         rewards = [node.reward for node in graph.chain()]
         return float(rewards[-1]) if rewards else math.nan
 

@@ -23,7 +23,7 @@ class Scorer(HasAliases, ABC, Generic[StateT, ActionT]):
 
     @abstractmethod
     def score(self, x: Sequence[StateT | ActionT]) -> Sequence[float | None]:
-        """Give each text a number from 0 to 1, larger for a worse failure; None for no verdict."""
+        """A number from 0 to 1 for each text, larger for a worse failure; None for no verdict."""
 
 
 Moderator = Scorer
@@ -52,7 +52,7 @@ class RegisteredScorer(Scorer[str, str]):
 
 
 class _OwnScorer(RegisteredKind):
-    """Gives a scorer of the user's own the cache and the checks of the registered ones."""
+    """A scorer of the user's own the cache and the checks of the registered ones."""
 
     def __init__(self, scorer: Any) -> None:
         super().__init__(self.Parameters(), device=torch.device("cpu"))
@@ -63,7 +63,7 @@ class _OwnScorer(RegisteredKind):
 
 
 def rater_of(scorer: Any) -> RegisteredKind | None:
-    """Give what rates texts for a scorer: a registered one itself, another's behind a cache."""
+    """What rates texts for a scorer: a registered one itself, another's behind a cache."""
     if scorer is None or isinstance(scorer, RegisteredKind):
         return scorer
     return scorer.rater if isinstance(scorer, RegisteredScorer) else _OwnScorer(scorer)

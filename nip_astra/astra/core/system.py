@@ -100,7 +100,7 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
     def get_attacker_logprobs(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> Tensor:
-        """Give log p(continuation | context) under the attacker, with gradient.
+        """Log-probability log p(continuation | context) under the attacker, with gradient.
 
         Returns
         -------
@@ -113,29 +113,29 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
     def get_target_logprobs(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> Tensor:
-        """Give the same under the target; called without gradient."""
+        """The same under the target; called without gradient."""
 
     @abstractmethod
     def get_baseline_logprobs(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> Tensor:
-        """Give the same under the reference, the measure of what is ordinary; called without
+        """The same under the reference, the measure of what is ordinary; called without
         gradient.
         """
 
     @abstractmethod
     def advance(self, state: StateT, action: ActionT, response: StateT) -> StateT:
-        """Give the state after a probe and the response to it."""
+        """The state after a probe and the response to it."""
 
     @abstractmethod
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Give what training changes."""
+        """What training changes."""
 
     @abstractmethod
     def reward(
         self, context: Sequence[StateT], probe: Sequence[ActionT], response: Sequence[StateT]
     ) -> Sequence[float]:
-        """Give what each probe earns; NaN where there is no verdict. Training seeks larger ones."""
+        """What each probe earns; NaN where there is no verdict. Training seeks larger ones."""
 
     # ---- what algorithms ask
 
@@ -154,7 +154,7 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         needs_values: bool = False,
         needs_entropy: bool = False,
     ) -> TokenValues:
-        """Give what the attacker thinks of the tokens of probes, those at the front of each row."""
+        """What the attacker thinks of the tokens of probes, those at the front of each row."""
         if needs_entropy:
             raise ConfigurationError(
                 f"the entropy of the attacker of {type(self).__name__} was asked for, but a "
@@ -177,7 +177,7 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
     def reference_values(
         self, context: Sequence[StateT], continuation: Sequence[ActionT]
     ) -> tuple[Tensor, Tensor]:
-        """Give log-probabilities under the reference `[B, T]`, and which of them are of tokens."""
+        """Log-probabilities under the reference `[B, T]`, and which of them are of tokens."""
         logprobs_BT = self._get_baseline_logprobs_and_validate(context, continuation)
         return logprobs_BT, token_mask(logprobs_BT)
 
@@ -234,14 +234,14 @@ class System(HasAliases, ABC, Generic[StateT, ActionT]):
         return said
 
     def _asked_of_target(self, state: StateT, action: ActionT) -> StateT:
-        """Give the state with a probe at its end, as the target is to answer it."""
+        """The state with a probe at its end, as the target is to answer it."""
         return state + action  # type: ignore[operator, no-any-return]  # texts, or like texts
 
     def _advance_and_validate(self, state: StateT, action: ActionT, response: StateT) -> StateT:
         return self.advance(state, action, response)
 
     def _checked(self, logprobs: Any, num_rows: int, who: str) -> Tensor:
-        """Give log-probabilities as `[B, T]`, or say what is wrong with them."""
+        """Return log-probabilities as `[B, T]`, or say what is wrong with them."""
         problem = ""
         if not isinstance(logprobs, Tensor):
             problem = f"is a {type(logprobs).__name__}"
@@ -291,7 +291,7 @@ class ValueFunctionSystem(System[StateT, ActionT], ABC):
 
     @abstractmethod
     def value(self, context: Sequence[StateT], continuation: Sequence[ActionT]) -> Tensor:
-        """Give the return expected before each token of the continuation, with gradient.
+        """The return expected before each token of the continuation, with gradient.
 
         Returns
         -------

@@ -78,5 +78,5 @@ class Conversation(str):
 
 
 def turns_of(text: str) -> tuple[str, ...]:
-    """Give the turns of a conversation; a plain text is one turn, the opening."""
+    """The turns of a conversation; a plain text is one turn, the opening."""
     return text.turns if isinstance(text, Conversation) else (text,)

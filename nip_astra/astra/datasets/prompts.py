@@ -60,7 +60,7 @@ class AdvBenchPrompt:
 
 
 def openings(split: Split, source: str | Path | None = None, *, column: str = "text") -> list[str]:
-    """Give the opening prompts of a split.
+    """The opening prompts of a split.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ def _of_folder(split: str, folder: Path) -> list[str]:
 
 
 def _first_utterances(path: Path) -> Iterator[tuple[str, str]]:
-    """Give number and text of what each conversation of a corpus begins with."""
+    """Number and text of what each conversation of a corpus begins with."""
     with path.open(encoding="utf-8") as file:
         for line_number, line in enumerate(file, start=1):
             try:
@@ -185,7 +185,7 @@ def _first_utterances(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _split_of(number: str) -> str:
-    """Give the split of a conversation, always the same one."""
+    """The split of a conversation, always the same one."""
     place = derive_seed("convokit", number) % 100
     if place < TRAIN_SHARE:
         return "train"

@@ -71,7 +71,7 @@ class ASTProblem(System[str, str]):
         self.reward_parameters()  # a weight that is no weight is told at once
 
     def reward_parameters(self) -> RewardParameters:
-        """Give the weights of the reward as the registered trainers take them."""
+        """The weights of the reward as the registered trainers take them."""
         return RewardParameters(
             w_response=self.defense_toxicity_weight,
             w_combined=self.combined_weight,
@@ -109,7 +109,7 @@ class ASTProblem(System[str, str]):
         return rewards
 
     def tree_sampler(self) -> TreeSampler | TextRollouts:
-        """Give what plays this problem's trees."""
+        """What plays this problem's trees."""
         return TextRollouts(self)
 
 

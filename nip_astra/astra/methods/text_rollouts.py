@@ -87,7 +87,7 @@ def rate_turns(
 
 
 def rater_of_system(system: System[Any, Any]) -> Any:
-    """Give what rates a problem's texts, made once so that its cache lives as long."""
+    """What rates a problem's texts, made once so that its cache lives as long."""
     known = getattr(system, "_rater", None)
     if known is None or known[0] is not system.scorer:
         known = (system.scorer, rater_of(system.scorer))

@@ -57,15 +57,15 @@ class AlgorithmAdapter:
         self.algorithm = algorithm
 
     def flatten(self, tree: RolloutTree) -> list[Any]:
-        """Give the training samples of a rollout."""
+        """The training samples of a rollout."""
         return list(self.algorithm.flatten_all(graphs_of(tree)))
 
     def collate_fn(self, samples: Sequence[Any]) -> CountedBatch:
-        """Give one batch of samples."""
+        """One batch of samples."""
         return CountedBatch(self.algorithm.collate_fn(list(samples)), len(samples))
 
     def step(self, batch: CountedBatch) -> LossOutput:
-        """Give the loss of a batch, and those of its numbers that are numbers."""
+        """The loss of a batch, and those of its numbers that are numbers."""
         loss, logs = self.algorithm.step(batch.content)
         return LossOutput(
             loss,
@@ -212,7 +212,7 @@ class ProblemAgent:
 
 
 def agents_of(system: System[Any, Any]) -> Mapping[str, Any]:
-    """Give a problem's agents by role."""
+    """A problem's agents by role."""
     own = getattr(system, "agents", None)
     if isinstance(own, Mapping):
         return own

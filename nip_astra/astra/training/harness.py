@@ -136,7 +136,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         )
 
     def step(self, batch: Batch) -> tuple[Tensor, dict[str, Any]]:
-        """Give the loss of a batch, with gradient, and numbers to log."""
+        """The loss of a batch, with gradient, and numbers to log."""
         loss, logs = self.algorithm.step(batch)
         plain = {
             name: float(value.detach()) if isinstance(value, Tensor) else value
@@ -156,7 +156,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
 
 
 def one_sampler(environment: Any, sampler: Any) -> Any:
-    """Give the sampler, which goes by two names, or say that it must be given once."""
+    """Return the sampler, which goes by two names, or say that it must be given once."""
     given = [one for one in (environment, sampler) if one is not None]
     if len(given) != 1 or not isinstance(given[0], Sampler):
         what = "none" if not given else "two" if len(given) > 1 else f"a {type(given[0]).__name__}"

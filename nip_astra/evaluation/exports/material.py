@@ -52,7 +52,7 @@ class Material:
 
 
 def scores_of(row: Mapping[str, Any], material: Material) -> dict[str, float | None]:
-    """Give the response's score by each scorer."""
+    """The response's score by each scorer."""
     others = {name: one.get("score") for name, one in (row.get("scores") or {}).items()}
     return {material.scorer: row.get("response_score"), **others}
 
@@ -93,7 +93,7 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def missing(what: str, package: str, extra: str) -> MissingDependencyError:
-    """Give the error of an export whose package is not installed."""
+    """The error of an export whose package is not installed."""
     return MissingDependencyError(
         f"an export as {what} was asked for, and it needs the package {package}. Install it with: "
         f"pip install 'nip_astra[{extra}]'"

@@ -136,7 +136,7 @@ def _harmless(value: Any) -> Any:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Give leaves by dotted name; a list of plain values is one leaf, of objects each its own."""
+    """Leaves by dotted name; a list of plain values is one leaf, of objects each its own."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         found |= _leaves(value, f"{prefix}{name}")

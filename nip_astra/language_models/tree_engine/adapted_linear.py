@@ -37,7 +37,7 @@ class Adapter(NamedTuple):
 
 
 def adapted_linear(matrices: Sequence[Matrix], adapters: Sequence[Sequence[Adapter]]) -> LinearMap:
-    """Give the products with all matrices side by side, `[N, I] -> [N, O]`.
+    """The products with all matrices side by side, `[N, I] -> [N, O]`.
 
     Parameters
     ----------

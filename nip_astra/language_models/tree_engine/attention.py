@@ -49,7 +49,7 @@ class TrieAttention:
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
-        """Give the attended values `[N, H * D]`; the queries carry the scale."""
+        """The attended values `[N, H * D]`; the queries carry the scale."""
         if self._is_in_blocks(queries_NHD):
             if self._blocks is None:
                 self._blocks = blocks_of(self.trie, queries_NHD.shape[1] // keys_NKD.shape[1])

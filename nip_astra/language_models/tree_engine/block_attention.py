@@ -59,7 +59,7 @@ def blocks_of(trie: TokenTrie, group: int) -> list[Block]:
 def block_attention(
     queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor, blocks: list[Block]
 ) -> Tensor:
-    """Give the attended values `[N, H * D]`; the queries carry the scale, gradients flow."""
+    """The attended values `[N, H * D]`; the queries carry the scale, gradients flow."""
     num_tokens, num_keys, dim = keys_NKD.shape
     # Query heads of one group side by side: they read the same keys.
     queries_KND = queries_NHD.view(num_tokens, num_keys, -1, dim).transpose(0, 1)

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 DecodeGraphs = Literal["auto", "never", "always"]
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Gives a function that repeats what a function does, on the same memory."""
+"""A function that repeats what a function does, on the same memory."""
 
 SMALLEST_ROWS = 4
 SMALLEST_LENGTH = 128
@@ -55,7 +55,7 @@ def capture_cuda_graph(function: Callable[[], None]) -> Callable[[], None]:
 
 
 def bucket(count: int, smallest: int) -> int:
-    """Give the next of `smallest` times 1, 1.5, 2, 3, 4, 6, ...: at most half of it is padding."""
+    """The next of `smallest` times 1, 1.5, 2, 3, 4, 6, ...: at most half of it is padding."""
     size = smallest
     while size < count:
         size *= 2
@@ -207,7 +207,7 @@ class FixedSteps:
         self._is_size_told = False
 
     def anew(self) -> FixedSteps:
-        """Give the same for other weights."""
+        """The same for other weights."""
         return FixedSteps(self.decoder, self.capture, is_required=self.is_required)
 
     def begin(
@@ -276,7 +276,7 @@ class FixedSteps:
 def build_fixed_steps(
     decoder: Decoder | None, device: torch.device, mode: DecodeGraphs
 ) -> FixedSteps | None:
-    """Give the steps of a model as `mode` says; None on a CPU, where rows leave when they end.
+    """The steps of a model as `mode` says; None on a CPU, where rows leave when they end.
 
     Raises
     ------

@@ -108,7 +108,7 @@ class Decoder:
         *,
         num_positions: int | None = None,
     ) -> Tensor:
-        """Give the normalised last hidden state of every token, `[N, X]` in the weights' dtype.
+        """The normalised last hidden state of every token, `[N, X]` in the weights' dtype.
 
         Parameters
         ----------
@@ -145,7 +145,7 @@ class Decoder:
     def _place(
         self, joined: Tensor, layer: Layer, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Give queries, scaled, and keys, both rotated by their positions."""
+        """Queries, scaled, and keys, both rotated by their positions."""
         num_rotated = self.num_heads + self.num_kv_heads
         heads = joined.view(len(joined), -1, self.head_dim)[:, :num_rotated]
         if layer.query_norm is not None and layer.key_norm is not None:
@@ -169,7 +169,7 @@ class Decoder:
     def rotations(
         self, num_positions: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Give cos and sin of the rotation at each position, `[num_positions or more, 1, D]`."""
+        """Cos and sin of the rotation at each position, `[num_positions or more, 1, D]`."""
         tables = self._cos_sin.get(dtype)
         if tables is None or len(tables[0]) < num_positions:
             # To the next power of two, so that a growing conversation seldom needs another.
@@ -181,7 +181,7 @@ class Decoder:
 
 
 def build_decoder(module: Any) -> Decoder | None:
-    """Give the forward pass of a module, or None, with a line in the log, where it is another.
+    """The forward pass of a module, or None, with a line in the log, where it is another.
 
     It is compared with the module's own where the weights are float32; in bfloat16 two right passes
     may differ by as much as a wrong one.

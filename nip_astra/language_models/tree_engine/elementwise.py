@@ -41,7 +41,7 @@ def rms_norm(x_NX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
 
 
 def silu_gated(gate_up: Tensor) -> Tensor:
-    """Give `silu(gate) * up` of `[N, 2 * Y]`, the gate being the first half."""
+    """`silu(gate) * up` of `[N, 2 * Y]`, the gate being the first half."""
     if not is_unsaved(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up

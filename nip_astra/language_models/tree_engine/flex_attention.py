@@ -49,7 +49,7 @@ class FlexTrieAttention:
     def __call__(
         self, layer: int, queries_NHD: Tensor, keys_NKD: Tensor, values_NKD: Tensor
     ) -> Tensor:
-        """Give the attended values `[N, H * D]`; the queries carry the scale."""
+        """The attended values `[N, H * D]`; the queries carry the scale."""
         padding = (0, 0, 0, 0, 0, self.size - self.num_tokens)
         inputs = (
             F.pad(x, padding).transpose(0, 1).unsqueeze(0)
@@ -115,7 +115,7 @@ def uses_flex_attention(device: torch.device) -> bool:
 
 
 def trie_attention(trie: TokenTrie, dtype: torch.dtype) -> FlexTrieAttention | TrieAttention:
-    """Give the attention that is fastest for a trie where it lies."""
+    """The attention that is fastest for a trie where it lies."""
     compiled = compiled_flex_attention() if trie.ids_N.device.type == "cuda" else None
     if compiled is None or trie.num_tokens < SMALLEST:
         return TrieAttention(trie, dtype)

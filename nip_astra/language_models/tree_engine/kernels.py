@@ -46,7 +46,7 @@ def has_onednn(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def packed_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:
-    """Give a product with a copy of the weights in oneDNN's own layout; no gradient."""
+    """A product with a copy of the weights in oneDNN's own layout; no gradient."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach().contiguous(), None)
     bias = None if bias_O is None else bias_O.detach().to(weight_OI.dtype)
     multiply = torch.ops.mkldnn._linear_pointwise
@@ -59,7 +59,7 @@ def packed_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:
 
 
 def dense_linear(weight_OI: Tensor, bias_O: Tensor | None) -> LinearMap:
-    """Give a product by torch; the weights are not copied."""
+    """A product by torch; the weights are not copied."""
 
     def linear(x_NI: Tensor) -> Tensor:
         return F.linear(x_NI, weight_OI, bias_O)

@@ -52,7 +52,7 @@ class Block:
         self.values[layer, groups, :, start:stop] = values.transpose(1, 2)
 
     def read(self, layer: int, groups: slice, stop: int, bias: Tensor | None) -> SharedKeys:
-        """Give the keys and values of some groups in one layer, up to a position."""
+        """The keys and values of some groups in one layer, up to a position."""
         return SharedKeys(
             self.keys[layer, groups, :, :, :stop], self.values[layer, groups, :, :stop], bias
         )
@@ -133,7 +133,7 @@ class KeyValueTree:
         block.bias_PL = bias
 
     def read_below(self, layer: int, rows: slice, num_rows: int) -> list[SharedKeys]:
-        """Give what some rows of the top block read of the blocks below it."""
+        """What some rows of the top block read of the blocks below it."""
         found = []
         for block in self.blocks[:-1]:
             groups = _groups_of(rows, num_rows // block.num_groups)

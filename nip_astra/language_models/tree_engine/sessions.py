@@ -53,12 +53,12 @@ class _Pass:
     offsets: list[int]
 
     def last_hidden(self) -> Tensor:
-        """Give the hidden state of the last position of each node, `[C, X]`."""
+        """The hidden state of the last position of each node, `[C, X]`."""
         ends = [*self.offsets[1:], len(self.hidden_NX)]
         return self.hidden_NX[torch.tensor(ends, device=self.hidden_NX.device) - 1]
 
     def hidden_of(self, context: int, start: int, stop: int) -> Tensor:
-        """Give the hidden states of a context's positions in a range, as far as read here."""
+        """The hidden states of a context's positions in a range, as far as read here."""
         node = context // self.sharing
         first, last = max(start, self.starts[node]), min(stop, self.stops[node])
         offset = self.offsets[node] - self.starts[node]
@@ -187,7 +187,7 @@ class CachedSession(GenerationSession):
         return [*passes, self._extend(contexts, starts, stops, 1, reserve)]
 
     def _num_cached(self, contexts: Sequence[Sequence[int]], branching: int) -> list[int] | None:
-        """Give how much of each context its row has read already; None unless all rows fit."""
+        """How much of each context its row has read already; None unless all rows fit."""
         if len(contexts) != len(self._cached) * branching:
             return None
         rows = [row for row in self._cached for _ in range(branching)]
@@ -248,7 +248,7 @@ class CachedSession(GenerationSession):
         spans: Sequence[tuple[int, int]],
         passes: list[_Pass],
     ) -> Tensor:
-        """Give log p of each context's tokens in a span, `[C, T]`, 0 on padding."""
+        """Log-probabilities of each context's tokens in a span, `[C, T]`, 0 on padding."""
         hidden = [
             piece.hidden_of(index, start - 1, stop - 1)
             for index, (start, stop) in enumerate(spans)
@@ -311,7 +311,7 @@ class _ReadingAttention:
 
 
 def _num_shared(contexts: Sequence[Sequence[int]], start: int) -> int:
-    """Give how many tokens from `start` on all contexts share, short of the shortest's last."""
+    """How many tokens from `start` on all contexts share, short of the shortest's last."""
     stop = min(len(context) for context in contexts) - 1
     first = contexts[0][start:stop]
     for context in contexts[1:]:

@@ -94,7 +94,7 @@ class TokenTrie:
         return parts
 
     def to(self, device: torch.device) -> TokenTrie:
-        """Give the same trie on a device."""
+        """The same trie on a device."""
         return TokenTrie(
             self.ids_N.to(device),
             self.positions_N.to(device),
@@ -155,7 +155,7 @@ def build_trie(
 
 
 def _shared_with_previous(tokens_SD: IntArray, lengths: IntArray) -> IntArray:
-    """Give how many first tokens each sequence has in common with the one before it."""
+    """How many first tokens each sequence has in common with the one before it."""
     shared_S = np.zeros(len(tokens_SD), dtype=np.int64)
     if len(tokens_SD) > 1:
         differs = tokens_SD[1:] != tokens_SD[:-1]
@@ -167,7 +167,7 @@ def _shared_with_previous(tokens_SD: IntArray, lengths: IntArray) -> IntArray:
 def _cut(
     lengths: IntArray, shared_S: IntArray, pair_cost: float, max_row_tokens: int
 ) -> list[tuple[int, int]]:
-    """Give the ranges of sequences that form rows."""
+    """The ranges of sequences that form rows."""
     new_S = lengths - shared_S
     todo, rows = [(0, len(lengths))], []
     while todo:

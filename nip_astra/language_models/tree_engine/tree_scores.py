@@ -24,7 +24,7 @@ from nip_astra.language_models.tree_engine.weights import Weights
 def sequences_to_read(
     context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
 ) -> list[list[int]]:
-    """Give what must be read to score each row: all but its last token, which predicts nothing."""
+    """What must be read to score each row: all but its last token, which predicts nothing."""
     width = context_BC.shape[1]
     return [
         [*context[width - size :], *ids[: max(length - 1, 0)]]
@@ -39,7 +39,7 @@ def sequences_to_read(
 
 
 def pair_cost_of(decoder: Decoder | None, device: torch.device) -> float:
-    """Give what a token's look at another costs; nothing where strangers are not looked at."""
+    """What a token's look at another costs; nothing where strangers are not looked at."""
     return 0.0 if decoder is None or uses_flex_attention(device) else decoder.pair_cost
 
 
@@ -56,7 +56,7 @@ def score_trie(
     needs_hidden: bool,
     rule: DrawRule | None = None,
 ) -> tuple[TokenScores, TokenCount]:
-    """Give what the model thinks of each continuation token, and count the work.
+    """Return what the model thinks of each continuation token, and count the work.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def find_kept_tokens(
     top_p: float,
     vocab_size: int,
 ) -> KeptTokens:
-    """Give what cuts leave at each position, on the CPU; see `DrawRule.keep`."""
+    """What cuts leave at each position, on the CPU; see `DrawRule.keep`."""
     parts = torch.split(torch.arange(len(ids_S)), max(1, MAX_LOGITS // vocab_size))
     found = [
         rule.at(part.tolist())

@@ -36,7 +36,7 @@ class WeightSnapshot:
         self._is_stale = False
 
     def of(self, parameters: Iterable[torch.nn.Parameter]) -> Weights:
-        """Give the snapshot as long as these parameters have not changed, else a new one."""
+        """The snapshot as long as these parameters have not changed, else a new one."""
         # Changes in place count a tensor's version up, though not those of every optimizer (fused,
         # 8-bit) nor writes through `.data`: an update says itself that it begins.
         versions = tuple(parameter._version for parameter in parameters)
@@ -51,7 +51,7 @@ class WeightSnapshot:
         return self._weights
 
     def make_room(self) -> None:
-        """Give the snapshot up before an update, and free it unless captured steps read it."""
+        """Drop the snapshot before an update, and free it unless captured steps read it."""
         self._is_stale = True
         if not self._is_overwritten:
             self._weights = None

@@ -74,7 +74,7 @@ def frozen_weights(
     release: bool = False,
     into: Weights | None = None,
 ) -> Weights:
-    """Give a snapshot for sampling: adapters merged, matrices that are used together joined.
+    """A snapshot for sampling: adapters merged, matrices that are used together joined.
 
     On a CPU the matrices are copied into oneDNN's layout where that is faster; elsewhere they are
     joined copies in `dtype`.
@@ -116,7 +116,7 @@ def frozen_weights(
 
 
 def _maps_of(weights: Weights) -> Iterator[DenseLinear]:
-    """Give the products of a snapshot, in the order in which they are made."""
+    """The products of a snapshot, in the order in which they are made."""
     for layer in weights.layers:
         yield from (layer.qkv, layer.output, layer.gate_up, layer.down)  # type: ignore[misc]  # off the CPU all are
     yield weights.head  # type: ignore[misc]  # as above
@@ -130,7 +130,7 @@ def _small_tensors(weights: Weights) -> Iterator[Tensor]:
 
 
 def live_weights(module: Any, dtype: torch.dtype, *, use_adapter: bool) -> Weights:
-    """Give the weights as they are, with gradients, computing in `dtype`; nothing is copied."""
+    """The weights as they are, with gradients, computing in `dtype`; nothing is copied."""
 
     def joined(*linears: Any) -> LinearMap:
         matrices = [_live_matrix(linear, dtype) for linear in linears]
@@ -173,7 +173,7 @@ def _optional_norm(attention: Any, name: str, dtype: torch.dtype) -> Tensor | No
 
 
 def _base(linear: Any) -> Any:
-    """Give the plain linear layer under an adapter."""
+    """The plain linear layer under an adapter."""
     return getattr(linear, "base_layer", linear)
 
 
@@ -207,7 +207,7 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _gradient_kernel(weight: Tensor) -> Callable[..., Tensor]:
-    """Give torch's product, or oneDNN's where torch would use a slower library."""
+    """Torch's product, or oneDNN's where torch would use a slower library."""
     if (
         weight.dtype == torch.float32
         and has_onednn(weight.device, weight.dtype)

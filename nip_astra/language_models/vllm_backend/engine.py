@@ -173,7 +173,7 @@ class VllmEngine:
         self._held = version
 
     def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
-        """Give the request that samples with an adapter, loading it unless this version is held.
+        """The request that samples with an adapter, loading it unless this version is held.
 
         Each version has a number and a name that no other had: vLLM would take an adapter of the
         same number from its cache, and cached prefixes of the same name for those of the new one.
@@ -218,7 +218,7 @@ class VllmEngine:
     # ---- memory
 
     def sleep(self) -> None:
-        """Give memory back until the next use: weights go to the processor's, caches are dropped.
+        """Memory back until the next use: weights go to the processor's, caches are dropped.
 
         Weights are kept because dropping them (vLLM's level 2) has lost what no sync brings back.
         """

@@ -62,7 +62,7 @@ class Reply(NamedTuple):
 def sampling_arguments(
     options: SamplingOptions, *, end_ids: Sequence[int], banned_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """Give the arguments of `SamplingParams` that draw as `options` say.
+    """The arguments of `SamplingParams` that draw as `options` say.
 
     The order is the same in both: banned tokens, temperature, `top_k`, then `top_p` over what is
     left, the token that crosses p included.
@@ -109,7 +109,7 @@ def scoring_request(text: Sequence[int], window: int) -> Request:
 
 
 def forcing(request: Request) -> dict[str, Any]:
-    """Give the arguments of `SamplingParams` that force a request's token, where it has one."""
+    """The arguments of `SamplingParams` that force a request's token, where it has one."""
     if request.forced is None:
         return {}
     return {"allowed_token_ids": [request.forced], "logit_bias": None}
@@ -134,13 +134,13 @@ def read_reply(request: Request, output: Any) -> Reply:
 
 
 def seed_of(uniforms_T: Tensor) -> int:
-    """Give the seed of a row, which its uniform numbers alone decide."""
+    """The seed of a row, which its uniform numbers alone decide."""
     digest = hashlib.sha256(uniforms_T.cpu().contiguous().numpy().tobytes()).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 
 
 def padded_turns(replies: Sequence[Reply], width: int) -> Generation:
-    """Give replies as turns, padded to a width."""
+    """Replies as turns, padded to a width."""
     ids, mask = pad_right([reply.ids for reply in replies], torch.device("cpu"))
     padding = (0, width - ids.shape[1])
     logprobs = padded_rows([reply.logprobs for reply in replies])
@@ -149,7 +149,7 @@ def padded_turns(replies: Sequence[Reply], width: int) -> Generation:
 
 
 def padded_rows(rows: Sequence[Sequence[float]]) -> Tensor:
-    """Give numbers of several lengths as one tensor, 0 on padding."""
+    """Numbers of several lengths as one tensor, 0 on padding."""
     if not rows:
         return torch.zeros(0, 0)
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)

@@ -34,7 +34,7 @@ class SamplerGap:
         self._largest = max(self._largest, float(gap_S.abs().max()))
 
     def take(self) -> dict[str, float]:
-        """Give the figures, nats a token, and begin anew; nothing where nothing was counted.
+        """Return the figures, nats a token, and begin anew; nothing where nothing was counted.
 
         `kl` estimates the divergence of the sampler from the trainer: a mean over sampled tokens.
         """

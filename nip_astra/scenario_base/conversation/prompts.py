@@ -25,7 +25,7 @@ _KINDS_OF_FILES = "a .txt, .csv, .tsv, .jsonl or .json file, or a data set as ow
 def read_prompts(
     reference: str, scenario_dir: Path | None, column: str = DEFAULT_COLUMN
 ) -> list[Prompt]:
-    """Give the prompts of a file or data set, in order, with the other columns of their rows.
+    """The prompts of a file or data set, in order, with the other columns of their rows.
 
     `.csv` and `.tsv`: the first line names the columns; `.jsonl`: one object a line; `.json`: a
     list of texts or objects; anything else: one prompt a line. A data set is a hub id or a folder,
@@ -80,7 +80,7 @@ def _read_text(path: Path, reference: str) -> str:
 
 
 def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    """Give each text or row of a file, and where it stands."""
+    """Each text or row of a file, and where it stands."""
     if path.suffix in _DELIMITERS:
         reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=_DELIMITERS[path.suffix])
         for row in reader:
@@ -109,7 +109,7 @@ def _rows_of_file(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _prompt_of(row: Any, place: str, column: str) -> Prompt:
-    """Give the prompt of a text or of a row with its columns."""
+    """The prompt of a text or of a row with its columns."""
     if isinstance(row, Mapping):
         if column not in row:
             near = nearest_names(column, row, 1)
@@ -133,14 +133,14 @@ def _prompt_of(row: Any, place: str, column: str) -> Prompt:
 
 
 def _plain(value: Any) -> str | int | float | bool | None:
-    """Give a value that can be compared and written; lists and groups as JSON."""
+    """A value that can be compared and written; lists and groups as JSON."""
     if value is None or isinstance(value, str | int | float | bool):
         return value
     return json.dumps(value, default=str)
 
 
 def _as_dataset(reference: str, scenario_dir: Path | None) -> tuple[str, str] | None:
-    """Give name and split of a data set; None for a file."""
+    """Name and split of a data set; None for a file."""
     if "://" in reference:
         return None
     found = _DATASET.fullmatch(reference)

@@ -46,14 +46,14 @@ class ConversationFormat(ABC):
 
     @abstractmethod
     def context(self, turns: Sequence[Turn]) -> list[int]:
-        """Give the tokens that precede the next turn of the reading model."""
+        """The tokens that precede the next turn of the reading model."""
 
     @abstractmethod
     def num_tokens_after(self, turns: Sequence[Turn]) -> int:
-        """Give how many tokens of the context follow the content of the last turn."""
+        """How many tokens of the context follow the content of the last turn."""
 
     def last_turn_span(self, turns: Sequence[Turn], context: Sequence[int]) -> tuple[int, int]:
-        """Give where the content of the last turn begins and ends in a context that holds it."""
+        """Where the content of the last turn begins and ends in a context that holds it."""
         stop = len(context) - self.num_tokens_after(turns)
         return stop - len(turns[-1].ids), stop
 
@@ -69,11 +69,11 @@ class ConversationFormat(ABC):
         return (*self.end_ids, *([own] if own in end_ids else []), *end_ids)[:1]
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Give the content tokens of a turn that somebody else said."""
+        """The content tokens of a turn that somebody else said."""
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def fit(self, turns: Sequence[Turn], *, num_tokens: int) -> FittedContext:
-        """Give the longest context of at most `num_tokens`, dropping the oldest whole turns.
+        """The longest context of at most `num_tokens`, dropping the oldest whole turns.
 
         Raises
         ------

@@ -46,7 +46,7 @@ class PolicyEvaluation(NamedTuple):
 
 
 def num_uniforms(num_channels: int, message_size: int, has_linear: bool) -> int:
-    """Give how many uniform numbers an agent's move takes."""
+    """How many uniform numbers an agent's move takes."""
     return 1 + num_channels * message_size * (2 if has_linear else 1)
 
 
@@ -75,7 +75,7 @@ def draw(logs: PolicyOutput, uniforms_BU: Tensor) -> AgentMoves:
 
 
 def _invert(logs: Tensor, uniforms: Tensor) -> Tensor:
-    """Give the first alternative whose cumulative probability exceeds the uniform number."""
+    """The first alternative whose cumulative probability exceeds the uniform number."""
     cumulative = logs.exp().cumsum(dim=-1)
     # Rounding may leave the sum below 1; the number is drawn within what there is.
     level = uniforms.unsqueeze(-1) * cumulative[..., -1:]
@@ -83,7 +83,7 @@ def _invert(logs: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def normalised(output: PolicyOutput) -> PolicyOutput:
-    """Give logits shifted to be log-probabilities."""
+    """Logits shifted to be log-probabilities."""
     message, decision, linear = output
     return PolicyOutput(
         message.log_softmax(dim=-1),
@@ -95,7 +95,7 @@ def normalised(output: PolicyOutput) -> PolicyOutput:
 def evaluate_moves(
     output: PolicyOutput, moves: AgentMoves, active_BV: Tensor, can_decide_B: Tensor
 ) -> PolicyEvaluation:
-    """Give log-probabilities and entropies of moves that were made.
+    """Log-probabilities and entropies of moves that were made.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ def evaluate_moves(
 def logprobs_of(
     logs: PolicyOutput, moves: AgentMoves, active_BV: Tensor, can_decide_B: Tensor
 ) -> Tensor:
-    """Give log-probabilities of joint moves, [B], from those of `normalised`."""
+    """Log-probabilities of joint moves, [B], from those of `normalised`."""
     logprobs_BV = _taken(logs.message_logits_BVPS, moves.message_BVP).sum(dim=-1)
     if logs.linear_logits_BVPL is not None and moves.linear_BVP is not None:
         linear_BV = _taken(logs.linear_logits_BVPL, moves.linear_BVP).sum(dim=-1)
@@ -132,7 +132,7 @@ def logprobs_of(
 
 
 def _entropies(logs_BVPX: Tensor) -> Tensor:
-    """Give entropies summed over positions, [B, V]."""
+    """Entropies summed over positions, [B, V]."""
     return -(logs_BVPX.exp() * logs_BVPX).sum(dim=(-2, -1))
 
 

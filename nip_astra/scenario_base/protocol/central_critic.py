@@ -23,7 +23,7 @@ CENTRAL_CRITIC = "rl_central_critic"
 
 
 def seeing_all(shape: AgentShape) -> AgentShape:
-    """Give the shape of the same agent, if it saw every channel."""
+    """The shape of the same agent, if it saw every channel."""
     return replace(shape, visible_channels=tuple(range(shape.num_channels)))
 
 

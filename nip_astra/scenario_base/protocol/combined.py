@@ -96,7 +96,7 @@ class CombinedAgents(nn.Module):
         return agent
 
     def number(self, name: str) -> int:
-        """Give an agent's place in the dimension A."""
+        """An agent's place in the dimension A."""
         return self.names.index(name)
 
     @torch.no_grad()
@@ -172,7 +172,7 @@ class CombinedAgents(nn.Module):
     def log_probabilities(
         self, name: str, output: PolicyOutput, observation: Observation
     ) -> AgentLogProbabilities:
-        """Give what a policy's output says of all channels, with grad."""
+        """What a policy's output says of all channels, with grad."""
         agent = self[name]
         active_BV = self._seen_by(agent, observation["active_mask"][:, self.number(name)])
         return self._of_all_channels(agent, normalised(output), active_BV)
@@ -191,7 +191,7 @@ class CombinedAgents(nn.Module):
         )
 
     def logit_reward(self, name: str, output: PolicyOutput, frames: TensorDict) -> Tensor | None:
-        """Give what an agent's logits earn whatever is drawn from them, [B] with grad, or None.
+        """What an agent's logits earn whatever is drawn from them, [B] with grad, or None.
 
         Parameters
         ----------
@@ -229,7 +229,7 @@ class CombinedAgents(nn.Module):
         return channels_BC[:, list(agent.shape.visible_channels)]
 
     def moves_of(self, name: str, frames: TensorDict) -> tuple[AgentMoves, Tensor, Tensor]:
-        """Give an agent's moves in a batch, where it could send, [B, V], and decide, [B].
+        """An agent's moves in a batch, where it could send, [B, V], and decide, [B].
 
         Parameters
         ----------
@@ -247,13 +247,13 @@ class CombinedAgents(nn.Module):
         return moves, active_BV, frames["can_decide"][:, number]
 
     def policy(self, name: str, frames: Observation) -> PolicyOutput:
-        """Give the logits of an agent's moves, with grad."""
+        """The logits of an agent's moves, with grad."""
         return self[name].policy(frames)
 
     def evaluate(
         self, name: str, frames: TensorDict, output: PolicyOutput | None = None
     ) -> PolicyEvaluation:
-        """Give how an agent's policy sees the moves that it made, with grad.
+        """How an agent's policy sees the moves that it made, with grad.
 
         Parameters
         ----------
@@ -268,16 +268,16 @@ class CombinedAgents(nn.Module):
         return evaluate_moves(output, moves, active_BV, can_decide_B)
 
     def values(self, name: str, frames: Observation) -> Tensor:
-        """Give an agent's values, [B], with grad."""
+        """An agent's values, [B], with grad."""
         return self[name].value(frames)
 
     def is_acting(self, name: str, frames: Observation) -> Tensor:
-        """Give the frames in which an agent may send or decide, [B] bool."""
+        """The frames in which an agent may send or decide, [B] bool."""
         number = self.number(name)
         active_BC = frames["active_mask"][:, number]
         return active_BC.any(dim=-1) | frames["can_decide"][:, number]
 
 
 def _replaced(values_BA: Tensor, own_B: Tensor, number: int) -> Tensor:
-    """Give the values of all agents with those of one put in their place."""
+    """The values of all agents with those of one put in their place."""
     return torch.cat([values_BA[:, :number], own_B[:, None], values_BA[:, number + 1 :]], dim=1)

@@ -57,7 +57,7 @@ class DataCycler:
         self._order: tuple[int, Tensor] | None = None
 
     def take(self, count: int) -> Tensor:
-        """Give the rows of the next datapoints, [count] long."""
+        """The rows of the next datapoints, [count] long."""
         parts: list[Tensor] = []
         while count > 0:
             number, offset = divmod(self.position, self.num_datapoints)
@@ -118,7 +118,7 @@ class ProtocolEnvironment(EnvBase):
         self.generator = torch.Generator().manual_seed(derive_seed(*self.key, "episodes"))
 
     def with_key(self, *key: SeedPart) -> ProtocolEnvironment:
-        """Give an environment on the same data whose order and random numbers are others."""
+        """An environment on the same data whose order and random numbers are others."""
         return ProtocolEnvironment(
             self.protocol,
             self.dataset,
@@ -136,7 +136,7 @@ class ProtocolEnvironment(EnvBase):
         return self.first_frames(rows, seeds.to(self.device))
 
     def first_frames(self, rows_E: Tensor, seeds_E: Tensor | None = None) -> dict[str, Tensor]:
-        """Give frames of round 0, in which nothing has been said, for rows of the dataset."""
+        """Frames of round 0, in which nothing has been said, for rows of the dataset."""
         count, space, protocol = len(rows_E), self.space, self.protocol
         if seeds_E is None:
             seeds_E = torch.zeros_like(rows_E)
@@ -186,7 +186,7 @@ class ProtocolEnvironment(EnvBase):
         return Transition(following, step, step.is_done)
 
     def renew(self, frame: dict[str, Tensor], is_done_E: Tensor) -> dict[str, Tensor]:
-        """Give the frame with ended episodes replaced by new ones."""
+        """The frame with ended episodes replaced by new ones."""
         rows = is_done_E.nonzero().flatten()
         if len(rows) == 0:
             return frame
@@ -196,7 +196,7 @@ class ProtocolEnvironment(EnvBase):
         return {name: value.index_copy(0, rows, fresh[name]) for name, value in frame.items()}
 
     def _turns(self, frame: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Give who may send and decide, and what is to be answered.
+        """Who may send and decide, and what is to be answered.
 
         After the last round, and after its own end, nobody may.
         """
@@ -210,7 +210,7 @@ class ProtocolEnvironment(EnvBase):
     def _said(
         self, prefix: str, frame: Mapping[str, Tensor], symbols_EACP: Tensor, active_EAC: Tensor
     ) -> dict[str, Tensor]:
-        """Give the messages of the round, and the history with them."""
+        """The messages of the round, and the history with them."""
         history = frame[f"{prefix}message_history"]
         sent = one_hot(symbols_EACP, history.shape[-1]).to(history.dtype)
         message_ECPS = (sent * active_EAC[..., None, None]).sum(dim=1)
@@ -224,7 +224,7 @@ class ProtocolEnvironment(EnvBase):
     # ---- state
 
     def state(self) -> dict[str, Any]:
-        """Give how far the data and the random numbers have come."""
+        """How far the data and the random numbers have come."""
         return {"position": self.cycler.position, "generator": self.generator.get_state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

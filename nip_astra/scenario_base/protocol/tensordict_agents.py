@@ -37,7 +37,7 @@ Observation = Mapping[str, Tensor]
 Representation = Mapping[str, Tensor]
 """What a body gives to heads of its scenario; tensors with leading dimension B."""
 ImpossibleSymbols = Callable[[Observation, AgentShape], Tensor | None]
-"""Gives a bool tensor that broadcasts to [B, V, P, S], True where a symbol cannot be sent."""
+"""A bool tensor that broadcasts to [B, V, P, S], True where a symbol cannot be sent."""
 
 MIN_STD = 1e-6
 """Entries of a history that vary less than this are shifted and not scaled."""
@@ -92,25 +92,25 @@ class AgentBody(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, observation: Observation) -> dict[str, Tensor]:
-        """Give the representation that the scenario's heads read."""
+        """The representation that the scenario's heads read."""
 
     def after_initialisation(self) -> None:
         """Called once, when all weights have their first values; does nothing here."""
 
     def history(self, observation: Observation) -> Tensor:
-        """Give the visible messages so far, [B, R, V, P, S]."""
+        """The visible messages so far, [B, R, V, P, S]."""
         return (self._seen(observation["message_history"], 2) - self.history_mean) * (
             self.history_scale
         )
 
     def linear_history(self, observation: Observation) -> Tensor:
-        """Give the visible linear messages so far, [B, R, V, P, L]."""
+        """The visible linear messages so far, [B, R, V, P, L]."""
         return (self._seen(observation["linear_message_history"], 2) - self.linear_mean) * (
             self.linear_scale
         )
 
     def last_message(self, observation: Observation) -> Tensor:
-        """Give the visible messages of the round before as they were sent, [B, V, P, S]."""
+        """The visible messages of the round before as they were sent, [B, V, P, S]."""
         return self._seen(observation["message"], 1)
 
     def set_statistics(self, histories: Tensor, linear_histories: Tensor | None = None) -> None:
@@ -153,7 +153,7 @@ class AgentPolicyHead(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, representation: Representation, observation: Observation) -> PolicyOutput:
-        """Give logits of all symbols, possible or not."""
+        """Logits of all symbols, possible or not."""
 
     def decide_as(self, solo_head: SoloAgentHead) -> None:
         """Decide at first as a trained head of the same agent tells the label alone.
@@ -192,7 +192,7 @@ class AgentValueHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, representation: Representation, observation: Observation) -> Tensor:
-        """Give values, [B]."""
+        """Values, [B]."""
 
 
 class SoloAgentHead(nn.Module, ABC):
@@ -200,7 +200,7 @@ class SoloAgentHead(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, representation: Representation, observation: Observation) -> Tensor:
-        """Give logits of the labels 0 and 1, [B, 2]."""
+        """Logits of the labels 0 and 1, [B, 2]."""
 
 
 class Agent(nn.Module):
@@ -265,21 +265,21 @@ class Agent(nn.Module):
         return found[:1] if self.shares_body else found
 
     def policy(self, observation: Observation) -> PolicyOutput:
-        """Give the logits of the agent's moves in every frame."""
+        """The logits of the agent's moves in every frame."""
         assert self.policy_head is not None
         read = {} if self.policy_body is None else self.policy_body(observation)
         output: PolicyOutput = self.policy_head(read, observation)
         return output
 
     def value(self, observation: Observation) -> Tensor:
-        """Give the agent's values, [B]; 0 for an agent without a value function."""
+        """The agent's values, [B]; 0 for an agent without a value function."""
         if self.value_head is None or self.value_body is None:
             return torch.zeros(len(observation["round"]), device=observation["round"].device)
         values_B: Tensor = self.value_head(self.value_body(observation), observation)
         return values_B
 
     def solo(self, observation: Observation) -> Tensor:
-        """Give the logits of the labels, [B, 2]."""
+        """The logits of the labels, [B, 2]."""
         assert self.solo_head is not None
         assert self.policy_body is not None
         logits_B2: Tensor = self.solo_head(self.policy_body(observation), observation)
@@ -287,13 +287,13 @@ class Agent(nn.Module):
 
 
 def round_one_hot(observation: Observation, shape: AgentShape) -> Tensor:
-    """Give the number of the round one-hot, [B, R]."""
+    """The number of the round one-hot, [B, R]."""
     rounds_B = observation["round"].clamp(max=shape.num_rounds - 1)
     return nn.functional.one_hot(rounds_B, shape.num_rounds).float()
 
 
 def mlp(d_in: int, d_hidden: int, num_layers: int, d_out: int, activation: str) -> nn.Sequential:
-    """Give a network of `num_layers` linear layers with activations between them."""
+    """A network of `num_layers` linear layers with activations between them."""
     sizes = [d_in, *[d_hidden] * (num_layers - 1), d_out]
     layers: list[nn.Module] = []
     for number, (size, next_size) in enumerate(pairwise(sizes)):

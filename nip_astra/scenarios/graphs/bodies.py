@@ -98,7 +98,7 @@ class GraphBody(AgentBody):
         self.output = nn.Linear(d_token, shape.d_representation)
 
     def gnn_parameters(self) -> list[nn.Parameter]:
-        """Give the weights whose learning rate `gnn_lr_factor` multiplies."""
+        """The weights whose learning rate `gnn_lr_factor` multiplies."""
         return [*self.node_input.parameters(), *self.gnn_layers.parameters()]
 
     @torch.no_grad()
@@ -127,7 +127,7 @@ class GraphBody(AgentBody):
         )
 
     def _tokens(self, observation: Observation) -> tuple[Tensor, Tensor]:
-        """Give the tokens of the graphs, [B, 2, D], and of the nodes, [B, S, D]."""
+        """The tokens of the graphs, [B, 2, D], and of the nodes, [B, S, D]."""
         node, flag, message, linear = torch.split(self.token_input.weight, self._token_sizes, dim=1)
         network = Network(
             said_BFS=self.history(observation).flatten(1, 3),

@@ -26,7 +26,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def apply(layer: type[torch.autograd.Function], *inputs: Tensor) -> Tensor:
-    """Give what a layer of this file makes of its inputs."""
+    """What a layer of this file makes of its inputs."""
     if not torch.is_grad_enabled():
         return cast(Tensor, layer.forward(_Forgets(), *inputs))
     result: Tensor = layer.apply(*inputs)  # type: ignore[no-untyped-call]  # torch's own
@@ -47,7 +47,7 @@ def of_plain_formula(
     inputs: Sequence[Tensor],
     gradients: Tensor | Sequence[Tensor],
 ) -> Gradients:
-    """Give the derivatives of a formula in all of its inputs, so that they can be derived again.
+    """The derivatives of a formula in all of its inputs, so that they can be derived again.
 
     Parameters
     ----------
@@ -102,7 +102,7 @@ def tanh_perceptron(
     outer_DF: Tensor,
     outer_bias_D: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Give `h = sigmoid(2 (X W1' + b1))` and the result, `2 h W2' + (b2 - W2 1)`, without grad."""
+    """`h = sigmoid(2 (X W1' + b1))` and the result, `2 h W2' + (b2 - W2 1)`, without grad."""
     # Factors go to the weights: a product with a factor of its own takes a sixth longer.
     hidden_RF = torch.addmm(inner_bias_F * 2, values_RD, inner_FD.t() * 2).sigmoid_()
     bias_D = outer_bias_D - outer_DF.sum(1)
@@ -112,7 +112,7 @@ def tanh_perceptron(
 def tanh_perceptron_gradients(
     gradient_RD: Tensor, values_RD: Tensor, hidden_RF: Tensor, inner_FD: Tensor, outer_DF: Tensor
 ) -> PerceptronGradients:
-    """Give derivatives from that of the result, `g`; that of `X W1' + b1` is `4 (g W2) h (1 - h)`.
+    """Derivatives from that of the result, `g`; that of `X W1' + b1` is `4 (g W2) h (1 - h)`.
 
     Products are written with the narrower matrix first, the faster of two ways.
     """
@@ -218,7 +218,7 @@ class TanhResidual(torch.autograd.Function):
 
 
 def _whole(values: Tensor) -> Tensor:
-    """Give values without leaving any out."""
+    """Values without leaving any out."""
     return values
 
 
@@ -314,7 +314,7 @@ class _Shares(NamedTuple):
 
     @classmethod
     def of(cls, queries_GQD: Tensor, keys_GKD: Tensor, mask_GK1: Tensor) -> _Shares:
-        """Give how much of each key a query reads."""
+        """How much of each key a query reads."""
         if queries_GQD.shape[1] > keys_GKD.shape[1]:
             scores_GKQ = torch.baddbmm(mask_GK1, keys_GKD, queries_GQD.transpose(1, 2))
             return cls(torch.softmax(scores_GKQ, dim=1), 1)
@@ -324,7 +324,7 @@ class _Shares(NamedTuple):
 
     @staticmethod
     def product(queries_GQD: Tensor, keys_GKD: Tensor, dim: int) -> Tensor:
-        """Give the products of all queries and keys, laid out for `dim`."""
+        """The products of all queries and keys, laid out for `dim`."""
         if dim == 1:
             return torch.bmm(keys_GKD, queries_GQD.transpose(1, 2))
         return torch.bmm(queries_GQD, keys_GKD.transpose(1, 2))
@@ -344,7 +344,7 @@ def _norm_gradients(
     gain_D: Tensor,
     shift_D: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give the derivatives of a layer normalisation in what it normalises, its gain and shift."""
+    """The derivatives of a layer normalisation in what it normalises, its gain and shift."""
     of_sum_RD, of_gain_D, of_shift_D = _aten.native_layer_norm_backward(
         gradient_RD, sum_RD, sum_RD.shape[1:], mean_R, scale_R, gain_D, shift_D, [True] * 3
     )

@@ -123,7 +123,7 @@ class GraphPairs(NamedTuple):
         return len(self.num_nodes)
 
     def take(self, rows: IntArray | BoolArray) -> GraphPairs:
-        """Give some of the pairs."""
+        """Some of the pairs."""
         return GraphPairs(self.adjacency[rows], self.num_nodes[rows], self.wl_score[rows])
 
 
@@ -162,7 +162,7 @@ class _Generator:
         self.random = np.random.default_rng(derive_seed(parameters.seed, "graph pairs", split))
 
     def different(self, num_pairs: int) -> GraphPairs:
-        """Give pairs that are not isomorphic, in the mix of scores asked for."""
+        """Pairs that are not isomorphic, in the mix of scores asked for."""
         parts = [
             self._collected(count, partial(self._tries, kind), name)
             for (kind, name), count in zip(_NAMES.items(), self._counts(num_pairs), strict=True)
@@ -170,7 +170,7 @@ class _Generator:
         return _joined(parts)
 
     def isomorphic_from(self, pairs: GraphPairs, num_pairs: int) -> GraphPairs:
-        """Give isomorphic pairs of graphs that are in other pairs, each as often as another."""
+        """Isomorphic pairs of graphs that are in other pairs, each as often as another."""
         if num_pairs == 0:
             return self._empty()
         both = GraphPairs(
@@ -184,7 +184,7 @@ class _Generator:
         return both.take(np.arange(num_pairs) % both.num_pairs)
 
     def isomorphic(self, num_pairs: int) -> GraphPairs:
-        """Give isomorphic pairs of graphs that are in no other pair."""
+        """Isomorphic pairs of graphs that are in no other pair."""
         if self.parameters.isomorphic_graphs == "independent":
             return self._collected(num_pairs, self._random_twice, "isomorphic")
         parts = [
@@ -194,7 +194,7 @@ class _Generator:
         return _joined(parts)
 
     def finished(self, pairs: GraphPairs) -> GraphPairs:
-        """Give the pairs in random order, with random labels of nodes and the graphs swapped."""
+        """The pairs in random order, with random labels of nodes and the graphs swapped."""
         pairs = pairs.take(self.random.permutation(pairs.num_pairs))
         rows = np.arange(pairs.num_pairs)
         first = self.random.integers(0, 2, pairs.num_pairs)
@@ -204,7 +204,7 @@ class _Generator:
         return pairs._replace(adjacency=relabelled.reshape(swapped.shape))
 
     def _counts(self, num_pairs: int) -> tuple[int, int, int]:
-        """Give how many pairs have the score 1, 2, and more."""
+        """How many pairs have the score 1, 2, and more."""
         first = round(num_pairs * self.parameters.score_1_share)
         second = min(round(num_pairs * self.parameters.score_2_share), num_pairs - first)
         return first, second, num_pairs - first - second
@@ -278,7 +278,7 @@ _NAMES = {
 
 
 def pair_hashes(pairs: GraphPairs) -> HashArray:
-    """Give a number to each pair that neither the order nor the labels of its graphs change."""
+    """A number to each pair that neither the order nor the labels of its graphs change."""
     n = pairs.adjacency.shape[-1]
     hashes = wl_hashes(pairs.adjacency.reshape(-1, n, n), pairs.num_nodes.repeat(2))
     low, high = np.sort(hashes.reshape(-1, 2), axis=1).T
@@ -295,7 +295,7 @@ def random_graphs(
     n: int,
     random: np.random.Generator,
 ) -> BoolArray:
-    """Give graphs whose nodes are joined independently, [N, n, n]."""
+    """Graphs whose nodes are joined independently, [N, n, n]."""
     is_real = np.arange(n) < num_nodes[:, None]
     above = np.triu(random.random((len(num_nodes), n, n)) < chance[:, None, None], k=1)
     above &= is_real[:, :, None] & is_real[:, None]
@@ -304,7 +304,7 @@ def random_graphs(
 
 
 def relabel(graphs: BoolArray, num_nodes: IntArray, random: np.random.Generator) -> BoolArray:
-    """Give the graphs, [N, n, n], with their real nodes in random order."""
+    """The graphs, [N, n, n], with their real nodes in random order."""
     n = graphs.shape[-1]
     keys = np.where(np.arange(n) < num_nodes[:, None], random.random((len(graphs), n)), 2.0)
     order = keys.argsort(axis=1)
@@ -354,7 +354,7 @@ def switched(
 
 
 def _edges(graphs: BoolArray) -> tuple[IntArray, IntArray]:
-    """Give the edges of each graph, [N, E, 2], and how many there are, [N]."""
+    """The edges of each graph, [N, E, 2], and how many there are, [N]."""
     rows, starts, ends = np.nonzero(np.triu(graphs, k=1))
     num_edges = np.bincount(rows, minlength=len(graphs))
     firsts = np.concatenate([[0], num_edges.cumsum()[:-1]])

@@ -27,7 +27,7 @@ from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES, GraphRepresentation
 
 
 def impossible_symbols(observation: Observation, shape: AgentShape) -> Tensor:
-    """Give the nodes that an agent cannot send, True, [B, V or 1, P or 1, S].
+    """The nodes that an agent cannot send, True, [B, V or 1, P or 1, S].
 
     Nobody sends padding, and a prover no node of a graph that is closed to it.
     """
@@ -40,7 +40,7 @@ def impossible_symbols(observation: Observation, shape: AgentShape) -> Tensor:
 
 
 def closed_graphs(observation: Observation, shape: AgentShape) -> Tensor:
-    """Give the graphs of which a prover cannot send a node, True, [B, V, P, 2].
+    """The graphs of which a prover cannot send a node, True, [B, V, P, 2].
 
     It answers with a node of the graph opposite to the one that the verifier's last question in the
     same channel and position is of, and of the first graph where there was no question. In a
@@ -126,7 +126,7 @@ class GraphPolicyHead(AgentPolicyHead):
         return nodes_Bn1.transpose(1, 2).repeat(1, 1, 2).unsqueeze(1)
 
     def _only_open_graph(self, observation: Observation) -> Tensor | None:
-        """Give the number of the one graph whose nodes can be sent, [B], or None."""
+        """The number of the one graph whose nodes can be sent, [B], or None."""
         shape = self.shape
         num_places = shape.num_visible * shape.message_space.message_size
         if self.impossible is not impossible_symbols or shape.is_verifier or num_places > 1:

@@ -35,12 +35,12 @@ class GinLayer(nn.Module):
         self.activate = ACTIVATIONS[activation]()
 
     def weights(self) -> list[Tensor]:
-        """Give weights and biases, from the input on."""
+        """Weights and biases, from the input on."""
         inner, outer = self.inner, self.outer
         return [inner.weight, inner.bias, outer.weight, outer.bias]
 
     def forward(self, nodes_GnD: Tensor, closed_Gnn: Tensor) -> Tensor:
-        """Give the nodes after the layer.
+        """The nodes after the layer.
 
         Parameters
         ----------
@@ -69,7 +69,7 @@ class GinLayers(nn.ModuleList):
         self.digits = digits
 
     def forward(self, network: Network) -> tuple[Tensor, Tensor]:
-        """Give a token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D]."""
+        """A token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D]."""
         if self.activation == "tanh":
             layers = cast(Iterable[GinLayer], self)
             weights = [weight for layer in layers for weight in layer.weights()]
@@ -112,7 +112,7 @@ class AttentionLayer(nn.Module):
         self.activate = ACTIVATIONS[activation]()
 
     def weights(self) -> LayerWeights:
-        """Give all weights, in the order of the formula."""
+        """All weights, in the order of the formula."""
         norm, last = self.attention_norm, self.norm
         return LayerWeights(
             self.query.weight.view(self.num_heads, -1, self.query.in_features),
@@ -123,7 +123,7 @@ class AttentionLayer(nn.Module):
         )
 
     def forward(self, pairs: Pairs) -> Reading:
-        """Give what can be asked of the tokens after the layer."""
+        """What can be asked of the tokens after the layer."""
         weights = self.weights()
         if self.training and self.drop_out.p:
             attention = partial(attention_formula, drop_out=self.drop_out)

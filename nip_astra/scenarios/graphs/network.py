@@ -45,7 +45,7 @@ class Network(NamedTuple):
     message_EL: Tensor
 
     def unsaid(self, node_ED: Tensor) -> Network:
-        """Give the same as it is before anything is said, for tokens that are added to others.
+        """The same as it is before anything is said, for tokens that are added to others.
 
         Parameters
         ----------
@@ -64,7 +64,7 @@ class Network(NamedTuple):
     def apply(
         self, passing: Callable[[Tensor, Tensor], Tensor], *, digits: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Give a token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D].
+        """A token of each node, [B, S, E], and the sums of each graph's nodes, [B, 2, D].
 
         What the tokens of padding are is not said: nobody may read them.
 

@@ -19,7 +19,7 @@ MASKED_KEY = -1e9
 """What is added to the score of a key that is padding."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Gives tokens, [G, T, D], from tokens, keys, [G, K, D], and what is added to scores, [G, K, 1]."""
+"""Tokens, [G, T, D], from tokens, keys, [G, K, D], and what is added to scores, [G, K, 1]."""
 
 
 class Pairs(NamedTuple):
@@ -42,13 +42,13 @@ class Reading(Protocol):
     """What comes of pairs in a layer; each method computes no more than it gives."""
 
     def graphs(self) -> Tensor:
-        """Give the tokens of the graphs, [B, 2, D]."""
+        """The tokens of the graphs, [B, 2, D]."""
 
     def nodes(self) -> Tensor:
-        """Give the tokens of the nodes, [B, S, D]."""
+        """The tokens of the nodes, [B, S, D]."""
 
     def nodes_of(self, graph_B: Tensor) -> Tensor:
-        """Give the tokens of the nodes of one graph a frame, [B, n, D], from its number, 0 or 1."""
+        """The tokens of the nodes of one graph a frame, [B, n, D], from its number, 0 or 1."""
 
 
 class PairReading:
@@ -74,7 +74,7 @@ class PairReading:
         return self.attend(*(values.index_select(0, rows_B) for values in self._by_graph()))
 
     def _by_graph(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Give each graph's nodes, keys and mask."""
+        """Each graph's nodes, keys and mask."""
         num_frames, num_keys, d = self._keys_BKD.shape
         return (
             self.pairs.nodes_BSD.reshape(2 * num_frames, -1, d),
@@ -84,7 +84,7 @@ class PairReading:
 
     @cached_property
     def _masks(self) -> tuple[Tensor, Tensor]:
-        """Give what is added to the scores of the graphs' keys, [B, K, 1], and of the nodes'.
+        """What is added to the scores of the graphs' keys, [B, K, 1], and of the nodes'.
 
         Graphs read each of themselves once.
         """

@@ -96,7 +96,7 @@ def _broken(path: Path | str, problem: str) -> DataError:
 
 
 def as_dataset(pairs: GraphPairs) -> TensorDict:
-    """Give the pairs as the datapoints of a scenario.
+    """The pairs as the datapoints of a scenario.
 
     Returns
     -------

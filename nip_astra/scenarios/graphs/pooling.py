@@ -62,7 +62,7 @@ class PairPooling(nn.Module):
         self.is_pair_invariant = parameters.use_pair_invariant_pooling
 
     def forward(self, sums_B2D: Tensor) -> Tensor:
-        """Give what the two graph tokens are made of, [B, 2, D]."""
+        """What the two graph tokens are made of, [B, 2, D]."""
         if self.norm is not None:
             sums_B2D = self.norm(sums_B2D)
         if self.noise_sigma and self.training:

@@ -66,7 +66,7 @@ def read_published_pairs(path: Path | str) -> PublishedPairs:
 
 
 def padded_to(pairs: GraphPairs, n: int) -> GraphPairs:
-    """Give the pairs with padding up to n nodes."""
+    """The pairs with padding up to n nodes."""
     more = n - pairs.adjacency.shape[-1]
     return pairs._replace(adjacency=np.pad(pairs.adjacency, ((0, 0), (0, 0), (0, more), (0, more))))
 
@@ -102,7 +102,7 @@ def _integers(tensors: dict[str, Tensor], name: str, path: Path | str, *, dims: 
 def _read_graphs(
     tensors: dict[str, Tensor], which: str, num_pairs: int, path: Path | str
 ) -> tuple[BoolArray, IntArray]:
-    """Give one graph of each pair, [N, n, n], and its nodes, [N]."""
+    """One graph of each pair, [N, n, n], and its nodes, [N]."""
     edges_2E = _integers(tensors, f"edge_index_{which}", path, dims=2)
     slices = _integers(tensors, f"slices_{which}", path)
     sizes_N = _integers(tensors, f"sizes_{which}", path)

@@ -62,7 +62,7 @@ class JointWeights(NamedTuple):
 
 
 def joint_weights(weights: LayerWeights) -> JointWeights:
-    """Give the products of each head's matrices, with the scale of scores in the queries."""
+    """The products of each head's matrices, with the scale of scores in the queries."""
     heads, of_head, d = weights.query_HdD.shape
     key_HDd = weights.key_DD.view(heads, of_head, d).transpose(1, 2) / math.sqrt(of_head)
     value_HDd = weights.value_DD.view(heads, of_head, d).transpose(1, 2)
@@ -77,7 +77,7 @@ def joint_weights(weights: LayerWeights) -> JointWeights:
 def read(
     pairs: Pairs, weights: LayerWeights, perceptron: Layer, attention: Layer | None = None
 ) -> PairReading:
-    """Give what pairs read in the layer.
+    """What pairs read in the layer.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def read(
 
 
 def tanh_reading(pairs: Pairs, weights: LayerWeights, *, is_formula: bool = False) -> PairReading:
-    """Give what pairs read in a layer whose perceptron has hyperbolic tangents.
+    """What pairs read in a layer whose perceptron has hyperbolic tangents.
 
     Parameters
     ----------

@@ -31,7 +31,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def wl_scores(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give the round that first tells the graphs of each pair apart.
+    """The round that first tells the graphs of each pair apart.
 
     Refinement is exact: nodes of both graphs of a pair are compared with one another, not hashed.
     Pairs that it leaves together are compared by networkx.
@@ -61,7 +61,7 @@ def wl_scores(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.
 
 
 def refinement_rounds(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Give the round that tells each pair apart, `BEYOND_WL` where none does.
+    """The round that tells each pair apart, `BEYOND_WL` where none does.
 
     The parameters are those of `wl_scores`.
     """
@@ -91,7 +91,7 @@ def _rounds_of_chunk(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> NDAr
 
 
 def _refined(both_NMM: Tensor, alike_NMM: Tensor) -> Tensor:
-    """Give which nodes are alike one round later, as 0 and 1."""
+    """Which nodes are alike one round later, as 0 and 1."""
     # Entry [i, j] is how many neighbours of i are of the colour of j. Rows are equal where their
     # squared distance is 0, which float32 computes exactly for whole numbers this small.
     counts_NMM = both_NMM @ alike_NMM
@@ -102,7 +102,7 @@ def _refined(both_NMM: Tensor, alike_NMM: Tensor) -> Tensor:
 
 
 def wl_hashes(adjacency: BoolArray, num_nodes: NDArray[np.int64]) -> HashArray:
-    """Give a number to each graph by its colours after `MAX_WL_ROUNDS` rounds.
+    """A number to each graph by its colours after `MAX_WL_ROUNDS` rounds.
 
     Isomorphic graphs have the same number, in every process. Graphs that refinement tells apart
     have the same number with a chance of about 2^-64.
@@ -133,7 +133,7 @@ def _mixed(values: HashArray) -> HashArray:
 
 
 def wl_accuracy(scores: Tensor, num_rounds: int) -> float:
-    """Give the accuracy of a solver that says "not isomorphic" where `num_rounds` rounds tell.
+    """The accuracy of a solver that says "not isomorphic" where `num_rounds` rounds tell.
 
     Parameters
     ----------

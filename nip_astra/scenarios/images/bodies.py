@@ -41,7 +41,7 @@ class ImageGrid(NamedTuple):
 
     @classmethod
     def of(cls, image_shape: Sequence[int], num_block_groups: int) -> ImageGrid:
-        """Give the sizes for images [K, H, W] and as many groups of blocks."""
+        """The sizes for images [K, H, W] and as many groups of blocks."""
         channels, height, width = image_shape
         return cls(channels, height, width, height >> num_block_groups, width >> num_block_groups)
 
@@ -117,7 +117,7 @@ class ImageBody(AgentBody):
         return {"latent_pixels": latent_BSD, "image": latent_BSD.mean(1)}
 
     def _read(self, observation: Observation) -> Tensor:
-        """Give the first layer, [B, F, H, W], of image, messages and view laid over each other.
+        """The first layer, [B, F, H, W], of image, messages and view laid over each other.
 
         A layer that reads each pixel alone gives the same before and after pixels are repeated, so
         each part is read at its own size and brought to the image's after that.

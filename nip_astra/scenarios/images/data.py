@@ -83,7 +83,7 @@ def _read_digits(parameters: ImageDatasetParameters) -> tuple[ImageSource, Image
 
 
 def _made_strokes(parameters: ImageDatasetParameters) -> tuple[ImageSource, ImageSource]:
-    """Give images of noise on which a row or a column is brighter, by the image's class."""
+    """Images of noise on which a row or a column is brighter, by the image's class."""
     classes_N = torch.arange(TINY_SIZE) % NUM_STROKES
     images_NHW = torch.rand(TINY_SIZE, 8, 8, generator=derived_generator("tiny images")) * 0.6
     half = NUM_STROKES // 2
@@ -126,7 +126,7 @@ def _build_split(
 def _label_of_class(
     parameters: ImageDatasetParameters, classes_N: Tensor
 ) -> Callable[[Tensor], Tensor] | None:
-    """Give the function from classes to labels, -1 for a class left out; None if labels are drawn.
+    """The function from classes to labels, -1 for a class left out; None if labels are drawn.
 
     Which classes there are is read from the images to train on, so that both splits agree.
     """
@@ -161,7 +161,7 @@ def _label_of_class(
 def _rows_kept(
     labels_N: Tensor, make_balanced: bool, limit: int | None, key: tuple[SeedPart, ...]
 ) -> Tensor:
-    """Give the rows that stay, in the source's order."""
+    """The rows that stay, in the source's order."""
     generator = torch.Generator().manual_seed(derive_seed(*key))
     shuffled = torch.randperm(len(labels_N), generator=generator)
     shuffled = shuffled[labels_N[shuffled] >= 0]

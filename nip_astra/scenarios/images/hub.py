@@ -60,7 +60,7 @@ HUB_DATASETS = {
 def read_hub_dataset(
     parameters: ImageDatasetParameters, scenario_dir: Path | None
 ) -> tuple[ImageSource, ImageSource]:
-    """Give the images to train and to test on.
+    """The images to train and to test on.
 
     Raises
     ------
@@ -190,7 +190,7 @@ def _source(split: Any, described: HubDataset, name: str) -> ImageSource:
 
 
 def _pixels(picture: Any, name: str) -> Tensor:
-    """Give an image's pixels, uint8 [K, H, W]."""
+    """An image's pixels, uint8 [K, H, W]."""
     mode = getattr(picture, "mode", None)
     if mode not in GREY_MODES | COLOUR_MODES:
         what = f"of Pillow's mode {mode!r}" if mode else f"a {type(picture).__name__}"

@@ -30,7 +30,7 @@ class ImageSource(NamedTuple):
 def split_by_class(
     source: ImageSource, *, test_share: float, seed: int
 ) -> tuple[ImageSource, ImageSource]:
-    """Give what to train and to test on, each class in the same proportion in both.
+    """What to train and to test on, each class in the same proportion in both.
 
     Raises
     ------

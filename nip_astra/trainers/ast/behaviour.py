@@ -165,7 +165,7 @@ class Behaviour:
         }
 
     def drawn(self, batch: TensorDict) -> Drawn | None:
-        """Give under which distribution the probes of a batch are scored; None: the model's own."""
+        """The distribution under which the probes of a batch are scored; None: the model's own."""
         if not self._learns_drawn:
             return None
         if not self.sampling.cuts:
@@ -175,7 +175,7 @@ class Behaviour:
 
 
 def _by_node(kept: KeptTokens, mask_NT: Tensor) -> list[dict[str, Tensor]]:
-    """Give each node's kept tokens and their numbers, as columns of its sample."""
+    """Each node's kept tokens and their numbers, as columns of its sample."""
     lengths = mask_NT.sum(dim=1).tolist()
     counts = torch.split(kept.counts_S, lengths)
     ids = torch.split(kept.ids_K, [int(of_node.sum()) for of_node in counts])
@@ -185,7 +185,7 @@ def _by_node(kept: KeptTokens, mask_NT: Tensor) -> list[dict[str, Tensor]]:
 
 
 def importance_weights_of(batch: TensorDict, device: Any) -> Tensor | None:
-    """Give the importance weights of a batch's tokens, `[B, T]`, where it has any."""
+    """The importance weights of a batch's tokens, `[B, T]`, where it has any."""
     if "importance_weight" not in batch.keys():  # noqa: SIM118 - iteration gives rows
         return None
     weights_BT: Tensor = batch["importance_weight"].to(device)

@@ -12,7 +12,7 @@ from nip_astra.rollouts.tree import RolloutTree
 
 
 def probes_that_worked(tree: RolloutTree, is_good_N: Tensor) -> list[Sample]:
-    """Give `context`, `probe` and `credit` of some nodes; without credit none is given."""
+    """`context`, `probe` and `credit` of some nodes; without credit none is given."""
     nodes = tree.nodes
     is_kept_N = is_good_N & ~nodes["credit"].isnan()
     return [
@@ -26,7 +26,7 @@ def probes_that_worked(tree: RolloutTree, is_good_N: Tensor) -> list[Sample]:
 
 
 def best_of(samples: Iterable[Sample], number: int) -> list[Sample]:
-    """Give those of most credit, each probe once in its context: as it was met last.
+    """Those of most credit, each probe once in its context: as it was met last.
 
     Of equal credit, the first of each context comes before the second of any: probes that work
     after one opening do not push out those that work after another.

@@ -18,7 +18,7 @@ from nip_astra.scenario_instance import ScenarioInstance
 def rollout_table(
     trees: Sequence[RolloutTree], *, num_episodes: int | None = None
 ) -> tuple[list[str], list[list[Any]]]:
-    """Give columns and rows of conversations, a row a node.
+    """Columns and rows of conversations, a row a node.
 
     Nodes and episodes are numbered through all trees.
 
@@ -80,7 +80,7 @@ class AstEvaluation:
         self.sampler = instance.sampler
 
     def num_parts(self, split: str) -> int:
-        """Give the number of batches of an evaluation."""
+        """The number of batches of an evaluation."""
         return -(-self._num_episodes(split) // int(self.options.batch_size))
 
     def run(self, split: str, parts: Iterable[int]) -> FailureTally:
@@ -105,7 +105,7 @@ class AstEvaluation:
         return self.run("dev", range(self.num_parts("dev"))).report()
 
     def num_random_search_parts(self) -> int:
-        """Give the number of batches of a random search, 0 where there is none."""
+        """The number of batches of a random search, 0 where there is none."""
         asked = self.options.use_random_search
         if not (bool(self.instance.planted_failures) if asked is None else asked):
             return 0
@@ -143,7 +143,7 @@ class AstEvaluation:
         }
 
     def tree_metrics(self, tree: RolloutTree) -> dict[str, float]:
-        """Give the figures of a training rollout, over nodes."""
+        """The figures of a training rollout, over nodes."""
         nodes = tree.nodes
         scores_N = nodes["response_score"]
         is_rated_N = ~scores_N.isnan()

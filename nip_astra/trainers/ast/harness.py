@@ -21,13 +21,13 @@ class Algorithm(Protocol):
     """What an algorithm gives: samples from a tree, a batch from samples, a loss from a batch."""
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """Give the training samples of a rollout."""
+        """The training samples of a rollout."""
 
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
-        """Give one batch of samples."""
+        """One batch of samples."""
 
     def step(self, batch: TensorDict) -> LossOutput:
-        """Give the loss of a batch, a mean over its samples, and scalars to log."""
+        """The loss of a batch, a mean over its samples, and scalars to log."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +91,14 @@ class Harness:
         return self.digest(tree)
 
     def digest(self, tree: RolloutTree) -> Experience:
-        """Give what a rollout teaches."""
+        """What a rollout teaches."""
         metrics = self.prepare(tree) if self.prepare is not None else {}
         return Experience(tree, self.algorithm.flatten(tree), metrics)
 
     def batches(
         self, samples: Sequence[Sample], *, iteration: int, epoch: int
     ) -> Iterator[TensorDict]:
-        """Give the samples in batches, in random order; one batch may be smaller.
+        """The samples in batches, in random order; one batch may be smaller.
 
         Raises
         ------
@@ -117,7 +117,7 @@ class Harness:
             yield self.algorithm.collate_fn([samples[i] for i in part])
 
     def step(self, batch: TensorDict) -> LossOutput:
-        """Give the loss of a batch and scalars to log."""
+        """The loss of a batch and scalars to log."""
         return self.algorithm.step(batch)
 
     def _prompts_of(self, iteration: int) -> list[str]:

@@ -49,23 +49,23 @@ class AstHooks(ABC):
 
     @abstractmethod
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """Give the training samples of a rollout; hook."""
+        """The training samples of a rollout; hook."""
 
     @abstractmethod
     def step(self, batch: TensorDict) -> LossOutput:
-        """Give the loss of a batch, a mean over its samples, and scalars to log; hook."""
+        """The loss of a batch, a mean over its samples, and scalars to log; hook."""
 
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
-        """Give one batch of samples; hook."""
+        """One batch of samples; hook."""
         return collate(samples)
 
     def credit(self, tree: RolloutTree) -> Tensor:
-        """Give what each node is worth, `[N]`, from its reward and those that follow; hook."""
+        """What each node is worth, `[N]`, from its reward and those that follow; hook."""
         parameters = getattr(self.parameters, "credit", None)
         return tree.nodes["reward"] if parameters is None else credit_of(tree, parameters)
 
     def build_modules(self) -> dict[str, torch.nn.Module]:
-        """Give what learns beside the attacker, for instance a value head; hook."""
+        """What learns beside the attacker, for instance a value head; hook."""
         return {}
 
     @property
@@ -74,14 +74,14 @@ class AstHooks(ABC):
         return 1.0
 
     def trainer_state(self) -> dict[str, Any]:
-        """Give what this trainer remembers beside weights, for a checkpoint; hook."""
+        """What this trainer remembers beside weights, for a checkpoint; hook."""
         return {}
 
     def load_trainer_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most have none
         """Take what `trainer_state` gave; hook."""
 
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
-        """Give the attacker's log-probabilities of continuations of `context`, with gradient.
+        """The attacker's log-probabilities of continuations of `context`, with gradient.
 
         All continuations go through the model in one pass.
 
@@ -111,7 +111,7 @@ class AstHooks(ABC):
 
     @torch.no_grad()
     def probe_logprobs(self, tree: RolloutTree) -> Tensor:
-        """Give the attacker's log-probabilities of every probe, `[N, T]`, nats, 0 on padding."""
+        """The attacker's log-probabilities of every probe, `[N, T]`, nats, 0 on padding."""
         contexts = [tree.context_of(node) for node in range(tree.num_nodes)]
         padded = pad_left(contexts, torch.device("cpu"))
         return self.policy.logprobs(*padded, tree.nodes["probe"], tree.nodes["probe_mask"]).cpu()
@@ -119,7 +119,7 @@ class AstHooks(ABC):
     def policy_scores(
         self, batch: TensorDict, *, needs_entropy: bool = False, needs_hidden: bool = False
     ) -> TokenScores:
-        """Give what the attacker thinks of the tokens of `probe` after `context`, with gradient.
+        """What the attacker thinks of the tokens of `probe` after `context`, with gradient.
 
         Under the distribution that `behaviour` says; `probe_logprobs` are always the model's own.
 
@@ -137,7 +137,7 @@ class AstHooks(ABC):
         )
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:
-        """Give this batch's part, by samples, of the probe tokens of the whole optimizer step.
+        """The part of a batch, by samples, of the probe tokens of the whole optimizer step.
 
         A sum over tokens divided by it is a mean over the step's tokens once the loop has averaged
         the batches by their samples, however the step is split into batches.

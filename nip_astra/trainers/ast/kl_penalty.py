@@ -82,7 +82,7 @@ class KlPenalty:
             self.weight = self._adaptive.update(divergence, num_samples=num_samples)
 
     def state(self) -> dict[str, Any]:
-        """Give the weight, for a checkpoint."""
+        """The weight, for a checkpoint."""
         return {"weight": self.weight}
 
     def load_state(self, state: dict[str, Any]) -> None:

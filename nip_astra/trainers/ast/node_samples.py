@@ -15,7 +15,7 @@ from nip_astra.rollouts.tree import RolloutTree
 
 
 def node_samples(tree: RolloutTree, nodes: Sequence[int], **columns: Tensor) -> list[Sample]:
-    """Give one sample a node: `context`, `probe`, `old_logprobs`, `reference_logprobs`, `episode`.
+    """One sample a node: `context`, `probe`, `old_logprobs`, `reference_logprobs`, `episode`.
 
     The log-probabilities are those by which the tree is learnt from (`learning_logprobs`); where it
     has them, importance weights and the rest of `trainers.behaviour` are added.
@@ -49,7 +49,7 @@ def node_samples(tree: RolloutTree, nodes: Sequence[int], **columns: Tensor) -> 
 
 
 def learning_logprobs(tree: RolloutTree) -> tuple[Tensor, Tensor]:
-    """Give log-probabilities of probes under attacker and reference, `[N, T]`, to learn from.
+    """Log-probabilities of probes under attacker and reference, `[N, T]`, to learn from.
 
     Those of the distribution that was drawn from where the trainer has asked for them, else those
     of the models themselves.

@@ -65,7 +65,7 @@ def ppo_samples(
     *,
     kl_weight: float,
 ) -> PpoSamples:
-    """Give one sample a node with a verdict; see `token_gae`.
+    """One sample a node with a verdict; see `token_gae`.
 
     Parameters
     ----------

@@ -41,7 +41,7 @@ class AstPreferenceTrainer(AstTrainer):
         )
 
     def flatten(self, tree: RolloutTree) -> list[Sample]:
-        """Give one sample a preference pair."""
+        """One sample a preference pair."""
         samples, metrics = preference_samples(tree, self.parameters)
         if self._given:
             samples, more = self._given.replace(
@@ -52,7 +52,7 @@ class AstPreferenceTrainer(AstTrainer):
         return samples
 
     def logratios(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """Give `log p(chosen) - log p(rejected)` under policy and reference, `[B]` nats.
+        """`log p(chosen) - log p(rejected)` under policy and reference, `[B]` nats.
 
         Sums over tokens, or means where the parameters ask for length normalisation.
         """

@@ -69,7 +69,7 @@ class PreferenceSamples(NamedTuple):
 
 
 def preference_samples(tree: RolloutTree, parameters: PairParameters) -> PreferenceSamples:
-    """Give one sample a pair of siblings; see `select_pairs`."""
+    """One sample a pair of siblings; see `select_pairs`."""
     pairs = select_pairs(
         tree,
         min_reward_difference=parameters.min_reward_difference,
@@ -124,7 +124,7 @@ class GivenProbes:
     def replace(
         self, samples: Sequence[Sample], tree: RolloutTree, pairs: PairParameters, *, iteration: int
     ) -> PreferenceSamples:
-        """Give the samples with those of a share of the episodes replaced by given pairs."""
+        """The samples with those of a share of the episodes replaced by given pairs."""
         generator = derived_generator(self.seed, "weak supervision", iteration)
         is_given_E = torch.rand(tree.num_episodes, generator=generator) < self.share
         choice_E = torch.randint(len(self.probes), (tree.num_episodes,), generator=generator)

@@ -13,7 +13,7 @@ from nip_astra.trainers.ast.state import AstState
 def training_summary(
     state: AstState, found: Discovery, instance: ScenarioInstance, training: TrainingConfiguration
 ) -> dict[str, Any]:
-    """Give what training took and found, as plain values."""
+    """What training took and found, as plain values."""
     return {
         "before": state.before,
         "training": {

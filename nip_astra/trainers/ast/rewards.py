@@ -36,7 +36,7 @@ class CreditParameters(SubParameters):
 
 
 def credit_of(tree: RolloutTree, parameters: CreditParameters) -> Tensor:
-    """Give each node's credit, float32 `[N]`, NaN where its own reward is."""
+    """Each node's credit, float32 `[N]`, NaN where its own reward is."""
     nodes = tree.nodes
     if parameters.kind == "own":
         own: Tensor = nodes["reward"].clone()
@@ -81,7 +81,7 @@ class RewardShaping:
                 term.observe(rated)
 
     def state(self) -> dict[str, Any]:
-        """Give what the terms remember, for a checkpoint."""
+        """What the terms remember, for a checkpoint."""
         return {name: term.state() for name, term in self.terms.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

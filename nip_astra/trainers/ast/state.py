@@ -60,7 +60,7 @@ class AstState:
         return self.num_optimizer_steps + self.iteration
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values and tensors."""
+        """Plain values and tensors."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     @classmethod

@@ -24,7 +24,7 @@ def rollout_token_metrics(counts: Mapping[str, TokenCount], tree: RolloutTree) -
 
 
 def update_token_metrics(spent: TokenCount) -> dict[str, float]:
-    """Give the tokens that an optimizer step forwarded and their ratio to the unique ones."""
+    """The tokens that an optimizer step forwarded and their ratio to the unique ones."""
     return {
         "tokens/update_forwarded": float(spent.forwarded),
         "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),

@@ -25,6 +25,6 @@ class ValueHead(torch.nn.Module):
         self.trains_model = trains_model
 
     def forward(self, hidden_BTX: Tensor) -> Tensor:
-        """Give values `[B, T]` float32."""
+        """Values `[B, T]` float32."""
         values_BT1: Tensor = self.linear(hidden_BTX if self.trains_model else hidden_BTX.detach())
         return values_BT1.squeeze(-1)

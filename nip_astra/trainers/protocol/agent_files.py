@@ -54,7 +54,7 @@ def publish_agents(
 
 
 def load_agent(agent: Agent, path: Path) -> None:
-    """Give an agent the weights of a file.
+    """An agent the weights of a file.
 
     Raises
     ------
@@ -111,7 +111,7 @@ LATEST = "latest"
 
 
 def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST) -> Path:
-    """Give the file with a run's trained agent: of its end, or else of its latest checkpoint.
+    """The file with a run's trained agent: of its end, or else of its latest checkpoint.
 
     Parameters
     ----------

@@ -30,7 +30,7 @@ class Stateful(Protocol):
     """What the trainer keeps beside the parts that every run has."""
 
     def trainer_state(self) -> dict[str, Any]:
-        """Give plain values and tensors."""
+        """Plain values and tensors."""
 
     def load_trainer_state(self, state: Mapping[str, Any]) -> None:
         """Take up what `trainer_state` gave."""

@@ -35,7 +35,7 @@ def episode_numbers(done_ET: Tensor) -> Tensor:
 
 
 class EpisodeMinibatchBuffer(MinibatchBuffer):
-    """Gives the episodes of an iteration in a new order each epoch, none cut by a minibatch.
+    """The episodes of an iteration in a new order each epoch, none cut by a minibatch.
 
     A minibatch holds those episodes of an epoch whose first frames fall into its `minibatch_size`
     frames, so it may be larger by all but one of the frames of an episode, or smaller.

@@ -33,7 +33,7 @@ class Span(NamedTuple):
 
 
 def num_samples(table: str, asked: int) -> int:
-    """Give how many episodes of a batch a table takes, of as many as are asked for in training."""
+    """How many episodes of a batch a table takes, of as many as are asked for in training."""
     return asked if table == TRAIN_TABLE or asked == 0 else max(asked, NUM_TEST_EPISODES)
 
 
@@ -45,7 +45,7 @@ def episode_rows(
     step: int,
     seed: int,
 ) -> tuple[tuple[str, ...], list[tuple[Any, ...]]]:
-    """Give columns and rows of a sample of the episodes that begin and end in a batch.
+    """Columns and rows of a sample of the episodes that begin and end in a batch.
 
     Half of the sample are episodes with the right decision and half the others, as far as there
     are enough of each. Cells are plain values for a JSON file.
@@ -67,7 +67,7 @@ def episode_rows(
 
 
 def whole_episodes(batch: TensorDictBase) -> list[Span]:
-    """Give the episodes that begin and end in a batch, by environment and time."""
+    """The episodes that begin and end in a batch, by environment and time."""
     rounds_ET = batch["round"]
     num_steps = rounds_ET.shape[1]
     done_ET = batch["next", "done"].squeeze(-1)
@@ -122,7 +122,7 @@ def _row(
 
 
 def _datapoint(frame: TensorDictBase, instance: ScenarioInstance) -> TensorDictBase:
-    """Give the row of the dataset that a frame is about; a frame holds a copy of it."""
+    """The row of the dataset that a frame is about; a frame holds a copy of it."""
     assert instance.train_dataset is not None
     names = [*instance.train_dataset.keys(), DATAPOINT_KEY]
     return frame.select(*names, strict=False)
@@ -141,7 +141,7 @@ def _round(frame: TensorDictBase, protocol: ProtocolHandler) -> dict[str, Any]:
 def _move(
     frame: TensorDictBase, number: int, name: str, protocol: ProtocolHandler
 ) -> dict[str, Any] | None:
-    """Give what an agent did in a round; None where it could do nothing."""
+    """What an agent did in a round; None where it could do nothing."""
     active_C = frame["active_mask"][number]
     decides = bool(frame["can_decide"][number])
     if not decides and not bool(active_C.any()):

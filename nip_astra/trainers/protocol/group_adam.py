@@ -34,7 +34,7 @@ class GroupAdam(torch.optim.Adam):
         self._memories: list[_Memory] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what is remembered, each weight with a count of its own, as torch's has."""
+        """What is remembered, each weight with a count of its own, as torch's has."""
         state = super().state_dict()
         state["state"] = {
             number: {**of_weight, "step": of_weight["step"].clone()}

@@ -68,7 +68,7 @@ class MessageRegression:
             )
 
     def state(self) -> dict[str, Any]:
-        """Give what fits go on from."""
+        """What fits go on from."""
         return {name: regressor.state() for name, regressor in self._kept.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class MessageRegression:
     def regress(
         self, batch: TensorDictBase, combined: CombinedAgents, iteration: int
     ) -> dict[str, float]:
-        """Give the accuracy for each agent, and that of a guess without a message.
+        """The accuracy for each agent, and that of a guess without a message.
 
         Parameters
         ----------
@@ -127,7 +127,7 @@ class MessageRegression:
         combined: CombinedAgents,
         generator: torch.Generator,
     ) -> tuple[float, float] | None:
-        """Give the accuracies with and without the message, if there is enough to learn from."""
+        """The accuracies with and without the message, if there is enough to learn from."""
         ids_N = frames["datapoint_id"]
         is_judged_N = self._is_judged(ids_N, generator)
         if is_judged_N is None:
@@ -145,7 +145,7 @@ class MessageRegression:
         return accuracy.item(), (judged_N == commoner).float().mean().item()
 
     def _is_judged(self, ids_N: Tensor, generator: torch.Generator) -> Tensor | None:
-        """Give the frames to judge: all those of some datapoints, so that no answer is known."""
+        """The frames to judge: all those of some datapoints, so that no answer is known."""
         distinct: Tensor = torch.unique(ids_N)
         if len(distinct) < 2:
             return None
@@ -175,7 +175,7 @@ def _read_keys(combined: CombinedAgents) -> list[str | tuple[str, str]]:
 
 
 def _sends_first(frames: TensorDictBase, combined: CombinedAgents) -> Tensor:
-    """Give where an agent sends and had no turn before in the episode, bool [N, A]."""
+    """Where an agent sends and had no turn before in the episode, bool [N, A]."""
     rounds_N, seeds_N = frames["round"], frames["seed"]
     sends_NA: Tensor = frames["active_mask"].any(dim=-1)
     for earlier in range(combined.protocol.max_message_rounds - 1):
@@ -185,7 +185,7 @@ def _sends_first(frames: TensorDictBase, combined: CombinedAgents) -> Tensor:
 
 
 def _features(frames: TensorDictBase, number: int, combined: CombinedAgents) -> Tensor:
-    """Give what an agent sends as one-hot symbols, 0 in channels where it sends nothing, [N, D]."""
+    """What an agent sends as one-hot symbols, 0 in channels where it sends nothing, [N, D]."""
     space = combined.space
     active_NC11 = frames["active_mask"][:, number, :, None, None]
     symbols_NCP = frames["agents", "message"][:, number]

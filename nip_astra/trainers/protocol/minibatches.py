@@ -26,11 +26,11 @@ class ReplayBuffer(Protocol):
         """Forget all frames."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Give the minibatches of one epoch."""
+        """The minibatches of one epoch."""
 
 
 class MinibatchBuffer:
-    """Gives the frames of an iteration in a new order each epoch.
+    """The frames of an iteration in a new order each epoch.
 
     The order depends on the key and on how many epochs there have been, so it survives a restart.
     The last minibatch of an epoch may be smaller than the others.
@@ -73,11 +73,11 @@ class MinibatchBuffer:
     def _divide(
         self, frames: TensorDict, generator: torch.Generator
     ) -> tuple[Tensor, int | list[int]]:
-        """Give the order of an epoch's frames, and the sizes of minibatches: a hook."""
+        """The order of an epoch's frames, and the sizes of minibatches: a hook."""
         return torch.randperm(len(frames), generator=generator), self.minibatch_size
 
     def state_dict(self) -> dict[str, Any]:
-        """Give how many epochs there have been; frames are not kept."""
+        """How many epochs there have been; frames are not kept."""
         return {"num_epochs": self.num_epochs}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

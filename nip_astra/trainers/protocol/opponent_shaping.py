@@ -73,7 +73,7 @@ class SpgParameters(SubParameters):
 
 
 def update_rule(parameters: SpgParameters, lrs: Sequence[float]) -> UpdateRule:
-    """Give the algorithm that was asked for, with the learning rates of all agents' policies."""
+    """The algorithm that was asked for, with the learning rates of all agents' policies."""
     return UpdateRule(
         variant=VARIANTS[parameters.variant],
         step_sizes=tuple(parameters.foreseen_step_factor * lr for lr in lrs),
@@ -93,7 +93,7 @@ def update_rule(parameters: SpgParameters, lrs: Sequence[float]) -> UpdateRule:
 def check_sequence(
     sequence: Sequence[Sequence[str]], names: Sequence[str]
 ) -> Sequence[Sequence[str]]:
-    """Give a sequence of groups that holds each agent once.
+    """A sequence of groups that holds each agent once.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def check_sequence(
 
 
 def policy_weights(agent: Agent) -> list[nn.Parameter]:
-    """Give the weights of an agent's policy that learning moves; none of a random agent."""
+    """The weights of an agent's policy that learning moves; none of a random agent."""
     if agent.is_random:
         return []
     return [

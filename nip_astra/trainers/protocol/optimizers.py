@@ -42,7 +42,7 @@ class Part(NamedTuple):
 
 
 def parts_of(agent: Agent, *, has_body_factor: bool = True) -> list[Part]:
-    """Give the parts of an agent that reinforcement learning trains.
+    """The parts of an agent that reinforcement learning trains.
 
     The factor of a part is that of the agent, times that of the body for a body, times that of the
     graph network for the weights that a body gives as `gnn_parameters`. A body that policy and
@@ -80,7 +80,7 @@ def _body_parts(agent: Agent, role: Role, body: AgentBody, has_body_factor: bool
 
 
 def annealing_factor(rl: RlTrainerParameters, iteration: int) -> float:
-    """Give the share of the learning rates that is left in an iteration, counted from 0."""
+    """The share of the learning rates that is left in an iteration, counted from 0."""
     return 1 - iteration / rl.num_iterations if rl.anneal_lr else 1.0
 
 
@@ -149,7 +149,7 @@ class AgentOptimizers:
             self.optimizers[name] = GroupAdam(groups, lr=self.rl.lr, eps=ADAM_EPS)
 
     def learning(self, iteration: int) -> tuple[str, ...]:
-        """Give the agents that learn in an iteration, counted from 0."""
+        """The agents that learn in an iteration, counted from 0."""
         return tuple(
             name
             for name in self.optimizers
@@ -210,11 +210,11 @@ class AgentOptimizers:
                 self.optimizers[name].step()
 
     def lr(self, name: str) -> float:
-        """Give the present learning rate of an agent's first part."""
+        """The present learning rate of an agent's first part."""
         return float(self.optimizers[name].param_groups[0]["lr"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what all optimizers remember."""
+        """What all optimizers remember."""
         return {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -236,7 +236,7 @@ class AgentOptimizers:
 
 
 def _norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Give the norm of all numbers together; of one long vector, in a third of the time."""
+    """The norm of all numbers together; of one long vector, in a third of the time."""
     if not tensors:
         return torch.zeros(())
     norm: Tensor = torch.linalg.vector_norm(torch.cat([tensor.reshape(-1) for tensor in tensors]))

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def results_of(trainer: TensorDictRlTrainer) -> dict[str, Any]:
-    """Give what goes into results.json beside the statistics after training."""
+    """What goes into results.json beside the statistics after training."""
     state = trainer.state
     return {
         "kind": "interaction_proof",
@@ -28,7 +28,7 @@ def results_of(trainer: TensorDictRlTrainer) -> dict[str, Any]:
 
 
 def as_of_test(statistics: Mapping[str, Any]) -> dict[str, float]:
-    """Give the numbers of test statistics with the prefix `test_` before each figure."""
+    """The numbers of test statistics with the prefix `test_` before each figure."""
     found = {}
     for name, value in statistics.items():
         agent, slash, figure = name.rpartition("/")

@@ -199,7 +199,7 @@ class SharedGradients:
         return {task: found[task] for task in self._tasks}
 
     def _hidden_state(self) -> tuple[bytes, list[int]]:
-        """Give what tells whether a first minibatch drew random numbers or changed buffers."""
+        """What tells whether a first minibatch drew random numbers or changed buffers."""
         if self._num_minibatches:
             return b"", []
         state: bytes = torch.get_rng_state().numpy().tobytes()
@@ -265,7 +265,7 @@ class SharedGradients:
 
 
 def _shared_like(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Give tensors of the shapes of others in memory that forked processes share."""
+    """Tensors of the shapes of others in memory that forked processes share."""
     sizes = [weight.numel() * weight.element_size() for weight in weights]
     # Each begins at a line of the cache.
     rooms = [-(-size // 64) * 64 for size in sizes]

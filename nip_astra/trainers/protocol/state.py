@@ -31,7 +31,7 @@ class RlState:
     last: dict[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give plain values."""
+        """Plain values."""
         return asdict(self)
 
     @classmethod

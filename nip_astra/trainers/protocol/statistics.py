@@ -57,7 +57,7 @@ class EpisodeLedger:
         self._running: tuple[Tensor, Tensor] | None = None
 
     def ended(self, batch: TensorDict, counts_ET: Tensor | None = None) -> EndedEpisodes:
-        """Give the episodes that ended in a batch [E, T] as the sampler gives it.
+        """The episodes that ended in a batch [E, T] as the sampler gives it.
 
         Parameters
         ----------
@@ -93,7 +93,7 @@ class EpisodeLedger:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """Give the sums of the episodes in progress."""
+        """The sums of the episodes in progress."""
         if self._running is None:
             return {}
         return {"sum": self._running[0], "length": self._running[1]}
@@ -106,14 +106,14 @@ class EpisodeLedger:
 
 
 def first_episodes(batch: TensorDict) -> Tensor:
-    """Give the frames of each environment's first episode in a batch, bool [E, T]."""
+    """The frames of each environment's first episode in a batch, bool [E, T]."""
     is_end_ET: Tensor = batch["next", "done"].squeeze(-1).long()
     num_ended_before_ET = is_end_ET.cumsum(dim=1) - is_end_ET
     return num_ended_before_ET == 0
 
 
 def episode_statistics(episodes: EndedEpisodes, names: Sequence[str]) -> dict[str, Tensor]:
-    """Give rewards, lengths and accuracy of episodes; nothing where none ended.
+    """Rewards, lengths and accuracy of episodes; nothing where none ended.
 
     `worst_*` is the smallest mean of a datapoint.
     """
@@ -142,7 +142,7 @@ def _group_means(values_NX: Tensor, group_N: Tensor) -> Tensor:
 
 
 def frame_statistics(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]:
-    """Give means over frames of rewards, and of values and advantages where they were estimated.
+    """Means over frames of rewards, and of values and advantages where they were estimated.
 
     `residual_critic_variance` is `Var(target - V) / Var(target)`: 0 for values that foresee all
     there is to foresee, 1 for constant ones; NaN where all targets are equal.
@@ -168,7 +168,7 @@ def frame_statistics(batch: TensorDict, names: Sequence[str]) -> dict[str, Tenso
 
 
 def policy_figures(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]:
-    """Give how decided the policies were that a batch was sampled from, figures of each frame, [F].
+    """How decided the policies were that a batch was sampled from, figures of each frame, [F].
 
     Entropies are divided by the log of the number of possible alternatives. `message_entropy` and
     `max_message_prob`, the probability of the likeliest symbol, are means over the symbols sent in
@@ -191,7 +191,7 @@ def policy_figures(batch: TensorDict, names: Sequence[str]) -> dict[str, Tensor]
 
 
 def _normalised_entropy(logs: Tensor) -> Tensor:
-    """Give entropies over the last dimension of log-probabilities, as shares of the largest."""
+    """Entropies over the last dimension of log-probabilities, as shares of the largest."""
     entropy = -(logs.exp() * logs).sum(dim=-1)
     largest = (logs > MASKED / 2).sum(dim=-1).to(logs.dtype).log()
     return entropy / torch.where(largest > 0, largest, 1.0)
@@ -209,7 +209,7 @@ class MetricSums:
             self._values.setdefault(name, []).append(value.detach())
 
     def result(self) -> dict[str, Tensor]:
-        """Give means of scalars, and `mean_*` and `std_*` of figures of frames, NaN left out.
+        """Means of scalars, and `mean_*` and `std_*` of figures of frames, NaN left out.
 
         A figure of an agent is NaN in minibatches, or frames, that say nothing of it.
         """
@@ -223,7 +223,7 @@ class MetricSums:
 
 
 def mean_and_std(name: str, values_F: Tensor) -> dict[str, Tensor]:
-    """Give `mean_*` and `std_*` of figures of frames; those that are NaN do not count."""
+    """`mean_*` and `std_*` of figures of frames; those that are NaN do not count."""
     agent, slash, figure = name.rpartition("/")
     mean = values_F.nanmean()
     variance = (values_F - mean).square().nanmean()
@@ -236,7 +236,7 @@ def mean_and_std(name: str, values_F: Tensor) -> dict[str, Tensor]:
 def mean_over_agents(
     metrics: Mapping[str, Tensor], names: Iterable[str], figures: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Give means of figures over those agents that have them, NaN left out."""
+    """Means of figures over those agents that have them, NaN left out."""
     found = {}
     for figure in figures:
         values = [metrics[f"{name}/{figure}"] for name in names if f"{name}/{figure}" in metrics]

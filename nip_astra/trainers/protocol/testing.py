@@ -52,7 +52,7 @@ class PlayStatistics:
         self._sums.add(policy_figures(frames, self.names))
 
     def report(self) -> dict[str, Any]:
-        """Give the statistics, with `num_episodes` and an interval of the accuracy.
+        """The statistics, with `num_episodes` and an interval of the accuracy.
 
         Episodes about one datapoint are alike, and the interval allows for that.
 

@@ -108,7 +108,7 @@ def _copy_to_value_body(agent: Agent) -> None:
 def _key(
     agent: Agent, data: str, parameters: SoloParameters, seed: int, computed_by: list[str]
 ) -> str:
-    """Give the digest of everything that a trained body depends on."""
+    """The digest of everything that a trained body depends on."""
     assert agent.policy_body is not None
     assert agent.solo_head is not None
     what = {
@@ -130,6 +130,6 @@ def _key(
 
 
 def _modules_of(agent: Agent) -> set[str]:
-    """Give the modules of an agent's own classes, plug-ins among them."""
+    """The modules of an agent's own classes, plug-ins among them."""
     names = {one.__module__ for part in agent.modules() for one in type(part).__mro__}
     return {name for name in names if name.split(".")[0] not in ("torch", "builtins", "abc")}

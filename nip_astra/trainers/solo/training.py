@@ -165,7 +165,7 @@ class SoloTraining:
         return SoloScore(torch.cat(losses).mean(), torch.cat(right))
 
     def test(self, environment: ProtocolEnvironment) -> dict[str, Tensor]:
-        """Give `test_loss` and `test_accuracy` on a whole dataset.
+        """`test_loss` and `test_accuracy` on a whole dataset.
 
         Where its datapoints have a `wl_score`, also `test_accuracy_wl_<score>` for each.
         """
@@ -187,7 +187,7 @@ class SoloTraining:
         return losses_B, (logits_B2.argmax(dim=-1) == labels_B).float()
 
     def state(self) -> dict[str, Any]:
-        """Give what the optimizer remembers."""
+        """What the optimizer remembers."""
         return dict(self.optimizer.state_dict())
 
     def load_state(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Give a probe part of what the best probe after it earns, before pairs are made."""
+"""A probe part of what the best probe after it earns, before pairs are made."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from nip_astra.language_models.tree_engine.token_trie import TokenTrie, build_tr
 
 
 def _trie(*, pair_cost: float = 0.0) -> TokenTrie:
-    """Give a beginning of 20 tokens with three branches of 30, two of them with two of 15."""
+    """A beginning of 20 tokens with three branches of 30, two of them with two of 15."""
     beginning = list(range(20))
     branches = [[*beginning, *range(100 * b, 100 * b + 30)] for b in (1, 2, 3)]
     leaves = [[*branch, *range(s, s + 15)] for branch in branches[:2] for s in (1000, 2000)]

@@ -19,7 +19,7 @@ from nip_astra.language_models.tree_engine.weights import live_weights
 
 
 def tree(seed: int, *, pair_cost: float = 0.0) -> TokenTrie:
-    """Give a trie of sequences that share beginnings of all lengths."""
+    """A trie of sequences that share beginnings of all lengths."""
     numbers = random.Random(seed)
     sequences = [[numbers.randrange(6, 20) for _ in range(12)]]
     for _ in range(14):

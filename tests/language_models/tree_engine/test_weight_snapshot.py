@@ -17,7 +17,7 @@ OPTIONS = SamplingOptions(max_new_tokens=4)
 
 
 def gap(model: HuggingFaceLanguageModel) -> float:
-    """Give how far log-probabilities of sampling are from those of scoring."""
+    """How far log-probabilities of sampling are from those of scoring."""
     said = model.generate(CONTEXTS, 1, torch.rand(2, 4), OPTIONS)
     with torch.no_grad():
         scored = model.logprobs(*pad_left(CONTEXTS, CPU), said.ids_BT, said.mask_BT)

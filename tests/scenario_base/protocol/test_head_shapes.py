@@ -28,7 +28,7 @@ def _kind() -> Iterator[None]:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, part: type, hook: str, change: Any) -> str:
-    """Give the message where what a part gives is changed."""
+    """The message where what a part gives is changed."""
     original = getattr(part, hook)
     monkeypatch.setattr(part, hook, lambda *args: change(original(*args)))
     trainer = "solo_agent" if part is ToySoloHead else "vanilla_ppo"

@@ -12,7 +12,7 @@ from nip_astra.scenarios.graphs.generation import GraphPairs
 
 
 def as_published(pairs: GraphPairs) -> dict[str, Tensor]:
-    """Give pairs as the tensors of a `data.pt`."""
+    """Pairs as the tensors of a `data.pt`."""
     tensors = {"wl_scores": torch.from_numpy(pairs.wl_score).int()}
     for number, which in enumerate("ab"):
         graph, first, second = torch.from_numpy(pairs.adjacency[:, number]).nonzero().unbind(1)

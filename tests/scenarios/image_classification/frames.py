@@ -15,7 +15,7 @@ NUM_ROUNDS = 3
 
 
 def make_shape(grid: ImageGrid, **changes: Any) -> AgentShape:
-    """Give what an agent knows of a game with three rounds and two channels."""
+    """What an agent knows of a game with three rounds and two channels."""
     message = {"message_size": 1, "num_linear_symbols": 0}
     message |= {name: changes.pop(name) for name in list(changes) if name in message}
     values: dict[str, Any] = {
@@ -32,7 +32,7 @@ def make_shape(grid: ImageGrid, **changes: Any) -> AgentShape:
 
 
 def make_grid(height: int = 8, width: int = 8, *, groups: int = 1, channels: int = 1) -> ImageGrid:
-    """Give the sizes of a grey square image that is halved once."""
+    """The sizes of a grey square image that is halved once."""
     return ImageGrid.of((channels, height, width), groups)
 
 
@@ -44,7 +44,7 @@ def make_body(
     embedding_channels: int | None = None,
     **agent: Any,
 ) -> ImageBody:
-    """Give a body with four channels."""
+    """A body with four channels."""
     torch.manual_seed(0)
     return ImageBody(
         ImageClassificationAgentParameters(**{"num_blocks_per_group": 1} | agent),
@@ -59,7 +59,7 @@ def make_body(
 def make_frames(
     grid: ImageGrid, shape: AgentShape, num_frames: int = 5, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Give frames with random messages; no label, which no network may read."""
+    """Frames with random messages; no label, which no network may read."""
     generator = torch.Generator().manual_seed(seed)
     place = (shape.num_channels, shape.message_space.message_size)
 

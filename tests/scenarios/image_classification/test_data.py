@@ -28,7 +28,7 @@ def classes_by_pixels() -> dict[bytes, int]:
 
 
 def digit_of(images: torch.Tensor) -> list[int]:
-    """Give the class of digits by looking the images up."""
+    """The class of digits by looking the images up."""
     known = classes_by_pixels()
     return [known[(image[0] * 16).numpy().tobytes()] for image in images]
 

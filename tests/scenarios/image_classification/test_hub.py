@@ -20,7 +20,7 @@ NUM_TRAIN, NUM_TEST = 12, 8
 
 
 def picture(number: int, mode: str = "RGB", size: tuple[int, int] = (6, 5)) -> Image.Image:
-    """Give a picture whose first pixel tells its number."""
+    """A picture whose first pixel tells its number."""
     image = Image.new(mode, size)
     value: Any = (number, 255, 0) if mode == "RGB" else number
     image.putpixel((0, 0), value)
@@ -98,7 +98,7 @@ def write_image_folder(folder: Path) -> Path:
 
 
 def numbers(split: Any) -> dict[int, int]:
-    """Give the label of each picture by its number."""
+    """The label of each picture by its number."""
     first = (split["image"][:, 0, 0, 0] * 255).round().long().tolist()
     return dict(zip(first, split["y"].flatten().tolist(), strict=True))
 

@@ -246,7 +246,7 @@ def test_a_model_of_ones_own_is_found_by_its_name() -> None:
 def test_a_model_that_gives_no_view_of_each_image_is_refused(wrong: str) -> None:
     @register_pretrained_model("broken")
     class Broken(PretrainedModel):
-        """Gives what is wrong."""
+        """What is wrong."""
 
         def embed(self, images_NKHW: torch.Tensor) -> torch.Tensor:
             views = images_NKHW.clone()

@@ -45,7 +45,7 @@ CONTEXT = [2, 7, 9]
 
 
 def _all_probes(trainer: AstTrainer) -> list[list[int]]:
-    """Give every probe of at most two tokens that is not empty."""
+    """Every probe of at most two tokens that is not empty."""
     assert trainer.attacker.sampling.min_new_tokens == 1
     banned = set(trainer.policy._banned_ids.tolist())
     tokens = [i for i in range(len(trainer.policy.tokenizer)) if i not in banned]
@@ -54,7 +54,7 @@ def _all_probes(trainer: AstTrainer) -> list[list[int]]:
 
 
 def _model_logprobs(trainer: AstTrainer, rows: list[list[int]], *, drawn: bool) -> Tensor:
-    """Give log p of each row, by the module's own forward pass; minus infinity if it is cut off."""
+    """Log-probabilities of rows by the module itself; minus infinity where cut off."""
     sampling, policy = trainer.attacker.sampling, trainer.policy
     ids = torch.tensor([[*CONTEXT, *row] for row in rows])
     logits = policy.module(ids).logits[:, len(CONTEXT) - 1 : -1]
@@ -70,7 +70,7 @@ def _model_logprobs(trainer: AstTrainer, rows: list[list[int]], *, drawn: bool) 
 
 
 def _tree(trainer: AstTrainer, rows: list[list[int]], reward_N: Tensor) -> RolloutTree:
-    """Give a tree whose nodes are the rows, all after the same context."""
+    """A tree whose nodes are the rows, all after the same context."""
     probe = torch.tensor(rows)
     mask = torch.ones_like(probe, dtype=torch.bool)
     count = len(rows)

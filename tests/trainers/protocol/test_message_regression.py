@@ -38,7 +38,7 @@ def regression(
 
 
 def game(protocol: str = "nip", num_symbols: int = NUM_SYMBOLS, num_linear: int = 0) -> Any:
-    """Give what the probe reads of the combined agents."""
+    """What the probe reads of the combined agents."""
     names = {"trainer": "none", "scenario": "none", "interaction_protocol": protocol}
     handler = build_protocol_handler(PLAIN(**names))
     space = MessageSpace(num_symbols, 1, num_linear)
@@ -48,7 +48,7 @@ def game(protocol: str = "nip", num_symbols: int = NUM_SYMBOLS, num_linear: int 
 def play(
     combined: Any, num_rounds: int, *, num_datapoints: int = 120, first: int = 0
 ) -> TensorDict:
-    """Give random moves in one episode a datapoint, from a round on; labels are balanced."""
+    """Random moves in one episode a datapoint, from a round on; labels are balanced."""
     protocol, space = combined.protocol, combined.space
     generator = torch.Generator().manual_seed(3)
     batch_size = (num_datapoints, num_rounds)

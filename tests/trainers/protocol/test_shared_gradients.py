@@ -35,7 +35,7 @@ def _kind() -> Iterator[None]:
 
 
 def learned(num_threads: int, trainer: str = "vanilla_ppo", **more: Any) -> Any:
-    """Give a trainer after two iterations, and the figures of the last."""
+    """A trainer after two iterations, and the figures of the last."""
     settings = ExperimentSettings(progress=False, num_threads=num_threads)
     built = toy_trainer(trainer, settings=settings, **more)
     with ExitStack() as stack:

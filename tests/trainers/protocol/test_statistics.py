@@ -38,7 +38,7 @@ def batch_of(
     y_E: list[int],
     datapoint_ET: list[list[int]],
 ) -> TensorDict:
-    """Give a batch in which the second agent gets twice the reward of the first."""
+    """A batch in which the second agent gets twice the reward of the first."""
     reward = torch.tensor(reward_ET)
     size = reward.shape
     reward_ETA1 = torch.stack([reward, 2 * reward], dim=-1)[..., None]

@@ -196,7 +196,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         return Conversation([*turns_of(state), action])
 
     def _advance_and_validate(self, state: str, action: str, response: str) -> str:
-        """Give what `advance` gives, as a conversation of turns."""
+        """What `advance` gives, as a conversation of turns."""
         given = self.advance(state, action, response)
         grown = Conversation([*turns_of(state), action, response])
         # What differs in white space alone says the same, and there the roles are known.
@@ -296,11 +296,11 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
             yield from module.parameters()
 
     def modules(self) -> dict[str, torch.nn.Module]:
-        """Give what learns beside the attacker."""
+        """What learns beside the attacker."""
         return {} if self.value_head is None else {"value_head": self.value_head}
 
     def add_value_head(self, *, trains_model: bool = False) -> ValueHead:
-        """Give the attacker a value head, a new one each time, and make `value` work.
+        """Put a value head on the attacker, a new one each time, and make `value` work.
 
         Parameters
         ----------

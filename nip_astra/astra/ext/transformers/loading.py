@@ -33,7 +33,7 @@ def load_agents(
     attacker_options: Options,
     target_options: Options,
 ) -> dict[str, ConversationAgent]:
-    """Give attacker, target and reference; see `HFASTProblem`."""
+    """Attacker, target and reference; see `HFASTProblem`."""
     for name, model in {"attacker": attacker_model, "target": target_model}.items():
         if not model:
             raise ConfigurationError(
@@ -66,7 +66,7 @@ def load_agents(
 
 
 def agent_parameters(model: str | Path, options: Options) -> ConversationAgentParameters:
-    """Give an agent's parameters; it reads by its chat template where it has one."""
+    """An agent's parameters; it reads by its chat template where it has one."""
     model = str(model)
     backend = {"_type": "huggingface", "model": model, **options.get("language_model", {})}
     values = {**options, "language_model": backend}

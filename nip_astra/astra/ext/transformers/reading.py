@@ -18,7 +18,7 @@ class Reader:
         self._shares_tokens = agents["attacker"].shares_tokens_with(agents["target"])
 
     def context_ids(self, role: str, text: str) -> list[int]:
-        """Give the tokens before an agent's next turn."""
+        """The tokens before an agent's next turn."""
         is_attackers = role != "target"
         if is_attackers and isinstance(text, Conversation) and text.attacker_ids is not None:
             return list(text.attacker_ids)
@@ -32,7 +32,7 @@ class Reader:
         return self.agents[role].contexts([self._turns(role, texts)])[0]
 
     def split(self, role: str, context: str, probe: str) -> tuple[list[int], list[int]]:
-        """Give what an agent reads before a probe, and the tokens of the probe.
+        """What an agent reads before a probe, and the tokens of the probe.
 
         To the attacker and the reference it is a turn of their own, its end included; the target
         reads it as the other's turn, of which the content is scored.
@@ -66,7 +66,7 @@ class Reader:
         return turns
 
     def _content_ids(self, role: str, text: str, speaker: str) -> tuple[int, ...]:
-        """Give a turn's tokens, without its end, as an agent reads them."""
+        """A turn's tokens, without its end, as an agent reads them."""
         is_readable = self._shares_tokens or (role == "target") == (speaker == "target")
         if not isinstance(text, Spoken) or not text.ids or not is_readable:
             return self.agents[role].conversation_format.encode(str(text))

@@ -58,7 +58,7 @@ class NativeCode:
         self.source = source
 
     def library(self) -> ctypes.CDLL | None:
-        """Give the compiled file, or None where it cannot be had; the log says why, once."""
+        """The compiled file, or None where it cannot be had; the log says why, once."""
         return None if _is_off() else _library(self.source).library
 
     def why_absent(self) -> str | None:
@@ -132,13 +132,13 @@ def _library(source: Path) -> _Loaded:
 
 
 def _reason(error: Exception) -> str:
-    """Give one line; of a compiler that fails, the first that it says."""
+    """One line; of a compiler that fails, the first that it says."""
     said = (getattr(error, "stderr", None) or "").strip()
     return f"the compiler fails: {said.splitlines()[0]}" if said else str(error)
 
 
 def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
-    """Give the shared library of a source file, compiled now or before, and its descriptor."""
+    """The shared library of a source file, compiled now or before, and its descriptor."""
     headers = sorted(source.parent.glob("*.h"))
     text = b"".join(path.read_bytes() for path in (source, *headers))
     compiler = _compiler()
@@ -163,7 +163,7 @@ def _compiled(source: Path, folder: Path) -> tuple[Path, int]:
 
 
 def _verified(path: Path) -> int | None:
-    """Give the descriptor of a file of this user alone with the bytes that its name says.
+    """The descriptor of a file of this user alone with the bytes that its name says.
 
     Loading any other may run what somebody else wrote, or end the process.
     """
@@ -184,12 +184,12 @@ def _verified(path: Path) -> int | None:
 
 
 def _digest_in(path: Path) -> str:
-    """Give the sha256 that a file is to have by its name."""
+    """The sha256 that a file is to have by its name."""
     return path.stem.rpartition("-")[2]
 
 
 def _compiler() -> list[str]:
-    """Give the command of a C compiler: that of `CC`, or one of the usual."""
+    """The command of a C compiler: that of `CC`, or one of the usual."""
     candidates = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
     found = (command for command in candidates if command and shutil.which(command[0]))
     compiler = next(found, None)
@@ -211,7 +211,7 @@ def _compile(compiler: Sequence[str], source: Path, to: Path) -> None:
 
 
 def _run(*command: str, scratch: Path | None = None) -> str:
-    """Give what a command says; what it writes on the way goes to `scratch`."""
+    """What a command says; what it writes on the way goes to `scratch`."""
     return subprocess.run(
         command,
         env=None if scratch is None else os.environ | {"TMPDIR": str(scratch)},
@@ -238,7 +238,7 @@ def _processor() -> str:
 
 @contextmanager
 def _folder() -> Iterator[Path]:
-    """Give the cache, or where there is none that can be trusted, a folder for this process."""
+    """The cache, or where there is none that can be trusted, a folder for this process."""
     try:
         folder = _cache_folder()
     except (OSError, RuntimeError) as error:
@@ -260,7 +260,7 @@ def _cache_folder() -> Path:
 
 
 def _of_this_user_alone(folder: Path) -> Path:
-    """Give a folder without links in its path, where nobody else can put or exchange a file.
+    """A folder without links in its path, where nobody else can put or exchange a file.
 
     Raises
     ------

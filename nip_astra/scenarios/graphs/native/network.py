@@ -63,7 +63,7 @@ def computed_by() -> str:
 def tanh_network(
     network: Network, weights: Sequence[Tensor], *, digits: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Give tokens and sums of a network with layers of `gin_formula`, by C where that can be.
+    """Tokens and sums of a network with layers of `gin_formula`, by C where that can be.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def _network_formula(*inputs: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def read(pairs: Pairs, weights: LayerWeights) -> Reading:
-    """Give what pairs read in a layer with hyperbolic tangents, by C where that can be."""
+    """What pairs read in a layer with hyperbolic tangents, by C where that can be."""
     if NativeGraphTokens.takes((*pairs, *weights)):
         return _NativeReading(pairs, weights)
     return tanh_reading(pairs, weights)
@@ -138,17 +138,17 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def sizes(inputs: Sequence[Tensor]) -> Sequence[int]:
-        """Give what C is told of the shapes."""
+        """What C is told of the shapes."""
         raise NotImplementedError
 
     @staticmethod
     def widths(inputs: Sequence[Tensor]) -> Sequence[tuple[int, int]]:
-        """Give the outputs and inputs of matrices."""
+        """The outputs and inputs of matrices."""
         raise NotImplementedError
 
     @staticmethod
     def shapes(inputs: Sequence[Tensor]) -> Sequence[tuple[int, ...]]:
-        """Give the shape that each input is to have, from some of them."""
+        """The shape that each input is to have, from some of them."""
         raise NotImplementedError
 
     @classmethod
@@ -170,7 +170,7 @@ class _Native(torch.autograd.Function):
 
     @classmethod
     def run(cls, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Give the results, with derivatives where they are asked for."""
+        """The results, with derivatives where they are asked for."""
         inputs = [tensor.contiguous() for tensor in inputs]
         if not torch.is_grad_enabled():
             return cls.compute(inputs, cls.num_kept * [None])
@@ -179,22 +179,22 @@ class _Native(torch.autograd.Function):
 
     @staticmethod
     def empty_results(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Give tensors for the results, which have not their values yet."""
+        """Tensors for the results, which have not their values yet."""
         return (torch.empty_like(inputs[0]),)
 
     @staticmethod
     def grouped(tensors: Sequence[Any]) -> Sequence[Any]:
-        """Give inputs, or their derivatives, as C takes them."""
+        """Inputs, or their derivatives, as C takes them."""
         return tensors
 
     @staticmethod
     def empty_kept(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Give `num_kept` tensors, which have not their values yet."""
+        """`num_kept` tensors, which have not their values yet."""
         return ()
 
     @classmethod
     def compute(cls, inputs: Sequence[Tensor], kept: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-        """Give the results, and write what is kept unless that is None."""
+        """Return the results, and write what is kept unless that is None."""
         results = cls.empty_results(inputs)
         given = (*cls.sizes(inputs), *cls.grouped(inputs), *kept)
         CODES[cls.name].call(f"{cls.name}_forward", *given, *results)
@@ -306,7 +306,7 @@ class _NativeTransformer(_Native):
 
     @staticmethod
     def shapes_of_choice(num_frames: int) -> Sequence[tuple[int, ...]]:
-        """Give the shapes of what is between the tokens and the weights."""
+        """The shapes of what is between the tokens and the weights."""
         return ()
 
     @staticmethod

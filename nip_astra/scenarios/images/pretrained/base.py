@@ -15,7 +15,7 @@ from nip_astra.parameters.parameters_base import PolymorphicParameters
 
 
 class PretrainedModel(ABC):
-    """Gives views of images: numbers for each of a grid of places. A subclass gives `embed`.
+    """Views of images: numbers for each of a grid of places. A subclass gives `embed`.
 
     Parameters
     ----------
@@ -41,4 +41,4 @@ class PretrainedModel(ABC):
 
     @abstractmethod
     def embed(self, images_NKHW: Tensor) -> Tensor:
-        """Give the views of images, float32 [N, F, height, width], without gradients."""
+        """The views of images, float32 [N, F, height, width], without gradients."""

@@ -20,7 +20,7 @@ from nip_astra.utils.source_digest import digest_of_code
 
 
 def embedding_key(parameters: PretrainedModel.Parameters) -> str:
-    """Give the key under which a dataset holds a model's views; equal parameters share it."""
+    """The key under which a dataset holds a model's views; equal parameters share it."""
     described = {k: v for k, v in parameters.to_dict().items() if k != "cache_dir"}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     return f"embeddings_{parameters.type_name}_{digest[:12]}"
@@ -33,7 +33,7 @@ def embed_all(
     *,
     scenario_dir: Path | None,
 ) -> tuple[Tensor, Tensor]:
-    """Give a model's views of the images to train and to test on, from the cache if they are there.
+    """A model's views of the images to train and to test on, from the cache if they are there.
 
     Raises
     ------

@@ -96,7 +96,7 @@ class HuggingFaceImageModel(PretrainedModel):
         return self._as_picture(state, images_NKHW)
 
     def _as_picture(self, state: Tensor, images_NKHW: Tensor) -> Tensor:
-        """Give [N, F, h, w]; a transformer's patches are its last tokens, row by row."""
+        """[N, F, h, w]; a transformer's patches are its last tokens, row by row."""
         if state.ndim == 4:
             return state
         patch = getattr(self.model.config, "patch_size", None)
@@ -143,7 +143,7 @@ def _load(name: str) -> Any:
 
 
 def _normalisation(name: str, config: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Give mean and deviation of the pixels that the model was trained on; 0 and 1 if not said."""
+    """Mean and deviation of the pixels that the model was trained on; 0 and 1 if not said."""
     try:
         said, _ = ImageProcessingMixin.get_image_processor_dict(name)
     except OSError:

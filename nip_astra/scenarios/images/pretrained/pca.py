@@ -82,7 +82,7 @@ class PcaModel(PretrainedModel):
 
 
 def _last(rows: Tensor, count: int) -> Tensor:
-    """Give the last rows, the very last first: eigenvalues come in ascending order."""
+    """The last rows, the very last first: eigenvalues come in ascending order."""
     return rows.flip(0)[:count]
 
 
