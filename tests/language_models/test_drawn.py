@@ -85,7 +85,7 @@ def test_small_chunks_of_positions_change_nothing(
     rows, options = (*pad_left(CONTEXTS, CPU), *pad_right(PROBES, CPU)), OPTIONS["both"]
     kept = tiny_model.kept_tokens(*rows, options)
     whole = tiny_model.token_scores(*rows, drawn=Drawn(options, kept)).logprobs_BT
-    for module in ("scoring", "tree_scores"):
+    for module in ("scoring", "tree_engine.tree_scores"):
         monkeypatch.setattr(f"nip_astra.language_models.{module}.MAX_LOGITS", 50)
     again = tiny_model.kept_tokens(*rows, options)
     assert torch.equal(again.ids_K, kept.ids_K)
