@@ -1,0 +1,399 @@
+"""Nested dictionaries of NumPy arrays with a common batch shape: what text is kept in.
+
+`TensorDict` holds no strings; this holds arrays of them (`numpy.dtypes.StringDType`, a missing text
+is None) beside numbers and truth values, under the same names for the same methods.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nip_astra.errors import DataError
+
+Array: TypeAlias = NDArray[Any]
+Key: TypeAlias = str | tuple[str, ...]
+Value: TypeAlias = "Array | NestedArrayDict"
+
+TEXT = np.dtypes.StringDType(na_object=None)
+"""Type of arrays of texts, in which None is a missing text."""
+_KINDS: dict[str, Any] = {"int64": np.int64, "float64": np.float64, "bool": np.bool_, "str": TEXT}
+_FORMAT = "nested_array_dict/1"
+
+
+def as_array(value: object) -> Array:
+    """A value as an array of whole numbers, numbers, truth values or texts.
+
+    Parameters
+    ----------
+    value : array_like
+        Numbers, booleans, or texts and None; nested sequences or an array.
+
+    Returns
+    -------
+    numpy.ndarray
+        int64, float64, bool or `TEXT`. An array that has one of these types is not copied.
+
+    Raises
+    ------
+    DataError
+        When the value is ragged, or holds anything else: objects are never kept.
+    """
+    try:
+        array = np.asarray(value)
+    except ValueError as error:
+        raise DataError(
+            f"a value of a NestedArrayDict is no array: {error}; pad it first"
+        ) from error
+    if array.dtype.kind == "T":
+        return array if array.dtype == TEXT else array.astype(TEXT)
+    if array.dtype.kind == "U":
+        return array.astype(TEXT)
+    if array.dtype.kind == "b":
+        return array
+    if array.dtype.kind in "iu":
+        return array.astype(np.int64, copy=False)
+    if array.dtype.kind == "f":
+        return array.astype(np.float64, copy=False)
+    if array.dtype.kind == "O" and all(
+        text is None or isinstance(text, str) for text in array.flat
+    ):
+        return array.astype(TEXT)
+    raise DataError(
+        f"a value of a NestedArrayDict has the type {array.dtype}; it holds whole numbers, floats, "
+        "booleans and texts (None for a missing one). Convert it, or keep it elsewhere"
+    )
+
+
+class NestedArrayDict:
+    """A nested dictionary of arrays that share their leading dimensions.
+
+    A key is a name, or a tuple of names, one a level. An index that is no key selects from the
+    batch dimensions of every array at once. Looking a key up takes as many steps as it has names.
+
+    Parameters
+    ----------
+    source : Mapping
+        Arrays (or what `as_array` takes), dictionaries of them, by name or tuple of names.
+    batch_size : int or sequence of int
+        Leading shape of every array.
+
+    Raises
+    ------
+    DataError
+        For a value of another leading shape, or of a type that is not kept.
+    """
+
+    def __init__(
+        self,
+        source: Mapping[Any, Any] | NestedArrayDict | None = None,
+        batch_size: int | Sequence[int] = (),
+    ) -> None:
+        self.batch_size = (
+            (int(batch_size),)
+            if isinstance(batch_size, int | np.integer)
+            else tuple(int(size) for size in batch_size)
+        )
+        self._values: dict[str, Value] = {}
+        for key, value in (source or {}).items():
+            self[key] = value
+
+    def __getitem__(self, index: Any) -> Any:
+        if _is_key(index):
+            return self._find(names_of(index))
+        return self._index(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if _is_key(index):
+            self._put(names_of(index), value)
+            return
+        parts = value if isinstance(value, NestedArrayDict) else NestedArrayDict(value)
+        if set(parts.keys(True, True)) != set(self.keys(True, True)):
+            raise DataError(
+                f"a part with the keys {list(parts.keys(True, True))} cannot be put into one with "
+                f"{list(self.keys(True, True))}: set each key by itself"
+            )
+        for key, array in self.items(True, True):
+            array[index] = parts[key]
+
+    def __contains__(self, key: object) -> bool:
+        return _is_key(key) and self.get(cast(Key, key)) is not None
+
+    def __len__(self) -> int:
+        if not self.batch_size:
+            raise TypeError("a NestedArrayDict without batch dimensions has no length")
+        return self.batch_size[0]
+
+    def __iter__(self) -> Iterator[NestedArrayDict]:
+        return (self[place] for place in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both hold the same values, types and shapes under the same keys."""
+        if not isinstance(other, NestedArrayDict) or self.batch_size != other.batch_size:
+            return False
+        own, others = dict(self.items(True, True)), dict(other.items(True, True))
+        return own.keys() == others.keys() and all(
+            array.dtype == others[key].dtype and _equal(array, others[key])
+            for key, array in own.items()
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        leaves = (
+            f"{key!r}: {array.dtype} {list(array.shape)}" for key, array in self.items(True, True)
+        )
+        return f"NestedArrayDict(batch_size={list(self.batch_size)}, {{{', '.join(leaves)}}})"
+
+    def get(self, key: Key, default: Any = None) -> Any:
+        """The array or dictionary under a key, `default` where there is none."""
+        try:
+            return self._find(names_of(key))
+        except KeyError:
+            return default
+
+    def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[Any]:
+        """The keys, in the order in which they were set; nested ones are tuples."""
+        return dict(self._walk(include_nested, leaves_only)).keys()
+
+    def items(self, include_nested: bool = False, leaves_only: bool = False) -> ItemsView[Any, Any]:
+        """Keys with their arrays and dictionaries; see `keys`."""
+        return dict(self._walk(include_nested, leaves_only)).items()
+
+    def update(self, other: Mapping[Any, Any] | NestedArrayDict) -> NestedArrayDict:
+        """Set all values of another one; those of nested dictionaries are merged."""
+        for key, value in other.items():
+            names = names_of(key)
+            mine = self.get(names)
+            if isinstance(mine, NestedArrayDict) and isinstance(value, Mapping | NestedArrayDict):
+                mine.update(value)
+            else:
+                self._put(names, value)
+        return self
+
+    def apply(
+        self, function: Callable[[Array], Any], batch_size: int | Sequence[int]
+    ) -> NestedArrayDict:
+        """A new one with a function of each array, which must have the new batch size."""
+        result = NestedArrayDict(batch_size=batch_size)
+        for key, value in self._values.items():
+            if isinstance(value, NestedArrayDict):
+                result[key] = value.apply(function, batch_size)
+            else:
+                result[key] = function(value)
+        return result
+
+    def clone(self, recurse: bool = True) -> NestedArrayDict:
+        """A copy; with `recurse` False its dictionaries are new and its arrays are shared."""
+        return self.apply(np.copy if recurse else _same, self.batch_size)
+
+    def zeros_like(self) -> NestedArrayDict:
+        """The same keys and shapes with 0, False and missing texts."""
+        return self.apply(lambda array: zeros(array.shape, array.dtype), self.batch_size)
+
+    def reshape(self, *batch_size: int) -> NestedArrayDict:
+        """The same values with the batch dimensions in another shape, in order."""
+        num_batch = len(self.batch_size)
+        return self.apply(
+            lambda array: array.reshape(*batch_size, *array.shape[num_batch:]), batch_size
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain dictionaries of the same arrays."""
+        return {
+            key: value.to_dict() if isinstance(value, NestedArrayDict) else value
+            for key, value in self._values.items()
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write everything as JSON; the file is whole or not there."""
+        path = Path(path)
+        leaves = [
+            {
+                "key": list(names_of(key)),
+                "dtype": next(name for name, dtype in _KINDS.items() if array.dtype == dtype),
+                "shape": array.shape,
+                "values": array.ravel().tolist(),
+            }
+            for key, array in self.items(True, True)
+        ]
+        body = {"format": _FORMAT, "batch_size": self.batch_size, "leaves": leaves}
+        scratch = path.with_name(f".{path.name}.writing")
+        scratch.write_text(json.dumps(body, ensure_ascii=False), encoding="utf-8")
+        scratch.replace(path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> NestedArrayDict:
+        """Read what `save` has written; nothing in the file is run.
+
+        Raises
+        ------
+        DataError
+            When the file is missing, cut off, or of another kind.
+        """
+        try:
+            body = json.loads(Path(path).read_text(encoding="utf-8"))
+            if body["format"] != _FORMAT:
+                raise DataError(f"{path} has the format {body['format']!r}, not {_FORMAT!r}")
+            result = cls(batch_size=body["batch_size"])
+            for leaf in body["leaves"]:
+                values = np.array(leaf["values"], dtype=_KINDS[leaf["dtype"]])
+                result[tuple(leaf["key"])] = values.reshape(leaf["shape"])
+        except DataError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path} holds no NestedArrayDict that can be read: {error!r}. Write it anew with "
+                "`save`"
+            ) from error
+        return result
+
+    def _find(self, names: tuple[str, ...]) -> Value:
+        value: Value = self
+        for name in names:
+            if not isinstance(value, NestedArrayDict) or name not in value._values:
+                known = list(self.keys(include_nested=True, leaves_only=True))
+                raise KeyError(f"no {names!r} in a NestedArrayDict with the keys {known}")
+            value = value._values[name]
+        return value
+
+    def _put(self, names: tuple[str, ...], value: Any) -> None:
+        first, *rest = names
+        if rest:
+            inner = self._values.get(first)
+            if not isinstance(inner, NestedArrayDict):
+                inner = self._values[first] = NestedArrayDict(batch_size=self.batch_size)
+            inner._put(tuple(rest), value)
+            return
+        if isinstance(value, Mapping):
+            value = NestedArrayDict(value, self.batch_size)
+        kept = value if isinstance(value, NestedArrayDict) else as_array(value)
+        shape = kept.batch_size if isinstance(kept, NestedArrayDict) else kept.shape
+        if shape[: len(self.batch_size)] != self.batch_size:
+            raise DataError(
+                f"{first!r} has the shape {list(shape)}, which does not begin with the batch size "
+                f"{list(self.batch_size)} of its NestedArrayDict"
+            )
+        self._values[first] = kept
+
+    def _index(self, index: Any) -> NestedArrayDict:
+        # A dummy of the batch's shape says what the index leaves of it, and refuses one too long.
+        batch_size = np.broadcast_to(np.bool_(False), self.batch_size)[index].shape
+        return self.apply(lambda array: array[_within(index, len(self.batch_size))], batch_size)
+
+    def _walk(self, nested: bool, leaves_only: bool) -> Iterator[tuple[Key, Value]]:
+        for name, value in self._values.items():
+            is_dict = isinstance(value, NestedArrayDict)
+            if not (is_dict and leaves_only):
+                yield name, value
+            if is_dict and nested:
+                for key, inner in cast(NestedArrayDict, value)._walk(nested, leaves_only):
+                    yield (name, *names_of(key)), inner
+
+
+def stack_nested_array_dicts(items: Sequence[NestedArrayDict], dim: int = 0) -> NestedArrayDict:
+    """Equal-shaped dictionaries in a new batch dimension.
+
+    Raises
+    ------
+    DataError
+        When there are none, or their keys or batch sizes differ.
+    """
+    first = _check_alike(items)
+    place = dim if dim >= 0 else len(first.batch_size) + 1 + dim
+    batch_size = (*first.batch_size[:place], len(items), *first.batch_size[place:])
+    return _join(items, lambda arrays: np.stack(arrays, axis=place), batch_size)
+
+
+def concatenate_nested_array_dicts(
+    items: Sequence[NestedArrayDict], dim: int = 0
+) -> NestedArrayDict:
+    """Dictionaries one after the other along a batch dimension.
+
+    Raises
+    ------
+    DataError
+        When there are none, their keys differ, or their batch sizes elsewhere than along `dim`.
+    """
+    first = _check_alike(items, but=dim)
+    place = dim if dim >= 0 else len(first.batch_size) + dim
+    length = sum(one.batch_size[place] for one in items)
+    batch_size = (*first.batch_size[:place], length, *first.batch_size[place + 1 :])
+    return _join(items, lambda arrays: np.concatenate(arrays, axis=place), batch_size)
+
+
+def _is_key(index: object) -> bool:
+    return isinstance(index, str) or (
+        isinstance(index, tuple) and bool(index) and all(isinstance(name, str) for name in index)
+    )
+
+
+def names_of(key: Key) -> tuple[str, ...]:
+    """The names of a key, one a level."""
+    return (key,) if isinstance(key, str) else key
+
+
+def _within(index: Any, num_batch: int) -> Any:
+    """An index whose `...` stands for batch dimensions alone."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not any(part is Ellipsis for part in parts):
+        return index
+    used = sum(_dimensions_of(part) for part in parts)
+    place = next(at for at, part in enumerate(parts) if part is Ellipsis)
+    return (*parts[:place], *[slice(None)] * (num_batch - used), *parts[place + 1 :])
+
+
+def _dimensions_of(part: Any) -> int:
+    if part is Ellipsis or part is None:
+        return 0
+    is_mask = isinstance(part, np.ndarray) and part.dtype == np.bool_
+    return part.ndim if is_mask else 1
+
+
+def _same(array: Array) -> Array:
+    return array
+
+
+def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """An array of 0, False or missing texts."""
+    return np.full(shape, None, dtype=TEXT) if dtype == TEXT else np.zeros(shape, dtype)
+
+
+def _equal(first: Array, second: Array) -> bool:
+    if first.dtype == TEXT:
+        return first.shape == second.shape and first.tolist() == second.tolist()
+    return np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
+
+
+def _check_alike(items: Sequence[NestedArrayDict], but: int | None = None) -> NestedArrayDict:
+    if not items:
+        raise DataError(
+            "no NestedArrayDict was given; one at least is needed to know keys and shapes"
+        )
+    first = items[0]
+    sizes = [list(one.batch_size) for one in items]
+    if but is not None:
+        if not -len(sizes[0]) <= but < len(sizes[0]):
+            raise DataError(f"there is no batch dimension {but} in a batch size of {sizes[0]}")
+        for size in sizes:
+            size[but : but + 1 or None] = [0]
+    for one, size in zip(items, sizes, strict=True):
+        if size != sizes[0] or one.keys(True, True) != first.keys(True, True):
+            raise DataError(f"{one!r} does not fit to {first!r}: give all the same keys and sizes")
+    return first
+
+
+def _join(
+    items: Sequence[NestedArrayDict],
+    join: Callable[[list[Array]], Array],
+    batch_size: Sequence[int],
+) -> NestedArrayDict:
+    columns = [dict(one.items(True, True)) for one in items]
+    return NestedArrayDict(
+        {key: join([column[key] for column in columns]) for key in columns[0]}, batch_size
+    )

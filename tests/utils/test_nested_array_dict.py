@@ -1,0 +1,220 @@
+"""Nested arrays of texts and numbers behave as a TensorDict does, and survive the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nip_astra.errors import DataError
+from nip_astra.utils.array_specs import (
+    BoolArraySpec,
+    CompositeSpec,
+    FloatArraySpec,
+    IntArraySpec,
+    StringArraySpec,
+)
+from nip_astra.utils.nested_array_dict import (
+    TEXT,
+    NestedArrayDict,
+    concatenate_nested_array_dicts,
+    stack_nested_array_dicts,
+)
+
+NUMBERS = np.arange(24).reshape(2, 3, 4)
+TEXTS = np.array([["a", None, "ü\u2028"], ["", "e", "f"]], dtype=TEXT)
+
+
+def example() -> NestedArrayDict:
+    return NestedArrayDict(
+        {
+            "round": NUMBERS,
+            ("agents", "message"): TEXTS,
+            "agents": {"message": TEXTS, "reward": {"mean": NUMBERS[..., 0] / 3}},
+            "done": NUMBERS[..., 0] > 6,
+        },
+        (2, 3),
+    )
+
+
+INDICES: list[Any] = [
+    0,
+    -1,
+    (1, 2),
+    slice(1, None),
+    (slice(None), 1),
+    (..., 0),
+    (0, ...),
+    [1, 0, 1],
+    np.array([True, False]),
+    np.array([[True, False, True], [False, False, True]]),
+    (slice(None), None, 0),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=repr)
+def test_an_index_selects_from_the_batch_as_in_a_tensordict(index: Any) -> None:
+    ours = NestedArrayDict({"x": NUMBERS, "in": {"y": NUMBERS * 2.0}}, (2, 3))
+    theirs = TensorDict(
+        {"x": torch.tensor(NUMBERS), "in": {"y": torch.tensor(NUMBERS * 2.0)}}, (2, 3)
+    )
+    as_torch = torch.tensor(index) if isinstance(index, np.ndarray) else index
+    selected, expected = ours[index], theirs[as_torch]
+    assert selected.batch_size == tuple(expected.batch_size)
+    for key in ("x", ("in", "y")):
+        np.testing.assert_array_equal(selected[key], expected[key].numpy())
+
+
+def test_texts_are_selected_with_the_numbers_beside_them() -> None:
+    row = example()[0]
+    assert row["agents", "message"].tolist() == ["a", None, "ü\u2028"]
+    assert row["agents"]["reward", "mean"].shape == (3,)
+    assert [one["done"].tolist() for one in example()] == [[False, False, True], [True] * 3]
+
+
+def test_an_index_beyond_the_batch_is_refused() -> None:
+    with pytest.raises(IndexError):
+        example()[0, 0, 0]
+
+
+def test_keys_follow_the_order_of_setting_and_nested_ones_are_tuples() -> None:
+    nested = example()
+    assert list(nested.keys()) == ["round", "agents", "done"]
+    leaves = ["round", ("agents", "message"), ("agents", "reward", "mean"), "done"]
+    assert list(nested.keys(include_nested=True, leaves_only=True)) == leaves
+    assert ("agents", "reward") in nested.keys(include_nested=True)
+    assert ("agents", "message") in nested
+    assert ("agents", "none") not in nested
+
+
+def test_a_clone_shares_nothing_and_a_shallow_one_its_arrays() -> None:
+    original = example()
+    deep, shallow = original.clone(), original.clone(recurse=False)
+    deep["agents", "message"][0, 0] = "changed"
+    shallow["new"] = NUMBERS
+    shallow["agents", "new"] = NUMBERS
+    assert original == example()
+    shallow["round"][0, 0, 0] = 99
+    assert original["round"][0, 0, 0] == 99
+
+
+def test_zeros_keep_shapes_and_types() -> None:
+    zeros = example().zeros_like()
+    assert zeros["agents", "message"].tolist() == [[None] * 3] * 2
+    assert not zeros["done"].any()
+    assert not zeros["round"].any()
+    assert zeros["round"].shape == NUMBERS.shape
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+def test_stacking_makes_a_batch_dimension(dim: int) -> None:
+    stacked = stack_nested_array_dicts([example(), example().zeros_like()], dim)
+    expected = np.stack([NUMBERS, NUMBERS * 0], axis=dim if dim >= 0 else 2)
+    np.testing.assert_array_equal(stacked["round"], expected)
+    assert stacked.batch_size == stacked["agents", "message"].shape
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_concatenation_is_undone_by_slicing(dim: int) -> None:
+    joined = concatenate_nested_array_dicts([example(), example()], dim)
+    half = slice(example().batch_size[dim], None)
+    assert joined[half if dim == 0 else (slice(None), half)] == example()
+
+
+def test_concatenation_takes_different_lengths() -> None:
+    joined = concatenate_nested_array_dicts([example(), example()[:1]])
+    assert joined.batch_size == (3, 3)
+    assert joined["agents", "message"].tolist() == [*TEXTS.tolist(), TEXTS.tolist()[0]]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [[], [example(), NestedArrayDict({"round": NUMBERS}, (2, 3))], [example(), example()[:, :1]]],
+)
+def test_what_does_not_fit_together_is_refused(items: list[NestedArrayDict]) -> None:
+    with pytest.raises(DataError):
+        stack_nested_array_dicts(items)
+    with pytest.raises(DataError):
+        concatenate_nested_array_dicts(items)
+
+
+def test_update_merges_nested_dictionaries() -> None:
+    nested = example().update(
+        {"agents": {"retries": NUMBERS}, ("agents", "message"): TEXTS[:, ::-1]}
+    )
+    assert set(nested["agents"].keys()) == {"message", "reward", "retries"}
+    assert nested["agents", "message"].tolist() == TEXTS[:, ::-1].tolist()
+
+
+def test_a_part_can_be_put_into_the_whole() -> None:
+    nested = example()
+    nested[0] = nested[1]
+    assert nested[0] == example()[1]
+    with pytest.raises(DataError, match="keys"):
+        nested[0] = {"round": NUMBERS[1]}
+
+
+def test_a_file_gives_back_the_same(tmp_path: Path) -> None:
+    original = example()
+    original["agents", "reward", "mean"][0, 0] = np.nan
+    original["empty"] = np.zeros((2, 3, 0))
+    original.save(tmp_path / "rollouts.json")
+    assert NestedArrayDict.load(tmp_path / "rollouts.json") == original
+    assert [path.name for path in tmp_path.iterdir()] == ["rollouts.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": "other/1"}', '{"format": 3}'])
+def test_a_broken_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rollouts.json"
+    path.write_text(text)
+    with pytest.raises(DataError, match=r"rollouts\.json"):
+        NestedArrayDict.load(path)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.zeros((3, 2)), [[1, 2], [3]], [[object()] * 3] * 2, np.zeros((2, 3), dtype=np.complex64)],
+    ids=["shape", "ragged", "objects", "complex"],
+)
+def test_values_of_other_shapes_and_types_are_refused(value: Any) -> None:
+    with pytest.raises(DataError):
+        NestedArrayDict({"x": value}, (2, 3))
+
+
+def test_a_missing_key_is_told_with_those_that_are_there() -> None:
+    with pytest.raises(KeyError, match="message"):
+        example()["agents", "mesage"]
+
+
+def test_specs_make_and_check_dictionaries() -> None:
+    spec = CompositeSpec(
+        {
+            "round": IntArraySpec((2,), ("batch",)),
+            "agents": {"message": StringArraySpec((2, 3), ("batch", "agent"))},
+            "reward": FloatArraySpec((2,)),
+            "done": BoolArraySpec((2,)),
+        },
+        (2,),
+        ("batch",),
+    )
+    zero = spec.zero()
+    spec.check(zero)
+    assert zero["agents", "message"].tolist() == [[None] * 3] * 2
+    assert spec["agents", "message"].dim_names == ("batch", "agent")
+    zero["agents", "message"] = np.zeros((2, 3))
+    with pytest.raises(DataError, match="message"):
+        spec.check(zero)
+    with pytest.raises(DataError, match="done"):
+        spec.check(
+            NestedArrayDict(
+                {"round": [1, 2], "agents": spec["agents"].zero(), "reward": [0.0, 1]}, 2
+            )
+        )
+    with pytest.raises(DataError):
+        CompositeSpec({"round": IntArraySpec((3,))}, (2,))
+    with pytest.raises(DataError):
+        IntArraySpec((3,), ("a", "b"))
