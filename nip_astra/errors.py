@@ -217,6 +217,10 @@ class UnexpectedExitError(NipAstraError, RuntimeError):
         return type(self), (self.code,)
 
 
+class SandboxUnavailableError(NipAstraError, RuntimeError):
+    """Code of a model cannot be run, because this machine offers no sandbox for it."""
+
+
 class TrackingError(NipAstraError, RuntimeError):
     """An experiment tracker cannot be used as asked."""
 
