@@ -1,0 +1,1 @@
+"""Code validation: is a solution of a programming problem right? Its data are made here."""

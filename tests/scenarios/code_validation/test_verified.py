@@ -1,0 +1,127 @@
+"""Wrong solutions are subtly wrong: they pass half of the tests at least, and never all."""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from nip_astra.errors import DataError, SandboxUnavailableError
+from nip_astra.scenarios.code_validation.mutations import mutations, normal_form, special_cases
+from nip_astra.scenarios.code_validation.verified import (
+    Case,
+    expected_values,
+    share_passed,
+    solutions,
+    varied,
+)
+from nip_astra.utils.sandbox import check_sandbox
+
+DATA = Path(__file__).resolve().parents[3] / "scenarios" / "code_validation" / "problems.jsonl"
+CLAMP = "def clamp(n, low):\n    if n < low:   # below\n        return low\n    return n"
+
+
+@pytest.fixture
+def _sandbox() -> None:
+    try:
+        check_sandbox()
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "changed"),
+    [
+        ("a < b", "comparison", {"a <= b", "a > b"}),
+        ("a not in b", "comparison", {"a in b"}),
+        ("a // b", "arithmetic", {"a * b"}),
+        ("x = 3", "number", {"x = 4", "x = 2"}),
+        ("a and b", "logic", {"a or b"}),
+        ("x = True", "logic", {"x = False"}),
+        ("min(a)", "twin", {"max(a)"}),
+        ("a.lower()", "twin", {"a.upper()"}),
+        ("a[b:c]", "slice", {"a[b + 1:c]", "a[b:c + 1]"}),
+        ("range(n)", "range", {"range(n - 1)"}),
+        ("range(a, b, c)", "range", {"range(a, b - 1, c)"}),
+        ("while a:\n    x += b", "statement", {"while a:\n    pass"}),
+        ("if a:\n    x = b\nelse:\n    x = c", "branch", {"if a:\n    x = b"}),
+    ],
+)
+def test_each_kind_of_mutation_changes_one_place(code: str, kind: str, changed: set[str]) -> None:
+    found = {one.code.rstrip() for one in mutations(code) if one.kind == kind}
+    assert found == changed
+
+
+def test_mutations_differ_from_each_other_and_say_where() -> None:
+    found = mutations(CLAMP)
+    assert [one.line for one in found] == [2, 2]
+    assert len({one.code for one in found} | {normal_form(CLAMP)}) == 3
+
+
+def test_special_cases_change_arguments_beyond_a_size() -> None:
+    found = special_cases(CLAMP, {"n": ("number", 7)})
+    for one, shift in zip(found, (-1, 1), strict=True):
+        names: dict[str, object] = {}
+        exec(one.code, names)
+        clamp = names["clamp"]
+        assert callable(clamp)
+        assert (clamp(7, 0), clamp(8, 0)) == (7, 8 + shift)
+
+
+def test_tests_have_as_many_answers_as_there_are() -> None:
+    cases = [Case((n,), n > 8) for n in (*range(10), 0)]
+    chosen = varied(cases, 3)
+    assert [case.expected for case in chosen] == [False, True, False]
+    assert len(varied(cases, 99)) == 10
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_a_share_counts_values_of_the_right_type_only() -> None:
+    code = "def f(n):\n    return [True, 1, 1.0, [1], None][n]"
+    cases = [Case((0,), 1), Case((1,), 1), Case((2,), 1), Case((3,), [1]), Case((9,), None)]
+    assert share_passed(code, "f", cases) == 2 / 5
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_a_right_solution_that_fails_is_refused() -> None:
+    with pytest.raises(DataError, match="ZeroDivisionError"):
+        expected_values("def f(n): return 1 / n", "f", [(1,), (0,)])
+    with pytest.raises(DataError, match="fails a test"):
+        solutions("def f(n): return n", "f", [Case((1,), 2)], 1, random.Random(0))
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_equal_seeds_give_equal_solutions() -> None:
+    cases = expected_values(CLAMP, "clamp", [(n, 3) for n in range(8)])
+    found = [solutions(CLAMP, "clamp", cases, 3, random.Random(5)) for _ in range(2)]
+    assert found[0] == found[1]
+    assert [one.is_correct for one in found[0]] == [True, False, False]
+
+
+def test_the_data_that_ship_are_as_promised() -> None:
+    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) >= 100
+    assert len({row["name"] for row in rows}) == len(rows)
+    for row in rows:
+        right, *wrong = row["solutions"]
+        assert right["is_correct"]
+        assert len(wrong) >= 2
+        assert len({one["code"] for one in row["solutions"]}) == len(row["solutions"])
+        assert all(0.5 <= one["share_passed"] < 1 and not one["is_correct"] for one in wrong)
+        assert all(one["mutation"] and ast.parse(one["code"]) for one in wrong)
+        assert row["question"]
+        assert row["level"] in (1, 2, 3)
+        assert len(row["tests"]) >= 8
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_programs_of_the_data_do_what_is_said_of_them() -> None:
+    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
+    for row in random.Random(0).sample(rows, 6):
+        cases = [Case(tuple(arguments), expected) for arguments, expected in row["tests"]]
+        for solution in row["solutions"]:
+            found = share_passed(solution["code"], row["name"], cases)
+            assert found == pytest.approx(solution["share_passed"])
