@@ -24,6 +24,7 @@ BUILTINS = {
     "DuplicateNameError": ValueError,
     "PluginError": ImportError,
     "UntrustedRunError": PermissionError,
+    "SandboxUnavailableError": RuntimeError,
     "AgentShapeError": ValueError,
     "MissingDependencyError": ImportError,
     "ModelLoadError": OSError,
