@@ -221,6 +221,14 @@ class SandboxUnavailableError(NipAstraError, RuntimeError):
     """Code of a model cannot be run, because this machine offers no sandbox for it."""
 
 
+class ServiceError(NipAstraError, ConnectionError):
+    """A service cannot be reached, or refuses what it is asked for."""
+
+
+class BudgetExhaustedError(NipAstraError, RuntimeError):
+    """What may be spent on services is spent; the work so far is kept."""
+
+
 class TrackingError(NipAstraError, RuntimeError):
     """An experiment tracker cannot be used as asked."""
 

@@ -39,6 +39,8 @@ BUILTINS = {
     "NonFiniteOutputError": ArithmeticError,
     "HelperProcessError": RuntimeError,
     "UnexpectedExitError": RuntimeError,
+    "ServiceError": ConnectionError,
+    "BudgetExhaustedError": RuntimeError,
     "TrackingError": RuntimeError,
     "StopRequested": RuntimeError,
 }

@@ -80,6 +80,17 @@ class LanguageModelType(StrEnum):
     """The same, but vLLM samples from it; needs a GPU."""
 
 
+class ChatModelType(StrEnum):
+    """Backends of chat models."""
+
+    OPENAI = "openai"
+    """A model behind any service that speaks OpenAI's protocol."""
+    LOCAL = "local"
+    """A language model in this process."""
+    SCRIPTED = "scripted"
+    """Answers that are written down beforehand."""
+
+
 class ScorerType(StrEnum):
     """Scorers."""
 

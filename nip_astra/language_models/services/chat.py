@@ -1,0 +1,179 @@
+"""Chat models: messages in, messages out, asynchronously; no tokenizer and no weights needed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
+
+from nip_astra.parameters.parameters_base import PolymorphicParameters
+
+
+class ChatMessage(TypedDict):
+    """One message of a conversation, as OpenAI's protocol and chat templates spell it."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """What a chat model is asked.
+
+    Attributes
+    ----------
+    messages : tuple of ChatMessage
+        The conversation so far; the answer is the next message of the assistant.
+    max_tokens : int
+        Most tokens of an answer.
+    temperature : float
+        Of sampling, at least 0; 0 takes the likeliest token.
+    top_p : float
+        Least probability that the likeliest tokens must have together to be all that is drawn.
+    stop : tuple of str
+        Texts before which an answer ends; they are no part of it.
+    seed : int or None
+        With equal seeds a service that can will answer alike; sample i of n has a draw of its own.
+    num_samples : int
+        Answers to draw independently, at least 1.
+    needs_logprobs : bool
+        Whether answers shall hold the log-probabilities of their tokens.
+    """
+
+    messages: tuple[ChatMessage, ...]
+    max_tokens: int = 256
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    num_samples: int = 1
+    needs_logprobs: bool = False
+
+
+class ChatUsage(NamedTuple):
+    """Tokens of a request and its answers, as the service counts them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+NOTHING_USED = ChatUsage()
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"
+    """The model ended its turn, or said a stop text."""
+    LENGTH = "length"
+    """`max_tokens` were said."""
+    CONTENT_FILTER = "content_filter"
+    """The service withheld the rest."""
+
+
+class FailureReason(StrEnum):
+    """Why there is no answer, though the request was a right one."""
+
+    TIMEOUT = "timeout"
+    UNAVAILABLE = "unavailable"
+    """No connection, a broken one, or an error of the server, after all attempts."""
+    RATE_LIMITED = "rate_limited"
+    """The service still refused for its limits after all attempts."""
+    REFUSED = "refused"
+    """The service refused this very request, for instance for its length or its content."""
+    MALFORMED = "malformed"
+    """What the service sent is not of the protocol."""
+
+
+@dataclass(frozen=True)
+class ChatAnswer:
+    """One message of a model.
+
+    Attributes
+    ----------
+    text : str
+        What it said; empty where it refused in a field of its own.
+    finish_reason : FinishReason
+        Why it ended.
+    refusal : str or None
+        The service's own words where it marks an answer as a refusal.
+    token_logprobs : tuple of float or None
+        Log-probability of each token of the text, nats; None where none were asked for or given.
+    """
+
+    text: str
+    finish_reason: FinishReason = FinishReason.STOP
+    refusal: str | None = None
+    token_logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ChatFailure:
+    """A sample that did not come about; data of the experiment, not the end of the run."""
+
+    reason: FailureReason
+    message: str
+
+
+@dataclass(frozen=True)
+class ChatOutcome:
+    """What became of a request.
+
+    Attributes
+    ----------
+    samples : tuple of ChatAnswer or ChatFailure
+        One a sample asked for, in order.
+    usage : ChatUsage
+        Tokens of all samples together, of attempts that were paid for.
+    is_cached : bool
+        Whether the samples were remembered, so that nothing was paid for them.
+    """
+
+    samples: tuple[ChatAnswer | ChatFailure, ...]
+    usage: ChatUsage = NOTHING_USED
+    is_cached: bool = False
+
+
+class ChatModel(ABC):
+    """A model that answers messages.
+
+    Attributes
+    ----------
+    name : str
+        Of the model at its service; part of what an answer is remembered by.
+    """
+
+    class Parameters(PolymorphicParameters):
+        """Parameters of the backend; a subclass adds its own."""
+
+        type_name: ClassVar[str] = ""
+
+    name: str
+
+    @classmethod
+    @abstractmethod
+    def load(cls, parameters: Any, *, scenario_dir: Path | None) -> ChatModel:
+        """Build the model that parameters describe.
+
+        Raises
+        ------
+        ConfigurationError
+            When the parameters cannot be meant.
+        """
+
+    @abstractmethod
+    async def answer(self, request: ChatRequest) -> ChatOutcome:
+        """Answer a request. May be called many times at once.
+
+        Raises
+        ------
+        ConfigurationError
+            When no request would fare better: a wrong key, address or model.
+        BudgetExhaustedError
+            When the budget does not allow another request.
+        """
+
+    async def close(self) -> None:  # noqa: B027 - a model without connections has nothing to free
+        """End what is open. The model may be asked again later."""

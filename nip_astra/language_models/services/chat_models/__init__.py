@@ -1,0 +1,1 @@
+"""Backends of chat models, one file each."""
