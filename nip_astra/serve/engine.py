@@ -9,6 +9,7 @@ Shape suffixes: `N` token, `R` row, `X` hidden unit.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -83,10 +84,13 @@ class Engine:
         *,
         vocab_size: int,
         context_window: int,
-        limits: EngineLimits = EngineLimits(),
+        limits: EngineLimits,
     ) -> None:
         self.decoder, self.tokenizer, self.limits = decoder, tokenizer, limits
-        self.context_window = context_window
+        # Tokenizers may be used by one thread at a time.
+        self._own_tokenizer = copy.deepcopy(tokenizer)
+        self.context_window, self.vocab_size = context_window, vocab_size
+        self.dtype = weights.dtype
         self.device = weights.embedding_VX.device
         self.end_ids = find_end_ids(generation_config, tokenizer)
         banned = find_banned_ids(tokenizer, self.end_ids, vocab_size)
@@ -262,10 +266,9 @@ class Engine:
             self._draw(last_RX[torch.tensor(places, device=self.device)], begun)
 
     def _rows_of(self, request: GenerationRequest, prompt: ReadPrompt) -> list[Row]:
-        self._slots.add(prompt, request.num_samples)
-        return [
-            Row(request, index, self.tokenizer, self._ends) for index in range(request.num_samples)
-        ]
+        count = request.num_samples
+        self._slots.add(prompt, count)
+        return [Row(request, index, self._own_tokenizer, self._ends) for index in range(count)]
 
     def _forward_prompts(
         self, parts: Sequence[tuple[GenerationRequest, ReadPrompt, int]]

@@ -9,7 +9,10 @@ from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.sources import computing_dtype, round_weights
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.weights import frozen_weights
+from nip_astra.parameters.content import find_scenario
 from nip_astra.serve.engine import Engine, EngineLimits
+
+_SCENARIO = "scenario://"
 
 
 def load_engine(
@@ -20,13 +23,15 @@ def load_engine(
     Parameters
     ----------
     path : str
-        Folder, hub id or `.gguf` file, as parameters of the Hugging Face backend name it.
+        Folder, hub id or `.gguf` file, as parameters of the Hugging Face backend name it, or
+        `scenario://name/folder` for a model that a scenario ships.
 
     Raises
     ------
     ModelLoadError
         When it cannot be loaded, or is not of the family that the engine computes.
     """
+    path = find_model(path)
     module = load_model(path, None, None).to(device)
     reason = why_unsupported(module)
     if reason is not None:
@@ -47,3 +52,9 @@ def load_engine(
         context_window=int(getattr(module.config, "max_position_embeddings", 1 << 20)),
         limits=limits,
     )
+
+
+def find_model(path: str) -> str:
+    """Where a model stands; a scenario's models are found by its name."""
+    scenario, _, inside = path.removeprefix(_SCENARIO).partition("/")
+    return str(find_scenario(scenario) / inside) if path.startswith(_SCENARIO) else path
