@@ -43,6 +43,8 @@ def serve(
     require_packages()
     import uvicorn
 
+    from nip_astra.serve.http_server import HttpServer
+
     settings.token()  # refused before models are loaded
     if not models:
         raise ConfigurationError(
@@ -70,7 +72,7 @@ def serve(
             )
             listening.listen(_BACKLOG)
             tell(settings)
-            uvicorn.Server(config).run(sockets=[listening])
+            HttpServer(config).run(sockets=[listening])
         finally:
             shelf.close()
 
