@@ -124,8 +124,8 @@ def sapo_loss(
 ) -> Tensor:
     """`-(4 / tau) sigmoid(tau (ratio - 1)) A`: a soft gate in place of a clip (SAPO).
 
-    arXiv:2511.20347. `tau` is one of the temperatures by the sign of A; a larger one lets ratios move less. At ratio
-    1 the gradient is that of importance sampling.
+    arXiv:2511.20347. `tau` is one of the temperatures by the sign of A; a larger one lets ratios
+    move less. At ratio 1 the gradient is that of importance sampling.
     """
     if not (temperature_positive > 0 and temperature_negative > 0):
         raise ConfigurationError(
