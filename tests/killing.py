@@ -1,8 +1,7 @@
 """Kill a run at its file operations, one after the other, and go on from what is left.
 
-Run as `python -m tests.killing FOLDER TRAINER=EVERY ...`: one line of JSON a fault, and one that sums
-up each trainer. Processes are forked from one that has run once, so that a kill costs a run and no
-more.
+Run as `python -m tests.killing FOLDER TRAINER=EVERY ...`: one line of JSON a fault, and one that
+sums up each trainer. Processes are forked from one that has run once, so that a kill costs a run.
 """
 
 from __future__ import annotations
