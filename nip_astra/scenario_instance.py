@@ -11,6 +11,7 @@ from nip_astra.errors import MissingPartError
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.scenario_base.tasks.base import Task
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
@@ -86,6 +87,19 @@ class ConversationInstance(ScenarioInstance):
     sampler: TreeSampler
     planted_failures: Sequence[PlantedFailure] = ()
     reward_terms: Mapping[str, RewardTerm] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class TaskInstance(ScenarioInstance):
+    """A policy that answers problems in messages.
+
+    Attributes
+    ----------
+    task : Task
+        The problems, each with its environment.
+    """
+
+    task: Task
 
 
 @dataclass(kw_only=True)

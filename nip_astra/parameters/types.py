@@ -41,6 +41,21 @@ class ScenarioType(StrEnum):
     """Provers and verifiers send nodes of two graphs, and the verifier says if they are alike."""
     IMAGE_CLASSIFICATION = "image_classification"
     """Provers and verifiers point at parts of an image, and the verifier says which class it is."""
+    TASK = "task"
+    """A policy answers the problems of a task in messages and is rewarded for it."""
+
+
+class TaskType(StrEnum):
+    """Tasks that a policy answers in messages."""
+
+    ARITHMETIC = "arithmetic"
+    """Sums, differences and products of whole numbers."""
+    COUNTDOWN = "countdown"
+    """Make a number out of given ones."""
+    GUESS_NUMBER = "guess_number"
+    """Find a hidden number in several turns, told each time whether it is higher or lower."""
+    DATASET = "dataset"
+    """Problems of a file or data set, rated by their answers or by a scorer."""
 
 
 class InteractionProtocolType(StrEnum):
