@@ -116,6 +116,7 @@ if TYPE_CHECKING:
     from nip_astra.scorers.base import Scorer as Scorer
     from nip_astra.scorers.registry import build_scorer as build_scorer
     from nip_astra.scorers.registry import register_scorer as register_scorer
+    from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
@@ -134,6 +135,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AgentsParameters": "nip_astra.parameters.agents",
     "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
+    "AstPreferenceTrainer": "nip_astra.trainers.ast.preference",
     "AstTrainer": "nip_astra.trainers.ast_base",
     "BaseRunParameters": "nip_astra.parameters.protocols",
     "ChatModel": "nip_astra.language_models.services.chat",

@@ -12,6 +12,8 @@ class TrainerType(StrEnum):
     """Online DPO of an attacker over trees of conversation."""
     AST_IPO = "ast_ipo"
     """Online IPO of an attacker: preference by a fixed margin."""
+    AST_SIMPO = "ast_simpo"
+    """Online simple preference optimisation of an attacker."""
     AST_PPO = "ast_ppo"
     """Token-level PPO of an attacker with a value head."""
     AST_GRPO = "ast_grpo"
