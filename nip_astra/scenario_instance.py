@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
@@ -42,6 +43,8 @@ class ScenarioInstance:
         Folder of the scenario, which `scenario://` references name.
     reward_terms : Mapping[str, RewardTerm]
         What is added to the rewards of training rollouts, by name.
+    services : Mapping[str, PatientChatModel]
+        Chat models that are asked, by who they are: "target", "judge".
     protocol_handler : ProtocolHandler, optional
         The interaction protocol that the agents play.
     train_dataset, test_dataset : TensorDict, optional
@@ -63,6 +66,7 @@ class ScenarioInstance:
     planted_failures: Sequence[PlantedFailure] = ()
     scenario_dir: Path | None = None
     reward_terms: Mapping[str, RewardTerm] = field(default_factory=dict)
+    services: Mapping[str, PatientChatModel] = field(default_factory=dict)
 
     protocol_handler: ProtocolHandler | None = None
     train_dataset: TensorDict | None = None

@@ -17,20 +17,26 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 
-from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    ConfigurationError,
+    NonFiniteLossError,
+    StopRequested,
+)
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.sizes import num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.ast.behaviour import Behaviour
 from nip_astra.trainers.ast.checkpoints import AstCheckpoints
-from nip_astra.trainers.ast.dry_run import check_size, estimate_cost
+from nip_astra.trainers.ast.dry_run import check_size, estimate_cost, estimate_services
 from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
 from nip_astra.trainers.ast.harness import Harness
 from nip_astra.trainers.ast.hooks import AstHooks
-from nip_astra.trainers.ast.results import training_summary
+from nip_astra.trainers.ast.results import service_metrics, training_summary
 from nip_astra.trainers.ast.rewards import RewardShaping
 from nip_astra.trainers.ast.state import AstState
 from nip_astra.trainers.ast.tokens import rollout_token_metrics, update_token_metrics
@@ -148,7 +154,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
             if self._has_stopped_early():
                 break
             started = time.perf_counter()
-            parts = self._collect(iteration) if self.state.samples is None else {}
+            parts = self._collect_or_save(iteration) if self.state.samples is None else {}
             collected = time.perf_counter()
             self._update(iteration)
             timings = {
@@ -222,6 +228,14 @@ class AstTrainer(AstHooks, TensorDictTrainer):
         tree.nodes["credit"] = self.credit(tree)
         return metrics
 
+    def _collect_or_save(self, iteration: int) -> dict[str, float]:
+        """Collect; where nothing more may be spent, what was learnt so far is saved."""
+        try:
+            return self._collect(iteration)
+        except BudgetExhaustedError:
+            self._save_checkpoint()
+            raise
+
     def _collect(self, iteration: int) -> dict[str, float]:
         """Play the iteration's episodes, keep what they teach, and give the seconds by part."""
         models = {
@@ -248,6 +262,7 @@ class AstTrainer(AstHooks, TensorDictTrainer):
             **self.policy.take_metrics(),
             **experience.metrics,
             **self.flatten_metrics,
+            **service_metrics(self.scenario_instance.services),
         }
         if discovery.planted:
             metrics["plants_found"] = float(discovery.num_found)
@@ -424,4 +439,8 @@ class AstTrainer(AstHooks, TensorDictTrainer):
         """Play one episode, step on what it gives, and estimate a whole run."""
         with ExitStack() as stack:
             self._build_train_context(stack)
-            return estimate_cost(self.harness, self.optimizer, self.training)
+            estimate = estimate_cost(self.harness, self.optimizer, self.training)
+            services = self.scenario_instance.services
+            per_episode = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
+            num_queries = self.evaluation.num_queries_of_run()
+            return estimate | estimate_services(services, num_queries / per_episode)

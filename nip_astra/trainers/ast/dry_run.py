@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
 from nip_astra.trainers.ast.harness import Harness
@@ -84,3 +86,25 @@ def estimate_cost(
         "training_target_queries": num_episodes * tree.num_nodes,
         "estimated_training_hours_at_most": num_episodes * (stepped - started) / 3600.0,
     }
+
+
+def estimate_services(
+    services: Mapping[str, PatientChatModel], num_episodes: float
+) -> dict[str, Any]:
+    """What chat models would take in a whole run, by what one episode took.
+
+    Parameters
+    ----------
+    num_episodes : float
+        Episodes of the run, those of evaluations included, in episodes of training.
+    """
+    found: dict[str, Any] = {}
+    for name, model in services.items():
+        use = model.use
+        tokens = use.prompt_tokens + use.completion_tokens
+        key = name.replace(" ", "_")
+        found[f"{key}_requests"] = round(use.num_requests * num_episodes)
+        found[f"{key}_tokens"] = round(tokens * num_episodes)
+        found[f"{key}_cost"] = None if use.cost is None else use.cost * num_episodes
+        found[f"{key}_seconds_per_request"] = use.median_seconds
+    return found
