@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
@@ -26,7 +25,6 @@ def build_app(
     settings: ServiceSettings,
     *,
     routers: Sequence[APIRouter] = (),
-    on_close: Sequence[Callable[[], None]] = (),
 ) -> FastAPI:
     """The service over the models of a shelf.
 
@@ -34,18 +32,8 @@ def build_app(
     ----------
     routers : Sequence[APIRouter]
         Further routes.
-    on_close : Sequence[Callable]
-        Called when the service ends, before the models are let go.
     """
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        for close in on_close:
-            close()
-        shelf.close()
-
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(text_routes(shelf, settings))
     for router in routers:
         app.include_router(router)

@@ -84,13 +84,14 @@ class Engine:
         *,
         vocab_size: int,
         context_window: int,
+        num_parameters: int,
         limits: EngineLimits,
     ) -> None:
         self.decoder, self.tokenizer, self.limits = decoder, tokenizer, limits
         # Tokenizers may be used by one thread at a time.
         self._own_tokenizer = copy.deepcopy(tokenizer)
         self.context_window, self.vocab_size = context_window, vocab_size
-        self.dtype = weights.dtype
+        self.dtype, self.num_parameters = weights.dtype, num_parameters
         self.device = weights.embedding_VX.device
         self.end_ids = find_end_ids(generation_config, tokenizer)
         banned = find_banned_ids(tokenizer, self.end_ids, vocab_size)
