@@ -10,7 +10,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nip_astra.errors import MissingDependencyError
 from nip_astra.serve.api_errors import ApiError, error_body
 from nip_astra.serve.guards import Guard
 from nip_astra.serve.settings import ServiceSettings
@@ -66,21 +65,3 @@ def build_app(
 
     app.add_middleware(Guard, token=settings.token(), max_bytes=max_bytes)
     return app
-
-
-def require_packages() -> None:
-    """Refuse to start without what the service is made of.
-
-    Raises
-    ------
-    MissingDependencyError
-        With how to install it.
-    """
-    try:
-        import python_multipart  # noqa: F401 - reads uploads
-        import uvicorn  # noqa: F401 - what carries the application
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"a text service was to be started, and it needs the package {error.name}. Install it "
-            "with: pip install 'nip_astra[serve]'."
-        ) from error

@@ -7,11 +7,10 @@ import socket
 from collections.abc import Callable, Mapping
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.serve.app import require_packages
 from nip_astra.serve.engine import EngineLimits
+from nip_astra.serve.packages import require_packages
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
-from nip_astra.serve.state import open_service
 from nip_astra.utils.devices import resolve_device
 
 SECONDS_TO_FINISH = 5
@@ -45,6 +44,7 @@ def serve(
     import uvicorn
 
     from nip_astra.serve.http_server import HttpServer
+    from nip_astra.serve.state import open_service
 
     settings.token()  # refused before models are loaded
     if not models:

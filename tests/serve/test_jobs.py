@@ -289,6 +289,7 @@ def test_uploads_of_another_kind_are_json_errors(service: Running, client: opena
         assert reply.json()["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.slow  # several processes, each of which imports torch
 def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> None:
     with (
         running({"tiny": str(tiny_model_dir)}, max_full_parameters=10**6) as service,
@@ -305,6 +306,7 @@ def start(model: Path, state: Path) -> LocalService:
     return LocalService({"tiny": str(model)}, settings, num_threads=1)
 
 
+@pytest.mark.slow  # several processes, each of which imports torch
 def test_jobs_and_models_survive_a_kill_of_the_service(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -328,6 +330,7 @@ def test_jobs_and_models_survive_a_kill_of_the_service(
     assert not (tmp_path / "files" / "file-cut.part").exists()
 
 
+@pytest.mark.slow  # several processes, each of which imports torch
 def test_a_service_that_is_stopped_leaves_its_job_for_the_next(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -342,6 +345,7 @@ def test_a_service_that_is_stopped_leaves_its_job_for_the_next(
     assert left.crashes == 0
 
 
+@pytest.mark.slow  # several processes, each of which imports torch
 def test_a_job_whose_process_dies_again_and_again_is_given_up(
     tiny_model_dir: Path, client: openai.OpenAI, service: Running
 ) -> None:
