@@ -265,7 +265,7 @@ def test_files_are_kept_listed_and_deleted(service: Running, client: openai.Open
     assert not service.store.file_path(made.id).exists()
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", "a\\b", "..", "a\x00b", "x" * 256])
+@pytest.mark.parametrize("name", ["../up", "a/b", "a\\b", "..", "a\u202eb", "x" * 256])
 def test_a_path_is_no_file_name(service: Running, client: openai.OpenAI, name: str) -> None:
     before = sorted(service.store.folder.rglob("*"))
     with pytest.raises(openai.BadRequestError):
