@@ -15,6 +15,8 @@ import pytest
 from nip_astra.errors import DuplicateNameError, UnknownNameError
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.registry import LANGUAGE_MODELS, register_language_model
+from nip_astra.language_models.services.chat import ChatModel
+from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
 from nip_astra.message_regressors.base import MessageRegressor
 from nip_astra.message_regressors.registry import register_message_regressor
 from nip_astra.parameters import types
@@ -25,6 +27,8 @@ from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_ha
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.registry import REWARD_TERMS, register_reward_term
+from nip_astra.scenario_base.tasks.base import Task
+from nip_astra.scenario_base.tasks.registry import TASKS, register_task
 from nip_astra.scenarios.images.pretrained.base import PretrainedModel
 from nip_astra.scenarios.images.pretrained.registry import (
     PRETRAINED_MODELS,
@@ -41,40 +45,48 @@ ENUMS: dict[str, type[StrEnum]] = {
     "scenario": types.ScenarioType,
     "scorer": types.ScorerType,
     "language_model": types.LanguageModelType,
+    "chat_model": types.ChatModelType,
     "reward_term": types.RewardTermType,
     "protocol_handler": types.InteractionProtocolType,
     "message_regressor": types.MessageRegressorType,
     "pretrained_model": types.PretrainedModelType,
+    "task": types.TaskType,
 }
 BASES: dict[str, type] = {
     "trainer": Trainer,
     "scenario": Scenario,
     "scorer": Scorer,
     "language_model": LanguageModel,
+    "chat_model": ChatModel,
     "reward_term": RewardTerm,
     "protocol_handler": ProtocolHandler,
     "message_regressor": MessageRegressor,
     "pretrained_model": PretrainedModel,
+    "task": Task,
 }
 DECORATORS: dict[str, Any] = {
     "trainer": register_trainer,
     "scenario": register_scenario,
     "scorer": register_scorer,
     "language_model": register_language_model,
+    "chat_model": register_chat_model,
     "reward_term": register_reward_term,
     "protocol_handler": register_protocol_handler,
     "message_regressor": register_message_regressor,
     "pretrained_model": register_pretrained_model,
+    "task": register_task,
 }
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
     "scenario": SCENARIOS,
     "scorer": SCORERS,
     "language_model": LANGUAGE_MODELS,
+    "chat_model": CHAT_MODELS,
     "reward_term": REWARD_TERMS,
     "protocol_handler": PROTOCOL_HANDLERS,
     "message_regressor": MESSAGE_REGRESSORS,
     "pretrained_model": PRETRAINED_MODELS,
+    "task": TASKS,
 }
 KINDS = sorted(REGISTRIES)
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
@@ -203,7 +215,11 @@ def test_a_name_of_ones_own_needs_no_member(kind: str) -> None:
 
 @pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize(
-    "kind", ["scorer", "language_model", "reward_term", "message_regressor", "pretrained_model"]
+    "kind",
+    [
+        *("scorer", "language_model", "chat_model"),
+        *("reward_term", "message_regressor", "pretrained_model"),
+    ],
 )
 def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(kind: str) -> None:
     name = str(next(iter(ENUMS[kind])))

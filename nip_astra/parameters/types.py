@@ -12,6 +12,8 @@ class TrainerType(StrEnum):
     """Online DPO of an attacker over trees of conversation."""
     AST_IPO = "ast_ipo"
     """Online IPO of an attacker: preference by a fixed margin."""
+    AST_SIMPO = "ast_simpo"
+    """Online simple preference optimisation of an attacker."""
     AST_PPO = "ast_ppo"
     """Token-level PPO of an attacker with a value head."""
     AST_GRPO = "ast_grpo"
@@ -41,6 +43,21 @@ class ScenarioType(StrEnum):
     """Provers and verifiers send nodes of two graphs, and the verifier says if they are alike."""
     IMAGE_CLASSIFICATION = "image_classification"
     """Provers and verifiers point at parts of an image, and the verifier says which class it is."""
+    TASK = "task"
+    """A policy answers the problems of a task in messages and is rewarded for it."""
+
+
+class TaskType(StrEnum):
+    """Tasks that a policy answers in messages."""
+
+    ARITHMETIC = "arithmetic"
+    """Sums, differences and products of whole numbers."""
+    COUNTDOWN = "countdown"
+    """Make a number out of given ones."""
+    GUESS_NUMBER = "guess_number"
+    """Find a hidden number in several turns, told each time whether it is higher or lower."""
+    DATASET = "dataset"
+    """Problems of a file or data set, rated by their answers or by a scorer."""
 
 
 class InteractionProtocolType(StrEnum):
