@@ -119,16 +119,13 @@ class RemoteApiTrainer(ServiceTrainer):
         else:
             old_BT = batch["old_logprobs"].to(logprobs_BT.device)
             given = (logprobs_BT, old_BT, batch["advantages"].to(logprobs_BT.device), mask_BT)
-            bounds = {
-                "least_ratio": options.clip_low_threshold,
-                "most_ratio": options.clip_high_threshold,
-            }
+            low, high = options.clip_low_threshold, options.clip_high_threshold
             if options.loss_fn == "importance_sampling":
                 loss_BT = importance_sampling_loss(*given)
             elif options.loss_fn == "ppo":
-                loss_BT = clipped_loss(*given, **bounds)
+                loss_BT = clipped_loss(*given, least_ratio=low, most_ratio=high)
             else:
-                loss_BT = cispo_loss(*given, **bounds)
+                loss_BT = cispo_loss(*given, least_ratio=low, most_ratio=high)
             metrics = ratio_metrics(logprobs_BT, old_BT, mask_BT)
         # The loop takes the mean over samples; services take the sum over tokens.
         num_samples = float(batch[STEP_TOTALS][0, 1])

@@ -187,7 +187,8 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def num_measure_parts(self) -> int:
         options = self.options.evaluation
-        return math.ceil(len(self._held_out("test", options.num_problems)) / options.batch_size)
+        size: int = options.batch_size
+        return math.ceil(len(self._held_out("test", options.num_problems)) / size)
 
     def measure(self, when: str, parts: Iterable[int]) -> dict[str, Any]:
         """Play the held-out problems, the same with the same randomness before and after."""

@@ -65,7 +65,7 @@ def policy_loss(
     old_BT, advantages_BT = (
         batch[name].to(logprobs_BT.device) for name in ("old_logprobs", "advantages")
     )
-    bounds = {
+    bounds: dict[str, float | None] = {
         name: value
         for name, value in (
             ("least_ratio", options.least_ratio),

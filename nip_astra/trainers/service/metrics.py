@@ -36,7 +36,7 @@ def log_rollout_metrics(
         metrics["rollout/prompt_tokens_mean"] = float(prompts.mean())
         metrics["rollout/response_tokens_mean"] = float(lengths.mean())
         metrics["rollout/response_tokens_max"] = float(lengths.max())
-        cut = [float(one["is_cut"]) for one in rows if "is_cut" in one]
+        cut = [float(one["is_cut"]) for one in rows if one.get("is_cut") is not None]
         if cut:
             metrics["rollout/cut_share"] = sum(cut) / len(cut)
     return metrics
