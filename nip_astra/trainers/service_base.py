@@ -32,7 +32,7 @@ from nip_astra.trainers.service.configuration import (
     built_of_parts,
     takes_config_alone,
 )
-from nip_astra.trainers.service.measuring import Tally
+from nip_astra.trainers.service.measuring import RECORD_COLUMNS, Tally, rollout_rows
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
 from nip_astra.trainers.service.samples import collate_trajectories, score_batch
@@ -135,6 +135,7 @@ class ServiceTrainer(LanguageModelTrainer):
                 self.problem(first + number) for number in range(num_played, num_played + missing)
             ]
             rollout = self._play("train", problems, key=("rollout", iteration))
+            self._record("train", rollout, problems, step=iteration + 1)
             num_played += missing
             live, others = _live_groups(rollout.trajectories)
             num_live += len({one.group_id for one in live})
@@ -179,6 +180,15 @@ class ServiceTrainer(LanguageModelTrainer):
             sample=self.service.sample,
         )
 
+    def _record(
+        self, table: str, rollout: TaskRollout, problems: Sequence[int], *, step: int
+    ) -> None:
+        """Keep what was said in some episodes, in training every so many iterations."""
+        if table == "train" and (step - 1) % self.settings.rollout_sample_period:
+            return
+        rows = rollout_rows(rollout, problems, self.settings.num_rollout_samples)
+        self.tracker.log_table(table, RECORD_COLUMNS, rows, step=step)
+
     # ---- measuring
 
     def _held_out(self, split: Split, asked: int) -> list[int]:
@@ -199,6 +209,9 @@ class ServiceTrainer(LanguageModelTrainer):
             some = problems[part * options.batch_size : (part + 1) * options.batch_size]
             rollout = self._play("test", some, key=("evaluation", 0), num_runs=options.num_runs)
             tally.add(rollout, some, options.num_runs)
+            if part == 0:
+                name = "before" if when == "before" else "evaluation"
+                self._record(name, rollout, some, step=self.state.iteration)
         return tally.report(options.num_runs)
 
     def evaluate_dev(self) -> dict[str, float]:
@@ -221,7 +234,8 @@ class ServiceTrainer(LanguageModelTrainer):
         self.results.setdefault("warnings", [])
         for when in ("before", "after"):
             figures = self.results.get(when) or {}
-            self.tracker.log_summary({f"{when}/{name}": value for name, value in figures.items()})
+            numbers = {n: v for n, v in figures.items() if isinstance(v, int | float)}
+            self.tracker.log_summary({f"{when}/{name}": value for name, value in numbers.items()})
         if self.run_directory is not None:
             self.run_directory.write_json("results.json", self.results)
 

@@ -18,6 +18,19 @@ def pass_at_k(num_right: int, num_runs: int, k: int) -> float:
     return 1.0 - math.comb(num_runs - num_right, k) / math.comb(num_runs, k)
 
 
+RECORD_COLUMNS = ("problem", "reward", "messages")
+"""Of `rollout_rows`."""
+
+
+def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> list[list[Any]]:
+    """What was said in the first episodes, and its reward, for records."""
+    num_runs = len(rollout.episodes) // max(len(problems), 1)
+    return [
+        [problems[i // num_runs], one.reward, [[m.role, m.text] for m in one.messages]]
+        for i, one in enumerate(rollout.episodes[:count])
+    ]
+
+
 @dataclass
 class Tally:
     """Rewards of episodes by problem.
@@ -50,8 +63,7 @@ class Tally:
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else math.nan
         figures: dict[str, Any] = {
             "accuracy": rate.value,
-            "accuracy_low": rate.low,
-            "accuracy_high": rate.high,
+            "accuracy_interval": [rate.low, rate.high],
             "mean_reward": mean,
             "num_problems": len(set(self.problems)),
             "num_without_reward": self.num_runs - len(self.rewards),
