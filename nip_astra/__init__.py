@@ -172,6 +172,7 @@ if TYPE_CHECKING:
     from nip_astra.scorers.registry import build_scorer as build_scorer
     from nip_astra.scorers.registry import register_scorer as register_scorer
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
+    from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
     from nip_astra.trainers.ast_dpo import AstDpoTrainer as AstDpoTrainer
     from nip_astra.trainers.ast_grpo import AstGrpoTrainer as AstGrpoTrainer
@@ -212,6 +213,7 @@ _HOMES = {
     "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
     "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
     "AstPpoTrainer": "nip_astra.trainers.ast_ppo",
+    "AstPreferenceTrainer": "nip_astra.trainers.ast.preference",
     "AstTrainer": "nip_astra.trainers.ast_base",
     "BaseRunParameters": "nip_astra.parameters.protocols",
     "CONTINUE": "nip_astra.protocols.protocol_base",

@@ -22,7 +22,7 @@ SMALL = (
     "training.num_episodes_per_experience=1",
     "training.batch_size=4",
     "ast_chat.tree_depth=2",
-    "ast_chat.evaluation.num_episodes=4",
+    "ast_chat.evaluation.num_episodes=2",
 )
 """What is appended to every training command, beside --test-run."""
 SMALL_PROOF = ("rl.frames_per_batch=240",)
@@ -117,7 +117,10 @@ def _made_short(command: Command) -> list[str]:
     is_training = arguments[:1] in ([], ["run"]) or arguments[0].startswith("-")
     if not is_training or "--help" in arguments or "--version" in arguments:
         return arguments
-    small = SMALL_PROOF if any(word in PROOF_WORDS for word in arguments) else SMALL
+    small = SMALL
+    if any(word in PROOF_WORDS for word in arguments):
+        are_epochs_given = any(word.startswith("rl.num_epochs=") for word in arguments)
+        small = SMALL_PROOF if are_epochs_given else (*SMALL_PROOF, "rl.num_epochs=1")
     if {"solo_agent", "smooth_labels"} & set(arguments) or any(
         word.startswith("base_run.") for word in arguments
     ):

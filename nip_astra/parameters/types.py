@@ -12,6 +12,8 @@ class TrainerType(StrEnum):
     """Online DPO of an attacker over trees of conversation."""
     AST_IPO = "ast_ipo"
     """Online IPO of an attacker: preference by a fixed margin."""
+    AST_SIMPO = "ast_simpo"
+    """Online simple preference optimisation of an attacker."""
     AST_PPO = "ast_ppo"
     """Token-level PPO of an attacker with a value head."""
     AST_GRPO = "ast_grpo"
@@ -30,6 +32,16 @@ class TrainerType(StrEnum):
     """Stackelberg policy gradient of provers and verifiers, and its relatives."""
     SOLO_AGENT = "solo_agent"
     """Supervised training of each agent alone, to tell the label without a conversation."""
+    SELF_HOSTED_GRPO = "self_hosted_grpo"
+    """GRPO of a language model on the problems of a task."""
+    SELF_HOSTED_OPD = "self_hosted_opd"
+    """On-policy distillation: a language model learns from a teacher on what it says itself."""
+    REMOTE_API_GRPO = "remote_api_grpo"
+    """GRPO by trajectories with advantages and a loss of the training service."""
+    REMOTE_API_OPD = "remote_api_opd"
+    """On-policy distillation by trajectories and a loss of the training service."""
+    REMOTE_API_CROSS_ENTROPY = "remote_api_cross_entropy"
+    """Supervised training on a task's solutions by the training service."""
 
 
 class ScenarioType(StrEnum):

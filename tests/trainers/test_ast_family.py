@@ -26,7 +26,7 @@ FAST = (
     "ast_chat.evaluation.num_episodes=2",
     "training.training_steps=3",
 )
-TRAINERS = ("ast_dpo", "ast_ipo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
+TRAINERS = ("ast_dpo", "ast_ipo", "ast_simpo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
 # What keeps samples coming on models of random weights.
 COMMON = {"ast_sft": ("ast_sft.min_score=0.0",)}
 
@@ -70,6 +70,11 @@ def _cat_scorer() -> Iterator[None]:
 
 LEARNING = {
     "ast_ipo": ("ast_ipo.beta=0.03",),
+    "ast_simpo": (
+        "ast_simpo.beta=1.0",
+        "ast_simpo.margin=2.0",
+        "ast_simpo.length_normalised=false",
+    ),
     "ast_ppo": ("training.num_epochs=2", "ast_ppo.kl.weight=0.0"),
     "ast_grpo": ("ast_grpo.kl_weight=0.0",),
     "ast_reinforce": ("ast_reinforce.kl_mix=0.01",),
@@ -137,6 +142,7 @@ CHANGES: dict[str, dict[str, object]] = {
         "credit.kind": "best_child",
     },
     "ast_ipo": {"beta": 2.0, "length_normalised": "true", "credit.kind": "mean_child"},
+    "ast_simpo": {"beta": 0.5, "length_normalised": "false", "margin": 3.0},
     "ast_ppo": {
         "clip_range": 0.001,
         "gamma": 0.0,
