@@ -29,6 +29,9 @@ from nip_astra.scenario_base.conversation.tokens import (
     PlainFormat,
     Turn,
 )
+from nip_astra.scenario_base.text.model_groups import (
+    PureTextSharedModelGroup as PureTextSharedModelGroup,
+)
 
 LanguageModelParameters = polymorphic(LANGUAGE_MODELS.get, LanguageModel.Parameters)
 
