@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from nip_astra.language_models.registry import (
         register_language_model as register_language_model,
     )
+    from nip_astra.language_models.services.chat import ChatModel as ChatModel
+    from nip_astra.language_models.services.registry import (
+        register_chat_model as register_chat_model,
+    )
     from nip_astra.message_regressors.base import MessageRegressor as MessageRegressor
     from nip_astra.message_regressors.registry import (
         register_message_regressor as register_message_regressor,
@@ -132,6 +136,7 @@ _HOMES = {
     "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
     "AstTrainer": "nip_astra.trainers.ast_base",
     "BaseRunParameters": "nip_astra.parameters.protocols",
+    "ChatModel": "nip_astra.language_models.services.chat",
     "CommonPpoParameters": "nip_astra.parameters.trainers",
     "CommonProtocolParameters": "nip_astra.parameters.protocols",
     "ConstantUpdateSchedule": "nip_astra.parameters.update_schedule",
@@ -202,6 +207,7 @@ _HOMES = {
     "polymorphic": "nip_astra.parameters.parameters_base",
     "prepare_experiment": "nip_astra.run",
     "read_results": "nip_astra.evaluation.run_results",
+    "register_chat_model": "nip_astra.language_models.services.registry",
     "register_conversion": "nip_astra.parameters.conversion",
     "register_language_model": "nip_astra.language_models.registry",
     "register_message_regressor": "nip_astra.message_regressors.registry",

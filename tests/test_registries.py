@@ -15,6 +15,8 @@ import pytest
 from nip_astra.errors import DuplicateNameError, UnknownNameError
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.registry import LANGUAGE_MODELS, register_language_model
+from nip_astra.language_models.services.chat import ChatModel
+from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
 from nip_astra.message_regressors.base import MessageRegressor
 from nip_astra.message_regressors.registry import register_message_regressor
 from nip_astra.parameters import types
@@ -41,6 +43,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "scenario": types.ScenarioType,
     "scorer": types.ScorerType,
     "language_model": types.LanguageModelType,
+    "chat_model": types.ChatModelType,
     "reward_term": types.RewardTermType,
     "protocol_handler": types.InteractionProtocolType,
     "message_regressor": types.MessageRegressorType,
@@ -51,6 +54,7 @@ BASES: dict[str, type] = {
     "scenario": Scenario,
     "scorer": Scorer,
     "language_model": LanguageModel,
+    "chat_model": ChatModel,
     "reward_term": RewardTerm,
     "protocol_handler": ProtocolHandler,
     "message_regressor": MessageRegressor,
@@ -61,6 +65,7 @@ DECORATORS: dict[str, Any] = {
     "scenario": register_scenario,
     "scorer": register_scorer,
     "language_model": register_language_model,
+    "chat_model": register_chat_model,
     "reward_term": register_reward_term,
     "protocol_handler": register_protocol_handler,
     "message_regressor": register_message_regressor,
@@ -71,6 +76,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "scenario": SCENARIOS,
     "scorer": SCORERS,
     "language_model": LANGUAGE_MODELS,
+    "chat_model": CHAT_MODELS,
     "reward_term": REWARD_TERMS,
     "protocol_handler": PROTOCOL_HANDLERS,
     "message_regressor": MESSAGE_REGRESSORS,
@@ -203,7 +209,11 @@ def test_a_name_of_ones_own_needs_no_member(kind: str) -> None:
 
 @pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize(
-    "kind", ["scorer", "language_model", "reward_term", "message_regressor", "pretrained_model"]
+    "kind",
+    [
+        *("scorer", "language_model", "chat_model"),
+        *("reward_term", "message_regressor", "pretrained_model"),
+    ],
 )
 def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(kind: str) -> None:
     name = str(next(iter(ENUMS[kind])))

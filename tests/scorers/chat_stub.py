@@ -13,13 +13,14 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """What the service says to one request."""
+    """What the service says to one request; `cut_at` ends the connection after so many bytes."""
 
     status: int = 200
     content: str | None = None
     body: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
     waits_for: threading.Event | None = None
+    cut_at: int | None = None
 
     @property
     def payload(self) -> bytes:
@@ -67,7 +68,9 @@ def chat_stub(answer: Callable[[dict[str, Any], int], Reply] | list[Reply]) -> I
         def do_POST(self) -> None:
             length = int(self.headers["Content-Length"])
             body = json.loads(self.rfile.read(length))
-            reply = stub.take(self.path, dict(self.headers), body)
+            reply = stub.take(
+                self.path, {name.title(): value for name, value in self.headers.items()}, body
+            )
             if reply.waits_for is not None:
                 reply.waits_for.wait(timeout=30)
                 self.close_connection = True
@@ -77,7 +80,8 @@ def chat_stub(answer: Callable[[dict[str, Any], int], Reply] | list[Reply]) -> I
                 self.send_header(name, value)
             self.send_header("Content-Length", str(len(reply.payload)))
             self.end_headers()
-            self.wfile.write(reply.payload)
+            self.wfile.write(reply.payload[: reply.cut_at])
+            self.close_connection = reply.cut_at is not None
 
         def log_message(self, *args: object) -> None:
             """Say nothing."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
+
+import torch
+from pydantic import JsonValue
 
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 
@@ -26,10 +30,11 @@ class ChatRequest:
     ----------
     messages : tuple of ChatMessage
         The conversation so far; the answer is the next message of the assistant.
-    max_tokens : int
-        Most tokens of an answer.
-    temperature : float
-        Of sampling, at least 0; 0 takes the likeliest token.
+    max_tokens : int or None
+        Most tokens of an answer; None leaves it to the service.
+    temperature : float or None
+        Of sampling, at least 0; 0 takes the likeliest token, and None leaves it to the service, as
+        some models demand.
     top_p : float
         Least probability that the likeliest tokens must have together to be all that is drawn.
     stop : tuple of str
@@ -38,18 +43,42 @@ class ChatRequest:
         With equal seeds a service that can will answer alike; sample i of n has a draw of its own.
     num_samples : int
         Answers to draw independently, at least 1.
+    first_sample : int
+        Number of the first sample among all that are ever drawn for this request. An answer is
+        remembered by it, so that further samples are new ones, and the same number is the same
+        answer.
     needs_logprobs : bool
         Whether answers shall hold the log-probabilities of their tokens.
+    response_format : Mapping or None
+        The form in which the answer is asked for, in the words of OpenAI's protocol; a backend or
+        service that knows it not fails with `FailureReason.UNKNOWN_FORM`.
     """
 
     messages: tuple[ChatMessage, ...]
-    max_tokens: int = 256
-    temperature: float = 1.0
+    max_tokens: int | None = 256
+    temperature: float | None = 1.0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
     seed: int | None = None
     num_samples: int = 1
+    first_sample: int = 0
     needs_logprobs: bool = False
+    response_format: Mapping[str, JsonValue] | None = None
+
+    @property
+    def sample_numbers(self) -> range:
+        """The number of each sample that is asked for."""
+        return range(self.first_sample, self.first_sample + self.num_samples)
+
+    def parts(self, size: int | None) -> list[ChatRequest]:
+        """Requests of at most `size` samples each that together ask for the same; None for one."""
+        if size is None or self.num_samples <= size:
+            return [self]
+        end = self.first_sample + self.num_samples
+        return [
+            replace(self, first_sample=first, num_samples=min(size, end - first))
+            for first in range(self.first_sample, end, size)
+        ]
 
 
 class ChatUsage(NamedTuple):
@@ -60,6 +89,7 @@ class ChatUsage(NamedTuple):
 
 
 NOTHING_USED = ChatUsage()
+CPU = torch.device("cpu")
 
 
 class FinishReason(StrEnum):
@@ -85,6 +115,13 @@ class FailureReason(StrEnum):
     """The service refused this very request, for instance for its length or its content."""
     MALFORMED = "malformed"
     """What the service sent is not of the protocol."""
+    UNKNOWN_FORM = "unknown_form"
+    """The service does not know the form (`response_format`) that was asked for."""
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether another attempt may know better."""
+        return self not in (FailureReason.REFUSED, FailureReason.UNKNOWN_FORM)
 
 
 @dataclass(frozen=True)
@@ -111,10 +148,19 @@ class ChatAnswer:
 
 @dataclass(frozen=True)
 class ChatFailure:
-    """A sample that did not come about; data of the experiment, not the end of the run."""
+    """A sample that did not come about; data of the experiment, not the end of the run.
+
+    Attributes
+    ----------
+    message : str
+        What happened, in the service's words where it had some; holds no key.
+    retry_after : float
+        Seconds that the service asks to wait before another attempt; 0 where it does not say.
+    """
 
     reason: FailureReason
     message: str
+    retry_after: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,20 +175,31 @@ class ChatOutcome:
         Tokens of all samples together, of attempts that were paid for.
     is_cached : bool
         Whether the samples were remembered, so that nothing was paid for them.
+    is_usage_estimated : bool
+        Whether the service did not say how many tokens it took, so that they are guessed from the
+        length of the texts.
     """
 
     samples: tuple[ChatAnswer | ChatFailure, ...]
     usage: ChatUsage = NOTHING_USED
     is_cached: bool = False
+    is_usage_estimated: bool = False
 
 
 class ChatModel(ABC):
     """A model that answers messages.
 
+    A backend makes one attempt and tells what became of it; patience, limits, a budget and a memory
+    are put around it by `open_chat_model`.
+
     Attributes
     ----------
     name : str
         Of the model at its service; part of what an answer is remembered by.
+    place : str
+        Where the model is, for instance the address of its service; part of it too.
+    samples_at_once : int or None
+        Most samples that one request to the service may ask for; None for no bound.
     """
 
     class Parameters(PolymorphicParameters):
@@ -151,11 +208,20 @@ class ChatModel(ABC):
         type_name: ClassVar[str] = ""
 
     name: str
+    place: str = ""
+    samples_at_once: int | None = None
 
     @classmethod
     @abstractmethod
-    def load(cls, parameters: Any, *, scenario_dir: Path | None) -> ChatModel:
+    def load(
+        cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
+    ) -> ChatModel:
         """Build the model that parameters describe.
+
+        Parameters
+        ----------
+        device : torch.device
+            For a model in this process.
 
         Raises
         ------

@@ -1,0 +1,216 @@
+"""A language model in this process as a chat model.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import Field
+
+from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.base import LanguageModel, SamplingOptions
+from nip_astra.language_models.finite import refuse_nan
+from nip_astra.language_models.registry import LANGUAGE_MODELS
+from nip_astra.language_models.services.chat import (
+    CPU,
+    ChatAnswer,
+    ChatFailure,
+    ChatMessage,
+    ChatModel,
+    ChatOutcome,
+    ChatRequest,
+    ChatUsage,
+    FailureReason,
+    FinishReason,
+)
+from nip_astra.language_models.services.registry import register_chat_model
+from nip_astra.language_models.services.texts import cut_at_stop
+from nip_astra.parameters.parameters_base import polymorphic
+from nip_astra.parameters.types import ChatModelType
+from nip_astra.utils.seeding import SeedPart, uniform_rows
+
+MOST_TOKENS = 1024
+"""Of an answer for which no `max_tokens` are given."""
+TURNS_TO_GATHER = 3
+"""Turns of the event loop for which a batch waits for those who are about to ask."""
+
+
+class _Row(NamedTuple):
+    """One sample that waits."""
+
+    context: list[int]
+    options: SamplingOptions
+    seed_key: tuple[SeedPart, ...]
+    said: asyncio.Future[tuple[list[int], list[float]]]
+
+
+@register_chat_model(ChatModelType.LOCAL)
+class LocalChatModel(ChatModel):
+    """A language model in this process; requests that wait at the same time are answered together.
+
+    A sample's randomness depends on the request's seed and the sample's number alone, whatever
+    else is in its batch; without a seed it is drawn anew.
+
+    Parameters
+    ----------
+    name : str
+        Of the model, by which answers are remembered.
+    max_batch_size : int
+        Samples drawn at once.
+    """
+
+    class Parameters(ChatModel.Parameters):
+        """Which model, and how many it answers at once."""
+
+        language_model: polymorphic(LANGUAGE_MODELS.get, LanguageModel.Parameters)  # type: ignore[valid-type]
+        """The backend and its weights; its tokenizer needs a chat template."""
+        max_batch_size: int = Field(default=64, ge=1)
+        """Samples drawn at once. Larger is faster and takes more memory."""
+
+    def __init__(self, model: LanguageModel, *, name: str, max_batch_size: int = 64) -> None:
+        if not getattr(model.tokenizer, "chat_template", None):
+            raise ModelLoadError(
+                f"the language model {name!r} was to answer messages, but its tokenizer has no "
+                "chat template. Use an instruction-tuned model."
+            )
+        self.name = self.place = name
+        self.language_model = model
+        self.max_batch_size = max_batch_size
+        self._waiting: list[_Row] = []
+        self._worker: asyncio.Task[None] | None = None
+        # Whoever asks from another event loop waits here: the model samples one batch at a time.
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(
+        cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
+    ) -> LocalChatModel:
+        backend = LANGUAGE_MODELS.get(parameters.language_model.type_name)
+        model = backend.load(
+            parameters.language_model, device=device, scenario_dir=scenario_dir, trainable=False
+        )
+        name = str(getattr(parameters.language_model, "model", backend.__name__))
+        return cls(model, name=name, max_batch_size=parameters.max_batch_size)
+
+    async def answer(self, request: ChatRequest) -> ChatOutcome:
+        if request.response_format is not None:
+            form = "a model in this process answers with texts only, and knows no response_format"
+            failure = ChatFailure(FailureReason.UNKNOWN_FORM, form)
+            return ChatOutcome((failure,) * request.num_samples)
+        context = self._encode(request.messages)
+        room = self.language_model.context_window - len(context)
+        wanted = min(request.max_tokens or MOST_TOKENS, max(room, 1))
+        if room < (request.max_tokens or 1):
+            failure = ChatFailure(
+                FailureReason.REFUSED,
+                f"the messages have {len(context)} tokens and the answer may have {wanted}, which "
+                f"the window of {self.language_model.context_window} does not hold",
+            )
+            return ChatOutcome((failure,) * request.num_samples)
+        temperature = 1.0 if request.temperature is None else request.temperature
+        options = SamplingOptions(wanted, temperature=temperature, top_p=request.top_p)
+        seed = secrets.randbits(62) if request.seed is None else request.seed
+        loop = asyncio.get_running_loop()
+        rows = [
+            _Row(context, options, (seed, "sample", number), loop.create_future())
+            for number in request.sample_numbers
+        ]
+        self._waiting += rows
+        if self._worker is None or self._worker.done() or self._worker.get_loop() is not loop:
+            self._worker = loop.create_task(self._work())
+        said = await asyncio.gather(*(row.said for row in rows))
+        answers = tuple(self._answer_of(ids, logprobs, request) for ids, logprobs in said)
+        return ChatOutcome(answers, ChatUsage(len(context), sum(len(ids) for ids, _ in said)))
+
+    def _encode(self, messages: Sequence[ChatMessage]) -> list[int]:
+        tokenizer = self.language_model.tokenizer
+        try:
+            text = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:
+            # Templates raise whatever their authors chose.
+            raise ModelLoadError(
+                f"the chat template of {self.name!r} refused messages of the roles "
+                f"{[message['role'] for message in messages]}: {error}. Where it demands that the "
+                "user speaks first, begin with a user's message; where it knows no system role, "
+                "remove the system message."
+            ) from error
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    async def _work(self) -> None:
+        """Answer what waits, a batch at a time, until nothing does."""
+        loop = asyncio.get_running_loop()
+        while True:
+            for _ in range(TURNS_TO_GATHER):
+                await asyncio.sleep(0)
+            mine = [row for row in self._waiting if row.said.get_loop() is loop]
+            if not mine:
+                return
+            alike = [row for row in mine if row.options == mine[0].options]
+            batch = alike[: self.max_batch_size]
+            taken = set(map(id, batch))
+            self._waiting = [row for row in self._waiting if id(row) not in taken]
+            try:
+                said = await asyncio.to_thread(self._generate, batch)
+            except Exception as error:
+                for row in batch:
+                    if not row.said.done():
+                        row.said.set_exception(error)
+                continue
+            for row, one in zip(batch, said, strict=True):
+                if not row.said.done():
+                    row.said.set_result(one)
+
+    def _generate(self, batch: Sequence[_Row]) -> list[tuple[list[int], list[float]]]:
+        """Each row's tokens and their log-probabilities, nats; the end token included."""
+        options = batch[0].options
+        # Neighbours that begin alike share what they read.
+        order = sorted(range(len(batch)), key=lambda index: batch[index].context)
+        uniforms_BT = uniform_rows([batch[i].seed_key for i in order], options.max_new_tokens)
+        with self._lock:
+            said = self.language_model.generate(
+                [batch[i].context for i in order], 1, uniforms_BT, options
+            )
+        refuse_nan(
+            said.logprobs_BT, said.mask_BT, role="chat", model=self.language_model, during="a batch"
+        )
+        found: list[tuple[list[int], list[float]]] = [([], [])] * len(batch)
+        for row, index in enumerate(order):
+            length = int(said.mask_BT[row].sum())
+            ids, logprobs = said.ids_BT[row, :length], said.logprobs_BT[row, :length]
+            found[index] = (ids.tolist(), logprobs.tolist())
+        return found
+
+    def _answer_of(self, ids: list[int], logprobs: list[float], request: ChatRequest) -> ChatAnswer:
+        has_ended = bool(ids) and ids[-1] in self.language_model.end_ids
+        if has_ended:
+            ids, logprobs = ids[:-1], logprobs[:-1]
+        text = self._decode(ids)
+        cut = cut_at_stop(text, request.stop)
+        if cut is not None:
+            text, has_ended = cut, True
+            logprobs = logprobs[: self._num_tokens_of(cut, ids)]
+        return ChatAnswer(
+            text,
+            FinishReason.STOP if has_ended else FinishReason.LENGTH,
+            token_logprobs=tuple(logprobs) if request.needs_logprobs else None,
+        )
+
+    def _num_tokens_of(self, beginning: str, ids: Sequence[int]) -> int:
+        """Fewest tokens whose text holds a beginning of the text of all."""
+        counts = range(len(ids) + 1)
+        return next(n for n in counts if len(self._decode(ids[:n])) >= len(beginning))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.language_model.tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text

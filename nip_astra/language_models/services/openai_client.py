@@ -1,0 +1,196 @@
+"""The official client of OpenAI's protocol, and what its errors mean here.
+
+The package `openai` of versions 2 and 3 is used for connections, credentials and the form of
+requests. It repeats nothing by itself, and follows no redirections, which might carry a key away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
+
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError, MissingDependencyError
+from nip_astra.language_models.services.chat import ChatFailure, FailureReason
+from nip_astra.trust import check_variable
+
+if TYPE_CHECKING:
+    from openai import APIStatusError, AsyncOpenAI
+
+LONGEST_RETRY_AFTER = 300.0
+"""Seconds; a service that asks for more is tried again after these."""
+NO_KEY = "no-key"
+PASSING = frozenset({408, 409, 425, 429})
+"""Statuses, beside 5xx, of which another attempt may know better."""
+MISCONFIGURED = frozenset({401, 403, 404, 405})
+WRONG_FIELDS = frozenset({"unsupported_parameter", "unsupported_value", "unknown_parameter"})
+"""Codes of a 400 that every request of this run would meet."""
+FORMAT_WORDS = ("response_format", "json_schema", "json_object", "structured", "grammar")
+
+
+class OpenAIConnection:
+    """An address with its key; opens a client for each event loop that asks.
+
+    Parameters
+    ----------
+    api_key : str or None
+        Kept out of every message; None sends none.
+    timeout : float
+        Seconds without a byte after which an attempt is given up.
+    what : str
+        What is asked there, for messages: "the judge".
+    """
+
+    def __init__(
+        self, base_url: str, *, api_key: str | None, timeout: float, what: str = "the chat model"
+    ) -> None:
+        parts = urlsplit(base_url)
+        if parts.username or parts.password or parts.query or parts.fragment:
+            raise ConfigurationError(
+                f"{what}'s base_url was to be the address of a service, but it holds a user, a "
+                "password or a query, which would be written with the parameters. Give the bare "
+                "address, and the key by api_key_variable."
+            )
+        _import_openai()
+        self.base_url = base_url.rstrip("/")
+        self.what = what
+        self._api_key = api_key
+        self._timeout = timeout
+        self._client: AsyncOpenAI | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def client(self) -> AsyncOpenAI:
+        """The client of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            # Connections belong to the loop in which they were opened.
+            self._client, self._loop = self._open(), loop
+        return self._client
+
+    def _open(self) -> AsyncOpenAI:
+        openai = _import_openai()
+        hooks = {"request": [_drop_key]} if self._api_key is None else {}
+        client: AsyncOpenAI = openai.AsyncOpenAI(
+            api_key=self._api_key or NO_KEY,
+            base_url=self.base_url,
+            timeout=self._timeout,
+            max_retries=0,
+            http_client=openai.DefaultAsyncHttpxClient(
+                follow_redirects=False, timeout=self._timeout, event_hooks=hooks
+            ),
+        )
+        return client
+
+    async def close(self) -> None:
+        """End the connections of the running event loop."""
+        if self._client is not None and self._loop is asyncio.get_running_loop():
+            await self._client.close()
+        self._client = self._loop = None
+
+    def shown(self, text: str) -> str:
+        """The beginning of a text in one line, without the key."""
+        if self._api_key:
+            text = text.replace(self._api_key, "***")
+        return " ".join(text.split())[:200]
+
+    def failure_of(self, error: Exception) -> ChatFailure:
+        """What an error of the client means for the request that met it.
+
+        Raises
+        ------
+        ConfigurationError
+            When no request would fare better.
+        BudgetExhaustedError
+            When the account has no money left.
+        """
+        openai = _import_openai()
+        if isinstance(error, openai.APITimeoutError):
+            return ChatFailure(FailureReason.TIMEOUT, f"no answer in {self._timeout:g} s")
+        if isinstance(error, openai.APIConnectionError):
+            cause = error.__cause__ or error
+            shown = self.shown(f"{type(cause).__name__} {cause}")
+            return ChatFailure(FailureReason.UNAVAILABLE, shown)
+        if isinstance(error, openai.APIStatusError):
+            return self._failure_of_status(error)
+        if isinstance(error, openai.APIError):
+            return ChatFailure(FailureReason.MALFORMED, self.shown(str(error)))
+        raise error
+
+    def _failure_of_status(self, error: APIStatusError) -> ChatFailure:
+        status, said = error.status_code, self.shown(error.response.text)
+        told = f"status {status} {said}".rstrip()
+        if error.code == "insufficient_quota" or status == 402:
+            raise BudgetExhaustedError(
+                f"{self.what} at {self.base_url} was asked, but the service says that the account "
+                f"has nothing left to spend ({told}). Pay in, then go on with the run."
+            ) from error
+        if status == 429:
+            wait = _seconds(error.response.headers.get("Retry-After", ""))
+            return ChatFailure(FailureReason.RATE_LIMITED, told, wait)
+        if status in PASSING or status >= 500:
+            wait = _seconds(error.response.headers.get("Retry-After", ""))
+            return ChatFailure(FailureReason.UNAVAILABLE, told, wait)
+        if any(word in error.response.text.lower() for word in FORMAT_WORDS):
+            return ChatFailure(FailureReason.UNKNOWN_FORM, told)
+        if status in MISCONFIGURED or 300 <= status < 400 or error.code in WRONG_FIELDS:
+            self._refuse(error, said)
+        return ChatFailure(FailureReason.REFUSED, told)
+
+    def _refuse(self, error: APIStatusError, said: str) -> NoReturn:
+        # What a service says of a key may hold the key.
+        shown = "" if error.status_code in (401, 403) else f" {said}".rstrip()
+        raise ConfigurationError(
+            f"{self.what} at {error.request.url} was asked, but answered with status "
+            f"{error.status_code}{shown}. Check base_url, model and api_key_variable, and which "
+            "fields this service knows."
+        ) from error
+
+
+def read_key(variable: str | None, *, what: str = "the chat model") -> str | None:
+    """The key that a variable of the environment holds; None where none is named.
+
+    Raises
+    ------
+    ConfigurationError
+        When the variable is not set.
+    UntrustedRunError
+        When a run of others names the variable.
+    """
+    if variable is None:
+        return None
+    check_variable(variable)
+    key = os.environ.get(variable, "").strip()
+    if not key:
+        raise ConfigurationError(
+            f"{what}'s key was to be read from the environment variable {variable!r}, but that "
+            "is not set. Set it before the run, or set api_key_variable to null where the "
+            "service wants no key."
+        )
+    return key
+
+
+async def _drop_key(request: Any) -> None:
+    # The package demands a key even where the service wants none.
+    request.headers.pop("Authorization", None)
+
+
+def _seconds(retry_after: str) -> float:
+    """The seconds of a Retry-After header; 0 for a date or nonsense."""
+    try:
+        seconds = float(retry_after)
+    except ValueError:
+        return 0.0
+    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER) if seconds == seconds else 0.0
+
+
+def _import_openai() -> ModuleType:
+    try:
+        import openai
+    except ImportError as error:
+        raise MissingDependencyError(
+            "a service that speaks OpenAI's protocol was asked for, and it needs the package "
+            "openai. Install it with: pip install 'nip_astra[api]'"
+        ) from error
+    return openai

@@ -1,0 +1,118 @@
+"""A language model in this process as a chat model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
+from nip_astra.language_models.services.chat_models.local import LocalChatModel
+from tests.language_models.services.requests import ask, failure, saying, texts
+
+
+@pytest.fixture
+def model(tiny_model: HuggingFaceLanguageModel) -> LocalChatModel:
+    return LocalChatModel(tiny_model, name="tiny", max_batch_size=16)
+
+
+def test_requests_that_wait_together_are_answered_in_one_batch_and_as_alone(
+    model: LocalChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    generate = model.language_model.generate
+
+    def counted(contexts, *args):  # type: ignore[no-untyped-def]
+        sizes.append(len(contexts))
+        return generate(contexts, *args)
+
+    monkeypatch.setattr(model.language_model, "generate", counted)
+    requests = [
+        saying(f"hello {n}", seed=n, max_tokens=8, num_samples=2, needs_logprobs=True)
+        for n in range(10)
+    ]
+    together = ask(model, *requests)
+    assert sizes == [16, 4]
+    for request, outcome in zip(requests, together, strict=True):
+        (alone,) = ask(model, request)
+        assert texts(alone) == texts(outcome)
+        for one, other in zip(alone.samples, outcome.samples, strict=True):
+            assert isinstance(one, ChatAnswer)
+            assert isinstance(other, ChatAnswer)
+            assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
+
+
+def test_a_seed_and_a_sample_number_name_an_answer(model: LocalChatModel) -> None:
+    both, second, other, free = ask(
+        model,
+        saying("hello", seed=1, num_samples=2, max_tokens=12),
+        saying("hello", seed=1, first_sample=1, max_tokens=12),
+        saying("hello", seed=2, num_samples=2, max_tokens=12),
+        saying("hello", num_samples=2, max_tokens=12),
+    )
+    assert texts(both)[1:] == texts(second)
+    assert len({*texts(both), *texts(other), *texts(free)}) == 6
+    greedy = ask(model, *(saying("hello", seed=n, temperature=0.0, max_tokens=5) for n in range(2)))
+    assert texts(greedy[0]) == texts(greedy[1]) != ["<refused>"]
+
+
+def test_logprobs_are_those_of_the_model_for_the_tokens_of_the_text(model: LocalChatModel) -> None:
+    outcomes = ask(
+        model, *(saying("hello", seed=n, max_tokens=6, needs_logprobs=True) for n in range(20))
+    )
+    outcome = next(one for one in outcomes if one.usage.completion_tokens == 6)
+    (answer,) = outcome.samples
+    assert isinstance(answer, ChatAnswer)
+    assert answer.finish_reason is FinishReason.LENGTH
+    backend = model.language_model
+    context = model._encode(saying("hello").messages)
+    ids = backend.tokenizer.encode(answer.text, add_special_tokens=False)
+    assert outcome.usage == (len(context), 6)
+    row = torch.tensor([context]), torch.ones(1, len(context), dtype=torch.bool)
+    said = torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)
+    with torch.no_grad():
+        expected = backend.logprobs(*row, *said)[0].tolist()
+    assert answer.token_logprobs == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_stop_text_cuts_the_answer_and_its_logprobs(model: LocalChatModel) -> None:
+    (whole,) = ask(model, saying("hello", seed=3, max_tokens=12))
+    middle = texts(whole)[0][4:6]
+    (cut,) = ask(model, saying("hello", seed=3, max_tokens=12, stop=(middle,), needs_logprobs=True))
+    (answer,) = cut.samples
+    assert isinstance(answer, ChatAnswer)
+    assert answer.text == texts(whole)[0].partition(middle)[0]
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.token_logprobs is not None
+    assert len(answer.token_logprobs) < 12
+
+
+def test_what_does_not_fit_into_the_window_is_refused_as_data(model: LocalChatModel) -> None:
+    window = model.language_model.context_window
+    long, fine = ask(model, saying("a " * window), saying("a", max_tokens=2))
+    assert failure(long).reason is FailureReason.REFUSED
+    assert f"the window of {window} does not hold" in failure(long).message
+    assert len(fine.samples) == 1
+
+
+def test_an_error_reaches_everyone_in_the_batch_and_the_model_can_be_asked_again(
+    model: LocalChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+
+        def broken(*args: object) -> None:
+            raise RuntimeError("no memory")
+
+        patch.setattr(model.language_model, "generate", broken)
+        with pytest.raises(RuntimeError, match="no memory"):
+            ask(model, saying("a", max_tokens=2), saying("b", max_tokens=2))
+    assert texts(ask(model, saying("a", max_tokens=2))[0]) != ["<refused>"]
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(
+    tiny_model: HuggingFaceLanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny_model.tokenizer, "chat_template", None)
+    with pytest.raises(ModelLoadError, match="'tiny' was to answer messages, but its tokenizer"):
+        LocalChatModel(tiny_model, name="tiny")

@@ -1,0 +1,220 @@
+"""A model behind a service: what is sent, what comes back, and what faults become."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError
+from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
+from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from tests.language_models.services.requests import ask, completion, failure, saying, texts
+from tests.scorers.chat_stub import ChatStub, Reply, chat_stub
+
+pytest.importorskip("openai")
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def build(stub: ChatStub, **parameters: Any) -> OpenAIChatModel:
+    values = {"base_url": stub.base_url, "model": "model-1"} | parameters
+    return OpenAIChatModel(OpenAIChatModel.Parameters(**values))
+
+
+def test_what_is_asked_for_is_sent_and_what_is_left_to_the_service_is_not() -> None:
+    with chat_stub([completion("a"), completion("b")]) as stub:
+        model = build(stub, extra_body={"top_k": 5})
+        ask(
+            model,
+            saying("hi", max_tokens=9, temperature=0.5, top_p=0.9, stop=("\n",), seed=2**31 + 4),
+        )
+        ask(model, saying("hi", max_tokens=None, temperature=None))
+    user = {"role": "user", "content": "hi"}
+    assert stub.paths == ["/v1/chat/completions"] * 2
+    assert stub.requests[0] == {
+        "model": "model-1",
+        "messages": [user],
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "stop": ["\n"],
+        "seed": 4,
+        "top_k": 5,
+    }
+    assert stub.requests[1] == {"model": "model-1", "messages": [user], "top_k": 5}
+
+
+def test_other_names_and_no_seed_for_services_that_want_them_so() -> None:
+    with chat_stub([completion("a")]) as stub:
+        model = build(stub, token_field="max_completion_tokens", sends_seed=False)
+        ask(model, saying("hi", max_tokens=9, temperature=None, seed=3))
+    assert set(stub.requests[0]) == {"model", "messages", "max_completion_tokens"}
+
+
+def test_an_answer_holds_text_end_refusal_logprobs_and_usage() -> None:
+    tokens = {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -1}]}
+    refusing = {"message": {"role": "assistant", "content": None, "refusal": "I cannot."}}
+    replies = [
+        completion("ab", finish_reason="length", logprobs=tokens),
+        completion("x", **refusing),
+        completion(None, finish_reason="content_filter"),
+        completion(None, finish_reason="length"),
+    ]
+    with chat_stub(replies) as stub:
+        model = build(stub)
+        outcomes = [ask(model, saying(str(n), needs_logprobs=True))[0] for n in range(4)]
+    assert [outcome.samples[0] for outcome in outcomes] == [
+        ChatAnswer("ab", FinishReason.LENGTH, token_logprobs=(-0.5, -1.0)),
+        ChatAnswer("", FinishReason.STOP, refusal="I cannot."),
+        ChatAnswer("", FinishReason.CONTENT_FILTER),
+        ChatAnswer("", FinishReason.LENGTH),
+    ]
+    assert outcomes[0].usage == (7, 3)
+    assert stub.requests[0]["logprobs"] is True
+
+
+def test_samples_are_asked_for_one_by_one_with_seeds_of_their_own_or_together() -> None:
+    def answer(body: dict[str, Any], number: int) -> Reply:
+        return completion(*["x"] * body.get("n", 1))
+
+    with chat_stub(answer) as stub:
+        (outcome,) = ask(build(stub), saying("hi", num_samples=3, seed=7))
+        assert texts(outcome) == ["x"] * 3
+        assert outcome.usage == (21, 9)
+        alone = {body["seed"] for body in stub.requests}
+        ask(build(stub), saying("hi", num_samples=2, first_sample=1, seed=7))
+        again = {body["seed"] for body in stub.requests[3:]}
+        assert (len(alone), 7 in alone, again < alone) == (3, True, True)
+        (outcome,) = ask(build(stub, samples_per_request=2), saying("hi", num_samples=3))
+        assert sorted(body.get("n", 1) for body in stub.requests[5:]) == [1, 2]
+        assert texts(outcome) == ["x"] * 3
+
+
+def test_fewer_answers_than_asked_for_are_failures_of_those_that_lack() -> None:
+    with chat_stub([completion("a", "b")]) as stub:
+        (outcome,) = ask(build(stub, samples_per_request=3), saying("hi", num_samples=3))
+    assert texts(outcome) == ["a", "b", "<malformed>"]
+
+
+FAULTS = {
+    "busy": (Reply(429, body="wait", headers={"Retry-After": "7"}), "rate_limited"),
+    "busy_without_a_time": (Reply(429, body="wait"), "rate_limited"),
+    "broken": (Reply(500, body="oops"), "unavailable"),
+    "overloaded": (Reply(503, body="oops", headers={"Retry-After": "nonsense"}), "unavailable"),
+    "cut": (Reply(body='{"choices": []}', cut_at=6), "unavailable"),
+    "half": (Reply(body='{"choices": [{"index": 0, "mess'), "malformed"),
+    "html": (Reply(body="<html>hello</html>"), "malformed"),
+    "list": (Reply(body="[1, 2]"), "malformed"),
+    "null": (Reply(body="null"), "malformed"),
+    "empty_choices": (Reply(body='{"choices": []}'), "malformed"),
+    "choices_of_nothing": (Reply(body='{"choices": [null]}'), "malformed"),
+    "no_text": (Reply(body='{"choices": [{"message": {"content": null}}]}'), "malformed"),
+    "text_is_a_number": (Reply(body='{"choices": [{"message": {"content": 3}}]}'), "malformed"),
+    "too_long": (
+        Reply(400, body='{"error": {"message": "long", "code": "context_length_exceeded"}}'),
+        "refused",
+    ),
+    "filtered": (
+        Reply(400, body='{"error": {"message": "no", "code": "content_filter"}}'),
+        "refused",
+    ),
+    "unknown_form": (Reply(400, body="unknown field response_format"), "unknown_form"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_data_with_its_reason(fault: str) -> None:
+    reply, reason = FAULTS[fault]
+    with chat_stub([reply]) as stub:
+        found = failure(ask(build(stub), saying("hi"))[0])
+        assert len(stub.requests) == 1, "the package repeats nothing by itself"
+    assert found.reason == reason
+    assert found.message
+    assert found.retry_after == (7.0 if fault == "busy" else 0.0)
+
+
+def test_what_refuses_connections_and_what_does_not_answer_are_failures() -> None:
+    import threading
+
+    with chat_stub([]) as stub:
+        pass
+    gone = failure(ask(build(stub), saying("hi"))[0])
+    assert gone.reason is FailureReason.UNAVAILABLE
+    never = threading.Event()
+    with chat_stub([Reply(waits_for=never)]) as stub:
+        late = failure(ask(build(stub, timeout=0.2), saying("hi"))[0])
+        never.set()
+    assert late.reason is FailureReason.TIMEOUT
+    assert late.message == "no answer in 0.2 s"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Reply(401, body="no such key secret-1"),
+        Reply(403, body="no"),
+        Reply(404, body='{"error": {"message": "no such model", "code": "model_not_found"}}'),
+        Reply(302, headers={"Location": "http://127.0.0.1:9/v1/chat/completions"}),
+        Reply(400, body='{"error": {"message": "no seed", "code": "unsupported_parameter"}}'),
+    ],
+    ids=lambda reply: str(reply.status),
+)
+def test_what_every_request_would_meet_ends_the_run_without_the_key(
+    reply: Reply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "secret-1")
+    with chat_stub([reply]) as stub:
+        with pytest.raises(ConfigurationError) as caught:
+            ask(build(stub, api_key_variable="MY_KEY"), saying("hi"))
+        assert stub.headers[0]["Authorization"] == "Bearer secret-1"
+    assert f"answered with status {reply.status}" in str(caught.value)
+    assert "Check base_url, model and api_key_variable" in str(caught.value)
+    assert "secret-1" not in str(caught.value)
+
+
+def test_an_account_without_money_ends_the_run_as_a_budget_does() -> None:
+    body = json.dumps({"error": {"message": "pay", "code": "insufficient_quota"}})
+    with chat_stub([Reply(429, body=body)]) as stub, pytest.raises(BudgetExhaustedError) as caught:
+        ask(build(stub), saying("hi"))
+    assert "nothing left to spend" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [None, "many", {"prompt_tokens": "7"}, (-1, 3), (True, 3), {"prompt_tokens": 3}, (1e3, 2)],
+    ids=str,
+)
+def test_a_usage_that_is_none_is_guessed_from_the_texts(usage: Any) -> None:
+    with chat_stub([completion("x" * 40, usage=usage)]) as stub:
+        (outcome,) = ask(build(stub), saying("y" * 80))
+    assert outcome.is_usage_estimated
+    assert outcome.usage == (24, 10)
+
+
+def test_no_key_is_sent_where_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "not-for-strangers")
+    with chat_stub([completion("a")]) as stub:
+        ask(build(stub), saying("hi"))
+    assert "Authorization" not in stub.headers[0]
+    assert "not-for-strangers" not in json.dumps(stub.headers)
+
+
+def test_a_key_that_is_not_set_and_one_in_the_address_are_refused() -> None:
+    with chat_stub([]) as stub:
+        with pytest.raises(ConfigurationError, match="variable 'NOT_SET', but that is not set"):
+            build(stub, api_key_variable="NOT_SET")
+        with pytest.raises(ConfigurationError, match="Give the bare address") as caught:
+            build(stub, base_url="http://user:secret@127.0.0.1/v1")
+    assert "secret" not in str(caught.value)
+
+
+def test_it_can_be_asked_from_one_event_loop_after_another() -> None:
+    with chat_stub(lambda body, number: completion(str(number))) as stub:
+        model = build(stub)
+        assert [texts(ask(model, saying("hi"))[0]) for _ in range(3)] == [["0"], ["1"], ["2"]]
