@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatFailure,
@@ -27,8 +28,21 @@ from nip_astra.language_models.services.fine_tuning import (
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, build_protocol_handler
 from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler
+from nip_astra.scenario_base.text.event_loop import EventLoop
 from nip_astra.scenario_base.text.game import TextEpisode, TextGame
+from nip_astra.scenario_base.text.model_groups import (
+    PureTextSharedModelGroup,
+    TextAgent,
+    group_agents,
+)
+from nip_astra.scenario_base.text.parameters import TextAgentParameters
 from nip_astra.scenario_base.text.templates import PromptTemplate, load_prompts
+from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
+from nip_astra.tracking.local import LocalTracker
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers.registry import TRAINERS
+from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
+from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 PROMPTS = {
     "prover.jinja": (
@@ -160,3 +174,119 @@ def play(
     if episodes is None:
         episodes = [game.start(0, {"y": 1, "claim": "the sky is blue"}, 0)]
     return asyncio.run(sampler.sample(episodes, key=("test",), **options))
+
+
+CLAIMS = NestedArrayDict(
+    {"y": [0, 1] * 6, "claim": [f"claim {n}" for n in range(12)], "level": [1, 1, 2] * 4}, 12
+)
+
+
+@dataclass
+class TextParts:
+    """An instance with made-up models, and what was asked of them."""
+
+    instance: PureTextScenarioInstance
+    hyper_params: HyperParameters
+    service: FakeFineTuning
+    models: dict[str, FakeChatModel] = field(default_factory=dict)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests to all models."""
+        return sum(len(model.requests) for model in self.models.values())
+
+
+def build_text_parts(
+    folder: Path,
+    script: Callable[[str], Script],
+    *,
+    trainer: str = "pure_text_ei",
+    protocol: str = "adp",
+    agents: Mapping[str, Mapping[str, Any]] = {},
+    service: FakeFineTuning | None = None,
+    groups: Mapping[str, Any] = {},
+) -> TextParts:
+    """An instance of twelve claims.
+
+    Parameters
+    ----------
+    script : callable
+        Gives a model's script by its name; "base" is that of the beginning.
+    agents : Mapping
+        Parameters of agents, by name.
+    groups : Mapping
+        Values of the hyper-parameters.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    sections = {
+        protocol: PROTOCOL_HANDLERS.get(protocol).Parameters,
+        trainer: TRAINERS.get(trainer).Parameters,
+    }
+    values = {"trainer": trainer, "scenario": "none", "interaction_protocol": protocol}
+    small = {
+        "text_rl": {
+            "num_iterations": 2,
+            "rollouts_per_iteration": 6,
+            "min_fine_tune_examples": 1,
+        }
+    }
+    merged = {
+        name: {**small.get(name, {}), **value} if isinstance(value, Mapping) else value
+        for name, value in (small | dict(groups)).items()
+    }
+    hyper_params = HyperParameters.with_sections(sections).from_dict(values | merged)
+    game = build_text_game(
+        protocol,
+        folder,
+        **{name: one for name, one in merged.items() if name in (protocol, "protocol_common")},
+    )
+    models: dict[str, FakeChatModel] = {}
+
+    def open_model(name: str | None) -> FakeChatModel:
+        known = name or "base"
+        return models.setdefault(known, FakeChatModel(script(known), known))
+
+    default = {"model": {"_type": "scripted"}, "num_invalid_generation_retries": 2}
+    members = [
+        TextAgent(
+            name,
+            number,
+            is_verifier=name in game.protocol.verifier_names,
+            parameters=TextAgentParameters.from_dict(default | dict(agents.get(name, {}))),
+        )
+        for number, name in enumerate(game.protocol.agent_names)
+    ]
+    loop, service = EventLoop(), service or FakeFineTuning()
+    instance = PureTextScenarioInstance(
+        kind="claims",
+        agents={agent.name: agent for agent in members},
+        protocol_handler=game.protocol,
+        game=game,
+        train_data=CLAIMS,
+        test_data=CLAIMS[:8],
+        shared_model_groups={
+            name: PureTextSharedModelGroup(
+                name, of_group, open_model=open_model, service=service, loop=loop
+            )
+            for name, of_group in group_agents(members).items()
+        },
+        loop=loop,
+        groupings=("level",),
+    )
+    return TextParts(instance, hyper_params, service, models)
+
+
+def build_text_trainer(
+    parts: TextParts, run_directory: RunDirectory | None = None, **settings: Any
+) -> PureTextRlTrainer:
+    """The trainer that the hyper-parameters name."""
+    chosen = ExperimentSettings(
+        progress=False,
+        run_directory=run_directory,
+        tracker=LocalTracker(run_directory) if run_directory else None,
+        **settings,
+    )
+    cls = TRAINERS.get(parts.hyper_params.trainer)
+    trainer = cls(parts.hyper_params, parts.instance, chosen)
+    assert isinstance(trainer, PureTextRlTrainer)
+    return trainer

@@ -30,6 +30,10 @@ class TrainerType(StrEnum):
     """Stackelberg policy gradient of provers and verifiers, and its relatives."""
     SOLO_AGENT = "solo_agent"
     """Supervised training of each agent alone, to tell the label without a conversation."""
+    PURE_TEXT_EI = "pure_text_ei"
+    """Expert iteration of chat models that play provers and verifiers."""
+    PURE_TEXT_MALT = "pure_text_malt"
+    """Preference training of such chat models on trees of their answers."""
 
 
 class ScenarioType(StrEnum):
@@ -41,6 +45,10 @@ class ScenarioType(StrEnum):
     """Provers and verifiers send nodes of two graphs, and the verifier says if they are alike."""
     IMAGE_CLASSIFICATION = "image_classification"
     """Provers and verifiers point at parts of an image, and the verifier says which class it is."""
+    CODE_VALIDATION = "code_validation"
+    """Provers and a verifier, chat models, talk about whether a program is right."""
+    SECRET_WORD = "secret_word"
+    """Provers who know a word and a verifier who needs it, chat models, talk about a claim."""
 
 
 class InteractionProtocolType(StrEnum):

@@ -1,7 +1,7 @@
 """What an agent's answer means: a decision, or messages to channels.
 
 A decision is written `Decision: accept` or `Decision: reject`, anywhere, in any case. An agent that
-may send in several channels heads each message with a line of its own, `To <channel>:`.
+may send in several channels heads each message with `To <channel>:`.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ def _split(text: str, channels: Sequence[str]) -> dict[str, str]:
     by_title = {channel_title(channel).lower(): channel for channel in channels}
     longest_first = sorted(by_title, key=len, reverse=True)
     titles = "|".join(re.escape(title).replace(r"\ ", r"[ _]") for title in longest_first)
-    heading = re.compile(rf"^[ \t*#]*to ({titles})[ \t*]*:", re.IGNORECASE | re.MULTILINE)
+    heading = re.compile(rf"(?<!\w)to ({titles})[ \t*]*:", re.IGNORECASE)
     found = list(heading.finditer(text))
     messages: dict[str, str] = {}
     ends = [match.start() for match in found[1:]] + [len(text)]
     for number, match in enumerate(found):
-        said = text[match.end() : ends[number]].strip(" \t\n*")
+        said = text[match.end() : ends[number]].strip(" \t\n*#")
         channel = by_title[match[1].lower().replace("_", " ")]
         if said:
             messages[channel] = f"{messages[channel]}\n{said}" if channel in messages else said
