@@ -380,7 +380,7 @@ def _words(stage: Stage) -> str:
 
 def _models_of_run(base_run: Path) -> dict[str, Any]:
     """What a finished run says of its groups of agents."""
-    results = RunDirectory.open(base_run).read_json(RESULTS)
+    results = RunDirectory(base_run).read_json(RESULTS)
     groups = results.get("groups")
     if not groups:
         raise ConfigurationError(
