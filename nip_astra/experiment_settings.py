@@ -51,6 +51,18 @@ class ExperimentSettings(SubParameters):
     """Iterations between tables of sample conversations."""
     num_rollout_samples: int = Field(default=2, ge=0)
     """Episodes in a table of sample conversations, with all their nodes, the worst first."""
+    max_service_requests: int | None = Field(default=None, ge=0)
+    """Most requests of the run to chat models, attempts that fail included; then it stops, and can
+    be resumed with more. null for no bound."""
+    max_service_tokens: int | None = Field(default=None, ge=0)
+    """Most tokens that chat models may read and say for the run; then it stops, and can be resumed
+    with more. null for no bound."""
+    max_service_cost: float | None = Field(default=None, ge=0)
+    """Most money that chat models may cost, by their `prices`; then the run stops, and can be
+    resumed with more. null for no bound."""
+    service_cache: str | None = None
+    """File in which answers of chat models are remembered, for instance for several runs; null
+    keeps them in the run directory."""
     test_run: bool = False
     """Whether every loop is cut to one iteration, to see that all parts work."""
     progress: bool = True

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.scenario_base.tasks.base import Task
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
@@ -52,6 +53,8 @@ class ScenarioInstance:
         All agents with networks as one actor.
     describe_datapoint : callable, optional
         Gives plain values that a report shows of one row of a dataset.
+    task : Task, optional
+        Problems that a policy answers in messages.
     layers : str
         By what layers are computed, which decides last digits: "torch", or what is compiled.
     """
@@ -71,6 +74,7 @@ class ScenarioInstance:
     test_environment: ProtocolEnvironment | None = None
     combined_agents: CombinedAgents | None = None
     describe_datapoint: Callable[[TensorDictBase], dict[str, Any]] | None = None
+    task: Task | None = None
     layers: str = "torch"
 
     @property

@@ -117,7 +117,9 @@ def _made_short(command: Command) -> list[str]:
     if not is_training or "--help" in arguments or "--version" in arguments:
         return arguments
     small = SMALL_PROOF if any(word in PROOF_WORDS for word in arguments) else SMALL
-    if "solo_agent" in arguments or any(word.startswith("base_run.") for word in arguments):
+    if {"solo_agent", "smooth_labels"} & set(arguments) or any(
+        word.startswith("base_run.") for word in arguments
+    ):
         small = ()  # nothing is played, or the other run's parameters hold
     return [*arguments, "--test-run", *(word for pair in small for word in ("--set", pair))]
 
@@ -192,6 +194,17 @@ def test_the_guide_shows_an_entry_point_of_the_right_group() -> None:
     )
     packaged = tomllib.loads((ROOT / "tests" / "plugin_package" / "pyproject.toml").read_text())
     assert shown == packaged
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
+def test_pictures_are_there_and_small() -> None:
+    for page in documents():
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"!\[[^\]]+\]\(([^)\s]+)\)", text):
+            assert (page.parent / name).stat().st_size < 200_000, f"{page.name}: {name}"
 
 
 def test_readme_begins_with_a_line_that_runs_and_a_line_that_tests() -> None:

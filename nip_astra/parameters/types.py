@@ -49,6 +49,21 @@ class ScenarioType(StrEnum):
     """Provers and a verifier, chat models, talk about whether a program is right."""
     SECRET_WORD = "secret_word"
     """Provers who know a word and a verifier who needs it, chat models, talk about a claim."""
+    TASK = "task"
+    """A policy answers the problems of a task in messages and is rewarded for it."""
+
+
+class TaskType(StrEnum):
+    """Tasks that a policy answers in messages."""
+
+    ARITHMETIC = "arithmetic"
+    """Sums, differences and products of whole numbers."""
+    COUNTDOWN = "countdown"
+    """Make a number out of given ones."""
+    GUESS_NUMBER = "guess_number"
+    """Find a hidden number in several turns, told each time whether it is higher or lower."""
+    DATASET = "dataset"
+    """Problems of a file or data set, rated by their answers or by a scorer."""
 
 
 class InteractionProtocolType(StrEnum):

@@ -16,7 +16,7 @@ from nip_astra.scenarios.ast_chat import AstChatScenario
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
-from tests.tiny import write_scenario
+from tests.tiny import experience_of, write_scenario
 
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
@@ -64,7 +64,7 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path) -> None:
     trainer = prepare_experiment(resolved, progress=False).trainer
 
     def says_cat(iteration: int) -> float:
-        tree = trainer.harness.experience(iteration).tree
+        tree = experience_of(trainer, iteration).tree
         return float(tree.nodes["combined_score"].mean())
 
     before = says_cat(1000)

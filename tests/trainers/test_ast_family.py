@@ -20,7 +20,7 @@ from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
 from nip_astra.trainers.ast.state import AstState
 from nip_astra.trainers.ast_base import AstTrainer
-from tests.tiny import write_scenario
+from tests.tiny import experience_of, write_scenario
 
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
@@ -99,7 +99,7 @@ def _share_of_cats(folder: Path, name: str, *options: str) -> tuple[float, float
     )
 
     def says_cat(iteration: int) -> float:
-        tree = trainer.harness.experience(iteration).tree
+        tree = experience_of(trainer, iteration).tree
         return float(tree.nodes["combined_score"].mean())
 
     before = says_cat(1000)
@@ -349,7 +349,7 @@ def test_nodes_without_a_verdict_are_counted_and_never_learnt_from(
 ) -> None:
     scenario = write_scenario(tmp_path, scorer={"_type": "unsure", "on_failure": "skip"})
     trainer = _trainer(name, scenario)
-    tree = trainer.harness.experience(0).tree
+    tree = experience_of(trainer).tree
     is_rated_N = ~tree.nodes["reward"].isnan()
     assert 0 < is_rated_N.sum() < tree.num_nodes
     trainer.train()
@@ -371,7 +371,7 @@ def test_given_probes_win_in_their_share_of_the_episodes(
         "training.num_episodes_per_experience=40",
     )
     trainer = _trainer("ast_dpo", tiny_scenario, *options)
-    samples = trainer.harness.experience(0).samples
+    samples = experience_of(trainer).samples
     decode = trainer.policy.tokenizer.decode
     texts = {
         int(sample["episode"]): decode(sample["chosen"], skip_special_tokens=True)
@@ -400,13 +400,13 @@ def test_supervised_training_imitates_a_given_file(tiny_scenario: Path, tmp_path
         "ast_chat.tree_depth=1",
     )
     trainer.train()
-    probes = trainer.harness.experience(99).tree.probes
+    probes = experience_of(trainer, 99).tree.probes
     assert set(probes) == {"silly cat sat"}
 
 
 def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) -> None:
     trainer = _trainer("ast_sft", tiny_scenario, "ast_sft.num_best=5")
-    trees = [trainer.harness.experience(i).tree for i in (0, 0, 1)]
+    trees = [experience_of(trainer, i).tree for i in (0, 0, 1)]
     rewards = torch.cat([tree.nodes["credit"] for tree in trees[1:]])
     kept = [float(sample["credit"]) for sample in trainer.trainer_state()["best"]]
     assert kept == sorted(kept, reverse=True)
@@ -415,7 +415,7 @@ def test_the_best_probes_so_far_are_kept_once_and_ranked(tiny_scenario: Path) ->
 
 
 def _first_metrics(trainer: AstTrainer) -> dict[str, Any]:
-    return trainer.step(trainer.collate_fn(trainer.harness.experience(0).samples)).metrics
+    return trainer.step(trainer.collate_fn(experience_of(trainer).samples)).metrics
 
 
 def test_the_first_ratios_are_one_since_old_logprobs_are_those_of_sampling(
@@ -437,7 +437,7 @@ def test_what_a_loss_compares_with_comes_by_its_own_path_in_bfloat16(
         "ast_chat.attacker.language_model.dtype=bfloat16",
         "ast_chat.attacker.language_model.lora={rank: 4}",
     )
-    tree = trainer.harness.experience(0).tree
+    tree = experience_of(trainer).tree
     mask_NT = tree.nodes["probe_mask"]
     scored_NT = trainer.probe_logprobs(tree)
     kept = tree.nodes["probe_logprobs"][mask_NT]
@@ -449,5 +449,5 @@ def test_what_a_loss_compares_with_comes_by_its_own_path_in_bfloat16(
 def test_a_float32_attacker_is_not_scored_again(tiny_scenario: Path) -> None:
     trainer = _trainer("ast_grpo", tiny_scenario)
     with mock.patch.object(trainer, "probe_logprobs") as again:
-        trainer.harness.experience(0)
+        experience_of(trainer)
     again.assert_not_called()

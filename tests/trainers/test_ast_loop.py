@@ -22,6 +22,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
+from tests.tiny import experience_of
 
 QUIET = {"progress": False}
 FAST = ("ast_chat.evaluation.use_random_search=false", "ast_chat.evaluation.num_episodes=2")
@@ -203,7 +204,7 @@ def test_accumulated_batches_equal_one_large_batch(tiny_scenario: Path) -> None:
 
 def test_a_step_raises_the_chosen_and_lowers_the_rejected(tiny_scenario: Path) -> None:
     trainer = _trainer(tiny_scenario, "training.lr=1e-3")
-    experience = trainer.harness.experience(0)
+    experience = experience_of(trainer)
     assert experience.samples
     batch = trainer.collate_fn(experience.samples)
 
@@ -285,15 +286,15 @@ def test_the_learning_rate_warms_up_and_falls_as_scheduled() -> None:
 def test_a_loss_that_is_not_finite_stops_saves_and_says_where(
     tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = AstDpoTrainer.step
+    loss = AstDpoTrainer.loss
     calls = []
 
     def broken(self: AstDpoTrainer, batch: Any) -> LossOutput:
         calls.append(1)
-        output = step(self, batch)
+        output = loss(self, batch)
         return output if len(calls) < 3 else LossOutput(output.loss * math.nan, output.metrics)
 
-    monkeypatch.setattr(AstDpoTrainer, "step", broken)
+    monkeypatch.setattr(AstDpoTrainer, "loss", broken)
     with pytest.raises(NonFiniteLossError, match=r"optimizer step 3 \(iteration \d\).*saved"):
         _run(tiny_scenario, tmp_path, "nan", "training.batch_size=2")
     checkpoint = (tmp_path / "nan" / "checkpoints" / "latest").read_text().strip()
@@ -326,18 +327,18 @@ def test_the_best_checkpoint_by_dev_reward_is_kept_and_tested(
 
 
 def test_iterations_go_through_all_prompts_before_any_comes_again(tiny_scenario: Path) -> None:
-    harness = _trainer(tiny_scenario, "training.num_episodes_per_experience=2").harness
-    prompts = harness._prompts_of(0) + harness._prompts_of(1)
-    assert sorted(prompts) == sorted(harness.prompts)
-    assert harness._prompts_of(0) == harness._prompts_of(0)
+    rollouts = _trainer(tiny_scenario, "training.num_episodes_per_experience=2").rollouts
+    first, second = rollouts._prompts_of(0, seed=3), rollouts._prompts_of(1, seed=3)
+    assert sorted(first + second) == sorted(rollouts.prompts)
+    assert rollouts._prompts_of(0, seed=3) == first
 
 
 def test_batches_hold_every_sample_once_in_a_seeded_order(tiny_scenario: Path) -> None:
-    harness = _trainer(tiny_scenario, "training.batch_size=4").harness
+    trainer = _trainer(tiny_scenario, "training.batch_size=4")
     samples = [{"x": torch.tensor(i)} for i in range(10)]
 
     def order(iteration: int, epoch: int) -> list[list[int]]:
-        batches = harness.batches(samples, iteration=iteration, epoch=epoch)
+        batches = trainer.batches(samples, iteration=iteration, epoch=epoch)
         return [batch["x"].tolist() for batch in batches]
 
     found = order(0, 0)
@@ -364,25 +365,23 @@ def test_batches_by_episode_hold_each_sample_once_and_share_more(tiny_scenario: 
     }
     forwarded = {}
     for order, trainer in trainers.items():
-        samples = trainer.harness.experience(0).samples
-        batches = list(trainer.harness.batches(samples, iteration=0, epoch=0))
+        samples = experience_of(trainer).samples
+        batches = list(trainer.batches(samples, iteration=0, epoch=0))
         taken = sorted(int(e) for batch in batches for e in batch["episode"])
         assert taken == sorted(int(sample["episode"]) for sample in samples)
         with trainer.policy.counting() as spent:
             for batch in batches:
                 trainer.step(batch)
         forwarded[order] = spent.forwarded
-        other = [
-            b["episode"].tolist() for b in trainer.harness.batches(samples, iteration=0, epoch=1)
-        ]
+        other = [b["episode"].tolist() for b in trainer.batches(samples, iteration=0, epoch=1)]
         assert other != [batch["episode"].tolist() for batch in batches]
     assert forwarded["by_episode"] < forwarded["shuffled"]
 
 
 def test_batches_by_episode_need_samples_that_say_theirs(tiny_scenario: Path) -> None:
-    harness = _trainer(tiny_scenario, "training.batch_order=by_episode").harness
+    trainer = _trainer(tiny_scenario, "training.batch_order=by_episode")
     with pytest.raises(ConfigurationError, match="do not say their episode"):
-        list(harness.batches([{"x": torch.tensor(1)}], iteration=0, epoch=0))
+        list(trainer.batches([{"x": torch.tensor(1)}], iteration=0, epoch=0))
 
 
 def test_a_dry_run_steps_once_and_estimates_the_whole(tiny_scenario: Path) -> None:
@@ -402,9 +401,7 @@ def test_a_prediction_scales_the_step_and_not_the_rollout(
     peaks = iter([1 * gib, 2 * gib, 3 * gib])
     monkeypatch.setattr("nip_astra.trainers.ast.dry_run.peak_memory_bytes", lambda: next(peaks))
     trainer = _trainer(tiny_scenario, "training.batch_size=3")
-    monkeypatch.setattr(
-        trainer.harness.algorithm, "flatten", lambda tree: type(trainer).flatten(trainer, tree)[:1]
-    )
+    monkeypatch.setattr(trainer, "flatten", lambda tree: type(trainer).flatten(trainer, tree)[:1])
     # One GiB for the rollout, and three pairs where the one that was tried took one.
     assert trainer.dry_run()["predicted_peak_gib"] == pytest.approx(1 + 1 + 3)
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import torch
 from pydantic import JsonValue
 
+from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
+from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 
 
@@ -79,13 +81,6 @@ class ChatRequest:
             replace(self, first_sample=first, num_samples=min(size, end - first))
             for first in range(self.first_sample, end, size)
         ]
-
-
-class ChatUsage(NamedTuple):
-    """Tokens of a request and its answers, as the service counts them."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
 
 
 NOTHING_USED = ChatUsage()
@@ -200,6 +195,8 @@ class ChatModel(ABC):
         Where the model is, for instance the address of its service; part of it too.
     samples_at_once : int or None
         Most samples that one request to the service may ask for; None for no bound.
+    can_be_remembered : bool
+        Whether name and place say all that an answer hangs on.
     """
 
     class Parameters(PolymorphicParameters):
@@ -207,9 +204,15 @@ class ChatModel(ABC):
 
         type_name: ClassVar[str] = ""
 
+        limits: LimitParameters = LimitParameters()
+        """How fast and how patiently it is asked."""
+        prices: PriceParameters | None = None
+        """What it costs; null where that is not known or nothing."""
+
     name: str
     place: str = ""
     samples_at_once: int | None = None
+    can_be_remembered: bool = True
 
     @classmethod
     @abstractmethod

@@ -23,7 +23,7 @@ class AstPreferenceTrainer(AstTrainer):
     """Prefer, at every point of a conversation, the best probe to the worst.
 
     Pairs: best and worst sibling of every node of the tree (ASTPrompter, arXiv:2407.09447). A
-    subclass gives `step`.
+    subclass gives `loss`.
     """
 
     class Parameters(PairParameters):
@@ -48,7 +48,7 @@ class AstPreferenceTrainer(AstTrainer):
                 samples, tree, self.parameters, iteration=self.state.iteration
             )
             metrics |= more
-        self.flatten_metrics = metrics
+        self.log_metrics(metrics)
         return samples
 
     def logratios(self, batch: TensorDict) -> tuple[Tensor, Tensor]:

@@ -67,6 +67,9 @@ class LocalChatModel(ChatModel):
         Samples drawn at once.
     """
 
+    # Its weights may be others under the same name.
+    can_be_remembered = False
+
     class Parameters(ChatModel.Parameters):
         """Which model, and how many it answers at once."""
 

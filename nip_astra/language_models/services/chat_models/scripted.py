@@ -79,7 +79,9 @@ class ScriptedChatModel(ChatModel):
     def load(
         cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
     ) -> ScriptedChatModel:
-        return cls(_by_turns(parameters.when, parameters.answers), name=parameters.model)
+        model = cls(_by_turns(parameters.when, parameters.answers), name=parameters.model)
+        model.place = str(derive_seed(str(parameters.when), str(parameters.answers)))
+        return model
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         self.requests.append(request)

@@ -1,0 +1,308 @@
+"""What requests to services took: tokens, money, time; kept over the stops of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from nip_astra.errors import BudgetExhaustedError, RunDirectoryError
+
+
+class ChatUsage(NamedTuple):
+    """Tokens of a request and its answers, as the service counts them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """One attempt.
+
+    Attributes
+    ----------
+    label : str
+        Who was asked: "target", "judge".
+    outcome : str
+        "answered", or the reason of the failure.
+    num_refusals : int
+        Answers that the service marks as refusals, or withholds for their content.
+    cost : float or None
+        None where no prices are known.
+    """
+
+    label: str
+    model: str
+    seconds: float
+    num_samples: int
+    outcome: str
+    num_refusals: int
+    prompt_tokens: int
+    completion_tokens: int
+    is_estimated: bool
+    cost: float | None
+
+
+@dataclass(frozen=True)
+class ServiceUse:
+    """What a chat model took in a run.
+
+    Attributes
+    ----------
+    num_requests : int
+        Attempts, those that failed included.
+    num_remembered : int
+        Samples that were remembered, so that nobody was asked.
+    num_refusals : int
+        Answers that the service marks as refusals or withholds for their content.
+    failures : Mapping[str, int]
+        Attempts without an answer, by reason.
+    num_estimated : int
+        Attempts whose tokens are guessed, since the service did not tell them.
+    cost : float or None
+        None where no prices are known.
+    median_seconds, p95_seconds : float or None
+        Of attempts that were answered.
+    """
+
+    model: str
+    num_requests: int = 0
+    num_samples: int = 0
+    num_remembered: int = 0
+    num_refusals: int = 0
+    failures: Mapping[str, int] = field(default_factory=dict)
+    num_estimated: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost: float | None = None
+    median_seconds: float | None = None
+    p95_seconds: float | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values that JSON can hold."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Most that a run may spend on services; None for no bound."""
+
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    max_cost: float | None = None
+
+
+class Spent(NamedTuple):
+    """A part of a budget."""
+
+    requests: int = 0
+    tokens: int = 0
+    cost: float = 0.0
+
+    def plus(self, other: Spent, sign: int = 1) -> Spent:
+        """The sum, or with sign -1 the difference."""
+        return Spent(
+            self.requests + sign * other.requests,
+            self.tokens + sign * other.tokens,
+            self.cost + sign * other.cost,
+        )
+
+
+_LEDGERS: weakref.WeakValueDictionary[Path, RequestLedger] = weakref.WeakValueDictionary()
+_COLUMNS = tuple(RequestRecord.__dataclass_fields__)
+
+
+class RequestLedger:
+    """Every attempt of a run, in a file of its own; may be used from several threads.
+
+    Parameters
+    ----------
+    path : Path, optional
+        A SQLite file; without one, attempts are forgotten with the process.
+    """
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self._database = connect(path)
+        with guarded(path):
+            self._database.execute(
+                f"CREATE TABLE IF NOT EXISTS requests (at REAL, {', '.join(_COLUMNS)})"
+            )
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._spent = self._read_spent()
+        self._reserved = Spent()
+
+    @classmethod
+    def of(cls, path: Path | None) -> RequestLedger:
+        """The one ledger of a file in this process."""
+        if path is None:
+            return cls()
+        ledger = _LEDGERS.get(path.resolve())
+        if ledger is None:
+            ledger = _LEDGERS[path.resolve()] = cls(path)
+        return ledger
+
+    @property
+    def spent(self) -> Spent:
+        """What was spent so far, by all models."""
+        return self._spent
+
+    async def reserve(self, most: Spent, budget: Budget) -> None:
+        """Set aside the most that a request may take; waits for those under way where need be.
+
+        Raises
+        ------
+        BudgetExhaustedError
+            When nothing is under way, and the rest of the budget may not be enough.
+        """
+        while True:
+            with self._lock:
+                too_much = _exceeded(self._spent.plus(self._reserved).plus(most), budget)
+                if too_much is None:
+                    self._reserved = self._reserved.plus(most)
+                    return
+                if not self._reserved.requests:
+                    raise BudgetExhaustedError(_budget_text(too_much, self._spent))
+                loop = asyncio.get_running_loop()
+                freed: asyncio.Future[None] = loop.create_future()
+                self._waiting.append((loop, freed))
+            await freed
+
+    def release(self, reserved: Spent, record: RequestRecord | None) -> None:
+        """Note what a request took in place of what was set aside for it; None for one cut off."""
+        took = Spent()
+        if record is not None:
+            tokens = record.prompt_tokens + record.completion_tokens
+            took = Spent(1, tokens, record.cost or 0.0)
+        with self._lock:
+            if record is not None:
+                self._write(record)
+            self._spent = self._spent.plus(took)
+            self._reserved = self._reserved.plus(reserved, -1)
+            waiting, self._waiting = self._waiting, []
+        for loop, freed in waiting:
+            # Who waits in a loop that has ended waits no more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(_free, freed)
+
+    def use(self, label: str, model: str, num_remembered: int = 0) -> ServiceUse:
+        """What those of a label took."""
+        with self._lock, guarded(self.path):
+            totals = self._database.execute(
+                "SELECT COUNT(*), COALESCE(SUM(num_samples), 0), COALESCE(SUM(num_refusals), 0), "
+                "COALESCE(SUM(is_estimated), 0), COALESCE(SUM(prompt_tokens), 0), "
+                "COALESCE(SUM(completion_tokens), 0), SUM(cost) FROM requests WHERE label = ?",
+                (label,),
+            ).fetchone()
+            failures = self._database.execute(
+                "SELECT outcome, COUNT(*) FROM requests WHERE label = ? AND outcome != 'answered' "
+                "GROUP BY outcome ORDER BY outcome",
+                (label,),
+            ).fetchall()
+            seconds = [
+                row[0]
+                for row in self._database.execute(
+                    "SELECT seconds FROM requests WHERE label = ? AND outcome = 'answered'",
+                    (label,),
+                )
+            ]
+        return ServiceUse(
+            model=model,
+            num_requests=totals[0],
+            num_samples=totals[1],
+            num_remembered=num_remembered,
+            num_refusals=totals[2],
+            failures=dict(failures),
+            num_estimated=totals[3],
+            prompt_tokens=totals[4],
+            completion_tokens=totals[5],
+            cost=totals[6],
+            median_seconds=statistics.median(seconds) if seconds else None,
+            p95_seconds=sorted(seconds)[int(0.95 * (len(seconds) - 1))] if seconds else None,
+        )
+
+    def _write(self, record: RequestRecord) -> None:
+        marks = ", ".join("?" * (len(_COLUMNS) + 1))
+        values = (time.time(), *(getattr(record, name) for name in _COLUMNS))
+        with guarded(self.path):
+            self._database.execute(f"INSERT INTO requests VALUES ({marks})", values)
+
+    def _read_spent(self) -> Spent:
+        with guarded(self.path):
+            row = self._database.execute(
+                "SELECT COUNT(*), COALESCE(SUM(prompt_tokens + completion_tokens), 0), "
+                "COALESCE(SUM(cost), 0.0) FROM requests"
+            ).fetchone()
+        return Spent(*row)
+
+
+def connect(path: Path | None) -> sqlite3.Connection:
+    """A SQLite database that outlives kills, and that several processes may use."""
+    with guarded(path):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        database = sqlite3.connect(
+            ":memory:" if path is None else path,
+            check_same_thread=False,
+            isolation_level=None,
+            timeout=60.0,
+        )
+        database.execute("PRAGMA journal_mode=WAL")
+        database.execute("PRAGMA synchronous=NORMAL")
+    return database
+
+
+class guarded:  # noqa: N801 - reads as a word of a with statement
+    """Turns errors of SQLite and of the disk into one that names the file."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, sqlite3.Error | OSError):
+            raise RunDirectoryError(
+                f"what was asked of services was to be kept in {self.path}, but: {error}. Free the "
+                "disk, or give another path as the setting service_cache; a file that is damaged "
+                "can be removed, after which answers are paid for again."
+            ) from error
+
+
+def _exceeded(planned: Spent, budget: Budget) -> str | None:
+    """The first setting whose bound would be passed; None for none."""
+    bounds: dict[str, tuple[float, float | None]] = {
+        "max_service_requests": (planned.requests, budget.max_requests),
+        "max_service_tokens": (planned.tokens, budget.max_tokens),
+        "max_service_cost": (planned.cost, budget.max_cost),
+    }
+    for name, (value, bound) in bounds.items():
+        if bound is not None and value > bound:
+            return f"{name}={bound:g}"
+    return None
+
+
+def _budget_text(setting: str, spent: Spent) -> str:
+    name = setting.partition("=")[0]
+    return (
+        f"another request to a service was to be made, but it might go beyond the setting {setting}"
+        f"; so far {spent.requests} requests with {spent.tokens} tokens were made, which cost "
+        f"{spent.cost:.4g}. What is done is kept. Go on with: nip-astra resume RUN --settings "
+        f"{name}=<more>"
+    )
+
+
+def _free(freed: asyncio.Future[None]) -> None:
+    if not freed.done():
+        freed.set_result(None)

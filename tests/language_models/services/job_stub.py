@@ -1,0 +1,129 @@
+"""Files and fine-tuning jobs of OpenAI's protocol on the loopback interface, with faults."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+PAGE = 2
+"""Jobs and files on a page, so that lists have several."""
+
+
+class JobStub:
+    """The service; `faults` are statuses answered first, and "lost" does the work and hangs up."""
+
+    def __init__(self) -> None:
+        self.files: list[dict[str, Any]] = []
+        self.contents: dict[str, bytes] = {}
+        self.jobs: list[dict[str, Any]] = []
+        self.created: list[dict[str, Any]] = []
+        self.faults: list[int | str] = []
+        self.base_url = ""
+
+    def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> Any:
+        """Do what a request asks for."""
+        if (method, path) == ("POST", "/v1/files"):
+            return self._upload(body)
+        if (method, path) == ("GET", "/v1/files"):
+            return _page(self.files, query)
+        if (method, path) == ("POST", "/v1/fine_tuning/jobs"):
+            return self._create(json.loads(body))
+        if (method, path) == ("GET", "/v1/fine_tuning/jobs"):
+            return _page(self.jobs[::-1], query)
+        name = path.removeprefix("/v1/fine_tuning/jobs/").removesuffix("/cancel")
+        job = next((job for job in self.jobs if job["id"] == name), None)
+        if job is not None and path.endswith("/cancel"):
+            job["status"] = "cancelled"
+        return job
+
+    def _upload(self, body: bytes) -> dict[str, Any]:
+        found = re.search(rb'name="file"; filename="([^"]+)"\r\n.*?\r\n\r\n(.*?)\r\n--', body, re.S)
+        assert found is not None
+        file = {
+            "id": f"file-{len(self.files)}",
+            "object": "file",
+            "bytes": len(found[2]),
+            "filename": found[1].decode(),
+            "purpose": "fine-tune",
+            "created_at": 0,
+            "status": "processed",
+        }
+        self.files.append(file)
+        self.contents[str(file["id"])] = found[2]
+        return file
+
+    def _create(self, fields: dict[str, Any]) -> dict[str, Any]:
+        self.created.append(fields)
+        job = {
+            "id": f"job-{len(self.jobs)}",
+            "object": "fine_tuning.job",
+            "model": fields["model"],
+            "status": "validating_files",
+            "fine_tuned_model": None,
+            "error": None,
+            "metadata": fields.get("metadata"),
+            "training_file": fields["training_file"],
+        }
+        self.jobs.append(job)
+        return job
+
+
+def _page(items: list[dict[str, Any]], query: dict[str, list[str]]) -> dict[str, Any]:
+    ids = [item["id"] for item in items]
+    start = ids.index(query["after"][0]) + 1 if "after" in query else 0
+    rest = items[start:]
+    return {"object": "list", "data": rest[:PAGE], "has_more": len(rest) > PAGE}
+
+
+@contextmanager
+def job_stub() -> Iterator[JobStub]:
+    """Serve jobs that stay as they are until a test changes them."""
+    stub = JobStub()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _serve(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            fault = stub.faults.pop(0) if stub.faults else None
+            status, found = 200, None
+            if isinstance(fault, int):
+                status, found = fault, {"error": {"message": "so it is", "code": None}}
+            else:
+                parts = urlsplit(self.path)
+                found = stub.answer(self.command, parts.path, parse_qs(parts.query), body)
+                if found is None:
+                    status, found = 404, {"error": {"message": "no such job", "code": None}}
+            if fault == "lost":
+                self.close_connection = True
+                return
+            payload = json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(payload)))
+            self.end_headers()
+            self.wfile.write(payload)
+
+        do_GET = do_POST = _serve
+
+        def log_message(self, *args: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
+    thread.start()
+    stub.base_url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    try:
+        yield stub
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,386 @@
+"""Patience, limits, budget and memory around a chat model; nothing sleeps."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.asking import ask_all
+from nip_astra.language_models.services.chat import (
+    ChatAnswer,
+    ChatFailure,
+    ChatModel,
+    ChatOutcome,
+    ChatRequest,
+    ChatUsage,
+    FailureReason,
+    FinishReason,
+)
+from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
+from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
+from nip_astra.language_models.services.memory import AnswerMemory
+from nip_astra.language_models.services.patience import PatientChatModel, open_chat_model
+from nip_astra.language_models.services.usage import Budget, RequestLedger
+from nip_astra.tracking.run_directory import RunDirectory
+from tests.language_models.services.requests import ask, completion, failure, saying, texts
+from tests.scorers.chat_stub import Reply, chat_stub
+
+
+class Clock:
+    """A time that passes only where somebody waits; waits of many at once pass together."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.pauses: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    async def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        end = self.now + seconds
+        await asyncio.sleep(0)
+        self.now = max(self.now, end)
+
+
+Reaction = str | ChatAnswer | ChatFailure | Exception
+
+
+class Model(ChatModel):
+    """Reacts in turn, or by a function of the number of the request."""
+
+    name, place = "stand-in", "here"
+
+    def __init__(self, reactions: Sequence[Reaction] | Callable[[int], Reaction]) -> None:
+        self.react = reactions if callable(reactions) else lambda number: reactions[number]
+        self.requests: list[ChatRequest] = []
+        self.num_under_way = self.most_under_way = 0
+
+    @classmethod
+    def load(cls, parameters: Any, **more: Any) -> ChatModel:
+        raise NotImplementedError
+
+    async def answer(self, request: ChatRequest) -> ChatOutcome:
+        number = len(self.requests)
+        self.requests.append(request)
+        self.num_under_way += 1
+        self.most_under_way = max(self.most_under_way, self.num_under_way)
+        await asyncio.sleep(0)
+        self.num_under_way -= 1
+        reaction = self.react(number)
+        if isinstance(reaction, Exception):
+            raise reaction
+        sample = ChatAnswer(reaction) if isinstance(reaction, str) else reaction
+        return ChatOutcome((sample,) * request.num_samples, ChatUsage(10, 5))
+
+
+def patient(
+    model: ChatModel,
+    clock: Clock | None = None,
+    *,
+    limits: dict[str, Any] | None = None,
+    **more: Any,
+) -> PatientChatModel:
+    clock = clock or Clock()
+    return PatientChatModel(
+        model,
+        LimitParameters(**(limits or {})),
+        clock=clock,
+        pause=clock.pause,
+        jitter=lambda: 0.0,
+        **more,
+    )
+
+
+def failing(reason: FailureReason, wait: float = 0.0) -> ChatFailure:
+    return ChatFailure(reason, "so it is", wait)
+
+
+# ---- patience
+
+
+def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses() -> None:
+    clock = Clock()
+    busy = [failing(FailureReason.UNAVAILABLE)] * 3
+    model = patient(Model([*busy, "there"]), clock)
+    assert texts(ask(model, saying("hi"))[0]) == ["there"]
+    assert clock.pauses == [1.0, 2.0, 4.0]
+    assert model.use.failures == {"unavailable": 3}
+    assert (model.use.num_requests, model.use.prompt_tokens) == (4, 40)
+
+
+def test_a_pause_is_shortened_at_random_and_never_longer_than_a_minute() -> None:
+    clock = Clock()
+    model = patient(Model([failing(FailureReason.TIMEOUT)] * 12), clock, limits={"num_retries": 9})
+    model._jitter = iter([0.5] * 9).__next__
+    ask(model, saying("hi"))
+    assert clock.pauses[:3] == [0.75, 1.5, 3.0]
+    assert clock.pauses[-1] == 45.0
+
+
+def test_what_the_service_asks_to_wait_is_waited_for_by_all() -> None:
+    clock = Clock()
+    busy = failing(FailureReason.RATE_LIMITED, 30.0)
+    times: list[float] = []
+
+    def react(number: int) -> Reaction:
+        times.append(clock.now)
+        return busy if number == 0 else "there"
+
+    model = patient(Model(react), clock, limits={"concurrency": 1})
+    outcomes = ask(model, saying("a"), saying("b"))
+    assert [texts(outcome) for outcome in outcomes] == [["there"], ["there"]]
+    assert times[0] == 0.0
+    assert min(times[1:]) >= 30.0
+
+
+def test_after_the_last_attempt_the_failure_is_data_that_tells_their_number() -> None:
+    model = patient(Model([failing(FailureReason.TIMEOUT)] * 3), limits={"num_retries": 2})
+    found = failure(ask(model, saying("hi"))[0])
+    assert (found.reason, found.message) == (FailureReason.TIMEOUT, "so it is (3 attempts)")
+
+
+@pytest.mark.parametrize("reason", [FailureReason.REFUSED, FailureReason.UNKNOWN_FORM])
+def test_what_would_not_pass_is_not_tried_again(reason: FailureReason) -> None:
+    clock = Clock()
+    model = patient(Model([failing(reason)]), clock)
+    assert failure(ask(model, saying("hi"))[0]) == failing(reason)
+    assert clock.pauses == []
+
+
+def test_a_malformed_answer_is_asked_for_again_at_once() -> None:
+    clock = Clock()
+    model = patient(Model([failing(FailureReason.MALFORMED), "there"]), clock)
+    assert texts(ask(model, saying("hi"))[0]) == ["there"]
+    assert clock.pauses == []
+
+
+def test_an_attempt_that_takes_too_long_is_given_up() -> None:
+    class Silent(Model):
+        async def answer(self, request: ChatRequest) -> ChatOutcome:
+            return await asyncio.Future()
+
+    model = patient(Silent([]), limits={"attempt_timeout": 1e-6, "num_retries": 0})
+    assert failure(ask(model, saying("hi"))[0]).reason is FailureReason.TIMEOUT
+    assert model.use.prompt_tokens > 0, "what was read has to be paid for"
+
+
+def test_a_misconfiguration_ends_all_who_wait() -> None:
+    wrong = ConfigurationError("a wrong key")
+    inner = Model([wrong, wrong])
+    model = patient(inner, limits={"concurrency": 2})
+    with pytest.raises(ConfigurationError, match="a wrong key"):
+        ask(model, *[saying(str(n)) for n in range(50)])
+    assert len(inner.requests) == 2
+    inner.react = lambda number: "there"
+    assert texts(ask(model, saying("hi"))[0]) == ["there"], "later ones are asked again"
+
+
+# ---- measure
+
+
+def test_no_more_requests_are_under_way_than_asked_for() -> None:
+    inner = Model(lambda number: "x")
+    ask(patient(inner, limits={"concurrency": 3}), *[saying(str(n)) for n in range(20)])
+    assert (inner.most_under_way, len(inner.requests)) == (3, 20)
+
+
+def test_attempts_are_spread_over_the_minute() -> None:
+    clock = Clock()
+    model = patient(
+        Model(lambda number: "x"), clock, limits={"requests_per_minute": 6, "concurrency": 1}
+    )
+    ask(model, *[saying(str(n)) for n in range(4)])
+    assert clock.now == 30.0
+
+
+def test_tokens_are_spread_and_counted_as_they_were_taken() -> None:
+    clock = Clock()
+    inner = Model(lambda number: "x")
+    limits = {"tokens_per_minute": 60.0, "concurrency": 1}
+    model = patient(inner, clock, limits=limits)
+    for number in range(3):
+        # 5 tokens of messages and 95 of an answer are planned, 15 are taken.
+        ask(model, saying(str(number), max_tokens=95))
+    assert clock.now == 30.0
+
+
+# ---- budget
+
+
+def test_a_budget_of_requests_stops_and_can_be_raised(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    inner = Model(lambda number: "x")
+    model = patient(inner, ledger=RequestLedger.of(path), budget=Budget(max_requests=3))
+    with pytest.raises(BudgetExhaustedError) as caught:
+        ask(model, *[saying(str(n)) for n in range(9)])
+    assert len(inner.requests) == 3
+    text = str(caught.value)
+    assert "beyond the setting max_service_requests=3; so far 3 requests with 45 tokens" in text
+    assert "nip-astra resume RUN --settings max_service_requests=<more>" in text
+    del model
+    more = patient(inner, ledger=RequestLedger.of(path), budget=Budget(max_requests=4))
+    assert more.use.num_requests == 3
+    ask(more, saying("a"))
+    with pytest.raises(BudgetExhaustedError):
+        ask(more, saying("b"))
+
+
+def test_a_budget_of_tokens_is_not_passed_by_many_at_once_nor_left_unused() -> None:
+    inner = Model(lambda number: "x")
+    # Of 100 tokens each request plans 55 and takes 15: one at a time, up to 3.
+    model = patient(inner, budget=Budget(max_tokens=100))
+    with pytest.raises(BudgetExhaustedError, match="max_service_tokens=100"):
+        ask(model, *[saying("x", max_tokens=50) for _ in range(9)])
+    assert (model.ledger.spent.tokens, inner.most_under_way) == (60, 1)
+
+
+def test_a_budget_of_money_needs_prices() -> None:
+    prices = PriceParameters(prompt=1e5, completion=2e5)
+    inner = Model(lambda number: "x")
+    model = patient(inner, prices=prices, budget=Budget(max_cost=5.0))
+    with pytest.raises(BudgetExhaustedError, match="max_service_cost=5"):
+        ask(model, *[saying("x" * 24, max_tokens=5) for _ in range(9)])
+    assert model.use.cost == pytest.approx(4.0)
+    with pytest.raises(ConfigurationError, match="nothing says what 'stand-in' costs"):
+        patient(inner, budget=Budget(max_cost=5.0))
+
+
+def test_models_of_a_run_share_its_budget() -> None:
+    ledger = RequestLedger()
+    one, two = (
+        patient(Model(lambda n: "x"), label=label, ledger=ledger, budget=Budget(max_requests=2))
+        for label in ("target", "judge")
+    )
+    ask(one, saying("a"))
+    ask(two, saying("a"))
+    with pytest.raises(BudgetExhaustedError):
+        ask(one, saying("b"))
+    assert (one.use.num_requests, two.use.num_requests) == (1, 1)
+
+
+# ---- memory
+
+
+def test_an_answer_is_paid_for_once_whatever_comes_between(tmp_path: Path) -> None:
+    inner = Model(lambda number: f"answer {number}")
+    request = saying("hi", seed=1)
+    (first,) = ask(patient(inner, memory=AnswerMemory(tmp_path / "a.sqlite")), request)
+    model = patient(inner, memory=AnswerMemory(tmp_path / "a.sqlite"))
+    (again,) = ask(model, request)
+    assert (texts(again), again.is_cached, again.usage) == (texts(first), True, (0, 0))
+    assert (first.is_cached, model.use.num_remembered, len(inner.requests)) == (False, 1, 1)
+
+
+def test_every_part_of_a_request_tells_answers_apart(tmp_path: Path) -> None:
+    inner = Model(lambda number: str(number))
+    model = patient(inner, memory=AnswerMemory(tmp_path / "a.sqlite"))
+    changes: list[dict[str, Any]] = [
+        *({}, {"seed": 1}, {"temperature": 0.5}, {"top_p": 0.5}, {"max_tokens": 7}),
+        *({"stop": ("a",)}, {"first_sample": 1}, {"needs_logprobs": True}),
+        {"response_format": {"type": "json_object"}},
+    ]
+    for change in changes:
+        ask(model, saying("hi", **change))
+    ask(model, saying("other"))
+    inner.name = "another"
+    ask(model, saying("hi"))
+    inner.place = "elsewhere"
+    ask(model, saying("hi"))
+    assert len(inner.requests) == len(changes) + 3
+
+
+def test_samples_are_remembered_one_by_one(tmp_path: Path) -> None:
+    model = patient(Model(lambda number: str(number)), memory=AnswerMemory(tmp_path / "a.sqlite"))
+    model.model.samples_at_once = 1
+    assert texts(ask(model, saying("hi", num_samples=2))[0]) == ["0", "1"]
+    assert texts(ask(model, saying("hi", num_samples=3))[0]) == ["0", "1", "2"]
+
+
+def test_logprobs_ends_and_refusals_are_remembered_and_failures_are_not(tmp_path: Path) -> None:
+    whole = ChatAnswer("a \ud800", FinishReason.CONTENT_FILTER, "no", (-0.5, -1.25))
+    inner = Model([failing(FailureReason.REFUSED), whole])
+    for expected in (failing(FailureReason.REFUSED), whole, whole):
+        model = patient(inner, memory=AnswerMemory(tmp_path / "a.sqlite"))
+        assert ask(model, saying("hi"))[0].samples == (expected,)
+    assert len(inner.requests) == 2
+
+
+def test_a_damaged_file_is_told_and_not_used(tmp_path: Path) -> None:
+    (tmp_path / "a.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(RunDirectoryError, match=r"kept in .*a.sqlite, but: file is not a database"):
+        AnswerMemory(tmp_path / "a.sqlite")
+
+
+# ---- counts and opening
+
+
+def test_refusals_withheld_answers_and_times_are_counted() -> None:
+    reactions: list[Reaction] = [
+        *("a", ChatAnswer("", refusal="no"), ChatAnswer("", FinishReason.CONTENT_FILTER)),
+        failing(FailureReason.REFUSED),
+    ]
+    model = patient(Model(reactions), limits={"concurrency": 1})
+    ask(model, *[saying(str(n)) for n in range(4)])
+    use = model.use.to_dict()
+    assert (use["num_requests"], use["num_samples"], use["num_refusals"]) == (4, 3, 3)
+    assert (use["failures"], use["cost"], use["median_seconds"]) == ({"refused": 1}, None, 0.0)
+
+
+def test_what_is_opened_for_a_run_keeps_its_files_there(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "mine", lambda run: None)
+    settings = ExperimentSettings(run_directory=directory, max_service_requests=1)
+    parameters = ScriptedChatModel.Parameters(answers=["x"])
+    model = open_chat_model(parameters, settings, label="target")
+    assert texts(ask_all(model, [saying("hi")])[0]) == ["x"]
+    again = open_chat_model(parameters, settings, label="target")
+    assert ask_all(again, [saying("hi")])[0].is_cached
+    with pytest.raises(BudgetExhaustedError):
+        ask_all(again, [saying("more")])
+    names = {path.name for path in directory.path.glob("*.sqlite")}
+    assert names == {"service_requests.sqlite", "service_answers.sqlite"}
+    elsewhere = ExperimentSettings(service_cache=str(tmp_path / "shared.sqlite"))
+    ask_all(open_chat_model(parameters, elsewhere), [saying("hi")])
+    assert ask_all(open_chat_model(parameters, elsewhere), [saying("hi")])[0].is_cached
+
+
+def test_without_a_run_nothing_is_remembered() -> None:
+    model = open_chat_model(ScriptedChatModel.Parameters())
+    assert not any(ask_all(model, [saying("hi")])[0].is_cached for _ in range(2))
+
+
+# ---- the whole way to a faulty service
+
+
+def test_a_run_of_faults_is_survived_and_paid_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openai")
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    replies = [
+        Reply(429, body="wait", headers={"Retry-After": "9"}),
+        Reply(429, body="wait"),
+        Reply(500, body="oops"),
+        Reply(body='{"choices": [', cut_at=5),
+        Reply(body='{"choices": ['),
+        Reply(body='{"choices": []}'),
+        completion("there"),
+    ]
+    clock = Clock()
+    with chat_stub(replies) as stub:
+        inner = OpenAIChatModel(OpenAIChatModel.Parameters(base_url=stub.base_url, model="m"))
+        memory = AnswerMemory(tmp_path / "a.sqlite")
+        model = patient(inner, clock, limits={"num_retries": 6}, memory=memory)
+        assert texts(ask(model, saying("hi"))[0]) == ["there"]
+        assert ask(model, saying("hi"))[0].is_cached
+        assert len(stub.requests) == len(replies)
+    assert clock.pauses == [9.0, 2.0, 4.0, 8.0]
+    assert model.use.failures == {"malformed": 2, "rate_limited": 2, "unavailable": 2}
