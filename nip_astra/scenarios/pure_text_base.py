@@ -146,7 +146,10 @@ class PureTextScenario(Scenario):
         groups = {}
         for name, members in group_agents(list(agents.values())).items():
             models = open_text_models(
-                members[0].parameters.model, scenario_dir=scenario_dir, settings=settings
+                members[0].parameters.model,
+                label=name,
+                scenario_dir=scenario_dir,
+                settings=settings,
             )
             groups[name] = PureTextSharedModelGroup(
                 name, members, open_model=models.open_model, service=models.service, loop=loop

@@ -12,12 +12,12 @@ import asyncio
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from nip_astra.checkpoints.run_state import RunState
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
 from nip_astra.parameters.text import guess_replacement_proportion
@@ -29,7 +29,6 @@ from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstan
 from nip_astra.tracking.groups import summary_of
 from nip_astra.tracking.run_directory import RESULTS, RunDirectory
 from nip_astra.trainers.protocol.results import as_of_test
-from nip_astra.trainers.text.checkpoints import TextCheckpoints
 from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
 from nip_astra.trainers.text.dry_run import estimate_cost
 from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
@@ -68,6 +67,7 @@ class PureTextRlTrainer(Trainer):
         How far the run has come.
     """
 
+    State: ClassVar[type[RunState]] = TextRunState
     trainer_type: ClassVar[str] = PURE_TEXT
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("text_rl",)
     num_branches: int = 1
@@ -88,8 +88,6 @@ class PureTextRlTrainer(Trainer):
         self.shared_model_groups = instance.shared_model_groups
         self.sampler = TextRolloutSampler(instance.game, instance.agents)
         self.files = RolloutFiles(self.run_directory)
-        self.checkpoints = TextCheckpoints(self._checkpoint_store(), self.tracker)
-        self.state = TextRunState()
         self._rollouts: NestedArrayDict | None = None
 
     # ---- hooks
@@ -114,19 +112,12 @@ class PureTextRlTrainer(Trainer):
         order, which are then found and not repeated.
         """
 
-    def trainer_state(self) -> dict[str, Any]:
-        """What the trainer must remember beside what the base keeps; nothing here."""
-        return {}
-
-    def load_trainer_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `trainer_state` gave."""
-
     # ---- the job
 
     def train(self) -> None:
         """Run all iterations, and write down what was found."""
         self._set_seed()
-        self.checkpoints.rewind_records()
+        self._rewind_records()
         self._prepare_groups()
         try:
             with self._open_progress_bar():
@@ -152,7 +143,7 @@ class PureTextRlTrainer(Trainer):
     @attach_progress_bar(lambda self: self.text_rl.num_iterations)
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
         num_iterations = iteration_context.num_iterations
-        if self.state.num_stages_done == 0:
+        if self.state.update_count == 0:
             # Before anything is paid for, so that the run's key at its services is known.
             self._save_checkpoint()
         for iteration in iteration_context.iterate(self.state.iteration):
@@ -160,8 +151,9 @@ class PureTextRlTrainer(Trainer):
             # A test run sees that jobs work as well.
             trains = not is_last or self.settings.test_run
             while self.state.iteration == iteration:
-                iteration_context.set_description(_words(self.state.stage))
-                self._run_stage(self.state.stage, iteration, is_last=is_last, trains=trains)
+                stage = Stage(self.state.stage)
+                iteration_context.set_description(_words(stage))
+                self._run_stage(stage, iteration, is_last=is_last, trains=trains)
                 self.state.advance()
                 self._save_checkpoint()
                 iteration_context.set_postfix(
@@ -331,14 +323,6 @@ class PureTextRlTrainer(Trainer):
         self.instance.loop.close()
 
     # ---- saving
-
-    def _save_checkpoint(self) -> None:
-        self.checkpoints.save(self.state, self.trainer_state())
-
-    def resume(self, checkpoint: Path) -> None:
-        """Take up counters, findings and groups of a checkpoint."""
-        self.state, more = self.checkpoints.load(checkpoint)
-        self.load_trainer_state(more)
 
     def _write_results(self) -> None:
         self._note_groups()

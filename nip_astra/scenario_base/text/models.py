@@ -13,7 +13,11 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.fine_tuning import FineTuningService
 from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
-from nip_astra.language_models.services.registry import CHAT_MODELS
+from nip_astra.language_models.services.openai_fine_tuning import (
+    FineTuningParameters,
+    OpenAIFineTuning,
+)
+from nip_astra.language_models.services.patience import open_chat_model
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.devices import resolve_device
 
@@ -35,26 +39,24 @@ class TextModels:
 
 
 def open_text_models(
-    parameters: Any,
-    *,
-    scenario_dir: Path | None,
-    settings: ExperimentSettings,
+    parameters: Any, *, label: str, scenario_dir: Path | None, settings: ExperimentSettings
 ) -> TextModels:
     """What opens the models of a group of agents, and what trains them.
 
-    A model in this process is trained in this process; its jobs are kept in the run directory.
+    A model in this process is trained in this process, and its jobs are kept in the run directory.
+    A model behind OpenAI's protocol is trained by jobs of the same service.
 
     Parameters
     ----------
     parameters : ChatModel.Parameters
         The model that the group begins with.
+    label : str
+        Who it is in the run, for messages and counts.
     """
-    backend = CHAT_MODELS.get(parameters.type_name)
-    device = resolve_device(settings.device)
 
     def open_model(name: str | None) -> ChatModel:
         chosen = parameters if name is None else renamed(parameters, name)
-        return backend.load(chosen, scenario_dir=scenario_dir, device=device)
+        return open_chat_model(chosen, settings, scenario_dir=scenario_dir, label=label)
 
     service: FineTuningService | None = None
     if parameters.type_name == ChatModelType.LOCAL:
@@ -62,7 +64,15 @@ def open_text_models(
             _jobs_dir(settings),
             parameters.language_model,
             scenario_dir=scenario_dir,
-            device=device,
+            device=resolve_device(settings.device),
+        )
+    elif parameters.type_name == ChatModelType.OPENAI:
+        service = OpenAIFineTuning(
+            FineTuningParameters(
+                base_url=parameters.base_url,
+                api_key_variable=parameters.api_key_variable,
+                timeout=parameters.timeout,
+            )
         )
     return TextModels(open_model, service)
 

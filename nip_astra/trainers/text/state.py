@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+from nip_astra.checkpoints.run_state import RunState
 
 
 class Stage(StrEnum):
@@ -23,19 +24,17 @@ STAGES = tuple(Stage)
 
 
 @dataclass
-class TextRunState:
+class TextRunState(RunState):
     """Counters and findings of a run; all plain values.
 
     Attributes
     ----------
     run_key : str
         Names the run at its services, where two runs may have the same name.
-    iteration : int
-        Iterations that are over.
-    stage : Stage
-        What is to be done next.
-    before, after : dict or None
-        Statistics of the first and the last test.
+    stage : str
+        The `Stage` that is to be done next.
+    after : dict or None
+        Statistics of the last test.
     last : dict
         Statistics of the last iteration's rollouts.
     num_requests, prompt_tokens, completion_tokens : int
@@ -47,9 +46,7 @@ class TextRunState:
     """
 
     run_key: str = field(default_factory=lambda: secrets.token_hex(6))
-    iteration: int = 0
-    stage: Stage = Stage.SAMPLE_ROLLOUTS
-    before: dict[str, Any] | None = None
+    stage: str = str(Stage.SAMPLE_ROLLOUTS)
     after: dict[str, Any] | None = None
     last: dict[str, Any] = field(default_factory=dict)
     num_requests: int = 0
@@ -59,15 +56,15 @@ class TextRunState:
     groups: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def num_stages_done(self) -> int:
+    def update_count(self) -> int:
         """Stages that are over, in all iterations."""
-        return self.iteration * len(STAGES) + STAGES.index(self.stage)
+        return self.iteration * len(STAGES) + STAGES.index(Stage(self.stage))
 
     def advance(self) -> None:
         """Go on to the next stage, which may be the first of the next iteration."""
-        place = STAGES.index(self.stage) + 1
+        place = STAGES.index(Stage(self.stage)) + 1
         self.iteration += place == len(STAGES)
-        self.stage = STAGES[place % len(STAGES)]
+        self.stage = str(STAGES[place % len(STAGES)])
 
     def costs(self) -> dict[str, int]:
         """What was asked of services so far."""
@@ -77,12 +74,3 @@ class TextRunState:
             "completion_tokens": self.completion_tokens,
             "num_jobs": self.num_jobs,
         }
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for a checkpoint."""
-        return {**vars(self), "stage": str(self.stage)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TextRunState:
-        """Take up what `to_dict` gave."""
-        return cls(**{**values, "stage": Stage(values["stage"])})
