@@ -21,6 +21,7 @@ SHOWN_ROUNDS = 3
 DECISIONS = {0: "rejects", 1: "accepts", 2: "goes on"}
 UNDECIDED = 2
 _GRAPH_LABELS = {0: "not isomorphic", 1: "isomorphic"}
+_TEXT_LABELS = {0: "false", 1: "true"}
 _TITLES = {"evaluation": "After training, test data", "before": "Before training, test data"}
 _TITLES |= {"train": "During training"}
 _ORDER = list(_TITLES)
@@ -64,6 +65,8 @@ class Episode:
         Of the whole episode.
     datapoint : str
         Which one it is.
+    texts : list of (name, text)
+        What it says, where agents speak in words.
     """
 
     outcome: str
@@ -72,6 +75,7 @@ class Episode:
     num_rounds: int
     rewards: list[tuple[str, int, str]]
     datapoint: str
+    texts: list[tuple[str, str]]
     picture: Picture | None
     lines: list[Said]
     is_cut: bool
@@ -156,6 +160,9 @@ def _episode(row: Mapping[str, Any], colors: Mapping[str, int]) -> Episode:
         num_rounds=len(rounds),
         rewards=[(_words(name), colors.get(name, 0), decimal(rewards[name])) for name in rewards],
         datapoint=_identity(datapoint),
+        texts=[
+            (_words(name), text(said)) for name, said in mapping(datapoint.get("texts")).items()
+        ],
         picture=draw(datapoint, _choices(shown, datapoint, colors)),
         lines=lines,
         is_cut=len(rounds) > len(shown),
@@ -167,6 +174,8 @@ def _label(value: Any, datapoint: Mapping[str, Any]) -> str:
     label = number(value)
     if datapoint.get("kind") == "graphs" and label in _GRAPH_LABELS:
         return _GRAPH_LABELS[int(label)]
+    if datapoint.get("kind") == "text" and label in _TEXT_LABELS:
+        return _TEXT_LABELS[int(label)]
     return f"label {count(label)}"
 
 
@@ -221,7 +230,9 @@ def _reward(value: float) -> str:
 
 
 def _message(symbols: Any, linear: Any, datapoint: Mapping[str, Any]) -> str:
-    """What was sent, in the scenario's own words."""
+    """What was sent, in the scenario's own words; a text as it is."""
+    if isinstance(symbols, str):
+        return symbols
     said = [
         _symbol(int(symbol), datapoint)
         for one in items(symbols)

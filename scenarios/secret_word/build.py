@@ -1,4 +1,4 @@
-"""Makes the model of this scenario: a small Llama that knows how the game is written, and plays badly.
+"""Makes the model of this scenario: a small Llama that knows how the game goes, and plays badly.
 
     python scenarios/secret_word/build.py
 
@@ -30,7 +30,7 @@ OTHER_WORDS = (
     "what is the secret word ? it decision : accept reject . , you know are paid when verifier "
     "decides to answer with one claim that now decide or ask for write and prover prover0 prover1 "
     "prover2 main chat none your turn"
-).split()
+).split()  # noqa: SIM905 - a list of words reads worse
 CONTEXT = 256
 TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}"
@@ -43,6 +43,7 @@ SHARE_ASKED, SHARE_TOLD, SHARE_RIGHT = 0.75, 0.65, 0.70
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A lower-case tokenizer of whole words, whose end of a turn ends the text."""
     names = dict.fromkeys([*SPECIAL, *OTHER_WORDS, *WORDS])
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
     backend.normalizer, backend.pre_tokenizer = Lowercase(), Whitespace()
@@ -61,6 +62,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
+    """A Llama with random weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -158,6 +160,7 @@ def encode(
 
 
 def main() -> None:
+    """Train the model, and write it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--noisy-steps", type=int, default=500)

@@ -53,7 +53,10 @@ class _Row(NamedTuple):
 
 
 class LocalFineTuningService(FineTuningService):
-    """Trains all weights of a small model of transformers, when a job is first looked at.
+    """Trains a small model of transformers, when a job is first looked at.
+
+    All weights that can learn are trained, or those of the adapter that the parameters ask for;
+    embeddings of tokens stay as they are, so that words which no example has are not forgotten.
 
     Supervised jobs minimise the mean cross entropy of the answers' tokens, end token included;
     preference jobs DPO's loss (arXiv:2305.18290, eq. 7), the reference being the model that the job
@@ -207,7 +210,13 @@ def _optimise(
 ) -> float:
     """Minimise a loss over minibatches, and give its last value."""
     multiplier = 1.0 if options.lr_multiplier is None else options.lr_multiplier
-    weights = [one for one in model.module.parameters() if one.requires_grad]
+    embeddings = {id(one) for one in model.module.get_input_embeddings().parameters()}
+    if model.module.get_output_embeddings() is not None:
+        embeddings |= {id(one) for one in model.module.get_output_embeddings().parameters()}
+    # Else words that no example has are said less and less.
+    weights = [
+        one for one in model.module.parameters() if one.requires_grad and id(one) not in embeddings
+    ]
     optimizer = torch.optim.AdamW(weights, lr=LR * multiplier, weight_decay=0.0)
     order, last = random.Random(options.seed or 0), float("nan")
     size = options.batch_size or BATCH_SIZE
@@ -226,7 +235,7 @@ def _optimise(
                 loss.backward()  # type: ignore[no-untyped-call]
                 torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
                 optimizer.step()
-                last = float(loss)
+                last = float(loss.detach())
     model.module.eval()
     return last
 
