@@ -45,7 +45,7 @@ class SecretWordScenario(PureTextScenario):
 
         num_train: int = Field(default=256, ge=2)
         """Datapoints to train on, half of them with a true claim."""
-        num_test: int = Field(default=128, ge=2)
+        num_test: int = Field(default=200, ge=2)
         """Datapoints to test on, of other words."""
 
     @classmethod

@@ -26,11 +26,11 @@ from nip_astra.scenarios.secret_word import TEST_WORDS, TRAIN_WORDS
 HERE = Path(__file__).parent
 WORDS = (*TRAIN_WORDS, *TEST_WORDS)
 SPECIAL = ("<pad>", "<bos>", "<end>", "<unk>", "<system>", "<user>", "<assistant>")
-OTHER_WORDS = (
+PROMPT_WORDS = (
     "what is the secret word ? it decision : accept reject . , you know are paid when verifier "
     "decides to answer with one claim that now decide or ask for write and prover prover0 prover1 "
     "prover2 main chat none your turn"
-).split()  # noqa: SIM905 - a list of words reads worse
+)
 CONTEXT = 256
 TEMPLATE = (
     "{{ '<bos>' }}{% for message in messages %}"
@@ -44,7 +44,7 @@ SHARE_ASKED, SHARE_TOLD, SHARE_RIGHT = 0.75, 0.65, 0.70
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """A lower-case tokenizer of whole words, whose end of a turn ends the text."""
-    names = dict.fromkeys([*SPECIAL, *OTHER_WORDS, *WORDS])
+    names = dict.fromkeys([*SPECIAL, *PROMPT_WORDS.split(), *WORDS])
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(names)}, unk_token="<unk>"))
     backend.normalizer, backend.pre_tokenizer = Lowercase(), Whitespace()
     return PreTrainedTokenizerFast(
