@@ -21,13 +21,13 @@ from nip_astra.language_models.base import pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.saved_weights import restore_weights
+from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.sources import load_causal_lm, resolve_model
 from nip_astra.rl_objectives.masked import masked_sum
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_gradient import nll_loss
-from nip_astra.rl_objectives.preference import dpo_loss
+from nip_astra.rl_objectives.preference import preference_loss
 from nip_astra.serve.tuning_data import Method, TokenRow, TrainingText, token_rows
-from nip_astra.trainers.optimization import accumulate_gradients
 from nip_astra.utils.seeding import derive_seed, derived_generator
 
 LEARNING_RATES: dict[tuple[Method, bool], float] = {
@@ -123,6 +123,7 @@ class Tuning:
         self.weights = [one for one in module.parameters() if one.requires_grad]
         self.lr = LEARNING_RATES[plan.method, plan.trains_adapter] * plan.lr_multiplier
         self.optimizer = torch.optim.AdamW(self.weights, lr=self.lr, weight_decay=0.0)
+        self.service = LocalTrainingService(self.model, self.optimizer, learned=self.weights)
         self.steps_per_epoch = math.ceil(len(self.rows) / plan.batch_size)
         self.num_steps = self.steps_per_epoch * plan.num_epochs
         self.step = 0
@@ -174,19 +175,20 @@ class Tuning:
             yield StepReport(self.step, metrics, epoch + 1 if is_last else None)
 
     def _take_step(self, chosen: Sequence[int]) -> dict[str, float]:
-        # From the full rate to zero, in a line.
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * (1.0 - self.step / self.num_steps)
-        self.optimizer.zero_grad()
         batch = TensorDict({"index": torch.tensor(chosen)}, batch_size=[len(chosen)])
-        found = accumulate_gradients([batch], self._loss, self.weights, max_grad_norm=MAX_GRAD_NORM)
-        if not found.are_finite:
+        found = self.service.forward_backward([batch], self._loss)
+        # From the full rate to zero, in a line.
+        lr = self.lr * (1.0 - self.step / self.num_steps)
+        is_finite = math.isfinite(found["loss"])
+        if (
+            not is_finite
+            or not self.service.optim_step(lr=lr, max_grad_norm=MAX_GRAD_NORM).was_taken
+        ):
             raise NonFiniteLossError(
                 f"step {self.step + 1} was to be taken, but its loss or gradient is no finite "
                 "number. Lower learning_rate_multiplier."
             )
-        self.optimizer.step()
-        return found.metrics
+        return found
 
     def _loss(self, batch: TensorDict) -> LossOutput:
         chosen = batch["index"].tolist()
@@ -195,7 +197,8 @@ class Tuning:
             return nll_loss(logprobs_BT, mask_BT)
         policy_B = self._policy_logratios([self.rows[index] for index in chosen])
         reference_B = torch.tensor([self.reference[index] for index in chosen])
-        return dpo_loss(policy_B, reference_B.to(policy_B), beta=self.plan.beta)
+        reference_B = reference_B.to(policy_B)
+        return preference_loss(policy_B, reference_B, kind="sigmoid", beta=self.plan.beta)
 
     def _logprobs(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
         context = pad_left([row.context for row in rows], self.device)
