@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -197,6 +198,20 @@ def test_the_guide_shows_an_entry_point_of_the_right_group() -> None:
     )
     packaged = tomllib.loads((ROOT / "tests" / "plugin_package" / "pyproject.toml").read_text())
     assert shown == packaged
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in RUN_BY_READERS if not page.stem.startswith("coming-from")],
+    ids=lambda page: page.stem,
+)
+def test_code_of_a_page_needs_one_import_of_the_project(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python" and block.file != "taken.py":
+            nodes = ast.walk(ast.parse(block.text))
+            modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+            own = {module for module in modules if module.partition(".")[0] == "nip_astra"}
+            assert own <= {"nip_astra"}, f"{page.name}:{block.line}: import these from nip_astra"
 
 
 def test_readme_is_short() -> None:

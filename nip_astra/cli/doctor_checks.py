@@ -85,6 +85,7 @@ def examine(question: Question) -> list[Finding]:
         ("packages", _packages),
         ("extras", _extras),
         ("devices", _devices),
+        ("experimental", _experimental),
         ("scorers", _scorers),
         ("models", _models),
         ("network", _network),
@@ -179,6 +180,13 @@ def _devices(_: Question) -> Findings:
         about = torch.cuda.get_device_properties(index)
         text = f"{about.name}, {about.total_memory / _GIB:.0f} GiB"
         yield Finding("devices", f"cuda:{index}", *_computes(f"cuda:{index}", text))
+
+
+def _experimental(_: Question) -> Findings:
+    from nip_astra.utils.experimental import Experimental
+
+    for feature in Experimental:
+        yield Finding("experimental", feature.name.lower(), Status.TOLD, feature.value)
 
 
 def _computes(device: str, text: str) -> tuple[Status, str]:
