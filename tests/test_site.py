@@ -58,8 +58,10 @@ def test_a_page_tells_type_bounds_default_meaning_and_condition(
 
 def test_readers_are_the_trainers_that_take_the_parameter(parameter_pages: ModuleType) -> None:
     readers = parameter_pages._Readers()
-    stress_tests = [f"`{name}`" for name in TRAINERS.names() if name.startswith("ast_")]
-    assert readers.words("training.lr") == ", ".join(stress_tests)
+    stress_tests = {f"`{name}`" for name in TRAINERS.names() if name.startswith("ast_")}
+    found = set(readers.words("training.lr").split(", "))
+    assert stress_tests <= found
+    assert not found & {"`vanilla_ppo`", "`solo_agent`"}
     assert readers.words("ppo.clip_epsilon") == "`mappo`, `spg`, `vanilla_ppo`"
     assert readers.words("seed") == "every trainer"
     assert "`solo_agent`" not in readers.words("rl.lr")

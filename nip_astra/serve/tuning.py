@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import NonFiniteLossError
@@ -20,6 +21,7 @@ from nip_astra.language_models.base import pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.saved_weights import restore_weights
+from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.sources import load_causal_lm, resolve_model
 from nip_astra.rl_objectives.masked import masked_sum
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -121,6 +123,7 @@ class Tuning:
         self.weights = [one for one in module.parameters() if one.requires_grad]
         self.lr = LEARNING_RATES[plan.method, plan.trains_adapter] * plan.lr_multiplier
         self.optimizer = torch.optim.AdamW(self.weights, lr=self.lr, weight_decay=0.0)
+        self.service = LocalTrainingService(self.model, self.optimizer, learned=self.weights)
         self.steps_per_epoch = math.ceil(len(self.rows) / plan.batch_size)
         self.num_steps = self.steps_per_epoch * plan.num_epochs
         self.step = 0
@@ -172,22 +175,23 @@ class Tuning:
             yield StepReport(self.step, metrics, epoch + 1 if is_last else None)
 
     def _take_step(self, chosen: Sequence[int]) -> dict[str, float]:
+        batch = TensorDict({"index": torch.tensor(chosen)}, batch_size=[len(chosen)])
+        found = self.service.forward_backward([batch], self._loss)
         # From the full rate to zero, in a line.
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * (1.0 - self.step / self.num_steps)
-        self.optimizer.zero_grad()
-        loss, metrics = self._loss(chosen)
-        torch.autograd.backward(loss)
-        norm = torch.nn.utils.clip_grad_norm_(self.weights, MAX_GRAD_NORM)
-        if not (loss.isfinite() and norm.isfinite()):
+        lr = self.lr * (1.0 - self.step / self.num_steps)
+        is_finite = math.isfinite(found["loss"])
+        if (
+            not is_finite
+            or not self.service.optim_step(lr=lr, max_grad_norm=MAX_GRAD_NORM).was_taken
+        ):
             raise NonFiniteLossError(
                 f"step {self.step + 1} was to be taken, but its loss or gradient is no finite "
                 "number. Lower learning_rate_multiplier."
             )
-        self.optimizer.step()
-        return {name: float(figure.detach()) for name, figure in {"loss": loss, **metrics}.items()}
+        return found
 
-    def _loss(self, chosen: Sequence[int]) -> LossOutput:
+    def _loss(self, batch: TensorDict) -> LossOutput:
+        chosen = batch["index"].tolist()
         if self.plan.method == "supervised":
             logprobs_BT, mask_BT = self._logprobs([self.rows[index][0] for index in chosen])
             return nll_loss(logprobs_BT, mask_BT)
