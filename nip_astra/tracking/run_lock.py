@@ -10,19 +10,16 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+
+from filelock import FileLock, Timeout
 
 from nip_astra.errors import RunDirectoryError
-
-try:
-    import fcntl
-except ImportError:  # no POSIX system
-    fcntl = None  # type: ignore[assignment]
 
 LOCK = ".lock"
 """File that the process at work on a run has locked, and in which it says who it is."""
 
-_HELD_BY_ANOTHER = (errno.EAGAIN, errno.EACCES)
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
+"""What file systems answer that have no locks."""
 
 logger = logging.getLogger(__name__)
 
@@ -39,52 +36,43 @@ def run_lock(directory: Path) -> Iterator[None]:
     RunDirectoryError
         When another process is at work on the run.
     """
+    lock = _lock_of(directory)
     try:
-        # Without a buffer, so that a full disk is met here and not when the file is closed.
-        file = (directory / LOCK).open("ab+", buffering=0)
+        (directory / LOCK).touch()  # a lock would make the folder
+        lock.acquire()
+    except Timeout:
+        raise RunDirectoryError(_refusal(directory)) from None
     except OSError as error:
-        raise RunDirectoryError(
-            f"the run {directory} was to be worked on, but {directory / LOCK} cannot be written: "
-            f"{error.strerror or error}. Change the permissions of that folder."
-        ) from error
-    with file:
-        if not _is_locked(file, directory):
-            yield
-            return
-        _write_owner(file)
-        try:
-            yield
-        finally:
-            file.truncate(0)
+        if error.errno not in _NO_LOCKS:
+            raise RunDirectoryError(
+                f"the run {directory} was to be worked on, but {directory / LOCK} cannot be "
+                f"written: {error.strerror or error}. Change the permissions of that folder."
+            ) from error
+        _warn(directory, f"its file system gives no lock ({error.strerror or error})")
+        yield
+        return
+    try:
+        _write_owner(directory)
+        yield
+    finally:
+        with suppress(OSError):
+            os.truncate(directory / LOCK, 0)
+        lock.release()
 
 
 def is_abandoned(directory: Path) -> bool:
     """Say whether no process is at work in a directory; False where that cannot be told."""
-    try:
-        with (directory / LOCK).open("rb") as file:
-            if fcntl is None:
-                return False
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-    except FileNotFoundError:
+    if not (directory / LOCK).exists():
         return True
-    except OSError:
-        return False
-
-
-def _is_locked(file: IO[bytes], directory: Path) -> bool:
-    """Lock the file, and say whether that was possible at all."""
-    if fcntl is None:
-        _warn(directory, "this system has no locks of files")
-        return False
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _HELD_BY_ANOTHER:
-            raise RunDirectoryError(_refusal(file, directory)) from error
-        _warn(directory, f"its file system gives no lock ({error.strerror or error})")
+        with _lock_of(directory):
+            return True
+    except OSError:  # held by another process, or no lock to be had
         return False
-    return True
+
+
+def _lock_of(directory: Path) -> FileLock:
+    return FileLock(directory / LOCK, timeout=0, fallback_to_soft=False)
 
 
 def _warn(directory: Path, reason: str) -> None:
@@ -96,9 +84,9 @@ def _warn(directory: Path, reason: str) -> None:
     )
 
 
-def _refusal(file: IO[bytes], directory: Path) -> str:
+def _refusal(directory: Path) -> str:
     asked = f"the run {directory.resolve().name!r} was to be worked on, but"
-    owner = _owner_in(file)
+    owner = _owner_of(directory)
     if owner is None:
         return f"{asked} another process is at work on it. Wait until it ends, or stop it."
     pid, host = owner
@@ -110,18 +98,16 @@ def _refusal(file: IO[bytes], directory: Path) -> str:
     )
 
 
-def _owner_in(file: IO[bytes]) -> tuple[int, str] | None:
+def _owner_of(directory: Path) -> tuple[int, str] | None:
     """Process id and host; None where the owner has not written them yet."""
-    file.seek(0)
     try:
-        said = json.loads(file.read())
+        said = json.loads((directory / LOCK).read_text(encoding="utf-8"))
         return int(said["pid"]), str(said["host"])
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _write_owner(file: IO[bytes]) -> None:
+def _write_owner(directory: Path) -> None:
     owner = {"pid": os.getpid(), "host": socket.gethostname()}
-    file.truncate(0)
     with suppress(OSError):  # a full disk: the lock holds all the same
-        file.write(json.dumps(owner).encode())
+        (directory / LOCK).write_text(json.dumps(owner), encoding="utf-8")

@@ -81,20 +81,11 @@ def test_a_file_system_without_locks_is_worked_on_with_a_warning(
     def no_lock(*_: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(module.fcntl, "flock", no_lock)
+    monkeypatch.setattr("fcntl.flock", no_lock)
     with run_lock(tmp_path), run_lock(tmp_path):
         pass
     assert "is not protected from a second process: its file system gives no lock" in caplog.text
     assert os.strerror(number) in caplog.text
-
-
-def test_a_system_without_locks_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "fcntl", None)
-    with run_lock(tmp_path):
-        pass
-    assert "this system has no locks of files" in caplog.text
 
 
 def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
