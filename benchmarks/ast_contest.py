@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -281,39 +281,7 @@ def measure(
     return {"label": setting.label, "setting": facts, "parts": found}
 
 
-# ---- growth and memory
-
-
-def _iterate(ours: OurAst, number: int) -> None:
-    ours.watch.seconds.clear()
-    ours.learn(ours.play(number).samples, number)
-
-
-def measure_growth(setting: Setting, overrides: Sequence[str], repeats: int) -> list[Figures]:
-    """Time ours over more and more episodes, then wider and wider trees."""
-    sizes = [replace(setting, episodes=number) for number in (1, 2, 4, 8)]
-    sizes += [replace(setting, width=width) for width in (2, 3, 4)]
-    rows = []
-    for size in dict.fromkeys(sizes):
-        with on_disk(size) as files:
-            ours = OurAst(size, files, overrides)
-            measured = []
-            for number in range(repeats + 1):
-                undisturbed(partial(_iterate, ours, number), size.device)
-                measured.append(dict(ours.watch.seconds))
-            unique = unique_rollout_tokens(size, files)
-        phases = median_by_name(measured[1:])
-        rows.append(
-            {
-                "episodes": size.episodes,
-                "width": size.width,
-                "depth": size.depth,
-                "num_nodes": size.num_nodes,
-                "unique_tokens": sum(unique.values()),
-                "phases": phases,
-            }
-        )
-    return rows
+# ---- memory
 
 
 def measure_memory(setting: Setting, who: str, overrides: Sequence[str], effort: Effort) -> Figures:

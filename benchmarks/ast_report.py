@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ast_contest import PLAIN, Figures
 from measuring import markdown_table
@@ -90,13 +89,11 @@ def markdown(report: Figures) -> str:
         sections += [_work_table(report["settings"]), _deviation_table(report["settings"])]
     if report["memory"]:
         sections.append(_memory_table(report["memory"]))
-    if report["growth"]:
-        sections.append(_growth_table(report["growth"]))
     if report["trl"]:
         sections.append(_trl_table(report["trl"]))
     if report["skipped"]:
         listed = "\n".join(f"- {text}" for text in report["skipped"])
-        sections.append(f"Skipped, for want of time or of a package:\n\n{listed}\n")
+        sections.append(f"Skipped, for want of a package:\n\n{listed}\n")
     return "\n\n".join(section.strip("\n") for section in sections if section) + "\n"
 
 
@@ -183,18 +180,6 @@ def _memory_table(memory: Sequence[Figures]) -> str:
     ]
     header = ("setting", "way", *(f"{name.replace('_', ' ')}, MiB" for name in names))
     return markdown_table(header, rows)
-
-
-def _growth_table(growth: Mapping[str, Any]) -> str:
-    rows = []
-    for row in growth["rows"]:
-        seconds = row["phases"]["rollout"] + row["phases"]["update"]
-        thousand = 1000.0 * seconds / row["unique_tokens"]
-        cells = [row[name] for name in ("episodes", "width", "depth", "num_nodes", "unique_tokens")]
-        rows.append([*cells, row["phases"]["rollout"], row["phases"]["update"], thousand])
-    header = ("episodes", "width", "depth", "nodes", "unique tokens")
-    header += ("rollout, s", "update, s", "s per 1,000 unique tokens")
-    return f"Growth of ours, {growth['label']}:\n\n{markdown_table(header, rows)}"
 
 
 def _trl_table(rows: Sequence[Figures]) -> str:

@@ -2,7 +2,6 @@
 
     python benchmarks/ast_speed.py --model tiny --parts rollout,update,iteration
     python benchmarks/ast_speed.py --model smollm2 --precision fp32,bf16 --memory
-    python benchmarks/ast_speed.py --grid --max-minutes 120
 
 The plain way (`plain_ast.py`) and ours do the same work in turns: the same opening prompts, chat
 formats, tree and turns of one length. Before updates are timed, loss and gradients of both are
@@ -16,11 +15,9 @@ import json
 import os
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,6 @@ from ast_contest import (
     Effort,
     Figures,
     measure,
-    measure_growth,
     measure_memory,
 )
 from ast_report import markdown, ratios
@@ -67,28 +63,21 @@ class Measurement:
 
     options: argparse.Namespace
     command: str
-    started: float = field(default_factory=time.perf_counter)
     settings: list[Figures] = field(default_factory=list)
     memory: list[Figures] = field(default_factory=list)
-    growth: Figures = field(default_factory=dict)
     trl: list[Figures] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
-    _seconds_per_node: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> None:
         """Measure all that was asked for."""
         options = self.options
-        settings = list(_grid(options)) if options.grid else [_setting(options)]
-        for setting in settings:
-            _limit_threads(options, setting.model)
-            self._measure(setting)
+        setting = _setting(options)
+        _limit_threads(options, setting.model)
+        self._measure(setting)
         if options.memory:
-            for setting in filter(self._has_time, _for_memory(settings)):
-                self._measure_memory(setting)
-        if options.growth:
-            self._measure_growth(settings[0])
+            self._measure_memory(setting)
         if options.trl:
-            self._measure_trl(settings)
+            self._measure_trl(setting)
         self._write()
         print(f"written to {options.out} and {options.markdown}")
 
@@ -99,12 +88,9 @@ class Measurement:
 
     def _measure(self, setting: Setting) -> None:
         parts = [part for part in PARTS if part in self.options.parts]
-        if not parts or not self._has_time(setting):
+        if not parts:
             return
-        started = time.perf_counter()
         record = measure(setting, self._variants(), _effort(self.options), parts)
-        took = (time.perf_counter() - started) / setting.num_nodes
-        self._seconds_per_node[setting.model] = took
         self.settings.append(record)
         for row in ratios(record):
             print(
@@ -114,18 +100,6 @@ class Measurement:
                 flush=True,
             )
         self._write()
-
-    def _has_time(self, setting: Setting) -> bool:
-        """Say whether a setting fits into what is left; by the last one of its model, roughly."""
-        limit = self.options.max_minutes
-        if limit is None:
-            return True
-        left = limit - (time.perf_counter() - self.started) / 60.0
-        needed = self._seconds_per_node.get(setting.model, 0.0) * setting.num_nodes / 60.0
-        if left > max(needed, 0.0):
-            return True
-        self.skipped.append(f"{setting.label}: {needed:.0f} minutes or more")
-        return False
 
     def _measure_memory(self, setting: Setting) -> None:
         """Let each way run one iteration in a process of its own."""
@@ -150,20 +124,13 @@ class Measurement:
         self.memory.append({"label": setting.label, "ways": ways})
         self._write()
 
-    def _measure_growth(self, setting: Setting) -> None:
-        name = self.options.precision[0]
-        rows = measure_growth(setting, self._variants()[name], self.options.repeats)
-        label = f"{setting.model}, context {setting.context}, {setting.mode}, ours in {name}"
-        self.growth = {"label": label, "rows": rows}
-        self._write()
-
-    def _measure_trl(self, settings: Sequence[Setting]) -> None:
+    def _measure_trl(self, measured: Setting) -> None:
         if not trl_online_dpo.is_available():
             self.skipped.append(trl_online_dpo.INSTALL_HINT)
             print(trl_online_dpo.INSTALL_HINT, file=sys.stderr)
             return
-        works = dict.fromkeys((s.model, s.mode, s.device, self.options.context) for s in settings)
-        for work, precision in product(works, self.options.precision):
+        work = (measured.model, measured.mode, measured.device, measured.context)
+        for precision in self.options.precision:
             if precision == "auto":
                 self.skipped.append("TRL beside --precision auto: say fp32 or bf16")
                 continue
@@ -181,7 +148,6 @@ class Measurement:
             "settings": self.settings,
             "ratios": [row for record in self.settings for row in ratios(record)],
             "memory": self.memory,
-            "growth": self.growth,
             "trl": self.trl,
             "skipped": self.skipped,
         }
@@ -220,10 +186,7 @@ def _parser() -> argparse.ArgumentParser:
         "--plain-autograd", action="store_true", help="keep gradients of target and reference"
     )
     measured.add_argument("--memory", action="store_true", help="peak memory of both ways too")
-    measured.add_argument("--growth", action="store_true", help="ours over more and wider trees")
     measured.add_argument("--trl", action="store_true", help="TRL's OnlineDPO beside ours")
-    measured.add_argument("--grid", action="store_true", help="tiny and SmolLM2 in all settings")
-    measured.add_argument("--max-minutes", type=float, help="skip what would take longer")
     measured.add_argument("--out", type=Path, default=Path("ast_speed.json"))
     measured.add_argument("--markdown", type=Path, default=Path("ast_speed.md"))
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
@@ -278,26 +241,6 @@ def _effort(options: argparse.Namespace) -> Effort:
     return Effort(
         options.repeats, options.plain_repeats, options.plain_episodes, options.plain_autograd
     )
-
-
-def _grid(options: argparse.Namespace) -> list[Setting]:
-    """All settings of the table, the quick ones first."""
-    base = _setting(options)
-    settings = [
-        replace(base, model=model, width=width, episodes=episodes, context=context, mode=mode)
-        for model, width, episodes, context, mode in product(
-            ("tiny", "smollm2"), (2, 4), (2, 8), (64, 256), ("lora", "full")
-        )
-    ]
-    return sorted(settings, key=lambda s: (s.model != "tiny", s.num_nodes, s.context))
-
-
-def _for_memory(settings: Sequence[Setting]) -> list[Setting]:
-    """The first setting of each model and mode: memory hardly depends on the others."""
-    found: dict[tuple[str, str], Setting] = {}
-    for setting in settings:
-        found.setdefault((setting.model, setting.mode), setting)
-    return list(found.values())
 
 
 def _limit_threads(options: argparse.Namespace, model: str) -> None:

@@ -1,12 +1,9 @@
 """How fast agents play interaction protocols and learn from it, beside two other ways.
 
     python benchmarks/interactive_proofs.py --repetitions 5 --num-threads 1 2
-    python benchmarks/interactive_proofs.py --arms game hand
 
 Graph isomorphism at the published shapes, 2,048 frames an iteration and 10 epochs of minibatches of
-256: ours (`ours`) beside the usual way with TorchRL (`plain`, see `plain_proofs.py`). And a trivial
-game of two perceptrons, 2,048 frames and 4 epochs: our whole loop (`game`) beside a loop written by
-hand for that game alone (`hand`, see `hand_loop.py`), which shows what a general loop costs. Arms
+256: ours (`ours`) beside the usual way with TorchRL (`plain`, see `plain_proofs.py`). Arms
 take turns in one process. Before anything is timed, loss and gradients of both ways are compared
 for equal weights and frames. Prints tables of medians, and writes them as Markdown and JSON; where
 "processors had" is below the number of threads that work, others used the machine too.
@@ -26,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import hand_loop
 import plain_proofs
 from measuring import markdown_table, median_by_name
 from our_proofs import (
@@ -44,7 +40,7 @@ from our_proofs import (
 from nip_astra.tracking.environment import describe_environment
 from nip_astra.utils.processor import keep_freed_memory
 
-OURS, PLAIN, GAME, HAND = ARMS = ("ours", "plain", "game", "hand")
+OURS, PLAIN = ARMS = ("ours", "plain")
 TOLERANCES = {"losses": 1e-4, "gradients": 1e-3}
 """Differences, as shares of the largest value, up to which two ways count as one in float32."""
 PLAIN_EPOCHS = 1
@@ -60,10 +56,9 @@ class Sizes:
     num_frames: int = 2048
     minibatch_size: int = 256
     num_graph_epochs: int = 10
-    num_game_epochs: int = 4
 
 
-QUICK = Sizes(num_frames=64, minibatch_size=32, num_graph_epochs=2, num_game_epochs=2)
+QUICK = Sizes(num_frames=64, minibatch_size=32, num_graph_epochs=2)
 
 
 @dataclass
@@ -120,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     keep_freed_memory()
     sizes = QUICK if options.quick else Sizes()
     agreement: dict[str, dict[str, float]] = {}
-    arms = [*_graph_arms(options, sizes, agreement), *_game_arms(options, sizes, agreement)]
+    arms = _graph_arms(options, sizes, agreement)
     measure(arms, options.repetitions)
     command = " ".join(["python benchmarks/interactive_proofs.py", *_shown(arguments)])
     report = {
@@ -157,20 +152,6 @@ def _graph_arms(
     return arms
 
 
-def _game_arms(
-    options: argparse.Namespace, sizes: Sizes, agreement: dict[str, dict[str, float]]
-) -> list[Arm]:
-    arms = []
-    trainer = hand_loop.game_trainer(sizes.num_frames, sizes.minibatch_size, sizes.num_game_epochs)
-    if HAND in options.arms:
-        hand = hand_loop.HandLoop(trainer)
-        agreement[f"{GAME} and {HAND}"] = _checked(hand_loop.compare(trainer, hand))
-        arms.append(Arm(HAND, 1, hand.iterate))
-    if GAME in options.arms:
-        arms.append(Arm(GAME, 1, OurWay(trainer).iterate))
-    return arms
-
-
 def _checked(differences: dict[str, float]) -> dict[str, float]:
     """Stop where two ways do not compute the same."""
     for name, difference in differences.items():
@@ -194,18 +175,17 @@ def measure(arms: Sequence[Arm], num_repetitions: int) -> None:
 def ratios(arms: Sequence[Arm]) -> list[Figures]:
     """How many times as long one arm takes as another, medians over the repetitions."""
     rows = []
-    for slower, faster in ((PLAIN, OURS), (GAME, HAND)):
-        for one in arms:
-            for other in arms:
-                threads = one.num_threads, other.num_threads
-                if (one.name, other.name) != (slower, faster) or threads[0] != threads[1]:
-                    continue
-                pairs = list(zip(one.seconds, other.seconds, strict=True))
-                found = {
-                    part: statistics.median(a[part] / b[part] for a, b in pairs)
-                    for part in (WHOLE, COLLECT, GAE, UPDATE)
-                }
-                rows.append({"arm": one.label, "than": other.label, **found})
+    for one in arms:
+        for other in arms:
+            threads = one.num_threads, other.num_threads
+            if (one.name, other.name) != (PLAIN, OURS) or threads[0] != threads[1]:
+                continue
+            pairs = list(zip(one.seconds, other.seconds, strict=True))
+            found = {
+                part: statistics.median(a[part] / b[part] for a, b in pairs)
+                for part in (WHOLE, COLLECT, GAE, UPDATE)
+            }
+            rows.append({"arm": one.label, "than": other.label, **found})
     return rows
 
 
@@ -215,18 +195,15 @@ def ratios(arms: Sequence[Arm]) -> list[Figures]:
 def markdown(report: Mapping[str, Any], arms: Sequence[Arm]) -> str:
     """All figures as Markdown tables."""
     sizes = report["sizes"]
-    graph_arms = [arm for arm in arms if arm.name in (OURS, PLAIN)]
-    game_arms = [arm for arm in arms if arm.name in (GAME, HAND)]
     graphs = (
         f"Graph isomorphism, {sizes['num_frames']:,} frames, {sizes['num_graph_epochs']} epochs. "
         f"The update of `{PLAIN}` is the time of {PLAIN_EPOCHS} epoch, measured, times "
         f"{sizes['num_graph_epochs']}.\n"
     )
-    game = f"Trivial game, {sizes['num_frames']:,} frames, {sizes['num_game_epochs']} epochs.\n"
     parts = [
         f"`{report['command']}`\n",
-        *([graphs, _table(report, graph_arms)] if graph_arms else []),
-        *([game, _table(report, game_arms)] if game_arms else []),
+        graphs,
+        _table(report, arms),
         _ratio_table(report["ratios"]),
         *(
             f"Equal weights and frames, {name}: losses differ by {found['losses']:.0e} of the "

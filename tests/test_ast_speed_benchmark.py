@@ -282,13 +282,6 @@ def test_the_script_writes_ratios(modules: Modules, tmp_path: Path) -> None:
     assert str(tmp_path) not in text + json.dumps(report)
 
 
-def test_a_setting_without_time_is_skipped_by_name(modules: Modules, tmp_path: Path) -> None:
-    report, text = run(modules, tmp_path, "--grid", "--max-minutes", "0")
-    assert len(report["skipped"]) == 32
-    assert report["settings"] == []
-    assert "- smollm2, tree 4x3, 8 episodes, context 256, full" in text
-
-
 def test_fewer_plain_episodes_are_scaled_and_said_so(modules: Modules, tmp_path: Path) -> None:
     few = ("--parts", "rollout", "--plain-episodes", "1", "--episodes", "2")
     report, text = run(modules, tmp_path, *SMALL, *SHORT, *few)
@@ -316,15 +309,13 @@ def test_trl_that_is_missing_is_named(
 
 
 @pytest.mark.slow
-def test_memory_growth_and_trl_are_measured(modules: Modules, tmp_path: Path) -> None:
+def test_memory_and_trl_are_measured(modules: Modules, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    extras = ("--parts", "none", "--memory", "--growth", "--trl")
+    extras = ("--parts", "none", "--memory", "--trl")
     report, text = run(modules, tmp_path, *SMALL, *SHORT, *extras)
     ways = report["memory"][0]["ways"]
     for figures in ways.values():
         assert figures["peak"] >= figures["peak_of_iteration"] >= figures["peak_of_rollout"] > 0
     assert set(ways["plain"]["weights"]) == {"attacker", "target", "reference"}
-    unique = [row["unique_tokens"] for row in report["growth"]["rows"][:4]]
-    assert unique == sorted(unique)
     assert report["trl"][0]["ratio"] > 0
     assert "TRL OnlineDPO" in text
