@@ -39,5 +39,5 @@ class MyTrainer(na.AstTrainer):
         """The loss of a batch, and a number to log."""
         (logprobs_BT,) = self.policy_logprobs(batch, "probe")
         said_B = logprobs_BT.sum(dim=1)
-        loss = -(batch["weight"].to(said_B.device) * said_B).mean()
-        return na.LossOutput(loss, {"log_likelihood": said_B.detach().mean()})
+        weighted_B = batch["weight"].to(said_B.device) * said_B
+        return na.LossOutput(-weighted_B.mean(), {"log_likelihood": said_B.detach().mean()})
