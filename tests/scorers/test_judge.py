@@ -37,7 +37,11 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(stub: ChatStub, **parameters: Any) -> JudgeScorer:
-    values: dict[str, Any] = {"base_url": stub.base_url, "model": "judge-1", "backoff": 0.0} | parameters
+    values: dict[str, Any] = {
+        "base_url": stub.base_url,
+        "model": "judge-1",
+        "backoff": 0.0,
+    } | parameters
     return JudgeScorer(JudgeScorer.Parameters(**values), device=torch.device("cpu"))
 
 
