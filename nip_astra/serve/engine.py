@@ -28,7 +28,7 @@ from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.weights import Weights
 from nip_astra.serve.drawing import draw_tokens
 from nip_astra.serve.generation import GenerationRequest, Listener, Progress
-from nip_astra.serve.routed_weights import Adapter, Routes, routed
+from nip_astra.serve.routed_weights import Routes, routed
 from nip_astra.serve.rows import Row
 from nip_astra.serve.slots import ReadingAttention, ReadPrompt, Slots
 
@@ -334,11 +334,6 @@ class Engine:
         most = self.limits.max_kept_bytes // self._token_bytes
         while self._kept and sum(len(one.ids) for one in self._kept.values()) > most:
             self._kept.popitem(last=False)
-
-    def forget(self, adapter: Adapter) -> None:
-        """Drop what was kept for an adapter that is served no more."""
-        for key in [key for key in self._kept if key[0] == id(adapter)]:
-            self._kept.pop(key, None)
 
     # ---- speaking
 
