@@ -371,3 +371,4 @@ __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 # `HyperParameters(...)` shows what a run would have.
 provide("resolve_experiment", "nip_astra.resolving.resolution:resolve_experiment")
+provide("start_service", "nip_astra.serve.local_service:start_service")
