@@ -83,8 +83,10 @@ if TYPE_CHECKING:
     from nip_astra.reward_terms.registry import register_reward_term as register_reward_term
     from nip_astra.rl_objectives.objective import Objective as Objective
     from nip_astra.rl_objectives.outputs import LossOutput as LossOutput
+    from nip_astra.rollouts.batch import Batch as Batch
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
+    from nip_astra.rollouts.trajectory import Trajectory as Trajectory
     from nip_astra.rollouts.tree import RolloutTree as RolloutTree
     from nip_astra.run import ExperimentResult as ExperimentResult
     from nip_astra.run import PreparedExperiment as PreparedExperiment
@@ -119,7 +121,9 @@ if TYPE_CHECKING:
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
+    from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
+    from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
     from nip_astra.trainers.solo_agent import SoloAgentTrainer as SoloAgentTrainer
     from nip_astra.trainers.spg import SpgTrainer
     from nip_astra.trainers.trainer_base import TensorDictTrainer as TensorDictTrainer
@@ -136,6 +140,7 @@ _HOMES = {
     "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
     "AstTrainer": "nip_astra.trainers.ast_base",
     "BaseRunParameters": "nip_astra.parameters.protocols",
+    "Batch": "nip_astra.rollouts.batch",
     "ChatModel": "nip_astra.language_models.services.chat",
     "CommonPpoParameters": "nip_astra.parameters.trainers",
     "CommonProtocolParameters": "nip_astra.parameters.protocols",
@@ -179,6 +184,7 @@ _HOMES = {
     "RandomAgentParameters": "nip_astra.parameters.agents",
     "RatedProbes": "nip_astra.reward_terms.base",
     "ReinforceParameters": "nip_astra.trainers.reinforce:ReinforceTrainer.Parameters",
+    "RemoteApiTrainer": "nip_astra.trainers.remote_api_base",
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
@@ -189,6 +195,7 @@ _HOMES = {
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",
     "Scorer": "nip_astra.scorers.base",
+    "SelfHostedTrainer": "nip_astra.trainers.self_hosted_base",
     "SoloAgentParameters": "nip_astra.trainers.solo_agent:SoloAgentTrainer.Parameters",
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
     "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
@@ -199,6 +206,7 @@ _HOMES = {
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
+    "Trajectory": "nip_astra.rollouts.trajectory",
     "ZkProtocolParameters": "nip_astra.parameters.protocols",
     "attach_progress_bar": "nip_astra.progress",
     "build_scorer": "nip_astra.scorers.registry",

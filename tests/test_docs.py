@@ -26,6 +26,14 @@ SMALL = (
 """What is appended to every training command, beside --test-run."""
 SMALL_PROOF = ("rl.frames_per_batch=240",)
 """The same where agents play an interaction protocol; a multiple of most numbers of rounds."""
+SMALL_TASK = (
+    "training.num_episodes_per_experience=2",
+    "training.batch_size=8",
+    "task.evaluation.num_problems=4",
+)
+"""The same where a policy answers the problems of a task."""
+TASK_WORDS = ("self_hosted", "remote_api", "task", "arithmetic")
+"""What words of such commands hold."""
 PROOF_WORDS = (
     "graph_isomorphism",
     "image_classification",
@@ -117,6 +125,8 @@ def _made_short(command: Command) -> list[str]:
     if not is_training or "--help" in arguments or "--version" in arguments:
         return arguments
     small = SMALL_PROOF if any(word in PROOF_WORDS for word in arguments) else SMALL
+    if any(one in word for word in arguments for one in TASK_WORDS):
+        small = SMALL_TASK
     if {"solo_agent", "smooth_labels"} & set(arguments) or any(
         word.startswith("base_run.") for word in arguments
     ):
