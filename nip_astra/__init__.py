@@ -108,8 +108,10 @@ if TYPE_CHECKING:
     from nip_astra.rl_objectives.credit import mean_child_return as mean_child_return
     from nip_astra.rl_objectives.objective import Objective as Objective
     from nip_astra.rl_objectives.outputs import LossOutput as LossOutput
+    from nip_astra.rollouts.batch import Batch as Batch
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
+    from nip_astra.rollouts.trajectory import Trajectory as Trajectory
     from nip_astra.rollouts.tree import RolloutTree as RolloutTree
     from nip_astra.run import ExperimentResult as ExperimentResult
     from nip_astra.run import PreparedExperiment as PreparedExperiment
@@ -181,8 +183,10 @@ if TYPE_CHECKING:
     from nip_astra.trainers.optimization import build_optimizer as build_optimizer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
+    from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
     from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
+    from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
     from nip_astra.trainers.solo_agent import SoloAgentTrainer as SoloAgentTrainer
     from nip_astra.trainers.spg import SpgTrainer
     from nip_astra.trainers.trainer_base import TensorDictTrainer as TensorDictTrainer
@@ -219,6 +223,7 @@ _HOMES = {
     "CONTINUE": "nip_astra.protocols.protocol_base",
     "ChatAnswer": "nip_astra.language_models.services.chat",
     "ChatMessage": "nip_astra.language_models.services.chat",
+    "Batch": "nip_astra.rollouts.batch",
     "ChatModel": "nip_astra.language_models.services.chat",
     "ChatOutcome": "nip_astra.language_models.services.chat",
     "ChatRequest": "nip_astra.language_models.services.chat",
@@ -289,6 +294,7 @@ _HOMES = {
     "Registry": "nip_astra.registry",
     "ReinforceParameters": "nip_astra.trainers.reinforce:ReinforceTrainer.Parameters",
     "Representation": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "RemoteApiTrainer": "nip_astra.trainers.remote_api_base",
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
@@ -303,6 +309,7 @@ _HOMES = {
     "ScenarioType": "nip_astra.parameters.types",
     "Scorer": "nip_astra.scorers.base",
     "SoloAgentHead": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "SelfHostedTrainer": "nip_astra.trainers.self_hosted_base",
     "SoloAgentParameters": "nip_astra.trainers.solo_agent:SoloAgentTrainer.Parameters",
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
     "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
@@ -320,6 +327,7 @@ _HOMES = {
     "Turn": "nip_astra.scenario_base.conversation.tokens",
     "UnknownNameError": "nip_astra.errors",
     "VanillaPpoTrainer": "nip_astra.trainers.vanilla_ppo",
+    "Trajectory": "nip_astra.rollouts.trajectory",
     "ZkProtocolParameters": "nip_astra.parameters.protocols",
     "attach_progress_bar": "nip_astra.progress",
     "bleu_against": "nip_astra.utils.diversity",
