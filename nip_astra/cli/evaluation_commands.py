@@ -18,6 +18,7 @@ from nip_astra.cli.evaluation_loading import (
     load_attacker,
     load_target,
     run_of,
+    with_service_files,
 )
 from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
 from nip_astra.cli.terminal import open_console
@@ -30,9 +31,12 @@ from nip_astra.evaluation.storage import EVALUATIONS, EvaluationFolder, text_has
 from nip_astra.evaluation.summary import VERSION
 from nip_astra.evaluation.tables import matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.progress import open_progress
 from nip_astra.samplers.trees import TreeSampler
+from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers.service_use import services_used
 from nip_astra.utils.forked import using_processes
 from nip_astra.utils.processor import (
     choose_num_processes,
@@ -73,10 +77,11 @@ class EvaluateRequest:
 def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> None:
     """Evaluate every attacker against every target."""
     quieten_libraries()
-    settings = ExperimentSettings.from_dict(dict(settings_fields))
+    plain_settings = ExperimentSettings.from_dict(dict(settings_fields))
     cells: dict[tuple[str, str], dict[str, Any]] = {}
     folders: dict[tuple[str, str], EvaluationFolder] = {}
     for path in request.runs:
+        settings = with_service_files(plain_settings, run_of(path)[0])
         attacker = load_attacker(
             path,
             settings,
@@ -135,6 +140,7 @@ def _evaluate_cell(
         parts=folder.parts(),
         cards=_cards(attacker, target, sampler),
         why_not_weighed=player.why_not_weighed(),
+        services=services_used(_services(sampler, judges, settings)),
     )
     return figures, folder
 
@@ -173,13 +179,25 @@ def _play(
     return episodes, ordinary
 
 
+def _services(
+    sampler: TreeSampler, judges: Judges, settings: ExperimentSettings
+) -> dict[str, PatientChatModel]:
+    """The chat models that are asked, by who they are."""
+    target = sampler.target
+    found = {"target": target.chat_model} if isinstance(target, ChatAgent) else {}
+    for scorer in judges.scorers.values():
+        found |= scorer.open_services(settings)
+    return found
+
+
 def _cards(
     attacker: LoadedAttacker, target: LoadedTarget, sampler: TreeSampler
 ) -> list[dict[str, Any]]:
     """The cards of the two that converse."""
     weights, sizes = attacker.weights, {}
     for role in ("attacker", "target"):
-        sizes[role] = getattr(sampler, role).language_model.num_parameters()
+        # A chat model does not tell.
+        sizes[role] = getattr(sampler, role).language_model.num_parameters() or None
     return [
         model_card(
             "attacker",

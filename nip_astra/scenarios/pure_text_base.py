@@ -18,6 +18,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import build_protocol_handler
+from nip_astra.scenario_base.protocol.datapoint_views import DatapointView
 from nip_astra.scenario_base.text.event_loop import EventLoop
 from nip_astra.scenario_base.text.game import TextGame
 from nip_astra.scenario_base.text.model_groups import (
@@ -55,6 +56,8 @@ class PureTextScenarioInstance(ScenarioInstance):
 
     Attributes
     ----------
+    protocol_handler : ProtocolHandler
+        The interaction protocol that the agents play.
     game : TextGame
         The rules, with the prompts.
     train_data, test_data : NestedArrayDict
@@ -67,6 +70,7 @@ class PureTextScenarioInstance(ScenarioInstance):
         Columns of the data by which accuracy is told apart.
     """
 
+    protocol_handler: ProtocolHandler = field(kw_only=True)
     game: TextGame = field(kw_only=True)
     train_data: NestedArrayDict = field(kw_only=True)
     test_data: NestedArrayDict = field(kw_only=True)
@@ -80,6 +84,14 @@ class PureTextScenarioInstance(ScenarioInstance):
         return 0
 
 
+class TextView(DatapointView):
+    """Texts and the verdict that is right."""
+
+    def label(self, label: int) -> str:
+        """What is to be told of the texts."""
+        return {0: "false", 1: "true"}.get(label, super().label(label))
+
+
 class PureTextScenario(Scenario):
     """Chat models play a protocol in words about a datapoint with a label.
 
@@ -87,6 +99,8 @@ class PureTextScenario(Scenario):
     """
 
     uses_protocol: ClassVar[bool] = True
+    datapoint_kind: ClassVar[str | None] = "text"
+    datapoint_view: ClassVar[type[DatapointView]] = TextView
     parameter_groups: ClassVar[tuple[str, ...]] = ("protocol_common",)
     trainer_types: ClassVar[tuple[str, ...]] = (PURE_TEXT,)
     never_reads: ClassVar[tuple[str, ...]] = ("protocol_common.zero_knowledge", "zk_protocol")

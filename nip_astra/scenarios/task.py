@@ -18,7 +18,7 @@ from nip_astra.scenario_base.agents import (
 )
 from nip_astra.scenario_base.tasks.base import TaskParameters
 from nip_astra.scenario_base.tasks.registry import TASKS, build_task
-from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenario_instance import TaskInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
 from nip_astra.utils.devices import resolve_device
 
@@ -34,6 +34,8 @@ class TaskEvaluationParameters(SubParameters):
     """Problems of a dev evaluation."""
     num_runs: int = Field(default=1, ge=1)
     """Runs of each problem; with more than one, pass@k is told for k up to this."""
+    success_reward: float = 1.0
+    """Reward from which a run counts as right."""
     batch_size: int = Field(default=256, ge=1)
     """Problems played at once."""
 
@@ -65,7 +67,7 @@ class TaskScenario(Scenario):
         *,
         scenario_dir: Path | None,
         trainer_type: str,
-    ) -> ScenarioInstance:
+    ) -> TaskInstance:
         device = resolve_device(settings.device)
         model = load_language_model(
             parameters.policy.language_model,
@@ -75,7 +77,7 @@ class TaskScenario(Scenario):
         )
         policy = build_agent("policy", parameters.policy, model)
         reference = build_agent("reference", parameters.policy, model.frozen_reference())
-        return ScenarioInstance(
+        return TaskInstance(
             kind=str(ScenarioType.TASK),
             agents={"policy": policy, "reference": reference},
             task=build_task(

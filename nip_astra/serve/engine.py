@@ -84,13 +84,14 @@ class Engine:
         *,
         vocab_size: int,
         context_window: int,
+        num_parameters: int,
         limits: EngineLimits,
     ) -> None:
         self.decoder, self.tokenizer, self.limits = decoder, tokenizer, limits
         # Tokenizers may be used by one thread at a time.
         self._own_tokenizer = copy.deepcopy(tokenizer)
         self.context_window, self.vocab_size = context_window, vocab_size
-        self.dtype = weights.dtype
+        self.dtype, self.num_parameters = weights.dtype, num_parameters
         self.device = weights.embedding_VX.device
         self.end_ids = find_end_ids(generation_config, tokenizer)
         banned = find_banned_ids(tokenizer, self.end_ids, vocab_size)
@@ -192,7 +193,7 @@ class Engine:
         unbegun = [*waiting, *(request for request, _ in self._reading)]
         begun += [(one, index) for one in unbegun for index in range(one.num_samples)]
         self._rows, self._reading = [], []
-        self._slots.keep([])
+        self._slots = Slots(self._shape, self._weights.dtype, self.device)
         self._tell(
             [Progress(one, index, "", finish_reason="error", error=reason) for one, index in begun]
         )
@@ -206,9 +207,7 @@ class Engine:
 
     def _keep_rows(self, are_kept: Sequence[bool]) -> None:
         if not all(are_kept):
-            kept = [place for place, is_kept in enumerate(are_kept) if is_kept]
-            self._slots.keep(kept)
-            self._rows = [self._rows[place] for place in kept]
+            self._rows = [self._rows[place] for place in self._slots.keep(are_kept)]
 
     def _admit(self) -> None:
         """Take requests from the queue, in their order, as long as there is room."""
@@ -252,6 +251,13 @@ class Engine:
         hidden_NX = self._forward_prompts(parts)
         ends = torch.tensor([length for _, _, length in parts]).cumsum(0) - 1
         last_RX = hidden_NX[ends.to(self.device)]
+        ended = [
+            (one, prompt) for one, prompt, n in parts if prompt.num_read + n == len(prompt.ids)
+        ]
+        if ended:
+            self._slots.reserve(
+                sum(one.num_samples for one, _ in ended), max(len(p.ids) for _, p in ended) + 1
+            )
         begun: list[Row] = []
         places: list[int] = []
         for place, (request, prompt, length) in enumerate(parts):
@@ -360,6 +366,8 @@ class Engine:
                 row.fail(_NO_NUMBERS)
         told = [one for one in (row.take_progress() for row in rows) if one is not None]
         self._keep_rows([row.finish_reason is None for row in self._rows])
+        if any(row.error is not None for row in rows):
+            self._slots.repair()
         self._tell(told)
 
     @staticmethod

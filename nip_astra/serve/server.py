@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Mapping
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.serve.app import build_app, require_packages
 from nip_astra.serve.engine import EngineLimits
+from nip_astra.serve.packages import require_packages
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
 from nip_astra.utils.devices import resolve_device
@@ -44,6 +44,7 @@ def serve(
     import uvicorn
 
     from nip_astra.serve.http_server import HttpServer
+    from nip_astra.serve.state import open_service
 
     settings.token()  # refused before models are loaded
     if not models:
@@ -63,16 +64,16 @@ def serve(
         )
         try:
             shelf.add_all(models)
-            app = build_app(shelf, settings)
-            config = uvicorn.Config(
-                app,
-                log_level=logging.WARNING,
-                access_log=False,
-                timeout_graceful_shutdown=SECONDS_TO_FINISH,
-            )
-            listening.listen(_BACKLOG)
-            tell(settings)
-            HttpServer(config).run(sockets=[listening])
+            with open_service(shelf, settings) as service:
+                config = uvicorn.Config(
+                    service.app,
+                    log_level=logging.WARNING,
+                    access_log=False,
+                    timeout_graceful_shutdown=SECONDS_TO_FINISH,
+                )
+                listening.listen(_BACKLOG)
+                tell(settings)
+                HttpServer(config).run(sockets=[listening])
         finally:
             shelf.close()
 

@@ -45,6 +45,16 @@ class ServiceSettings(SubParameters):
     max_cache_gib: float = Field(default=2.0, gt=0)
     """Most memory for keys and values of the running batch of one model."""
 
+    max_jobs: int = Field(default=256, ge=1)
+    """Fine-tuning jobs that may wait or run at once; they run one after the other."""
+    lora_rank: int = Field(default=16, ge=1)
+    """Rank of the adapters that jobs train. Larger learns more and takes more memory."""
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """Scale of adapters: their update is multiplied by alpha / rank."""
+    max_full_parameters: int = Field(default=0, ge=0)
+    """Models of at most so many weights are trained in full, and served from weights of their own;
+    of larger ones an adapter is trained."""
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the service."""

@@ -35,7 +35,7 @@ class MyTrainer(na.AstTrainer):
                     samples.append({"context": context, "probe": probe, "weight": weight})
         return samples
 
-    def step(self, batch):
+    def loss(self, batch):
         """The loss of a batch, and a number to log."""
         (logprobs_BT,) = self.policy_logprobs(batch, "probe")
         said_B = logprobs_BT.sum(dim=1)

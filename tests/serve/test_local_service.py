@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from nip_astra.cli import doctor_checks
 from nip_astra.errors import ConfigurationError, ServiceError
 from nip_astra.serve.local_service import start_service
 from nip_astra.serve.settings import ServiceSettings
@@ -107,3 +108,26 @@ def test_the_command_tells_its_address_and_ends_by_a_signal(tiny_model_dir: Path
         assert httpx.get(f"{base_url}/models").json()["data"][0]["id"] == "tiny"
         service.send_signal(signal.SIGINT)
         assert service.wait(30) == 0
+
+
+def test_a_missing_package_is_named_with_how_to_install_it(
+    cli: CommandLine, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    said = refused(cli("serve", "--model", f"tiny={tiny_model_dir}"))
+    assert "needs the package fastapi" in said
+    assert "pip install 'nip_astra[serve]'" in said
+
+
+def test_the_doctor_tells_whether_models_can_be_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said() -> tuple[str, str]:
+        (found,) = doctor_checks._service(doctor_checks.Question(Path(), is_online=False))
+        return str(found.status), found.text
+
+    status, text = said()
+    assert status == "works"
+    assert "127.0.0.1" in text
+    monkeypatch.setattr(doctor_checks, "SERVICE_PACKAGES", ("fastapi", "no-such-package"))
+    assert said() == ("absent", "without no-such-package: pip install 'nip_astra[serve]'")

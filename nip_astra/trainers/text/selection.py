@@ -32,7 +32,8 @@ def sampling_weights(returns_N: Floats, *, minimum: float | None, epsilon: float
     uniform = np.full(len(returns_N), 1.0 / len(returns_N))
     shares_N = weights_N / total if total > 0 else uniform
     mixed_N: Floats = shares_N + epsilon * uniform
-    return mixed_N / mixed_N.sum()
+    probabilities_N: Floats = mixed_N / mixed_N.sum()
+    return probabilities_N
 
 
 def weighted_sample(
