@@ -12,6 +12,7 @@ import yaml
 
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.cli.attacker_folders import Surroundings, attacker_of_folder, resolve_around
+from nip_astra.cli.text_attackers import LoadedTexts, is_text_attacker, load_texts, place_of
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.storage import EVALUATIONS, weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
@@ -28,6 +29,7 @@ from nip_astra.scenario_base.agents import (
     load_language_model,
 )
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
@@ -53,6 +55,8 @@ class LoadedAttacker:
         Its sampler speaks through this attacker.
     section : Any
         Parameters of the scenario's kind.
+    texts : LoadedTexts, optional
+        Where the attacker gives texts only.
     """
 
     label: str
@@ -62,6 +66,7 @@ class LoadedAttacker:
     instance: ConversationInstance
     section: Any
     weights: str | None
+    texts: LoadedTexts | None = None
 
     @property
     def sampler(self) -> TreeSampler:
@@ -164,15 +169,19 @@ def load_attacker(
     overrides: Sequence[str] = (),
     is_untrained: bool = False,
     surroundings: Surroundings = Surroundings(),  # noqa: B008 - frozen
+    column: str = DEFAULT_COLUMN,
 ) -> LoadedAttacker:
     """Build the scenario of a run, and give its attacker the weights that training left.
 
     Parameters
     ----------
     path : str
-        A run directory, or a checkpoint in one; see `run_of`. Or a folder with a model or adapter.
+        A run directory, or a checkpoint in one; see `run_of`. Or a folder with a model or adapter,
+        a list of probes, or a YAML file that says which chat model attacks.
     surroundings : Surroundings
         The scenario of such a folder.
+    column : str
+        That holds the probes, where the attacker is a list of them.
     is_untrained : bool
         Give the attacker as it was before training, the reference.
 
@@ -205,6 +214,11 @@ def load_attacker(
         )
     section = getattr(resolved.hyper_params, resolved.kind)
     name = RunDirectory(run).run_id
+    if is_text_attacker(path):
+        texts = load_texts(path, column, settings, resolved.scenario_dir)
+        instance.sampler = instance.sampler.with_attacker(texts.attacker)
+        place = place_of(path)
+        return LoadedAttacker(place.name, "", place, resolved, instance, section, None, texts)
     if is_untrained:
         agent = replace(instance.agents["reference"], role="attacker")
         label, suffix, source = f"{name} untrained", "untrained", None

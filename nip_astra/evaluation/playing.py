@@ -257,7 +257,7 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
     if isinstance(sampler.target, ChatAgent):
         return {}
     nodes, reward = tree.nodes, sampler.reward
-    lengths = _lengths_for_target(tree, sampler.attacker, sampler.target)
+    lengths = _lengths_for_target(tree, sampler.reader, sampler.target)
     nll = nodes["probe_nll"].tolist()
     found: dict[str, list[Any]] = {
         "target_logprob": [-n * k for n, k in zip(nll, lengths, strict=True)],

@@ -26,8 +26,8 @@ class OpenConversation:
         Empty where the target reads texts.
     texts : list[str]
         What was said, the opening first.
-    has_ended : bool
-        Whether a response failed, so that the target is asked no more.
+    failure : str or None
+        Why nothing more is said, since a probe or response failed; None while all is well.
     """
 
     path: str
@@ -36,7 +36,7 @@ class OpenConversation:
     attacker_turns: list[Turn]
     target_turns: list[Turn]
     texts: list[str]
-    has_ended: bool = False
+    failure: str | None = None
 
 
 @dataclass

@@ -22,12 +22,14 @@ from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
 from nip_astra.samplers.parts import cut_rollout, play_parts
+from nip_astra.samplers.texts import ask_attacker, ask_target, in_tokens_of
 from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent, ChatReply
+from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent
 from nip_astra.scenario_base.conversation.tokens import Turn
+from nip_astra.scenario_base.text_attackers import TextAttacker
 from nip_astra.scorers.base import Scorer
-from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
+from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 GLUE_TOKENS = 32
 """Allowance for what a chat template puts around a turn."""
@@ -44,7 +46,7 @@ class _Plan(NamedTuple):
 class _Sessions(NamedTuple):
     """The two models in the middle of a rollout."""
 
-    attacker: GenerationSession
+    attacker: GenerationSession | None
     target: GenerationSession | None
 
 
@@ -68,7 +70,7 @@ class TreeSampler:
 
     def __init__(
         self,
-        attacker: ConversationAgent,
+        attacker: ConversationAgent | TextAttacker,
         target: Speaker,
         reference: ConversationAgent,
         scorer: Scorer,
@@ -85,6 +87,8 @@ class TreeSampler:
                 "reward's likelihood_model to reference."
             )
         self.attacker = attacker
+        # Whose tokens and format probes are counted and read in.
+        self.reader = reference if isinstance(attacker, TextAttacker) else attacker
         self.target = target
         self.reference = reference
         self.scorer = scorer
@@ -92,12 +96,12 @@ class TreeSampler:
         self.max_cache_bytes = max_cache_bytes
         self.num_parts = num_parts
         self.asks_reference = asks_reference
-        self._shares_tokens = not isinstance(target, ChatAgent) and attacker.shares_tokens_with(
-            target
-        )
+        self._shares_tokens = False
+        if not isinstance(target, ChatAgent):
+            self._shares_tokens = self.reader.shares_tokens_with(target)
 
     def with_attacker(
-        self, attacker: ConversationAgent, *, asks_reference: bool = True
+        self, attacker: ConversationAgent | TextAttacker, *, asks_reference: bool = True
     ) -> TreeSampler:
         """A sampler with another attacker, for instance the reference."""
         return TreeSampler(
@@ -117,8 +121,8 @@ class TreeSampler:
         The longest prompt and turns of full length are assumed.
         """
         total = 0
-        both = self.attacker.sampling.max_new_tokens
-        agents = [self.attacker]
+        both = self.reader.sampling.max_new_tokens
+        agents = [] if isinstance(self.attacker, TextAttacker) else [self.attacker]
         if isinstance(self.target, ChatAgent):
             both += self.target.max_tokens
         else:
@@ -253,7 +257,7 @@ class TreeSampler:
                 if sequences
             },
             seconds=columns.seconds,
-            response_failures=columns.failures,
+            response_failures=columns.failures if any(columns.failures) else [],
         )
 
     def _talk(self, prompts: Sequence[str], plan: _Plan, first: int, columns: TreeColumns) -> None:
@@ -262,7 +266,9 @@ class TreeSampler:
             self._open(episode, first + episode, prompt) for episode, prompt in enumerate(prompts)
         ]
         sessions = _Sessions(
-            self.attacker.language_model.open_session(),
+            None
+            if isinstance(self.attacker, TextAttacker)
+            else self.attacker.language_model.open_session(),
             None
             if isinstance(self.target, ChatAgent)
             else self.target.language_model.open_session(),
@@ -278,7 +284,7 @@ class TreeSampler:
             path=str(number),
             episode=episode,
             node=-1,
-            attacker_turns=[Turn(False, self.attacker.conversation_format.encode(prompt))],
+            attacker_turns=[Turn(False, self.reader.conversation_format.encode(prompt))],
             target_turns=read_by_target,
             texts=[prompt],
         )
@@ -293,7 +299,7 @@ class TreeSampler:
     ) -> list[OpenConversation]:
         """Add one probe and one response below every open conversation, all in one batch each."""
         tree_width = plan.tree_width
-        contexts = self.attacker.contexts([parent.attacker_turns for parent in parents])
+        contexts = self.reader.contexts([parent.attacker_turns for parent in parents])
         children = [
             OpenConversation(
                 f"{parent.path}.{branch}",
@@ -302,28 +308,32 @@ class TreeSampler:
                 parent.attacker_turns,
                 parent.target_turns,
                 parent.texts,
-                parent.has_ended,
+                None if parent.failure is None else NOT_ASKED,
             )
             for index, parent in enumerate(parents)
             for branch in range(tree_width)
         ]
-        uniforms = self._uniforms(self.attacker, children, plan.key)
-        with columns.timed("attacker"):
-            probes = self.attacker.speak(
-                sessions.attacker, contexts, tree_width, uniforms
-            ).generation
-        self._refuse_nan(self.attacker, probes.logprobs_BT, probes.mask_BT, plan)
-        if depth + 1 == plan.tree_depth:
-            # Its keys and values make room for those of the last responses.
-            sessions.attacker.close()
-        columns.note("attacker", contexts, probes)
-        probe_ids = self.attacker.content_ids(probes)
-        probe_texts = self.attacker.decode(probe_ids)
-        for child, ids, text in zip(children, probe_ids, probe_texts, strict=True):
+        if isinstance(self.attacker, TextAttacker):
+            with columns.timed("attacker"):
+                probe_texts = ask_attacker(self.attacker, children, plan.key)
+            probes = in_tokens_of(self.reader, probe_texts)
+        else:
+            assert sessions.attacker is not None
+            probes = self._let_attacker_speak(
+                self.attacker, sessions.attacker, contexts, children, plan, columns
+            )
+            if depth + 1 == plan.tree_depth:
+                # Its keys and values make room for those of the last responses.
+                sessions.attacker.close()
+            probe_texts = self.attacker.decode(self.attacker.content_ids(probes))
+        for child, ids, text in zip(
+            children, self.reader.content_ids(probes), probe_texts, strict=True
+        ):
             child.attacker_turns = [*child.attacker_turns, Turn(True, ids)]
             child.texts = [*child.texts, text]
         if isinstance(self.target, ChatAgent):
-            self._ask_target(self.target, children, plan, columns)
+            with columns.timed("target"):
+                ask_target(self.target, self.reader, children, plan.key)
         else:
             assert sessions.target is not None
             self._let_target_speak(self.target, sessions.target, children, plan, columns)
@@ -334,32 +344,26 @@ class TreeSampler:
         columns.contexts += contexts
         columns.probes += probe_texts
         columns.responses += [child.texts[-1] for child in children]
+        columns.failures += [child.failure for child in children]
         columns.generations.append(probes)
         return children
 
-    def _ask_target(
+    def _let_attacker_speak(
         self,
-        target: ChatAgent,
+        attacker: ConversationAgent,
+        session: GenerationSession,
+        contexts: list[list[int]],
         children: list[OpenConversation],
         plan: _Plan,
         columns: TreeColumns,
-    ) -> None:
-        """Ask a chat model for all responses of the level at once.
-
-        Where a response failed the conversation has ended: what is said after it has no response
-        and no score, so that nothing is learnt from it.
-        """
-        asked = [child for child in children if not child.has_ended]
-        seeds = [derive_seed(*plan.key, target.role, child.path) for child in asked]
-        with columns.timed("target"):
-            replies = iter(target.reply([child.texts for child in asked], seeds))
-        for child in children:
-            reply = ChatReply("", NOT_ASKED) if child.has_ended else next(replies)
-            child.has_ended = reply.failure is not None
-            ids = self.attacker.conversation_format.encode(reply.text)
-            child.attacker_turns = [*child.attacker_turns, Turn(False, ids)]
-            child.texts = [*child.texts, reply.text]
-            columns.failures.append(reply.failure)
+    ) -> Generation:
+        """Let a language model probe, token by token."""
+        uniforms = self._uniforms(attacker, children, plan.key)
+        with columns.timed("attacker"):
+            probes = attacker.speak(session, contexts, plan.tree_width, uniforms).generation
+        self._refuse_nan(attacker, probes.logprobs_BT, probes.mask_BT, plan)
+        columns.note("attacker", contexts, probes)
+        return probes
 
     def _let_target_speak(
         self,
@@ -378,11 +382,11 @@ class TreeSampler:
         response_ids = target.content_ids(responses)
         response_texts = target.decode(response_ids)
         for child, ids, text in zip(children, response_ids, response_texts, strict=True):
-            speech = self.attacker.conversation_format
+            speech = self.reader.conversation_format
             heard = ids if self._shares_tokens else speech.encode(text)
             child.target_turns = [*child.target_turns, Turn(True, ids)]
             child.attacker_turns = [*child.attacker_turns, Turn(False, heard)]
-            child.texts = [*child.texts, text]
+            child.texts = [*child.texts, text if child.failure is None else ""]
 
     def _respond(
         self,

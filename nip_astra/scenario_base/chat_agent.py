@@ -58,7 +58,7 @@ class ChatAgent:
     Attributes
     ----------
     role : str
-        "target".
+        "target", which opens conversations, or "attacker".
     num_truncated_contexts : int
         Always 0: what does not fit into a model's window is refused by its service.
     """
@@ -94,10 +94,11 @@ class ChatAgent:
         Parameters
         ----------
         turns : Sequence[str]
-            The conversation, in turn by this agent, which opens it, and by the other.
+            The conversation, in turn by the target, which opens it, and by the attacker.
         """
+        is_target = self.role == "target"
         said: list[ChatMessage] = [
-            {"role": "user" if number % 2 else "assistant", "content": text}
+            {"role": "assistant" if (number % 2 == 0) is is_target else "user", "content": text}
             for number, text in enumerate(turns)
         ]
         return ChatRequest(

@@ -28,7 +28,7 @@ from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.weights import Weights
 from nip_astra.serve.drawing import draw_tokens
 from nip_astra.serve.generation import GenerationRequest, Listener, Progress
-from nip_astra.serve.routed_weights import Adapter, Routes, routed
+from nip_astra.serve.routed_weights import Routes, routed
 from nip_astra.serve.rows import Row
 from nip_astra.serve.slots import ReadingAttention, ReadPrompt, Slots
 
@@ -36,10 +36,13 @@ logger = logging.getLogger(__name__)
 
 MIN_SHARED = 16
 """Tokens at the beginning of a prompt that are worth copying rather than reading again."""
+MAX_KEPT = 128
+"""Prompts that are kept for later ones that begin alike; each new one is compared with all."""
 _NO_NUMBERS = (
     "the model's logits are no numbers, so no token can be drawn. Serve other weights: these "
     "overflow, or hold numbers that are not finite."
 )
+_CLOSED = "the service is shutting down"
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,11 @@ class Engine:
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request."""
         with self._changed:
-            self._waiting.append(request)
-            self._changed.notify()
+            if not self._is_closed:
+                self._waiting.append(request)
+                self._changed.notify()
+                return
+        self._tell([_gave_up(request, index, _CLOSED) for index in range(request.num_samples)])
 
     def cancel(self, request: GenerationRequest) -> None:
         """Free what a request holds, at the next step; it is told of no more."""
@@ -166,7 +172,7 @@ class Engine:
                     while not (self._waiting or self._rows or self._reading or self._is_closed):
                         self._changed.wait()
                     if self._is_closed:
-                        self._fail("the service is shutting down")
+                        self._fail(_CLOSED)
                         return
                 try:
                     self._drop_cancelled()
@@ -194,9 +200,7 @@ class Engine:
         begun += [(one, index) for one in unbegun for index in range(one.num_samples)]
         self._rows, self._reading = [], []
         self._slots = Slots(self._shape, self._weights.dtype, self.device)
-        self._tell(
-            [Progress(one, index, "", finish_reason="error", error=reason) for one, index in begun]
-        )
+        self._tell([_gave_up(one, index, reason) for one, index in begun])
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -332,13 +336,8 @@ class Engine:
         self._kept[key] = prompt
         self._kept.move_to_end(key)
         most = self.limits.max_kept_bytes // self._token_bytes
-        while self._kept and sum(len(one.ids) for one in self._kept.values()) > most:
+        while len(self._kept) > MAX_KEPT or sum(len(one.ids) for one in self._kept.values()) > most:
             self._kept.popitem(last=False)
-
-    def forget(self, adapter: Adapter) -> None:
-        """Drop what was kept for an adapter that is served no more."""
-        for key in [key for key in self._kept if key[0] == id(adapter)]:
-            self._kept.pop(key, None)
 
     # ---- speaking
 
@@ -382,3 +381,7 @@ class Engine:
             except RuntimeError:
                 # The listener's event loop has been closed: nobody waits for this.
                 logger.debug("answers came after their listener had gone", exc_info=True)
+
+
+def _gave_up(request: GenerationRequest, index: int, reason: str) -> Progress:
+    return Progress(request, index, "", finish_reason="error", error=reason)

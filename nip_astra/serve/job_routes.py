@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from fastapi import APIRouter
@@ -86,11 +86,8 @@ class _FileRoutes:
         name = _checked_name(upload.filename)
         identity, part = self.store.new_file()
         try:
-            with part.open("wb") as file:
-                while chunk := await upload.read(_CHUNK):
-                    file.write(chunk)
-                file.flush()
-                os.fsync(file.fileno())
+            # In a thread: answers are told from this one meanwhile.
+            await asyncio.to_thread(_write, upload.file, part)
             return self.store.add_file(identity, part, name)
         finally:
             part.unlink(missing_ok=True)
@@ -121,6 +118,13 @@ class _FileRoutes:
         found = self._find(identity)
         self.store.delete_file(found["id"])
         return JSONResponse({"id": found["id"], "object": "file", "deleted": True})
+
+
+def _write(source: BinaryIO, path: Path) -> None:
+    with path.open("wb") as file:
+        shutil.copyfileobj(source, file, _CHUNK)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _checked_upload(form: FormData) -> UploadFile:

@@ -167,7 +167,7 @@ class JobRunner:
         crashes = job.crashes + 1
         how = f"The process that trained {training.how_it_ended()}"
         if crashes >= MAX_CRASHES:
-            text = f"{how}, for the {crashes}rd time. See {self._log_of(job)}."
+            text = f"{how}, for the {crashes}rd time; it said last: {self._last_words(job)}"
             fault = {"code": "training_failed", "message": text, "param": None}
             self.store.add_event(job.id, text, level="error")
             self.store.change_job(
@@ -177,8 +177,10 @@ class JobRunner:
         self.store.add_event(job.id, f"{how}; the job goes on in another one.", level="warn")
         self.store.change_job(job.id, only=[Status.RUNNING], status=Status.QUEUED, crashes=crashes)
 
-    def _log_of(self, job: Job) -> Path:
-        return self.store.job_folder(job.id) / "log.txt"
+    def _last_words(self, job: Job) -> str:
+        log = self.store.job_folder(job.id) / "log.txt"
+        lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return lines[-1][:500] if lines else "nothing."
 
     def _offer(self, job: Job) -> bool:
         """Serve what a job made, with the models of its epochs, and say whether that was done."""

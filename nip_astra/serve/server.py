@@ -54,14 +54,7 @@ def serve(
         )
     with _open_socket(settings) as listening:
         settings = settings.model_copy(update={"port": listening.getsockname()[1]})
-        shelf = Shelf(
-            device=resolve_device(settings.device),
-            dtype=settings.dtype,
-            limits=EngineLimits(
-                max_rows=settings.max_rows,
-                max_cache_bytes=int(settings.max_cache_gib * (1 << 30)),
-            ),
-        )
+        shelf = _new_shelf(settings)
         try:
             shelf.add_all(models)
             with open_service(shelf, settings) as service:
@@ -76,6 +69,13 @@ def serve(
                 HttpServer(config).run(sockets=[listening])
         finally:
             shelf.close()
+
+
+def _new_shelf(settings: ServiceSettings) -> Shelf:
+    limits = EngineLimits(
+        max_rows=settings.max_rows, max_cache_bytes=int(settings.max_cache_gib * (1 << 30))
+    )
+    return Shelf(device=resolve_device(settings.device), dtype=settings.dtype, limits=limits)
 
 
 def _open_socket(settings: ServiceSettings) -> socket.socket:

@@ -80,6 +80,9 @@ class ServiceTrainer(LanguageModelTrainer):
         self._is_checked = False
         if hyper_params.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
+            own = type(self).Parameters.model_fields.keys() - {"train_service"}
+            given = {name: value for name, value in self.config.values.items() if name in own}
+            self.parameters = self.Parameters.from_dict(given)
             self._noted: dict[str, float] = {}
             return
         super().__init__(*hyper_params.parts)

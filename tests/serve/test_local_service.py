@@ -34,7 +34,10 @@ def test_a_service_starts_answers_and_stops_twice(tiny_model_dir: Path) -> None:
     with start_service({"tiny": str(tiny_model_dir)}, num_threads=1) as service:
         with openai.OpenAI(base_url=service.base_url, api_key="any") as client:
             said = client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+                model="tiny",
+                messages=[{"role": "user", "content": "hello you"}],
+                max_tokens=4,
+                temperature=0,
             )
         assert said.choices[0].message.content
         pid = service.pid

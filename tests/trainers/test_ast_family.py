@@ -119,21 +119,6 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -
     assert after > 0.9
 
 
-@pytest.mark.slow
-def test_gspo_learns_with_the_preset() -> None:
-    """Its clip, which is of whole probes, must let them through: 0.04 to 0.16 with the paper's."""
-    trainer = _trainer(
-        "ast_grpo",
-        "pocket_chat",
-        "ast_grpo.variant=gspo",
-        "training.training_steps=18",
-        "ast_chat.evaluation.num_episodes=60",
-    )
-    trainer.train()
-    assert trainer.results["before"]["failure_rate"] < 0.2
-    assert trainer.results["after"]["failure_rate"] > 0.5
-
-
 CHANGES: dict[str, dict[str, object]] = {
     "ast_dpo": {
         "loss": "hinge",

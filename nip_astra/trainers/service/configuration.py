@@ -25,6 +25,8 @@ class TrainerConfig:
         Where the policy learns.
     total_train_steps : int
         Iterations of training.
+    values : dict
+        All of them as they were given.
     parts : tuple or None
         Hyper-parameters, scenario instance and settings; None for a trainer that is built of
         values alone, to try its hooks.
@@ -38,6 +40,8 @@ class TrainerConfig:
         self.algorithm: DictConfig = OmegaConf.create(dict(values.get("algorithm") or {}))
         self.train_service: DictConfig = OmegaConf.create(dict(values.get("train_service") or {}))
         self.total_train_steps = int(values.get("total_train_steps", 1))
+        plain: Any = OmegaConf.to_container(OmegaConf.create(dict(values)))
+        self.values: dict[str, Any] = plain
         self.parts = parts
 
     @classmethod
@@ -77,6 +81,8 @@ def built_of_parts(function: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         if scenario_instance is not None:
             config = TrainerConfig.of_run(config, scenario_instance, settings)
+        elif not isinstance(config, TrainerConfig):
+            config = TrainerConfig(config)
         function(self, config)
 
     return build
