@@ -38,7 +38,17 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         for title, pages in made.items():
             if title in part:
                 part[title] = [*(part[title] or []), *pages]
+        if "Guides" in part:
+            part["Guides"] += _guides_left_out(part["Guides"])
     return config
+
+
+def _guides_left_out(listed: list[Any]) -> list[Any]:
+    """Guides that have no place in the order yet."""
+    named = str(listed)
+    guides = [f"guides/{path.name}" for path in sorted((DOC / "guides").glob("*.md"))]
+    left_out = [guide for guide in guides if guide not in named]
+    return [{"More": left_out}] if left_out else []
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
