@@ -26,7 +26,10 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "Trainers": (
         "nip_astra.trainers.registry",
         "nip_astra.trainers.trainer_base",
+        "nip_astra.trainers.language_model_base",
         "nip_astra.trainers.ast_base",
+        "nip_astra.trainers.service_base",
+        "nip_astra.trainers.rl_pure_text_base",
         "nip_astra.trainers.rl_tensordict_base",
         "nip_astra.trainers.solo_agent",
         "nip_astra.progress",
@@ -34,12 +37,22 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
     "Scenarios and protocols": (
         "nip_astra.scenarios.registry",
         "nip_astra.scenarios.tensordict_base",
+        "nip_astra.scenario_base.protocol.datapoint_views",
         "nip_astra.protocols.protocol_base",
         "nip_astra.protocols.registry",
     ),
     "Language models": (
         "nip_astra.language_models.base",
         "nip_astra.language_models.registry",
+        "nip_astra.language_models.services.chat",
+        "nip_astra.language_models.services.fine_tuning",
+        "nip_astra.language_models.services.training",
+    ),
+    "Tasks": (
+        "nip_astra.scenario_base.tasks.base",
+        "nip_astra.scenario_base.tasks.registry",
+        "nip_astra.rollouts.trajectory",
+        "nip_astra.rollouts.batch",
     ),
     "Scorers and reward terms": (
         "nip_astra.scorers.base",
