@@ -7,7 +7,6 @@ from typing import Any
 
 from nip_astra.errors import NipAstraError
 from nip_astra.scenario_base.protocol.datapoint_views import DatapointView
-from nip_astra.scenarios.registry import SCENARIOS
 
 
 def view_of(datapoint: Mapping[str, Any]) -> DatapointView:
@@ -17,6 +16,9 @@ def view_of(datapoint: Mapping[str, Any]) -> DatapointView:
 
 
 def _view_class(kind: str) -> type[DatapointView]:
+    # Scenarios take torch, which a report without datapoints does not need.
+    from nip_astra.scenarios.registry import SCENARIOS
+
     for name in SCENARIOS.names():
         try:
             scenario = SCENARIOS.get(name)
