@@ -432,11 +432,11 @@ def test_a_trainer_without_its_hooks_is_told_which_are_missing(
         "from nip_astra.trainers.registry import register_trainer\n"
         "@register_trainer('unfinished')\n"
         "class Unfinished(AstTrainer):\n"
-        "    '''Has no step.'''\n"
+        "    '''Has no loss.'''\n"
         "    def flatten(self, tree): return []\n"
     )
     resolved = resolve_experiment(
         trainer="unfinished", scenario=str(tiny_scenario), plugins=[str(plugin)]
     )
-    with pytest.raises(ConfigurationError, match=r"Unfinished .* leaves out step\. Define"):
+    with pytest.raises(ConfigurationError, match=r"Unfinished .* leaves out loss\. Define"):
         prepare_experiment(resolved, progress=False)
