@@ -16,8 +16,8 @@ from torch import Tensor
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
-from nip_astra.trainers.ast.harness import Experience
 from nip_astra.trainers.ast_base import AstTrainer
 
 PRECISIONS = {
@@ -26,6 +26,13 @@ PRECISIONS = {
     "auto": (),
 }
 """What the attacker computes in, as overrides; the target answers in float32 always."""
+
+
+class Played(NamedTuple):
+    """The episodes of an iteration, and what they teach."""
+
+    tree: RolloutTree
+    samples: list[Sample]
 
 
 class OurAst:
@@ -55,10 +62,11 @@ class OurAst:
         self.trainer = trainer
         self.watch = Stopwatch(setting.device)
 
-    def play(self, iteration: int) -> Experience:
+    def play(self, iteration: int) -> Played:
         """Play the episodes of one iteration."""
         with self.watch.phase("rollout"), torch.no_grad():
-            experience = self.trainer.harness.experience(iteration)
+            tree = self.trainer.rollouts.play(iteration)
+            experience = Played(tree, self.trainer.digest(tree).samples)
         seconds = self.watch.seconds
         for part, spent in experience.tree.seconds.items():
             seconds[part] = seconds.get(part, 0.0) + spent
@@ -70,7 +78,7 @@ class OurAst:
 
     def learn(self, samples: Sequence[Sample], iteration: int) -> int:
         """Take the optimizer steps of one iteration and give their number."""
-        batches = self.trainer.harness.batches(samples, iteration=iteration, epoch=0)
+        batches = self.trainer.batches(samples, iteration=iteration, epoch=0)
         return self.step_through(batches)
 
     def step_through(self, batches: Iterable[TensorDict]) -> int:
@@ -109,7 +117,7 @@ class OurAst:
         }
 
 
-def samples_of_few_trees(experience: Experience, num_pairs: int) -> list[Sample]:
+def samples_of_few_trees(experience: Played, num_pairs: int) -> list[Sample]:
     """Training samples, those of one tree before those of the next, the first levels first."""
     tree = experience.tree
     episodes = tree.nodes["episode"].view(-1, tree.tree_width)[:, 0].tolist()
@@ -162,7 +170,7 @@ def update_deviation(ours: OurAst, plain: PlainAst, samples: Sequence[Sample]) -
     mine, theirs = list(ours.trainer.policy.parameters()), plain.parameters()
     before = [parameter.detach().clone() for parameter in mine]
     _step_aside(mine, theirs)
-    loss_ours = ours.trainer.harness.step(ours.trainer.collate_fn(samples)).loss
+    loss_ours = ours.trainer.loss(ours.trainer.collate_fn(samples)).loss
     torch.autograd.backward(loss_ours)
     loss_plain = 0.0
     for pair in as_pairs(samples):

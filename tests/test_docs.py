@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -24,11 +25,19 @@ SMALL = (
     "training.num_episodes_per_experience=1",
     "training.batch_size=4",
     "ast_chat.tree_depth=2",
-    "ast_chat.evaluation.num_episodes=4",
+    "ast_chat.evaluation.num_episodes=2",
 )
 """What is appended to every training command, beside --test-run."""
 SMALL_PROOF = ("rl.frames_per_batch=240",)
 """The same where agents play an interaction protocol; a multiple of most numbers of rounds."""
+SMALL_TASK = (
+    "training.num_episodes_per_experience=2",
+    "training.batch_size=8",
+    "task.evaluation.num_problems=4",
+)
+"""The same where a policy answers the problems of a task."""
+TASK_WORDS = ("self_hosted", "remote_api", "task", "arithmetic")
+"""What words of such commands hold."""
 PROOF_WORDS = (
     "graph_isomorphism",
     "image_classification",
@@ -39,6 +48,9 @@ PROOF_WORDS = (
     "vanilla_ppo",
 )
 """Scenarios and trainers of such commands."""
+SMALL_TEXT = ("text_rl.rollouts_per_iteration=16",)
+"""The same where agents are chat models."""
+TEXT_WORDS = ("pure_text_ei", "pure_text_malt", "secret_word")
 NOT_RUN = ("pip install ", "python -m venv ")
 """Lines that need a network or minutes; .ci/run executes the two that README begins with."""
 
@@ -134,8 +146,17 @@ def _made_short(command: Command) -> list[str]:
     is_training = arguments[:1] in ([], ["run"]) or arguments[0].startswith("-")
     if not is_training or "--help" in arguments or "--version" in arguments:
         return arguments
-    small = SMALL_PROOF if any(word in PROOF_WORDS for word in arguments) else SMALL
-    if "solo_agent" in arguments or any(word.startswith("base_run.") for word in arguments):
+    small = SMALL
+    if any(word in PROOF_WORDS for word in arguments):
+        are_epochs_given = any(word.startswith("rl.num_epochs=") for word in arguments)
+        small = SMALL_PROOF if are_epochs_given else (*SMALL_PROOF, "rl.num_epochs=1")
+    if any(one in word for word in arguments for one in TASK_WORDS):
+        small = SMALL_TASK
+    if any(word in TEXT_WORDS for word in arguments):
+        small = SMALL_TEXT
+    if {"solo_agent", "smooth_labels"} & set(arguments) or any(
+        word.startswith("base_run.") for word in arguments
+    ):
         small = ()  # nothing is played, or the other run's parameters hold
     return [*arguments, "--test-run", *(word for pair in small for word in ("--set", pair))]
 
@@ -210,6 +231,31 @@ def test_the_guide_shows_an_entry_point_of_the_right_group() -> None:
     )
     packaged = tomllib.loads((ROOT / "tests" / "plugin_package" / "pyproject.toml").read_text())
     assert shown == packaged
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in RUN_BY_READERS if not page.stem.startswith("coming-from")],
+    ids=lambda page: page.stem,
+)
+def test_code_of_a_page_needs_one_import_of_the_project(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python" and block.file != "taken.py":
+            nodes = ast.walk(ast.parse(block.text))
+            modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+            own = {module for module in modules if module.partition(".")[0] == "nip_astra"}
+            assert own <= {"nip_astra"}, f"{page.name}:{block.line}: import these from nip_astra"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 900
+
+
+def test_pictures_are_there_and_small() -> None:
+    for page in documents():
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"!\[[^\]]+\]\(([^)\s]+)\)", text):
+            assert (page.parent / name).stat().st_size < 200_000, f"{page.name}: {name}"
 
 
 def test_readme_begins_with_a_line_that_runs_and_a_line_that_tests() -> None:

@@ -27,6 +27,8 @@ from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_ha
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.registry import REWARD_TERMS, register_reward_term
+from nip_astra.scenario_base.tasks.base import Task
+from nip_astra.scenario_base.tasks.registry import TASKS, register_task
 from nip_astra.scenarios.images.pretrained.base import PretrainedModel
 from nip_astra.scenarios.images.pretrained.registry import (
     PRETRAINED_MODELS,
@@ -48,6 +50,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "protocol_handler": types.InteractionProtocolType,
     "message_regressor": types.MessageRegressorType,
     "pretrained_model": types.PretrainedModelType,
+    "task": types.TaskType,
 }
 BASES: dict[str, type] = {
     "trainer": Trainer,
@@ -59,6 +62,7 @@ BASES: dict[str, type] = {
     "protocol_handler": ProtocolHandler,
     "message_regressor": MessageRegressor,
     "pretrained_model": PretrainedModel,
+    "task": Task,
 }
 DECORATORS: dict[str, Any] = {
     "trainer": register_trainer,
@@ -70,6 +74,7 @@ DECORATORS: dict[str, Any] = {
     "protocol_handler": register_protocol_handler,
     "message_regressor": register_message_regressor,
     "pretrained_model": register_pretrained_model,
+    "task": register_task,
 }
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
@@ -81,6 +86,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "protocol_handler": PROTOCOL_HANDLERS,
     "message_regressor": MESSAGE_REGRESSORS,
     "pretrained_model": PRETRAINED_MODELS,
+    "task": TASKS,
 }
 KINDS = sorted(REGISTRIES)
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]

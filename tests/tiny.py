@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +16,10 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
+
+from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.ast_base import AstTrainer
 
 WORDS = (
     *("hello", "good", "day", "how", "are", "you", "fine", "thanks"),
@@ -44,6 +49,23 @@ def make_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = TEMPLATE
     return tokenizer
+
+
+@dataclass(frozen=True)
+class Played:
+    """A training rollout and what it teaches."""
+
+    tree: RolloutTree
+    samples: list[Sample]
+    metrics: dict[str, float]
+
+
+@torch.no_grad()
+def experience_of(trainer: AstTrainer, iteration: int = 0) -> Played:
+    """Play an iteration's episodes and make samples of them."""
+    tree = trainer.rollouts.play(iteration)
+    found = trainer.digest(tree)
+    return Played(tree, found.samples, found.metrics)
 
 
 def make_language_model(directory: Path, *, seed: int = 0, window: int = 96) -> Path:

@@ -1,12 +1,13 @@
-"""What every checkpoint of every trainer holds: the global generators, and whose run it is of."""
+"""What every checkpoint of every trainer holds: counters, global generators, whose run it is."""
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -16,10 +17,55 @@ from nip_astra.errors import CheckpointError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.loading import flatten
 
+STATE = "state"
+"""Name, in a checkpoint, of the files with the run's state and its parts."""
 GENERATORS = "generators"
 """Name, in a checkpoint, of the files with the generators' states."""
 _PLACES_OF_CODE = ("plugins", "custom_trainer_module_path")
 """Parameters that say where code is: a copy of it may be elsewhere, and a run warns of others."""
+
+
+@dataclass
+class RunState:
+    """How far a run has come; a family of trainers adds fields of its own.
+
+    Attributes
+    ----------
+    iteration : int
+        Iterations completed.
+    num_optimizer_steps : int
+        Optimizer steps taken.
+    before : dict or None
+        What was measured before training; None until then.
+    """
+
+    iteration: int = 0
+    num_optimizer_steps: int = 0
+    before: dict[str, Any] | None = None
+
+    @property
+    def update_count(self) -> int:
+        """A number that grows from one checkpoint to the next, by which they are named."""
+        return self.iteration
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values and tensors."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Self:
+        """Take what `to_dict` gave."""
+        return cls(**plain)
+
+
+class Part(NamedTuple):
+    """Something that a checkpoint holds: `load` takes up what `save` gave.
+
+    What `save` gives is of plain values and tensors.
+    """
+
+    save: Callable[[], Any]
+    load: Callable[[Any], object]
 
 
 def save_generators(folder: Path) -> None:

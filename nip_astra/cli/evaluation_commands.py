@@ -40,7 +40,7 @@ from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_base.text_attackers import ChatAttacker, FixedProbes
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.trainers.ast.results import services_used
+from nip_astra.trainers.service_use import services_used
 from nip_astra.utils.forked import using_processes
 from nip_astra.utils.processor import (
     choose_num_processes,

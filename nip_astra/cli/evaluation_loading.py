@@ -30,7 +30,7 @@ from nip_astra.scenario_base.agents import (
 )
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
-from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
@@ -51,7 +51,7 @@ class LoadedAttacker:
         Run id, with the checkpoint where one was asked for.
     suffix : str
         What the attacker adds to the name of an evaluation; empty for the run's own result.
-    instance : ScenarioInstance
+    instance : ConversationInstance
         Its sampler speaks through this attacker.
     section : Any
         Parameters of the scenario's kind.
@@ -63,7 +63,7 @@ class LoadedAttacker:
     suffix: str
     run: Path
     resolved: ResolvedExperiment
-    instance: ScenarioInstance
+    instance: ConversationInstance
     section: Any
     weights: str | None
     texts: LoadedTexts | None = None
@@ -71,7 +71,6 @@ class LoadedAttacker:
     @property
     def sampler(self) -> TreeSampler:
         """The sampler of the instance."""
-        assert self.instance.sampler is not None
         return self.instance.sampler
 
 
@@ -208,7 +207,7 @@ def load_attacker(
         instance = build_scenario_instance(
             resolved.hyper_params, settings, kind=resolved.kind, scenario_dir=resolved.scenario_dir
         )
-    if instance.sampler is None:
+    if not isinstance(instance, ConversationInstance):
         raise ConfigurationError(
             f"{run} was to be evaluated, but its scenario of kind {resolved.kind!r} has no "
             "attacker that talks to a target. Give a run of an ast_* trainer."
@@ -364,7 +363,7 @@ def _scorer_parameters(spec: str, own: Any) -> tuple[str, Any]:
 
 
 def _of_model_folder(
-    instance: ScenarioInstance,
+    instance: ConversationInstance,
     section: Any,
     folder: Path,
     settings: ExperimentSettings,

@@ -11,7 +11,6 @@ Shape suffixes: `P` entry of the parameters laid end to end, `K` sampled column.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -22,9 +21,6 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.derivatives import (
     LinearOperator,
     VectorMap,
-    flatten,
-    hessian_operator,
-    unflatten,
 )
 
 IhvpVariant = Literal["nystrom", "conjugate_gradient", "neumann"]
@@ -105,48 +101,6 @@ class InverseMethod:
         return neumann(
             operator, num_iterations=self.num_iterations, step_size=self.step_size, rho=self.rho
         )
-
-
-def inverse_hessian_vector_product(
-    loss: Tensor,
-    parameters: Sequence[Tensor],
-    vectors: Sequence[Tensor],
-    *,
-    method: InverseMethod,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, ...]:
-    """`(H + rho I)^-1 v` for the Hessian `H` of a loss by some parameters.
-
-    Parameters
-    ----------
-    loss : Tensor
-        Scalar, with its graph, which is kept.
-    parameters, vectors : Sequence of Tensor
-        Of equal shapes; no gradient flows through the vectors.
-    method : InverseMethod
-        How.
-    generator : torch.Generator, optional
-        Draws the columns of Nystrom's method; torch's own without one.
-
-    Returns
-    -------
-    tuple of Tensor
-        Of the parameters' shapes, without gradient.
-
-    Raises
-    ------
-    ConfigurationError
-        For a loss that does not depend on the parameters, or vectors of other shapes.
-    """
-    if [vector.shape for vector in vectors] != [parameter.shape for parameter in parameters]:
-        raise ConfigurationError(
-            f"an inverse Hessian was to be applied to vectors of shapes "
-            f"{[list(vector.shape) for vector in vectors]}, but the parameters have the shapes "
-            f"{[list(parameter.shape) for parameter in parameters]}; they must be equal. Give one "
-            f"vector a parameter."
-        )
-    inverse = method.prepare(hessian_operator(loss, parameters), generator)
-    return unflatten(inverse.solve(flatten(vectors).detach()), parameters)
 
 
 def nystrom(

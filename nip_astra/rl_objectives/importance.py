@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.masked import masked_fill_zero, masked_sum
 
 ImportanceLevel = Literal["token", "sequence"]
@@ -50,3 +51,68 @@ def importance_weights(
     if level == "sequence":
         log_ratio_BT = masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1).expand_as(mask_BT)
     return masked_fill_zero(log_ratio_BT.exp().clamp(max=most), mask_BT)
+
+
+CorrectionMode = Literal["truncate", "mask"]
+"""What is done with ratios out of bounds, see `mismatch_weights`."""
+
+
+def mismatch_weights(
+    logprobs_BT: Tensor,
+    sampler_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    level: ImportanceLevel = "token",
+    mode: CorrectionMode = "truncate",
+    least: float = 0.0,
+    most: float = 2.0,
+) -> Tensor:
+    """Weights for tokens that another program sampled than the one that scores them.
+
+    With `w = pi / mu` of each token, or of the whole row, pi as the trainer computes it before the
+    update and mu as the sampler did:
+
+    - `truncate`: `clip(w, least, most)` (truncated importance sampling);
+    - `mask`: w within the bounds and 0 out of them, so that what does not fit is left out
+      (IcePop; the `token_mask` and `sequence_mask` of TRL).
+
+    Parameters
+    ----------
+    least, most : float
+        Bounds of the ratio, `least <= 1 <= most`. Wider ones have less bias and more variance.
+
+    Returns
+    -------
+    Tensor
+        `[B, T]`, without gradient; 0 on padding.
+
+    Raises
+    ------
+    ConfigurationError
+        For an unknown mode or level, or bounds that do not lie about 1.
+    """
+    if mode not in ("truncate", "mask") or level not in ("token", "sequence"):
+        raise ConfigurationError(
+            f"a correction by {level!r} ratios that are to be treated by {mode!r} was asked for, "
+            "which is not known. Known levels: token, sequence; known modes: truncate, mask. "
+            "Choose one of each."
+        )
+    if not 0 <= least <= 1 <= most:
+        raise ConfigurationError(
+            f"ratios between trainer and sampler were to be held within [{least}, {most}], which "
+            "leaves out those that agree. Give bounds about 1, for instance 0 and 2."
+        )
+    log_ratio_BT = masked_fill_zero(logprobs_BT.detach() - sampler_logprobs_BT.detach(), mask_BT)
+    if level == "sequence":
+        log_ratio_BT = masked_sum(log_ratio_BT, mask_BT, dim=1).unsqueeze(1).expand_as(mask_BT)
+    ratio_BT = log_ratio_BT.exp()
+    if mode == "truncate":
+        return masked_fill_zero(ratio_BT.clamp(least, most), mask_BT)
+    return masked_fill_zero(ratio_BT, mask_BT & (ratio_BT >= least) & (ratio_BT <= most))
+
+
+def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
+    """`(sum w)**2 / sum w**2` over the number of weights: 1 where all are alike, scalar."""
+    weights = masked_fill_zero(weights.detach(), mask)
+    count = mask.sum().clamp(min=1)
+    return weights.sum().square() / (weights.square().sum().clamp(min=1e-30) * count)

@@ -82,6 +82,40 @@ def kl_estimate(
     )
 
 
+def straight_through_kl(
+    logprobs_BT: Tensor,
+    reference_logprobs_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    value: KlKind,
+    gradient: KlKind,
+) -> Tensor:
+    """One estimate's value with another one's gradient, `value + (gradient - sg[gradient])`.
+
+    With the gradient of `k2` the penalty pulls as KL(policy || reference) does, with that of `k3`
+    as KL(reference || policy), whichever is shown; see `kl_estimate`, whose parameters these are.
+
+    Returns
+    -------
+    Tensor
+        `[B, T]` nats per token; 0 where the mask is False.
+
+    Raises
+    ------
+    ConfigurationError
+        For an unknown kind, or the gradient of `k1`, which is 0 on average.
+    """
+    if gradient == "k1":
+        raise ConfigurationError(
+            "a KL penalty with the gradient of 'k1' was asked for; on average over samples of the "
+            "policy that is 0, so nothing would be held back. Use the gradient of 'k2' (reverse "
+            "divergence) or 'k3' (forward)."
+        )
+    shown_BT = kl_estimate(logprobs_BT.detach(), reference_logprobs_BT, value, mask_BT=mask_BT)
+    pulls_BT = kl_estimate(logprobs_BT, reference_logprobs_BT, gradient, mask_BT=mask_BT)
+    return shown_BT + pulls_BT - pulls_BT.detach()
+
+
 def sequence_kl_estimate(
     logprobs_BT: Tensor,
     reference_logprobs_BT: Tensor,

@@ -329,8 +329,8 @@ class Objective(LossModule):
         ----------
         value_type : ValueEstimators, optional
             GAE, or MAGAE, which is the same here.
-        gamma, lmbda : float
-            Discount and decay; see `RlTrainerParameters`.
+        **hyperparams : float
+            `gamma` and `lmbda`, discount and decay; see `RlTrainerParameters`.
 
         Raises
         ------

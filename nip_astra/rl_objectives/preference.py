@@ -102,13 +102,6 @@ def preference_loss(
     )
 
 
-def dpo_loss(
-    policy_logratios_B: Tensor, reference_logratios_B: Tensor, *, beta: float
-) -> LossOutput:
-    """Direct preference optimisation loss (arXiv:2305.18290, eq. 7): kind "sigmoid"."""
-    return preference_loss(policy_logratios_B, reference_logratios_B, kind="sigmoid", beta=beta)
-
-
 def _check_preference(kind: str, beta: float, label_smoothing: float) -> None:
     if kind not in PREFERENCE_KINDS:
         raise ConfigurationError(

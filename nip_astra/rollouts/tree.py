@@ -102,14 +102,6 @@ class RolloutTree:
         """The attacker's context tokens before a node's probe."""
         return self.contexts[node // self.tree_width]
 
-    def path_to(self, node: int) -> list[int]:
-        """The nodes from the first turn to this one."""
-        parents = self._parents
-        path = [node]
-        while parents[path[-1]] >= 0:
-            path.append(parents[path[-1]])
-        return path[::-1]
-
     def any_in_episode(self, is_marked_N: Tensor) -> Tensor:
         """Say for each episode whether one of its nodes is marked, bool `[E]`."""
         hits = torch.zeros(self.num_episodes, dtype=torch.long)
@@ -118,11 +110,6 @@ class RolloutTree:
     def failures_of_nodes(self) -> list[str | None]:
         """Why there is no response, of each node; None where there is one."""
         return self.response_failures or [None] * self.num_nodes
-
-    @property
-    def _parents(self) -> list[int]:
-        parents: list[int] = self.nodes["parent"].tolist()
-        return parents
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One flat record a node; a context is found by following `parent`."""

@@ -34,6 +34,9 @@ from nip_astra.scenario_base.conversation.tokens import (
     PlainFormat,
     Turn,
 )
+from nip_astra.scenario_base.text.model_groups import (
+    PureTextSharedModelGroup as PureTextSharedModelGroup,
+)
 from nip_astra.utils.devices import resolve_device
 
 LanguageModelParameters = polymorphic(LANGUAGE_MODELS.get, LanguageModel.Parameters)

@@ -29,7 +29,7 @@ from nip_astra.scenario_base.agents import (
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
-from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
@@ -161,7 +161,7 @@ class AstChatScenario(Scenario):
         *,
         scenario_dir: Path | None,
         trainer_type: str,
-    ) -> ScenarioInstance:
+    ) -> ConversationInstance:
         device = resolve_device(settings.device)
         datasets = _read_datasets(parameters.prompts, scenario_dir)
         attacker_model = load_language_model(
@@ -183,7 +183,7 @@ class AstChatScenario(Scenario):
         services = scorer.open_services(settings)
         if isinstance(target, ChatAgent):
             services = {"target": target.chat_model, **services}
-        return ScenarioInstance(
+        return ConversationInstance(
             kind=str(ScenarioType.AST_CHAT),
             agents={"attacker": attacker, "target": target, "reference": reference},
             datasets=datasets,

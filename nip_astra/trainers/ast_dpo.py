@@ -47,7 +47,7 @@ class AstDpoTrainer(AstPreferenceTrainer):
                 )
             return self
 
-    def step(self, batch: TensorDict) -> LossOutput:
+    def loss(self, batch: TensorDict) -> LossOutput:
         """The loss of a batch of pairs."""
         return preference_loss(
             *self.logratios(batch),

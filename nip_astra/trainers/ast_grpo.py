@@ -100,14 +100,16 @@ class AstGrpoTrainer(AstTrainer):
             std_epsilon=self.variant.std_epsilon,
             zero_variance=self.variant.zero_variance,
         )
-        self.flatten_metrics = {
-            "groups/zero_variance": float(found.is_zero_variance_P.double().mean()),
-            "groups/used_share": float(found.is_used_PG.float().mean()),
-        }
+        self.log_metrics(
+            {
+                "groups/zero_variance": float(found.is_zero_variance_P.double().mean()),
+                "groups/used_share": float(found.is_used_PG.float().mean()),
+            }
+        )
         used = groups_PG[found.is_used_PG].tolist()
         return node_samples(tree, used, advantage=found.advantages_PG.flatten())
 
-    def step(self, batch: TensorDict) -> LossOutput:
+    def loss(self, batch: TensorDict) -> LossOutput:
         """The policy loss of a batch of probes."""
         scores = self.policy_scores(batch, needs_entropy=self.parameters.entropy_weight > 0)
         batch = batch.to(scores.logprobs_BT.device)

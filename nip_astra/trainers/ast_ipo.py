@@ -23,6 +23,6 @@ class AstIpoTrainer(AstPreferenceTrainer):
     attacker goes even where one probe always wins.
     """
 
-    def step(self, batch: TensorDict) -> LossOutput:
+    def loss(self, batch: TensorDict) -> LossOutput:
         """The IPO loss of a batch of pairs."""
         return preference_loss(*self.logratios(batch), kind="ipo", beta=self.parameters.beta)

@@ -89,11 +89,11 @@ class AstPpoTrainer(AstTrainer):
                 self.probe_logprobs(tree)
         values_NT = tree.nodes.pop("value")
         found = ppo_samples(tree, values_NT, self.parameters, kl_weight=self.kl.reward_weight)
-        self.flatten_metrics = found.metrics | {"kl/weight": self.kl.weight}
+        self.log_metrics(found.metrics | {"kl/weight": self.kl.weight})
         self.kl.observe(found.divergence, num_samples=tree.num_nodes)
         return found.samples
 
-    def step(self, batch: TensorDict) -> LossOutput:
+    def loss(self, batch: TensorDict) -> LossOutput:
         """Policy, value, divergence and entropy loss of a batch of probes."""
         options = self.parameters
         scores = self.policy_scores(

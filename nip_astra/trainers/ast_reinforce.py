@@ -87,7 +87,7 @@ class AstReinforceTrainer(AstTrainer):
         used = groups[found.is_used_PG].tolist()
         return node_samples(tree, used, advantage=found.advantages_PG.flatten())
 
-    def step(self, batch: TensorDict) -> LossOutput:
+    def loss(self, batch: TensorDict) -> LossOutput:
         """The loss of a batch of probes."""
         options = self.parameters
         scores = self.policy_scores(batch, needs_entropy=options.entropy_weight > 0)

@@ -75,7 +75,7 @@ class AstSftTrainer(AstTrainer):
         met = [*self._best, *probes_that_worked(tree, is_good_N)]
         self._best = best_of(met, self.parameters.num_best)
         order = torch.randperm(len(self._best), generator=generator).tolist()
-        self.flatten_metrics = {"best/kept": float(len(order))}
+        self.log_metrics({"best/kept": float(len(order))})
         drawn = [self._best[index] for index in order[: self.parameters.num_samples]]
         # A probe kept from an earlier iteration belongs to no episode of this one.
         return [
@@ -91,7 +91,7 @@ class AstSftTrainer(AstTrainer):
         """Take the best probes so far."""
         self._best = state["best"]
 
-    def step(self, batch: TensorDict) -> LossOutput:
+    def loss(self, batch: TensorDict) -> LossOutput:
         """The mean negative log-likelihood of a batch of probes."""
         logprobs_BT = self.policy_scores(batch).logprobs_BT
         mask_BT = batch["probe_mask"].to(logprobs_BT.device)

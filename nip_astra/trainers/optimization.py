@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import torch
-from tensordict import TensorDict
-from torch import Tensor
 
 from nip_astra.parameters.training import TrainingConfiguration
-from nip_astra.rl_objectives.outputs import LossOutput
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -66,54 +62,3 @@ def learning_rate(config: TrainingConfiguration, *, step: int, progress: float) 
         "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
     }[config.lr_schedule]
     return config.lr * warmup * decay
-
-
-class Gradients(NamedTuple):
-    """What the backward passes of one optimizer step gave beside the gradients.
-
-    Attributes
-    ----------
-    metrics : dict[str, float]
-        Means over the samples of all batches, `loss` among them.
-    norm : float
-        Of the gradients before they were scaled down.
-    """
-
-    metrics: dict[str, float]
-    norm: float
-
-    @property
-    def are_finite(self) -> bool:
-        """Whether a step may be taken; a fault may show in the norm even where the loss is fine."""
-        return math.isfinite(self.metrics["loss"]) and math.isfinite(self.norm)
-
-
-def accumulate_gradients(
-    batches: Sequence[TensorDict],
-    step: Callable[[TensorDict], LossOutput],
-    parameters: Sequence[torch.nn.Parameter],
-    *,
-    max_grad_norm: float | None,
-) -> Gradients:
-    """`parameters` the gradient of the mean loss over the samples of all batches.
-
-    Parameters
-    ----------
-    step : Callable
-        Gives the loss of a batch, a mean over its samples.
-    max_grad_norm : float or None
-        Gradients are scaled down to this norm.
-    """
-    num_samples = sum(len(batch) for batch in batches)
-    sums: dict[str, Tensor] = {}
-    for batch in batches:
-        share = len(batch) / num_samples
-        loss, metrics = step(batch)
-        torch.autograd.backward(loss * share)
-        for name, value in {"loss": loss, **metrics}.items():
-            added = share * value.detach().double()
-            sums[name] = sums[name] + added if name in sums else added
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm or math.inf)
-    # One transfer from the device for all of them.
-    values = torch.stack([*sums.values(), norm.detach().double()]).tolist()
-    return Gradients(dict(zip(sums, values, strict=False)), values[-1])

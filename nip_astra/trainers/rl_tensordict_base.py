@@ -21,18 +21,22 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
+from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.rl_objectives.episode_gae import ends_of, reward_to_go
+from nip_astra.rl_objectives.objective import Objective
 from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.protocol.agent_files import (
+    AGENTS_DIR,
     agent_file_of_run,
     load_agent,
     load_agents_from_runs,
     publish_agents,
+    save_agents,
 )
-from nip_astra.trainers.protocol.checkpoints import RlCheckpoints
 from nip_astra.trainers.protocol.episode_samples import episode_rows, num_samples
 from nip_astra.trainers.protocol.learning import Learner
 from nip_astra.trainers.protocol.message_regression import MessageRegression
@@ -92,6 +96,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         How far the run has come.
     """
 
+    State: ClassVar[type[RunState]] = RlState
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "message_regression")
     sections_of_others: ClassVar[tuple[str, ...]] = ("solo_agent",)
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {
@@ -101,16 +106,13 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         instance, self.rl = self.scenario_instance, self.hyper_params.rl
-        if (
-            instance.combined_agents is None
-            or instance.train_environment is None
-            or instance.test_environment is None
-        ):
+        if not isinstance(instance, ProtocolInstance):
             raise ConfigurationError(
                 f"the trainer {self.hyper_params.trainer!r} was asked to train on a scenario of "
                 f"kind {instance.kind!r}, but that builds no agents that play a protocol. Choose "
                 "another --scenario."
             )
+        self.scenario_instance: ProtocolInstance = instance
         self.agents = instance.combined_agents
         self.train_environment = instance.train_environment
         self.test_environment = instance.test_environment
@@ -132,19 +134,6 @@ class TensorDictRlTrainer(TensorDictTrainer):
         )
         self.ledger = EpisodeLedger()
         self.message_regression = MessageRegression(self.hyper_params, self.agents.names)
-        self.state = RlState()
-        self.checkpoints = RlCheckpoints(
-            self._checkpoint_store(),
-            self,
-            agents=self.agents,
-            optimizers=self.optimizers,
-            loss_module=self.loss_module,
-            buffer=self.buffer,
-            sampler=self.sampler,
-            ledger=self.ledger,
-            tracker=self.tracker,
-            message_regression=self.message_regression,
-        )
 
     # ---- hooks
 
@@ -167,19 +156,12 @@ class TensorDictRlTrainer(TensorDictTrainer):
         """More to log of an iteration, from its batch [E, T]; nothing here."""
         return {}
 
-    def trainer_state(self) -> dict[str, Any]:
-        """What the trainer must remember beside what the base keeps; nothing here."""
-        return {}
-
-    def load_trainer_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `trainer_state` gave."""
-
     # ---- the job
 
     def train(self) -> None:
         """Prepare and test the agents, train them, test them again, save them."""
         self._set_seed()
-        self.checkpoints.rewind_records()
+        self._rewind_records()
         with self._open_progress_bar():
             with ExitStack() as stack:
                 self._build_train_context(stack)
@@ -369,12 +351,41 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     # ---- saving
 
-    def _save_checkpoint(self) -> None:
-        self.checkpoints.save(self.state, trainer=self.hyper_params.trainer)
+    def save_models(self, directory: Path) -> None:
+        """Write all agents."""
+        save_agents((self.agents[name] for name in self.agents.names), directory / AGENTS_DIR)
 
-    def resume(self, checkpoint: Path) -> None:
-        """Take up agents, optimizers, sampler and counters of a checkpoint."""
-        self.state = self.checkpoints.load(checkpoint)
+    def load_models(self, directory: Path) -> None:
+        """Read all agents."""
+        for name in self.agents.names:
+            load_agent(self.agents[name], directory / AGENTS_DIR / f"{name}.safetensors")
+
+    def kept_parts(self) -> dict[str, Part]:
+        """Optimizers, loss, minibatches, sampler, episodes in play and message regression.
+
+        A buffer of one's own is filled anew in every iteration, and draws from the global
+        generators.
+        """
+        loss = self.loss_module
+        is_own = isinstance(loss, Objective)
+        parts = {
+            "optimizers": Part(self.optimizers.state_dict, self.optimizers.load_state_dict),
+            "loss_module": Part(
+                lambda: dict(loss.own_state() if is_own else loss.state_dict()),
+                loss.load_own_state if is_own else loss.load_state_dict,
+            ),
+            "sampler": Part(self.sampler.state, self.sampler.load_state),
+            "ledger": Part(self.ledger.state, self._load_ledger),
+            "message_regression": Part(
+                self.message_regression.state, self.message_regression.load_state
+            ),
+        }
+        if isinstance(self.buffer, MinibatchBuffer):
+            parts["buffer"] = Part(self.buffer.state_dict, self.buffer.load_state_dict)
+        return parts | super().kept_parts()
+
+    def _load_ledger(self, state: dict[str, Any]) -> None:
+        self.ledger.load_state(state, torch.device(self.sampler.environment.device))
 
     def _write_results(self) -> None:
         self.results |= results_of(self)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.protocols import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
+from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.protocol.agent_files import (
     AGENTS_DIR,
@@ -36,6 +38,19 @@ OF_PLAY = set(CommonProtocolParameters.model_fields) - {"zero_knowledge"}
 """What a protocol's agents know nothing of before they play."""
 
 
+@dataclass
+class SoloState(RunState):
+    """How far a run has come; an iteration is an epoch of every agent.
+
+    Attributes
+    ----------
+    last : dict
+        Figures of the last epoch.
+    """
+
+    last: dict[str, float] = field(default_factory=dict)
+
+
 @register_trainer(TrainerType.SOLO_AGENT)
 class SoloAgentTrainer(TensorDictTrainer):
     """Each agent learns to tell the label by itself, before anything is said.
@@ -46,6 +61,7 @@ class SoloAgentTrainer(TensorDictTrainer):
     are left out.
     """
 
+    State: ClassVar[type[RunState]] = SoloState
     trainer_type: ClassVar[str] = "solo_agent"
     parameter_groups: ClassVar[tuple[str, ...] | None] = ()
     never_reads: ClassVar[tuple[str, ...]] = (
@@ -65,7 +81,7 @@ class SoloAgentTrainer(TensorDictTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         instance = self.scenario_instance
-        if instance.train_environment is None or instance.test_environment is None:
+        if not isinstance(instance, ProtocolInstance):
             raise ConfigurationError(
                 f"solo_agent was asked to train on a scenario of kind {instance.kind!r}, but that "
                 "has no datapoints with labels. Choose another --scenario."
@@ -87,15 +103,11 @@ class SoloAgentTrainer(TensorDictTrainer):
             )
             for agent in self.agents
         }
-        self.num_epochs_done = 0
-        self._last: dict[str, float] = {}
-        self._content: dict[str, Any] | None = None
 
     def train(self) -> None:
         """Train all agents, test them, save them."""
         self._set_seed()
-        if self._content is not None:
-            self.tracker.rewind(self._content["tracker"])
+        self._rewind_records()
         with self._open_progress_bar():
             with ExitStack() as stack:
                 self._build_train_context(stack)
@@ -122,7 +134,7 @@ class SoloAgentTrainer(TensorDictTrainer):
     @attach_progress_bar(lambda self: self.parameters.num_epochs)
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Training")
-        for epoch in iteration_context.iterate(self.num_epochs_done):
+        for epoch in iteration_context.iterate(self.state.iteration):
             metrics: dict[str, Tensor] = {}
             for name, training in self.trainings.items():
                 score = training.run_epoch(epoch)
@@ -132,12 +144,12 @@ class SoloAgentTrainer(TensorDictTrainer):
                     held_out = training.score(training.environment, training.held_out_N)
                     metrics[f"{name}/held_out_loss"] = held_out.loss
                     metrics[f"{name}/held_out_accuracy"] = held_out.accuracy
-            self.num_epochs_done = epoch + 1
-            self._last = read(metrics)
-            self.tracker.log_metrics(self._last, step=self.num_epochs_done)
+            self.state.iteration = epoch + 1
+            self.state.last = read(metrics)
+            self.tracker.log_metrics(self.state.last, step=self.state.iteration)
             self._checkpoint_or_stop(
-                self.num_epochs_done,
-                is_last=self.num_epochs_done == iteration_context.num_iterations,
+                self.state.iteration,
+                is_last=self.state.iteration == iteration_context.num_iterations,
                 save=self._save_checkpoint,
             )
 
@@ -151,37 +163,25 @@ class SoloAgentTrainer(TensorDictTrainer):
                 for figure, value in training.test(self.test_environment).items()
             }
             self.results["after"] = read(metrics)
-            self.tracker.log_metrics(self.results["after"], step=self.num_epochs_done)
+            self.tracker.log_metrics(self.results["after"], step=self.state.iteration)
 
     # ---- saving
 
-    def _save_checkpoint(self) -> None:
-        store = self._checkpoint_store()
-        if store is None:
-            return
-        content = {
-            "num_epochs_done": self.num_epochs_done,
-            "last": self._last,
-            "optimizers": {name: one.state() for name, one in self.trainings.items()},
-            "tracker": self.tracker.position(),
-        }
+    def save_models(self, directory: Path) -> None:
+        """Write all agents."""
+        save_agents(self.agents, directory / AGENTS_DIR)
 
-        def write(directory: Path) -> None:
-            save_agents(self.agents, directory / AGENTS_DIR)
-            save_state(directory / "state", content)
-
-        metadata = {"trainer": self.hyper_params.trainer, "epoch": self.num_epochs_done}
-        store.save(self.num_epochs_done, write, metadata=metadata)
-
-    def resume(self, checkpoint: Path) -> None:
-        """Take up agents, optimizers and counters of a checkpoint."""
-        content = load_state(checkpoint / "state")
+    def load_models(self, directory: Path) -> None:
+        """Read all agents."""
         for agent in self.agents:
-            load_agent(agent, checkpoint / AGENTS_DIR / f"{agent.name}.safetensors")
-        for name, training in self.trainings.items():
-            training.load_state(content["optimizers"][name])
-        self.num_epochs_done, self._last = content["num_epochs_done"], content["last"]
-        self._content = content
+            load_agent(agent, directory / AGENTS_DIR / f"{agent.name}.safetensors")
+
+    def kept_parts(self) -> dict[str, Part]:
+        """The optimizer of each agent."""
+        return {
+            f"optimizer_of_{name}": Part(training.state, training.load_state)
+            for name, training in self.trainings.items()
+        } | super().kept_parts()
 
     def _write_results(self) -> None:
         self.results |= {
@@ -189,7 +189,7 @@ class SoloAgentTrainer(TensorDictTrainer):
             "protocol": self.hyper_params.interaction_protocol,
             "agents": [agent.name for agent in self.agents],
             "before": None,
-            "training": {"num_epochs": self.num_epochs_done, "last": self._last},
+            "training": {"num_epochs": self.state.iteration, "last": self.state.last},
         }
         self.tracker.log_summary(summary_of("after", self.results["after"]))
         if self.run_directory is not None:

@@ -17,6 +17,7 @@ from nip_astra.trainers.trainer_base import TensorDictTrainer, Trainer
 
 if TYPE_CHECKING:
     from nip_astra.trainers.ast_base import AstTrainer
+    from nip_astra.trainers.language_model_base import Experience
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
     from nip_astra.trainers.solo_agent import SoloAgentTrainer
 
@@ -115,14 +116,13 @@ def components_of_stress_test(trainer: AstTrainer) -> Components:
     """`rollout`, and where it taught something `update` and `loss`, of one batch."""
 
     @torch.no_grad()
-    def rollout() -> None:
-        trainer.harness.experience(0)
+    def rollout() -> Experience:
+        return trainer.digest(trainer.rollouts.play(0))
 
-    with torch.no_grad():
-        samples = trainer.harness.experience(0).samples
+    samples = rollout().samples
     if not samples:
         return {"rollout": rollout}
-    batch = next(iter(trainer.harness.batches(samples, iteration=0, epoch=0)))
+    batch = next(iter(trainer.batches(samples, iteration=0, epoch=0)))
 
     def update() -> None:
         trainer.state.begin(samples, {})
@@ -130,6 +130,6 @@ def components_of_stress_test(trainer: AstTrainer) -> Components:
 
     @torch.no_grad()
     def loss() -> None:
-        trainer.harness.step(batch)
+        trainer.loss(batch)
 
     return {"rollout": rollout, "update": update, "loss": loss}

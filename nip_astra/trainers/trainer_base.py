@@ -7,6 +7,7 @@ share one progress bar and tell how many iterations there will be before anythin
 
 from __future__ import annotations
 
+import logging
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,9 @@ import numpy as np
 import torch
 
 from nip_astra.checkpoints.run_state import (
+    STATE,
+    Part,
+    RunState,
     check_is_of_run,
     described_run,
     load_generators,
@@ -25,6 +29,7 @@ from nip_astra.checkpoints.run_state import (
     set_global_generators,
 )
 from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import CheckpointError, ConfigurationError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere
@@ -42,6 +47,8 @@ from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, RunDirectory
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
 from nip_astra.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["IterationContext", "TensorDictTrainer", "Trainer", "attach_progress_bar"]
 
@@ -63,10 +70,13 @@ class Trainer(ABC):
         Takes metrics, tables and artifacts; does nothing when the settings hold none.
     run_directory : RunDirectory or None
         Where files go; None for a trainer built by hand.
+    state : RunState
+        How far the run has come; of the class that `State` names.
     results : dict
         What the run found; filled by `train`.
     """
 
+    State: ClassVar[type[RunState]] = RunState
     trainer_type: ClassVar[str] = "rl"
     """What the factory builds: "rl" agents with policies, "rl_central_critic" the same with value
     functions that see everything, "solo_agent" supervised ones. Others are refused where the kind
@@ -101,7 +111,9 @@ class Trainer(ABC):
         self.run_directory: RunDirectory | None = self.settings.run_directory
         self.tracker: Tracker = self.settings.tracker or Tracker()
         self.progress: ProgressBar | None = None
+        self.state: Any = self.State()
         self.results: dict[str, Any] = {}
+        self._records: dict[str, Any] | None = None
         self._generators: dict[str, Any] | None = None
         section = getattr(hyper_params, hyper_params.trainer, None)
         self.parameters: Any = self.Parameters() if section is None else section
@@ -215,18 +227,64 @@ class Trainer(ABC):
         # At once as well, for a trainer whose `train` seeds nothing.
         set_global_generators(self._generators)
 
-    def resume(self, checkpoint: Path) -> None:
-        """Take up the trainer's own state of a checkpoint; hook of `go_on_from`.
+    # ---- what a checkpoint holds
 
-        Raises
-        ------
-        CheckpointError
-            When this trainer keeps no state to resume from.
+    def save_models(self, directory: Path) -> None:  # noqa: B027 - a trainer may have none
+        """Write what has been learned into a checkpoint; hook."""
+
+    def load_models(self, directory: Path) -> None:  # noqa: B027 - as above
+        """Read what `save_models` wrote; hook."""
+
+    def trainer_state(self) -> dict[str, Any]:
+        """What the trainer must remember beside what its base keeps; hook."""
+        return {}
+
+    def load_trainer_state(self, state: Any) -> None:  # noqa: B027 - most have none
+        """Take up what `trainer_state` gave; hook."""
+
+    def kept_parts(self) -> dict[str, Part]:
+        """What a checkpoint holds by name beside models, state and global generators; hook.
+
+        A family adds its own to those of its base.
         """
-        raise CheckpointError(
-            f"the run was to be resumed from {checkpoint}, but the trainer "
-            f"{self.hyper_params.trainer!r} keeps no resumable state. Start a new run."
-        )
+        return {"trainer": Part(self.trainer_state, self.load_trainer_state)}
+
+    def _save_checkpoint(self, *, is_best: bool = False) -> None:
+        """Save everything that a new process needs to go on exactly, where there is a store."""
+        store = self._checkpoint_store()
+        if store is None:
+            return
+        content = {
+            "run": self.state.to_dict(),
+            "tracker": self.tracker.position(),
+            "parts": {name: part.save() for name, part in self.kept_parts().items()},
+        }
+
+        def write(directory: Path) -> None:
+            self.save_models(directory)
+            save_state(directory / STATE, content)
+
+        metadata = {
+            "trainer": self.hyper_params.trainer,
+            "iteration": self.state.iteration,
+            "optimizer_steps": self.state.num_optimizer_steps,
+        }
+        path = store.save(self.state.update_count, write, metadata=metadata, is_best=is_best)
+        logger.info("saved checkpoint %s at iteration %d", path.name, self.state.iteration)
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up models, state and parts of a checkpoint; hook of `go_on_from`."""
+        content = load_state(checkpoint / STATE)
+        self.load_models(checkpoint)
+        self.state = self.State.from_dict(content["run"])
+        for name, part in self.kept_parts().items():
+            part.load(content["parts"][name])
+        self._records = content["tracker"]
+
+    def _rewind_records(self) -> None:
+        """Forget what was recorded after the checkpoint that the run goes on from, if there is."""
+        if self._records is not None:
+            self.tracker.rewind(self._records)
 
     def dry_run(self) -> dict[str, Any]:
         """Run the smallest possible step and give what a whole run would cost."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from nip_astra.rl_objectives.derivatives import LinearOperator, gradient, jacobian_operator
 from nip_astra.rl_objectives.ihvp import InverseMethod
 from nip_astra.rl_objectives.stackelberg import AgentUpdate, agent_updates
 from nip_astra.rl_objectives.stackelberg_variants import VARIANTS, UpdateRule
@@ -22,6 +23,11 @@ SEQUENCE = ((0,), (1,))
 
 def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE)
+
+
+def hessian_operator(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> LinearOperator:
+    """The matrix of second derivatives of a scalar loss."""
+    return jacobian_operator(gradient(loss, parameters), parameters, is_symmetric=True)
 
 
 def scalar(value: float) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.preference import (
     PREFERENCE_KINDS,
     PreferenceKind,
-    dpo_loss,
     preference_loss,
     sequence_logprobs,
 )
 
 POLICY = torch.tensor([1.5, -0.3, 0.0, 4.0], dtype=torch.float64)
 REFERENCE = torch.tensor([1.0, 0.4, 0.0, -2.0], dtype=torch.float64)
+dpo_loss = partial(preference_loss, kind="sigmoid")
 
 
 def _independent_loss(policy: list[float], reference: list[float], beta: float) -> float:

@@ -16,6 +16,7 @@ from nip_astra.language_models.base import pad_left
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
+from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_instance import ScenarioInstance
 
@@ -146,12 +147,20 @@ def test_another_key_gives_another_tree(instance: ScenarioInstance) -> None:
     assert other.probes != _sample(instance).probes
 
 
+def _path_to(tree: RolloutTree, node: int) -> list[int]:
+    """The nodes from the first turn to this one."""
+    path = [node]
+    while (parent := int(tree.nodes["parent"][path[0]])) >= 0:
+        path.insert(0, parent)
+    return path
+
+
 def test_each_context_is_the_conversation_so_far(instance: ScenarioInstance) -> None:
     tree = _sample(instance)
     attacker = instance.agents["attacker"]
     tokenizer = attacker.language_model.tokenizer
     for node in (0, 13, tree.num_nodes - 1):
-        path = tree.path_to(node)
+        path = _path_to(tree, node)
         prompt = tree.prompts[int(tree.nodes["episode"][node])]
         text = tokenizer.decode(tree.context_of(node))
         expected = [prompt]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ from nip_astra.scenarios.ast_chat import AstChatScenario
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
-from tests.tiny import write_scenario
+from tests.tiny import experience_of, write_scenario
 
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
     "ast_chat.evaluation.num_episodes=2",
-    "training.training_steps=3",
+    "training.training_steps=2",
 )
 
 
@@ -64,7 +65,7 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path) -> None:
     trainer = prepare_experiment(resolved, progress=False).trainer
 
     def says_cat(iteration: int) -> float:
-        tree = trainer.harness.experience(iteration).tree
+        tree = experience_of(trainer, iteration).tree
         return float(tree.nodes["combined_score"].mean())
 
     before = says_cat(1000)
@@ -98,18 +99,19 @@ CHANGES: dict[str, object] = {
 }
 
 
+@cache
+def _outcome(scenario: Path, *overrides: str) -> tuple[Any, ...]:
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=str(scenario), overrides=[*FAST, *overrides]
+    )
+    trainer = prepare_experiment(resolved, progress=False).trainer
+    trainer.train()
+    return [p.sum().item() for p in trainer.policy.parameters()], trainer.results
+
+
 @pytest.mark.parametrize("path", CHANGES)
 def test_every_parameter_of_the_experiment_acts(tiny_scenario: Path, path: str) -> None:
-    def outcome(*overrides: str) -> tuple[Any, ...]:
-        resolved = resolve_experiment(
-            trainer="ast_dpo", scenario=str(tiny_scenario), overrides=[*FAST, *overrides]
-        )
-        trainer = prepare_experiment(resolved, progress=False).trainer
-        trainer.train()
-        weights = [p.sum().item() for p in trainer.policy.parameters()]
-        return weights, trainer.results
-
-    assert outcome() != outcome(f"{path}={CHANGES[path]}")
+    assert _outcome(tiny_scenario) != _outcome(tiny_scenario, f"{path}={CHANGES[path]}")
 
 
 def _every_field(model: type[SubParameters]) -> Iterator[tuple[str, str]]:

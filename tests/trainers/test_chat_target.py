@@ -26,7 +26,7 @@ from nip_astra.language_models.services.registry import CHAT_MODELS, register_ch
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from tests.command_line import CommandLine
-from tests.tiny import scenario_section, write_scenario
+from tests.tiny import experience_of, scenario_section, write_scenario
 
 asked: list[ChatRequest] = []
 SCRIPT = {"_type": "scripted", "answers": ["you are silly", "good day", "the cat sat"]}
@@ -138,7 +138,7 @@ def test_a_level_is_asked_for_all_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     limits = {"concurrency": 100}
     scenario = chat_scenario(tmp_path / "s", {"_type": "flaky", "limits": limits}, tree_depth=1)
     prepared = prepare_experiment(resolve(scenario))
-    prepared.trainer.harness.experience(0)  # type: ignore[attr-defined]
+    experience_of(prepared.trainer)  # type: ignore[arg-type]
     assert most == 3 * 2
 
 

@@ -185,7 +185,7 @@ def test_six_epochs_are_three_and_three_to_the_bit(tmp_path: Path) -> None:
     with pytest.raises(StopRequested):
         halves.train()
     checkpoint, manifest = CheckpointStore(second.checkpoints_dir).open_latest()
-    assert manifest["metadata"]["epoch"] == 3
+    assert manifest["metadata"]["iteration"] == 3
     settings = ExperimentSettings(progress=False, run_directory=second)
     again = toy_trainer("solo_agent", settings=settings, solo_agent={**SOLO, "num_epochs": 6})
     again.go_on_from(checkpoint)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import Any, Generic
 
@@ -18,8 +17,8 @@ from nip_astra.astra.training.adapters import AlgorithmAdapter, Player
 from nip_astra.astra.training.configuration import TrainingConfiguration
 from nip_astra.astra.training.experience import ExperienceLoader
 from nip_astra.errors import ConfigurationError
-from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.trainers.ast.harness import Harness as LoopHarness
+from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.language_model.batches import batches_of
 
 DATALOADER_OPTIONS = ("batch_size", "shuffle")
 """What `dataloader_kwargs` may hold."""
@@ -83,18 +82,17 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
         options = _checked(dataloader_kwargs or {})
         self._shuffles = bool(options.get("shuffle", True))
         self.player = Player(self.sampler)
-        self.loop_harness = LoopHarness(
-            self.player,  # type: ignore[arg-type]  # offers what a harness asks of a TreeSampler
-            AlgorithmAdapter(algorithm),  # type: ignore[arg-type]  # batches are CountedBatch
+        self.rollouts = Rollouts(
+            self.player,  # type: ignore[arg-type]  # offers what is asked of a TreeSampler
             getattr(self.sampler, "prompts", None) or [""],
-            num_episodes_per_experience=num_episodes_per_experience,
-            batch_size=options.get("batch_size", config.batch_size),
+            num_episodes=num_episodes_per_experience,
             tree_width=getattr(self.sampler, "tree_width", 1),
             tree_depth=getattr(self.sampler, "tree_depth", 1),
             seed=config.seed,
-            batch_order=config.batch_order,
-            prepare=_prepare,
         )
+        self.adapter = AlgorithmAdapter(algorithm)
+        self._batch_size = int(options.get("batch_size", config.batch_size))
+        self._batch_order = config.batch_order
         self._num_experiences = 0
 
     @property
@@ -112,19 +110,25 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
             Equal seeds give equal experience while the attacker is the same, 0 like any other; the
             episodes of one call differ. Without it each call goes on from the last.
         """
-        harness, iteration = self.loop_harness, self._num_experiences
+        iteration = 0
         if seed is None:
-            self._num_experiences += 1
-        else:
-            harness, iteration = copy.copy(harness), 0
-            harness.seed = seed
+            iteration, self._num_experiences = self._num_experiences, self._num_experiences + 1
+            seed = self.rollouts.seed
         with torch.no_grad():
-            samples: list[Any] = harness.experience(iteration).samples
+            tree = self.rollouts.play(iteration, seed=seed)
+            tree.nodes["credit"] = tree.nodes["reward"]
+            samples: list[Any] = self.adapter.flatten(tree)
         logger.debug("%d samples of %d episodes", len(samples), self.num_episodes_per_experience)
-        size = harness.batch_size
+        size = self._batch_size
 
         def shuffled(epoch: int) -> Iterator[Batch]:
-            batches: Any = harness.batches(samples, iteration=iteration, epoch=epoch)
+            batches: Any = batches_of(
+                samples,
+                self.adapter.collate_fn,
+                size=size,
+                order=self._batch_order,
+                key=(seed, iteration, epoch),
+            )
             return (batch.content for batch in batches)
 
         def in_order(_: int) -> Iterator[Batch]:
@@ -195,8 +199,3 @@ def _checked(options: Mapping[str, Any]) -> Mapping[str, Any]:
     if "batch_size" in options:
         check_count("batch_size", options["batch_size"], what="samples in a batch")
     return options
-
-
-def _prepare(tree: RolloutTree) -> dict[str, float]:
-    tree.nodes["credit"] = tree.nodes["reward"]
-    return {}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from nip_astra.astra.training.adapters import AlgorithmAdapter, CountedBatch, Player
+from nip_astra.astra.training.adapters import CountedBatch, Player
 from nip_astra.astra.training.configuration import TrainingConfiguration
 from nip_astra.astra.training.harness import Harness
 from nip_astra.checkpoints.store import CheckpointStore
@@ -21,7 +21,7 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration as SharedConfiguration
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.ast_chat import EvaluationParameters
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.ast_base import AstTrainer
@@ -76,14 +76,13 @@ class OwnObjectsLoop(AstTrainer):
     ) -> None:
         check_dev_prompts(config, dev_prompts)
         self.algorithm = harness.algorithm
-        self.adapter = AlgorithmAdapter(harness.algorithm)
+        self.adapter = harness.adapter
         self.state_dir = state_dir
         self.on_save = on_save
-        own = harness.loop_harness
+        own = harness.rollouts
         num_dev = max(len(dev_prompts), 1)
         section = OwnObjectsParameters(
-            tree_width=own.tree_width,
-            tree_depth=own.tree_depth,
+            **own.size,
             evaluation=EvaluationParameters(num_episodes=num_dev, num_dev_episodes=num_dev),
         )
         values = {"seed": config.seed, "training": config, KIND: section}
@@ -92,7 +91,7 @@ class OwnObjectsLoop(AstTrainer):
             scenario=KIND,
             **values,  # type: ignore[arg-type]  # a section is no field of the class known here
         )
-        instance = ScenarioInstance(
+        instance = ConversationInstance(
             kind=KIND,
             agents={
                 role: getattr(harness.player, role) for role in ("attacker", "target", "reference")
@@ -108,9 +107,7 @@ class OwnObjectsLoop(AstTrainer):
         )
         super().__init__(hyper_params, instance, settings)
         self._learn_what_the_problem_says()
-        # The one that a loop of the user's own goes through.
-        own.algorithm = self  # type: ignore[assignment]  # batches are CountedBatch
-        self.harness = own
+        self.rollouts = own
         self.evaluation.sampler = Player(harness.sampler, evaluates=True)  # type: ignore[assignment]
 
     def _learn_what_the_problem_says(self) -> None:
@@ -125,28 +122,34 @@ class OwnObjectsLoop(AstTrainer):
         self.optimizer = build_optimizer(
             self.training, own, more=[(others, self.modules_lr_factor)]
         )
-        self.checkpoints.optimizer = self.optimizer
+        self.service = self.build_service()
+
+    def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step by another optimizer over the same weights."""
+        self.optimizer = optimizer
+        self.service = self.build_service()
 
     # ---- the hooks, given by the algorithm
 
     def flatten(self, tree: RolloutTree) -> list[Any]:
         samples = self.adapter.flatten(tree)
-        self.flatten_metrics = dict(getattr(self.algorithm, "flatten_metrics", {}))
+        self.log_metrics(getattr(self.algorithm, "flatten_metrics", {}))
         return samples
 
     def collate_fn(self, samples: Sequence[Any]) -> Any:
         return self.adapter.collate_fn(samples)
 
-    def step(self, batch: Any) -> LossOutput:
-        if batch.num_tokens is not None and self._step_batches:
-            batch.content.normaliser = self.num_tokens_in_step(batch)
+    def loss(self, batch: Any) -> LossOutput:
         return self.adapter.step(batch)
 
-    def num_tokens_in_step(self, batch: Any) -> float:
-        parts: Sequence[CountedBatch] = self._step_batches or [batch]  # type: ignore[assignment]
-        num_tokens = sum(part.num_tokens or 0 for part in parts)
+    def _write_step_totals(self, batches: Sequence[Any]) -> None:
+        parts: Sequence[CountedBatch] = batches
         # A step without a token has loss 0, whatever it is divided by.
-        return max(num_tokens, 1) * len(batch) / sum(len(part) for part in parts)
+        num_tokens = max(sum(part.num_tokens or 0 for part in parts), 1)
+        num_samples = sum(len(part) for part in parts)
+        for part in parts:
+            if part.num_tokens is not None:
+                part.content.normaliser = num_tokens * len(part) / num_samples
 
     def build_modules(self) -> dict[str, torch.nn.Module]:
         modules = getattr(self.algorithm.system, "modules", None)

@@ -79,7 +79,7 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
         for group in optimizer.param_groups:
             # The loop sets rates as multiples of the configured one.
             group.setdefault("lr_factor", group["lr"] / self.config.lr)
-        self._loop.optimizer = self._loop.checkpoints.optimizer = optimizer
+        self._loop.use_optimizer(optimizer)
 
     def train(self) -> None:
         """Train until `config.training_steps` iterations are done."""

@@ -3,17 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
+from tensordict import TensorDict
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.base import LanguageModel
 from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
-from nip_astra.trainers.ast.harness import Harness
+from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.language_model_base import Experience
 from nip_astra.utils.processor import peak_memory_bytes
+
+
+class CostlyTrainer(Protocol):
+    """What an estimate asks of a trainer."""
+
+    training: TrainingConfiguration
+    rollouts: Rollouts
+    policy: LanguageModel
+    optimizer: torch.optim.Optimizer
+
+    def digest(self, tree: RolloutTree) -> Experience:
+        """What a rollout teaches."""
+
+    def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
+        """One batch."""
+
+    def loss(self, batch: TensorDict) -> LossOutput:
+        """The loss of a batch."""
 
 
 def check_size(training: TrainingConfiguration, tree_width: int, tree_depth: int) -> None:
@@ -35,9 +58,7 @@ def check_size(training: TrainingConfiguration, tree_width: int, tree_depth: int
         )
 
 
-def estimate_cost(
-    harness: Harness, optimizer: torch.optim.Optimizer, training: TrainingConfiguration
-) -> dict[str, Any]:
+def estimate_cost(trainer: CostlyTrainer) -> dict[str, Any]:
     """Play one episode and take the loss and gradient of what it gives; weights stay as they are.
 
     Returns
@@ -47,37 +68,30 @@ def estimate_cost(
         memory is what one episode and its step took, with the keys and values of all episodes of an
         iteration and the step scaled to a full batch.
     """
+    training, rollouts = trainer.training, trainer.rollouts
     at_start = peak_memory_bytes()
     started = time.perf_counter()
     with torch.no_grad():
-        tree = harness.sampler.sample(
-            harness.prompts[:1],
-            tree_width=harness.tree_width,
-            tree_depth=harness.tree_depth,
-            key=(harness.seed, "dry run"),
-        )
+        tree = rollouts.play_one()
     played = time.perf_counter()
     after_rollout = peak_memory_bytes()
-    samples = harness.digest(tree).samples[: harness.batch_size]
+    samples = trainer.digest(tree).samples[: training.batch_size]
     loss = None
     if samples:
-        loss = harness.step(harness.algorithm.collate_fn(samples)).loss
+        loss = trainer.loss(trainer.collate_fn(samples)).loss
         torch.autograd.backward(loss)
-        optimizer.zero_grad(set_to_none=True)
+        trainer.optimizer.zero_grad(set_to_none=True)
     stepped = time.perf_counter()
     after_step = peak_memory_bytes()
-    sampler = harness.sampler
-    size = {"tree_width": harness.tree_width, "tree_depth": harness.tree_depth}
-    cache_of_one = sampler.cache_bytes(harness.prompts[:1], **size)
-    cache = sampler.cache_bytes(harness.prompts[: training.num_episodes_per_experience], **size)
-    if sampler.max_cache_bytes is not None:
-        cache = min(cache, sampler.max_cache_bytes)
-    rollout = after_rollout - at_start + max(cache - cache_of_one, 0)
-    step = (after_step - after_rollout) * harness.batch_size / max(len(samples), 1)
+    cache = rollouts.cache_bytes(training.num_episodes_per_experience)
+    if rollouts.sampler.max_cache_bytes is not None:
+        cache = min(cache, rollouts.sampler.max_cache_bytes)
+    rollout = after_rollout - at_start + max(cache - rollouts.cache_bytes(1), 0)
+    step = (after_step - after_rollout) * training.batch_size / max(len(samples), 1)
     update = after_rollout - at_start + step
     num_episodes = training.training_steps * training.num_episodes_per_experience
     return {
-        "num_parameters": harness.sampler.attacker.language_model.num_parameters(),
+        "num_parameters": trainer.policy.num_parameters(),
         "loss": None if loss is None else float(loss.detach()),
         "seconds_per_episode_alone": played - started,
         "seconds_per_update": stepped - played,
@@ -86,25 +100,3 @@ def estimate_cost(
         "training_target_queries": num_episodes * tree.num_nodes,
         "estimated_training_hours_at_most": num_episodes * (stepped - started) / 3600.0,
     }
-
-
-def estimate_services(
-    services: Mapping[str, PatientChatModel], num_episodes: float
-) -> dict[str, Any]:
-    """What chat models would take in a whole run, by what one episode took.
-
-    Parameters
-    ----------
-    num_episodes : float
-        Episodes of the run, those of evaluations included, in episodes of training.
-    """
-    found: dict[str, Any] = {}
-    for name, model in services.items():
-        use = model.use
-        tokens = use.prompt_tokens + use.completion_tokens
-        key = name.replace(" ", "_")
-        found[f"{key}_requests"] = round(use.num_requests * num_episodes)
-        found[f"{key}_tokens"] = round(tokens * num_episodes)
-        found[f"{key}_cost"] = None if use.cost is None else use.cost * num_episodes
-        found[f"{key}_seconds_per_request"] = use.median_seconds
-    return found

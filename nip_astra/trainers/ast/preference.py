@@ -23,7 +23,7 @@ class AstPreferenceTrainer(AstTrainer):
     """Prefer, at every point of a conversation, the best probe to the worst.
 
     Pairs: best and worst sibling of every node of the tree (ASTPrompter, arXiv:2407.09447). A
-    subclass gives `step`.
+    subclass gives `loss`.
     """
 
     class Parameters(PairParameters):
@@ -48,11 +48,11 @@ class AstPreferenceTrainer(AstTrainer):
                 samples, tree, self.parameters, iteration=self.state.iteration
             )
             metrics |= more
-        self.flatten_metrics = metrics
+        self.log_metrics(metrics)
         return samples
 
-    def logratios(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """`log p(chosen) - log p(rejected)` under policy and reference, `[B]` nats.
+    def pair_logprobs(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """`log p(chosen)` and `log p(rejected)` under the policy, `[B]` nats, with gradient.
 
         Sums over tokens, or means where the parameters ask for length normalisation.
         """
@@ -65,6 +65,11 @@ class AstPreferenceTrainer(AstTrainer):
             )
             for name, logprobs_BT in zip(names, self.policy_logprobs(batch, *names), strict=True)
         )
+        return chosen_B, rejected_B
+
+    def logratios(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """`log p(chosen) - log p(rejected)` under policy and reference, `[B]` nats."""
+        chosen_B, rejected_B = self.pair_logprobs(batch)
         return chosen_B - rejected_B, batch["reference_logratio"].to(chosen_B.device)
 
 

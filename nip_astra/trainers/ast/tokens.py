@@ -9,7 +9,7 @@ from nip_astra.rollouts.tree import RolloutTree
 
 
 def rollout_token_metrics(counts: Mapping[str, TokenCount], tree: RolloutTree) -> dict[str, float]:
-    """Give, for each role, the tokens forwarded for a rollout and their ratio to the unique ones.
+    """For each role, the tokens forwarded for a rollout and their ratio to the unique ones.
 
     A token is unique by itself and all that precedes it in the conversation. The reference reads
     only to score. What was forwarded to score the attacker's own probes again stands apart.
@@ -21,11 +21,3 @@ def rollout_token_metrics(counts: Mapping[str, TokenCount], tree: RolloutTree) -
         metrics[f"tokens/{role}_forwarded_per_unique"] = count.forwarded / max(unique, 1)
     metrics["tokens/rescored"] = float(sum(count.rescored for count in counts.values()))
     return metrics
-
-
-def update_token_metrics(spent: TokenCount) -> dict[str, float]:
-    """The tokens that an optimizer step forwarded and their ratio to the unique ones."""
-    return {
-        "tokens/update_forwarded": float(spent.forwarded),
-        "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
-    }

@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+
+from nip_astra.checkpoints.run_state import RunState
 
 
 @dataclass
-class RlState:
-    """Counters and figures of a run.
+class RlState(RunState):
+    """Counters and figures of a run; an optimizer step is a minibatch that agents learned from.
 
     Attributes
     ----------
-    iteration : int
-        Iterations completed.
-    num_optimizer_steps : int
-        Minibatches that agents learned from.
     is_prepared : bool
         Whether observations were measured and bodies trained beforehand, where asked for.
-    before : dict or None
-        Test statistics of the untrained agents.
     last : dict
         Statistics of the last iteration.
     """
 
-    iteration: int = 0
-    num_optimizer_steps: int = 0
     is_prepared: bool = False
-    before: dict[str, Any] | None = None
     last: dict[str, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, plain: dict[str, Any]) -> RlState:
-        """Take what `to_dict` gave."""
-        return cls(**plain)

@@ -20,7 +20,7 @@ from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.ast.node_samples import node_samples
 from nip_astra.trainers.ast_base import AstTrainer
-from tests.tiny import write_scenario
+from tests.tiny import experience_of, write_scenario
 
 TRAINERS = ("ast_ppo", "ast_grpo", "ast_reinforce")
 TEMPERED = ("ast_chat.attacker.temperature=0.5",)
@@ -177,7 +177,7 @@ def test_the_first_ratios_are_one_under_the_distribution_sampled_from(
     name: str, sampling: tuple[str, ...], tiny_scenario: Path
 ) -> None:
     trainer = _trainer(name, tiny_scenario, *sampling)
-    experience = trainer.harness.experience(0)
+    experience = experience_of(trainer)
     metrics = trainer.step(trainer.collate_fn(experience.samples)).metrics
     assert float(metrics["ratio_mean"]) == pytest.approx(1.0, abs=1e-4)
     assert float(metrics["approx_kl"]) == pytest.approx(0.0, abs=1e-6)
@@ -227,14 +227,16 @@ def test_every_choice_trains_and_a_resumed_run_ends_alike(
 @pytest.mark.parametrize("name", TRAINERS)
 def test_weights_are_logged_and_multiply_what_is_learnt(name: str, tiny_scenario: Path) -> None:
     options = (*TEMPERED, f"{name}.behaviour.logprobs=raw")
-    plain = _trainer(name, tiny_scenario, *options).harness.experience(0)
-    weighted = _trainer(
-        name,
-        tiny_scenario,
-        *options,
-        f"{name}.behaviour.importance_weights=token",
-        f"{name}.behaviour.max_importance_weight=1.5",
-    ).harness.experience(0)
+    plain = experience_of(_trainer(name, tiny_scenario, *options))
+    weighted = experience_of(
+        _trainer(
+            name,
+            tiny_scenario,
+            *options,
+            f"{name}.behaviour.importance_weights=token",
+            f"{name}.behaviour.max_importance_weight=1.5",
+        )
+    )
     nodes, mask_NT = weighted.tree.nodes, weighted.tree.nodes["probe_mask"]
     assert nodes["importance_weight"].max() <= 1.5
     assert weighted.metrics["importance_weight/mean"] == pytest.approx(
@@ -255,7 +257,7 @@ def test_the_entropy_bonus_is_that_of_the_distribution_learnt(
         f"ast_ppo.behaviour.logprobs={logprobs}",
         "ast_chat.reward.terms=[{_type: entropy_bonus, weight: 1.0}]",
     )
-    tree = trainer.harness.experience(0).tree
+    tree = experience_of(trainer).tree
     nodes, mask_NT = tree.nodes, tree.nodes["probe_mask"]
     entropies_N = -(nodes[f"{column}_logprobs"] * mask_NT).sum(dim=1) / mask_NT.sum(dim=1)
     expected_N = torch.where(
@@ -270,7 +272,7 @@ def test_without_temper_or_cuts_no_choice_changes_anything(name: str, tiny_scena
     for behaviour in ("sampling", "raw"):
         trainer = _trainer(name, tiny_scenario, f"{name}.behaviour.logprobs={behaviour}")
         with mock.patch.object(trainer.policy, "kept_tokens") as cuts:
-            samples = trainer.harness.experience(0).samples
+            samples = experience_of(trainer).samples
         cuts.assert_not_called()
         losses.append(trainer.step(trainer.collate_fn(samples)).loss)
         assert not trainer.results.get("warnings")
@@ -310,7 +312,7 @@ def test_weights_of_tokens_are_refused_where_a_probe_has_one_ratio(
     with pytest.raises(ConfigurationError, match=rf"{variant}.*one ratio.*sequence"):
         _trainer("ast_grpo", tiny_scenario, *options, f"{weights}token")
     trainer = _trainer("ast_grpo", tiny_scenario, *options, f"{weights}sequence")
-    samples = trainer.harness.experience(0).samples
+    samples = experience_of(trainer).samples
     assert trainer.step(trainer.collate_fn(samples)).loss.isfinite()
 
 

@@ -10,6 +10,7 @@ import pytest
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.ast.tokens import rollout_token_metrics
+from tests.tiny import experience_of
 
 
 @pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo"])
@@ -25,7 +26,7 @@ def test_scoring_again_is_done_once_and_counted_apart(name: str, tiny_scenario: 
         mock.patch.object(policy, "token_scores", wraps=policy.token_scores) as scored,
         policy.counting() as spent,
     ):
-        tree = trainer.harness.experience(0).tree
+        tree = experience_of(trainer).tree
     assert scored.call_count == 1
     metrics = rollout_token_metrics({"attacker": spent}, tree)
     assert 1.0 <= metrics["tokens/attacker_forwarded_per_unique"] <= 1.3

@@ -1,0 +1,94 @@
+"""What the site is made of beside doc/: pages from the code, and READMEs of the scenarios."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+from api_pages import api_pages
+from parameter_pages import parameter_pages
+
+ROOT = Path(__file__).resolve().parents[2]
+DOC = ROOT / "doc"
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Put the pages that are made into the navigation."""
+    groups: dict[str, list[Any]] = {}
+    config.extra["pages_of_parameters"] = list(parameter_pages())
+    for page in config.extra["pages_of_parameters"]:
+        groups.setdefault(page.chapter, []).append({page.title: page.path})
+    parameters: list[Any] = [{chapter: pages} for chapter, pages in groups.items()]
+    api: list[Any] = [{title: path} for title, path, _ in api_pages()]
+    scenarios: list[Any] = [
+        {path.parent.name: _place(path)} for path in _extra_pages() if path.parent != ROOT
+    ]
+    design: list[Any] = [f"design/{path.name}" for path in sorted((DOC / "design").glob("0*.md"))]
+    made = {"Parameters": parameters, "API": api, "Scenarios": scenarios, "Decisions": design}
+    for part in config.nav or []:
+        for title, pages in made.items():
+            if title in part:
+                part[title] = [*(part[title] or []), *pages]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made, and those that stand outside of doc/."""
+    for page in config.extra.pop("pages_of_parameters"):
+        files.append(File.generated(config, page.path, content=page.text))
+    for _, path, text in api_pages():
+        files.append(File.generated(config, path, content=text))
+    for source in _extra_pages():
+        text = source.read_text(encoding="utf-8")
+        files.append(File.generated(config, _place(source), content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Lead links to where their targets are on the site; what is not there stays as text."""
+    source = _source(page.file.src_uri)
+
+    def lead(match: re.Match[str]) -> str:
+        mark, text, target, fragment = match.groups()
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        if mark:
+            return match[0]
+        found = (source.parent / target).resolve()
+        place = _place(found) if found.exists() else os.path.normpath(_beside(page, target))
+        if files.get_file_from_path(place) is None:
+            return text
+        relative = os.path.relpath(place, Path(page.file.src_uri).parent)
+        return f"[{text}]({relative}{fragment or ''})"
+
+    parts = re.split(r"(^```.*?^```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if part.startswith("```") else _LINK.sub(lead, part) for part in parts)
+
+
+def _extra_pages() -> list[Path]:
+    return [*sorted((ROOT / "scenarios").glob("*/README.md")), ROOT / "CHANGELOG.md"]
+
+
+def _place(path: Path) -> str:
+    """Where a file of the project is on the site."""
+    if path == ROOT / "README.md":
+        return "index.md"
+    return str(path.relative_to(DOC if path.is_relative_to(DOC) else ROOT))
+
+
+def _source(place: str) -> Path:
+    """The file of the project that a page of the site is."""
+    return DOC / place if (DOC / place).exists() else ROOT / place
+
+
+def _beside(page: Page, target: str) -> str:
+    return str(Path(page.file.src_uri).parent / target)

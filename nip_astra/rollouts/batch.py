@@ -1,0 +1,373 @@
+"""Trajectories as tensors to learn from.
+
+Shape suffixes: `B` row (trajectory), `T` token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.errors import DataError
+from nip_astra.rollouts.columns import columns_of
+from nip_astra.rollouts.padding import (
+    compute_position_id_with_mask,
+    used_columns,
+    widened,
+)
+from nip_astra.rollouts.trajectory import Trajectory
+
+SAME_FIELDS = {
+    "reward": "rewards",
+    "log_probs": "logprobs",
+    "old_log_probs": "old_logprobs",
+    "ref_log_prob": "reference_logprobs",
+    "ref_log_probs": "reference_logprobs",
+    "scoring_attention_mask": "loss_mask",
+}
+"""Names under which NexRL knows fields; they may be used for reading and writing."""
+
+TOKEN_FIELD = "attention_mask"
+"""The field whose width is that of the batch, and whose mask says what is padding."""
+
+
+class Batch:
+    """Trajectories side by side, padded, with one row each.
+
+    `values` is the view of tensors and `metadata` that of all the rest: lists with an entry a row
+    (`group_ids`, `run_ids`, texts) and facts of the whole batch. Either finds what stands in the
+    other. A list of numbers becomes a tensor where it is stored.
+
+    Fields made from trajectories: `input_ids`, `position_ids` (int64), `attention_mask`,
+    `loss_mask` (bool) and `logprobs` of the policy that sampled, `[B, T]`; `rewards` and
+    `row_weights`, `[B]`; extras.
+
+    Attributes
+    ----------
+    data : TensorDict
+        The tensors, batch size `[B]`. What belongs to tokens is `[B, T]`.
+    rows : dict[str, list]
+        Lists with an entry a row.
+    facts : dict
+        What is true of the whole batch.
+    """
+
+    def __init__(
+        self,
+        data: TensorDict,
+        *,
+        rows: dict[str, list[Any]] | None = None,
+        facts: dict[str, Any] | None = None,
+    ) -> None:
+        self.data = data
+        self.rows: dict[str, list[Any]] = rows or {}
+        self.facts: dict[str, Any] = facts or {}
+
+    @classmethod
+    def from_trajectories(cls, trajectories: Sequence[Trajectory], **facts: Any) -> Batch:
+        """Pad trajectories on the right to the longest.
+
+        Extras that are numbers in all trajectories become `[B]`, tensors of a trajectory's length
+        `[B, T]`, and others lists. A trajectory without a reward gets NaN; one without a group or
+        run id has one of its own.
+
+        Parameters
+        ----------
+        **facts
+            Metadata of the whole batch.
+        """
+        data, rows = columns_of(trajectories)
+        return cls(data, rows=rows, facts=dict(facts))
+
+    def to_trajectories(self) -> list[Trajectory]:
+        """The rows without padding; rows that `pad_to_multiple` added are left out."""
+        mask_BT = self.data[TOKEN_FIELD]
+        names = {"input_ids", TOKEN_FIELD, "position_ids", "rewards", "row_weights", "advantages"}
+        per_token = [name for name in self._token_fields() if name not in names]
+        numbers = [n for n in self.data.keys() if n not in {*names, *per_token}]  # noqa: SIM118
+        found = []
+        for row in self.data["row_weights"].nonzero().squeeze(1).tolist():
+            mask_T = mask_BT[row]
+            fields = {name: self.data[name][row][mask_T] for name in per_token}
+            fields |= {name: self.data[name][row] for name in numbers}
+            fields |= {_SINGULAR.get(name, name): self.rows[name][row] for name in self.rows}
+            reward = float(self.data["rewards"][row])
+            if "advantages" in self.data:
+                own = self.data["advantages"][row]
+                fields["advantage"] = own[mask_T] if own.ndim else float(own)
+            tokens = self.data["input_ids"][row][mask_T]
+            found.append(Trajectory(tokens, reward=reward, **fields))
+        return found
+
+    # ---- views
+
+    @property
+    def values(self) -> BatchView:
+        """The tensors by name."""
+        return BatchView(self, "values")
+
+    @property
+    def metadata(self) -> BatchView:
+        """What is no tensor, by name."""
+        return BatchView(self, "metadata")
+
+    def __len__(self) -> int:
+        return int(self.data.batch_size[0])
+
+    @property
+    def width(self) -> int:
+        """Tokens of a row, padding included."""
+        return int(self.data[TOKEN_FIELD].shape[1])
+
+    def __repr__(self) -> str:
+        names = ", ".join([*sorted(self.data.keys()), *self.rows, *self.facts])
+        return f"Batch({len(self)} rows of {self.width} tokens: {names})"
+
+    def _token_fields(self) -> list[str]:
+        wide = self.data[TOKEN_FIELD].shape
+        return [name for name, value in self.data.items() if value.shape[:2] == wide]
+
+    def _with(self, data: TensorDict, rows: dict[str, list[Any]] | None = None) -> Batch:
+        return Batch(data, rows=dict(self.rows if rows is None else rows), facts=dict(self.facts))
+
+    # ---- padding
+
+    def remove_redundant_left_padding(self, **options: Any) -> Batch:
+        """The batch without the columns on the left that are padding in all rows; see `strip`."""
+        return self.strip(right=False, **options)
+
+    def remove_redundant_right_padding(self, **options: Any) -> Batch:
+        """The batch without the columns on the right that are padding in all rows; see `strip`."""
+        return self.strip(left=False, **options)
+
+    def strip(
+        self,
+        *,
+        left: bool = True,
+        right: bool = True,
+        fields: Sequence[str] | None = None,
+        anchor_field: str = "input_ids",
+        pad_token_id: int | None = None,
+    ) -> Batch:
+        """The batch without columns that are padding in all rows, as `attention_mask` says.
+
+        Parameters
+        ----------
+        left, right : bool
+            On which sides.
+        fields : Sequence[str], optional
+            Fields that must be there and be of tokens. All other fields of tokens are cut too, so
+            that rows stay aligned.
+        anchor_field : str
+            Field of token ids.
+        pad_token_id : int, optional
+            What the anchor field holds at the padding that stays; it is left as it is by default.
+
+        Raises
+        ------
+        DataError
+            When a field that is named is not there, or has no entry a token.
+        """
+        per_token = self._token_fields()
+        wrong = [name for name in (*(fields or ()), anchor_field) if name not in per_token]
+        if wrong:
+            raise DataError(
+                f"padding of the fields {', '.join(map(repr, wrong))} was to be removed, but the "
+                f"batch has no such fields of shape {[len(self), self.width]}. Fields of tokens: "
+                f"{', '.join(sorted(per_token))}. Name some of these, or none for all."
+            )
+        start, end = used_columns(self.data[TOKEN_FIELD])
+        columns = slice(start if left else 0, end if right else self.width)
+        data = self.data.copy()
+        for name in per_token:
+            data[name] = self.data[name][:, columns]
+        if pad_token_id is not None:
+            data[anchor_field] = data[anchor_field].masked_fill(~data[TOKEN_FIELD], pad_token_id)
+        return self._with(data)
+
+    def pad_to_multiple(self, multiple: int) -> Batch:
+        """The batch with rows of weight 0 added until their number is a multiple.
+
+        Each has one token, which no loss counts: `row_weights` is 0 and `loss_mask` False.
+        """
+        missing = -len(self) % multiple
+        if missing == 0:
+            return self
+        data = TensorDict(
+            {name: value.new_zeros(missing, *value.shape[1:]) for name, value in self.data.items()},
+            batch_size=[missing],
+        )
+        data[TOKEN_FIELD][:, :1] = True
+        rows = {name: column + [None] * missing for name, column in self.rows.items()}
+        return self._with(torch.cat([self.data, data]), rows)
+
+    # ---- rows
+
+    def select(self, rows: Tensor | Sequence[int]) -> Batch:
+        """Some rows, by number or by a bool mask, in the order given."""
+        index = torch.as_tensor(rows)
+        index = index.nonzero().squeeze(1) if index.dtype == torch.bool else index.to(torch.int64)
+        chosen = index.tolist()
+        lists = {name: [column[i] for i in chosen] for name, column in self.rows.items()}
+        return self._with(self.data[index], lists)
+
+    def split(self, size: int) -> list[Batch]:
+        """Consecutive parts of at most so many rows."""
+        return [
+            self.select(range(start, min(start + size, len(self))))
+            for start in range(0, len(self), size)
+        ]
+
+    def shuffle(self, generator: torch.Generator) -> Batch:
+        """The rows in another order."""
+        return self.select(torch.randperm(len(self), generator=generator))
+
+    @staticmethod
+    def concatenate(batches: Sequence[Batch]) -> Batch:
+        """Batches one under the other, padded on the right to the widest; facts of the first.
+
+        Raises
+        ------
+        DataError
+            When they have different fields, or there are none.
+        """
+        if not batches:
+            raise DataError("batches were to be concatenated, but there are none. Give at least 1.")
+        first, width = batches[0], max(batch.width for batch in batches)
+        names = {(*sorted(batch.data.keys()), *sorted(batch.rows)) for batch in batches}
+        if len(names) > 1:
+            differing = set.symmetric_difference(*(set(one) for one in list(names)[:2]))
+            raise DataError(
+                "batches were to be concatenated, but the fields "
+                f"{', '.join(sorted(differing))} are not in all of them. Make them of trajectories "
+                "with the same fields, or remove these."
+            )
+        wide = []
+        for batch in batches:
+            data = batch.data.copy()
+            for name in batch._token_fields():
+                data[name] = widened(data[name], width)
+            wide.append(data)
+        rows = {name: [x for batch in batches for x in batch.rows[name]] for name in first.rows}
+        return first._with(torch.cat(wide), rows)
+
+    # ---- files
+
+    def save(self, path: Path) -> None:
+        """Write `<path>.safetensors` and `<path>.json`; nothing is pickled.
+
+        Raises
+        ------
+        CheckpointError
+            When a value is no tensor, text or number, or a file cannot be written.
+        """
+        save_state(path, {"data": dict(self.data.items()), "rows": self.rows, "facts": self.facts})
+
+    @classmethod
+    def load(cls, path: Path) -> Batch:
+        """Read what `save` wrote.
+
+        Raises
+        ------
+        CheckpointError
+            When a file is missing or broken.
+        """
+        state = load_state(path)
+        num_rows = len(state["data"][TOKEN_FIELD])
+        data = TensorDict(state["data"], batch_size=[num_rows])
+        return cls(data, rows=state["rows"], facts=state["facts"])
+
+
+class BatchView(MutableMapping[str, Any]):
+    """The tensors, or the rest, of a batch by name.
+
+    A name that is not in this half is looked for in the other, so that an algorithm need not know
+    which half holds it; see `SAME_FIELDS` for names that mean the same.
+    """
+
+    def __init__(self, batch: Batch, half: str) -> None:
+        self._batch, self._half = batch, half
+
+    def __getitem__(self, name: str) -> Any:
+        name = SAME_FIELDS.get(name, name)
+        for half in (self._batch.data, self._batch.rows, self._batch.facts):
+            if name in half.keys():  # noqa: SIM118 - `in` of a TensorDict asks for values
+                return half[name]
+        raise KeyError(
+            f"{name!r} was read of a batch, which has no such field. It has "
+            f"{', '.join([*self._batch.values, *self._batch.metadata])}."
+        )
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        name = SAME_FIELDS.get(name, name)
+        batch = self._batch
+        tensor = _as_tensor(value)
+        for half in (batch.data, batch.rows, batch.facts):
+            if name in half.keys():  # noqa: SIM118 - as above
+                del half[name]
+        if tensor is not None and tensor.shape[:1] == (len(batch),):
+            batch.data[name] = tensor
+        elif isinstance(value, list) and tensor is None and len(value) == len(batch):
+            batch.rows[name] = value
+        else:
+            batch.facts[name] = value if tensor is None else tensor
+
+    def __delitem__(self, name: str) -> None:
+        name = SAME_FIELDS.get(name, name)
+        self[name]
+        for half in (self._batch.data, self._batch.rows, self._batch.facts):
+            if name in half.keys():  # noqa: SIM118 - as above
+                del half[name]
+
+    def __contains__(self, name: object) -> bool:
+        try:
+            self[str(name)]
+        except KeyError:
+            return False
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        batch = self._batch
+        names = batch.data.keys() if self._half == "values" else (*batch.rows, *batch.facts)
+        return iter([str(name) for name in names])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __repr__(self) -> str:
+        return f"{self._half}: {', '.join(self)}"
+
+
+_SINGULAR = {"group_ids": "group_id", "run_ids": "run_id"}
+
+
+def _as_tensor(value: Any) -> Tensor | None:
+    """A tensor of what is one, or a list of numbers; else None."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, list | tuple):
+        return None
+    if all(isinstance(entry, Tensor) and entry.ndim == 0 for entry in value) and value:
+        return torch.stack(list(value))
+    if all(isinstance(entry, int | float) and not isinstance(entry, bool) for entry in value):
+        return torch.tensor(value, dtype=None if value else torch.float32)
+    return None
+
+
+def padding_data(batch: Batch, *, pad_token_id: int, multiple: int = 1) -> Batch:
+    """A batch without redundant padding, `pad_token_id` at the rest, and rows of weight 0 added.
+
+    Parameters
+    ----------
+    multiple : int
+        What the number of rows is to be a multiple of.
+    """
+    batch = batch.strip(pad_token_id=pad_token_id)
+    batch.values["position_ids"] = compute_position_id_with_mask(batch.data[TOKEN_FIELD])
+    return batch.pad_to_multiple(multiple)

@@ -1,0 +1,220 @@
+"""One record of what a policy and its environment said to each other, as tokens.
+
+Shape suffixes: `T` token of the trajectory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nip_astra.errors import DataError
+
+FIELDS = (
+    *("tokens", "loss_mask", "logprobs", "reward"),
+    *("run_id", "group_id", "advantage"),
+)
+"""What every trajectory has; all else are extras."""
+
+
+class TokenSpan(NamedTuple):
+    """Tokens that one side said.
+
+    Attributes
+    ----------
+    ids : Sequence[int]
+        The tokens.
+    logprobs : Sequence[float] or None
+        Log-probability with which the policy sampled each, nats; None for what the prompt, a tool
+        or the environment said, from which nothing is learnt.
+    """
+
+    ids: Sequence[int]
+    logprobs: Sequence[float] | None = None
+
+
+class Trajectory:
+    """Tokens of one rollout, which of them the policy said, and what the whole was worth.
+
+    Attribute, item and `get` access are one: `trajectory.reward`, `trajectory["reward"]` and
+    `trajectory.get("reward")`, of extras too. Setting a name that is no field adds an extra.
+
+    Attributes
+    ----------
+    tokens : Tensor
+        int64 `[T]`.
+    loss_mask : Tensor
+        bool `[T]`; True on tokens that the policy said, so False on prompts, tools' answers and
+        turns of the environment.
+    logprobs : Tensor or None
+        float32 `[T]`, nats: log p of token t given those before it under the policy that sampled,
+        at the place of token t; 0 where the mask is False.
+    reward : float or None
+        What the trajectory was worth.
+    run_id, group_id : str, int or None
+        The run of an agent that the trajectory is part of, which may have several, and the group
+        of runs (one task) whose rewards are compared. None stands for one of its own.
+    advantage : float, Tensor or None
+        How much better it was than expected: one number, or `[T]`, one a token.
+    extras : dict
+        Everything else.
+
+    Raises
+    ------
+    DataError
+        When masks, log-probabilities and tokens are not of one length.
+    """
+
+    tokens: Tensor
+    loss_mask: Tensor
+    logprobs: Tensor | None
+    reward: float | None
+    run_id: str | int | None
+    group_id: str | int | None
+    advantage: float | Tensor | None
+    extras: dict[str, Any]
+
+    def __init__(
+        self,
+        tokens: Tensor | Sequence[int],
+        loss_mask: Tensor | Sequence[int] | Sequence[bool],
+        *,
+        logprobs: Tensor | Sequence[float] | None = None,
+        reward: float | None = None,
+        run_id: str | int | None = None,
+        group_id: str | int | None = None,
+        advantage: float | Tensor | None = None,
+        **extras: Any,
+    ) -> None:
+        object.__setattr__(self, "extras", {})
+        self.tokens = _vector(tokens, torch.int64)
+        self.loss_mask = _vector(loss_mask, torch.bool)
+        self.logprobs = None if logprobs is None else _vector(logprobs, torch.float32)
+        self.reward = None if reward is None else float(reward)
+        self.run_id, self.group_id, self.advantage = run_id, group_id, advantage
+        self.extras.update(extras)
+        lengths = {
+            name: len(value)
+            for name in ("loss_mask", "logprobs")
+            if (value := getattr(self, name)) is not None
+        }
+        wrong = {name: length for name, length in lengths.items() if length != len(self.tokens)}
+        if wrong:
+            raise DataError(
+                f"a trajectory was to be made of {len(self.tokens)} tokens, but "
+                + ", ".join(f"{name} has {length}" for name, length in wrong.items())
+                + ". Each has one entry a token, those of the prompt included. Fill in False and "
+                "0.0 where the policy did not speak."
+            )
+
+    @classmethod
+    def from_spans(cls, spans: Sequence[TokenSpan], **fields: Any) -> Trajectory:
+        """The trajectory of turns in order; those without log-probabilities are masked.
+
+        Parameters
+        ----------
+        **fields
+            `reward`, `run_id`, `group_id` and extras.
+        """
+        counts = [len(span.ids) for span in spans]
+        is_own = torch.tensor([span.logprobs is not None for span in spans], dtype=torch.bool)
+        mask = is_own.repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+        return cls(
+            [token for span in spans for token in span.ids],
+            mask,
+            logprobs=torch.from_numpy(
+                np.concatenate(
+                    [
+                        np.zeros(len(span.ids), np.float32)
+                        if span.logprobs is None
+                        else np.asarray(span.logprobs, np.float32)
+                        for span in spans
+                    ]
+                    or [np.zeros(0, np.float32)]
+                )
+            ),
+            **fields,
+        )
+
+    # ---- one access
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only where there is no field of the name.
+        extras = self.__dict__.get("extras", {})
+        if name in extras:
+            return extras[name]
+        raise AttributeError(
+            f"{name!r} was read of a trajectory, which has no such field. It has "
+            f"{', '.join(self.__dict__.keys() - {'extras'} | extras.keys())}. Set it first, or use "
+            f"get({name!r}, default)."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIELDS or name == "extras":
+            object.__setattr__(self, name, value)
+        else:
+            self.extras[name] = value
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError as error:
+            raise KeyError(str(error)) from None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self, name, value)
+
+    def __contains__(self, name: object) -> bool:
+        return name in FIELDS or name in self.extras
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field or extra, or the default where it is missing or None."""
+        if name not in self:
+            return default
+        value = self[name]
+        return default if value is None else value
+
+    def keys(self) -> Iterator[str]:
+        """The names of all fields and extras."""
+        return iter((*FIELDS, *self.extras))
+
+    # ---- what it says of itself
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __repr__(self) -> str:
+        return (
+            f"Trajectory({len(self)} tokens, {self.num_response_tokens} of the policy, "
+            f"reward={self.reward}, group_id={self.group_id!r}, run_id={self.run_id!r})"
+        )
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Tokens that the policy said."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the policy first spoke."""
+        spoken = self.loss_mask.nonzero()
+        return int(spoken[0]) if len(spoken) else len(self)
+
+    def truncated(self, max_tokens: int) -> Trajectory:
+        """The first tokens, with masks, log-probabilities and advantages of tokens cut alike."""
+        fields = {name: self[name] for name in self.keys()}
+        for name, value in fields.items():
+            if isinstance(value, Tensor) and value.shape[:1] == self.tokens.shape:
+                fields[name] = value[:max_tokens]
+        return Trajectory(**fields)
+
+
+def _vector(values: Any, dtype: torch.dtype) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.detach().to(dtype)
+    # NumPy reads a list several times faster than torch does.
+    return torch.from_numpy(np.array(values)).to(dtype)

@@ -1,0 +1,1 @@
+"""Tasks that a policy answers in messages, and the environments that reward it."""

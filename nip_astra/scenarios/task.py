@@ -1,0 +1,87 @@
+"""A policy answers the problems of a task."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.parameters.types import ScenarioType
+from nip_astra.scenario_base.agents import (
+    ConversationAgentParameters,
+    build_agent,
+    load_language_model,
+)
+from nip_astra.scenario_base.tasks.base import TaskParameters
+from nip_astra.scenario_base.tasks.registry import TASKS, build_task
+from nip_astra.scenario_instance import TaskInstance
+from nip_astra.scenarios.registry import Scenario, register_scenario
+from nip_astra.utils.devices import resolve_device
+
+TaskField = polymorphic(TASKS.get, TaskParameters)
+
+
+class TaskEvaluationParameters(SubParameters):
+    """How a policy is measured on problems that it does not learn from."""
+
+    num_problems: int = Field(default=300, ge=1)
+    """Held-out problems before and after training; of a data set at most all it has."""
+    num_dev_problems: int = Field(default=100, ge=1)
+    """Problems of a dev evaluation."""
+    num_runs: int = Field(default=1, ge=1)
+    """Runs of each problem; with more than one, pass@k is told for k up to this."""
+    success_reward: float = 1.0
+    """Reward from which a run counts as right."""
+    batch_size: int = Field(default=256, ge=1)
+    """Problems played at once."""
+
+
+@register_scenario(ScenarioType.TASK)
+class TaskScenario(Scenario):
+    """A policy answers problems in messages, and an environment or a scorer rewards it."""
+
+    trainer_types: ClassVar[tuple[str, ...]] = ("rl",)
+
+    class Parameters(Scenario.Parameters):
+        """Who answers what."""
+
+        policy: ConversationAgentParameters
+        """The language model that learns."""
+        task: TaskField  # type: ignore[valid-type]
+        """What it answers, by its `_type`."""
+        max_turns: int = Field(default=8, ge=1)
+        """Turns after which an episode that is not over ends with reward 0."""
+        evaluation: TaskEvaluationParameters = TaskEvaluationParameters()
+        """How it is measured."""
+
+    @classmethod
+    def build(
+        cls,
+        hyper_params: HyperParameters,
+        parameters: Any,
+        settings: ExperimentSettings,
+        *,
+        scenario_dir: Path | None,
+        trainer_type: str,
+    ) -> TaskInstance:
+        device = resolve_device(settings.device)
+        model = load_language_model(
+            parameters.policy.language_model,
+            device=device,
+            scenario_dir=scenario_dir,
+            trainable=True,
+        )
+        policy = build_agent("policy", parameters.policy, model)
+        reference = build_agent("reference", parameters.policy, model.frozen_reference())
+        return TaskInstance(
+            kind=str(ScenarioType.TASK),
+            agents={"policy": policy, "reference": reference},
+            task=build_task(
+                parameters.task, seed=hyper_params.seed, device=device, scenario_dir=scenario_dir
+            ),
+            scenario_dir=scenario_dir,
+        )

@@ -1,0 +1,67 @@
+"""The application: routes, guards, and errors that are JSON always."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from fastapi import APIRouter, FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from nip_astra.serve.api_errors import ApiError, error_body
+from nip_astra.serve.guards import Guard
+from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.shelf import Shelf
+from nip_astra.serve.text_routes import text_routes, to_response
+
+logger = logging.getLogger(__name__)
+
+
+def build_app(
+    shelf: Shelf,
+    settings: ServiceSettings,
+    *,
+    routers: Sequence[APIRouter] = (),
+) -> FastAPI:
+    """The service over the models of a shelf.
+
+    Parameters
+    ----------
+    routers : Sequence[APIRouter]
+        Further routes.
+    """
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(text_routes(shelf, settings))
+    for router in routers:
+        app.include_router(router)
+
+    @app.get("/health")
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    @app.exception_handler(ApiError)
+    async def refuse(_: Request, error: ApiError) -> Response:
+        return to_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_route(request: Request, error: HTTPException) -> Response:
+        text = (
+            f"{request.method} {request.url.path[:200]} was asked for, but {error.detail}. The "
+            "routes are those of OpenAI's for models, completions, files and fine-tuning jobs."
+        )
+        kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+        return JSONResponse(error_body(text, kind), error.status_code)
+
+    @app.exception_handler(Exception)
+    async def fail(_: Request, error: Exception) -> Response:
+        logger.error("a request failed: %s", error, exc_info=error)
+        text = "the service failed at this request; its log says why"
+        return JSONResponse(error_body(text, "server_error"), 500)
+
+    def max_bytes(path: str) -> int:
+        return settings.max_file_bytes if path == "/v1/files" else settings.max_body_bytes
+
+    app.add_middleware(Guard, token=settings.token(), max_bytes=max_bytes)
+    return app

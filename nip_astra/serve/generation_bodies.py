@@ -1,0 +1,100 @@
+"""What requests for text may say."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from nip_astra.serve.bodies import Body, Text
+
+MAX_STOPS = 4
+Stop = Annotated[Text, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(Body):
+    """How a stream is told."""
+
+    include_usage: bool = False
+
+
+class SamplingBody(Body):
+    """What both routes for text share."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1)] = 1
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] = []
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are of use with stream: true alone")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop texts."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with what it cost."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class Message(Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+
+    def plain(self) -> dict[str, str]:
+        """The message as chat templates read it."""
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatBody(SamplingBody):
+    """A request of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs are of use with logprobs: true alone")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are one option; give one")
+        return self
+
+    @property
+    def num_top(self) -> int | None:
+        """Likeliest tokens to tell of each token; None without log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class CompletionBody(SamplingBody):
+    """A request of /v1/completions."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1)] | Ids | list[Ids]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None

@@ -1,0 +1,59 @@
+"""The process behind `start_service`: serves until it is told to end, or its starter is gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from nip_astra.errors import NipAstraError
+from nip_astra.serve.settings import ServiceSettings
+
+
+def main(order: str) -> int:
+    """Serve what the order describes.
+
+    Parameters
+    ----------
+    order : str
+        JSON: models, settings, num_threads and the file to tell the address in.
+    """
+    given = json.loads(order)
+    logging.basicConfig(level=logging.WARNING)
+    threading.Thread(target=_end_with_starter, name="starter watch", daemon=True).start()
+    import torch
+    import transformers
+
+    from nip_astra.serve.server import serve
+
+    transformers.utils.logging.disable_progress_bar()
+    if given["num_threads"] is not None:
+        torch.set_num_threads(given["num_threads"])
+
+    def tell(settings: ServiceSettings) -> None:
+        told = Path(given["told"])
+        written = told.with_suffix(".new")
+        written.write_text(json.dumps({"base_url": settings.base_url, "pid": os.getpid()}))
+        written.replace(told)
+
+    try:
+        serve(given["models"], ServiceSettings(**given["settings"]), tell=tell)
+    except NipAstraError as error:
+        sys.stderr.write(f"{str(error).replace(os.linesep, ' ')}\n")
+        return 2
+    return 0
+
+
+def _end_with_starter() -> None:
+    """Wait for the end of the pipe that the starter holds open."""
+    while os.read(0, 1024):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,76 @@
+"""Turn messages and texts into the tokens of a prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nip_astra.serve.api_errors import wrong
+
+
+def chat_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """The tokens before the next message of the assistant, by the tokenizer's template.
+
+    Raises
+    ------
+    ApiError
+        When there is no template, or it refuses the messages.
+    """
+    return encode(tokenizer, render(tokenizer, messages, opens_answer=True))
+
+
+def render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opens_answer: bool) -> str:
+    """A conversation as the template writes it."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise wrong(
+            "messages were given to a model whose tokenizer has no chat template. Use "
+            "/v1/completions, or serve a model that was taught to converse.",
+            "messages",
+            "no_chat_template",
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=opens_answer,
+        )
+    except Exception as error:
+        # A template may raise what it likes, and does so where it refuses an order of roles.
+        raise wrong(
+            f"the model's chat template refused the messages: {error}. Give roles, in an order, "
+            "that the model knows.",
+            "messages",
+            "refused_by_template",
+        ) from error
+    return text
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text, with none added."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def completion_prompts(
+    tokenizer: Any, prompt: str | Sequence[Any], vocab_size: int
+) -> list[list[int]]:
+    """The tokens of each prompt of /v1/completions.
+
+    Raises
+    ------
+    ApiError
+        When a token is none of the model's.
+    """
+    given: Sequence[Any] = [prompt] if isinstance(prompt, str) else prompt
+    if isinstance(given[0], int):
+        given = [given]
+    found = [list(tokenizer.encode(one)) if isinstance(one, str) else list(one) for one in given]
+    worst = max((max(ids, default=0) for ids in found), default=0)
+    if worst >= vocab_size:
+        raise wrong(
+            f"the prompt holds the token {worst}, but the model has {vocab_size}. Give tokens of "
+            "this model, or text.",
+            "prompt",
+            "invalid_value",
+        )
+    return found

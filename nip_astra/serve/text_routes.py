@@ -1,0 +1,187 @@
+"""The routes that give text: chat completions, completions and the list of models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from nip_astra.serve.api_errors import ApiError, error_body
+from nip_astra.serve.asking import Answer, Asker
+from nip_astra.serve.bodies import read_body
+from nip_astra.serve.generation import GenerationRequest, Progress
+from nip_astra.serve.generation_bodies import ChatBody, CompletionBody, SamplingBody
+from nip_astra.serve.prompts import chat_prompt, completion_prompts
+from nip_astra.serve.replies import Reply, usage_of
+from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.shelf import ServedModel, Shelf
+
+LONG_TEXT = 20_000
+"""Characters from which turning a text into tokens is left to a thread."""
+_CLIENT_LEFT = 499
+Chunk = Callable[[int, Progress], list[dict[str, Any]]]
+
+
+def text_routes(shelf: Shelf, settings: ServiceSettings) -> APIRouter:
+    """The routes over the models of a shelf."""
+    routes = _TextRoutes(shelf, settings)
+    router = APIRouter(prefix="/v1")
+    router.add_api_route("/models", routes.models, methods=["GET"])
+    router.add_api_route("/models/{name}", routes.model, methods=["GET"])
+    router.add_api_route("/chat/completions", routes.chat, methods=["POST"])
+    router.add_api_route("/completions", routes.completions, methods=["POST"])
+    return router
+
+
+class _TextRoutes:
+    def __init__(self, shelf: Shelf, settings: ServiceSettings) -> None:
+        self.shelf = shelf
+        self.asker = Asker(settings)
+
+    async def models(self) -> Response:
+        cards = [served.card for served in self.shelf.all()]
+        return JSONResponse({"object": "list", "data": cards})
+
+    async def model(self, name: str) -> Response:
+        return JSONResponse(self.shelf.get(name).card)
+
+    async def chat(self, request: Request) -> Response:
+        body = await read_body(request, ChatBody)
+        served = self.shelf.get(body.model)
+        messages = [message.plain() for message in body.messages]
+        size = sum(len(message["content"]) for message in messages)
+        prompt = await _maybe_in_thread(
+            size, lambda: chat_prompt(served.engine.tokenizer, messages)
+        )
+        requests = self.asker.plan(
+            served,
+            [prompt],
+            body,
+            num_top=body.num_top,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+        )
+        reply = Reply("chatcmpl", body.model, served.engine.tokenizer)
+        if not body.stream:
+            return await self._whole(request, served, requests, reply.chat)
+
+        def chunks(place: int, progress: Progress) -> list[dict[str, Any]]:
+            delta = {"content": progress.text} if progress.text or progress.tokens else {}
+            return [reply.chat_chunk(place, delta, progress)]
+
+        first = [
+            reply.chat_chunk(place, {"role": "assistant", "content": "", "refusal": None})
+            for place in range(body.n)
+        ]
+        return await self._stream(served, requests, body, reply, (first, chunks))
+
+    async def completions(self, request: Request) -> Response:
+        body = await read_body(request, CompletionBody)
+        served = self.shelf.get(body.model)
+        size = len(str(body.prompt))
+        prompts = await _maybe_in_thread(
+            size,
+            lambda: completion_prompts(
+                served.engine.tokenizer, body.prompt, served.engine.vocab_size
+            ),
+        )
+        requests = self.asker.plan(
+            served, prompts, body, num_top=body.logprobs, max_tokens=body.max_tokens
+        )
+        reply = Reply("cmpl", body.model, served.engine.tokenizer)
+        if not body.stream:
+            return await self._whole(request, served, requests, reply.completion)
+        offsets: dict[int, int] = {}
+
+        def chunks(place: int, progress: Progress) -> list[dict[str, Any]]:
+            offset = offsets.get(place, 0)
+            offsets[place] = offset + len(progress.text)
+            return [reply.completion_chunk(place, progress, offset)]
+
+        return await self._stream(served, requests, body, reply, ([], chunks))
+
+    async def _whole(
+        self,
+        request: Request,
+        served: ServedModel,
+        requests: Sequence[GenerationRequest],
+        to_reply: Callable[[Sequence[Answer], dict[str, Any]], dict[str, Any]],
+    ) -> Response:
+        """Answer at once, or free the places where the client does not wait any more."""
+        answering = asyncio.ensure_future(self.asker.answer(served.engine, requests))
+        leaving = asyncio.ensure_future(_until_left(request))
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return Response(status_code=_CLIENT_LEFT)
+            answers = await answering
+        finally:
+            leaving.cancel()
+            answering.cancel()
+        said = sum(answer.progress.num_tokens for answer in answers)
+        usage = usage_of(sum(len(one.prompt) for one in requests), said)
+        return JSONResponse(to_reply(answers, usage))
+
+    async def _stream(
+        self,
+        served: ServedModel,
+        requests: Sequence[GenerationRequest],
+        body: SamplingBody,
+        reply: Reply,
+        parts: tuple[list[dict[str, Any]], Chunk],
+    ) -> Response:
+        first, chunks = parts
+        progress = self.asker.stream(served.engine, requests)
+        # What refuses the stream does so before its status is sent.
+        begin = await anext(progress)
+        fields = {"usage": None} if body.includes_usage else {}
+        kind = first[0]["object"] if first else "text_completion"
+
+        async def events() -> AsyncIterator[bytes]:
+            said: dict[int, int] = {}
+            try:
+                for chunk in first:
+                    yield _event({**chunk, **fields})
+                one: tuple[int, Progress] | None = begin
+                while one is not None:
+                    place, told = one
+                    if told.finish_reason == "error":
+                        text = f"the answer could not be given: {told.error}"
+                        yield _event(error_body(text, "server_error"))
+                        return
+                    said[place] = told.num_tokens
+                    for chunk in chunks(place, told):
+                        yield _event({**chunk, **fields})
+                    one = await anext(progress, None)
+                if body.includes_usage:
+                    tokens = sum(len(request.prompt) for request in requests)
+                    usage = usage_of(tokens, sum(said.values()))
+                    yield _event({**reply.head(kind), "choices": [], "usage": usage})
+                yield b"data: [DONE]\n\n"
+            finally:
+                await progress.aclose()
+
+        headers = {"Cache-Control": "no-cache"}
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+
+
+async def _until_left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _maybe_in_thread(size: int, work: Callable[[], Any]) -> Any:
+    return await asyncio.to_thread(work) if size > LONG_TEXT else work()
+
+
+def to_response(error: ApiError) -> JSONResponse:
+    """A refusal as it is sent."""
+    return JSONResponse(error.body, error.status, headers=error.headers)

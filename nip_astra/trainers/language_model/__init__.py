@@ -1,0 +1,1 @@
+"""Parts of the loop that all trainers of language models go through."""

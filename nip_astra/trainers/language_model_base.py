@@ -1,0 +1,457 @@
+"""The loop of all trainers that learn a language model: collect, step through what was collected.
+
+A family says what an iteration gathers (`collect`) and what is measured (`measure`,
+`evaluate_dev`); a trainer gives the loss of a batch (`loss`). Batches, accumulation, schedule, dev
+evaluation, early stopping, checkpoints and saving are done here.
+
+Shape suffixes: `B` sample, `T` token.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.checkpoints.run_state import RunState
+from nip_astra.errors import BudgetExhaustedError, NonFiniteLossError, StopRequested
+from nip_astra.language_models.base import LanguageModel, TokenCount
+from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rollouts.samples import Sample, collate
+from nip_astra.trainers.language_model.batches import batches_of, in_groups
+from nip_astra.trainers.language_model.state import LanguageModelState
+from nip_astra.trainers.optimization import build_optimizer, learning_rate
+from nip_astra.trainers.trainer_base import (
+    IterationContext,
+    TensorDictTrainer,
+    attach_progress_bar,
+)
+from nip_astra.utils.forked import get_num_processes, using_processes
+from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
+
+logger = logging.getLogger(__name__)
+
+STEP_TOTALS = "step_totals"
+"""Column of a batch: trained tokens and samples of the whole optimizer step, int64 `[B, 2]`."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What an iteration gathered.
+
+    Attributes
+    ----------
+    samples : list of Sample
+        What is learnt from; an iteration without any takes no step.
+    metrics : dict[str, float]
+        What is logged of it; `tokens/generated` gives the speed that the bar shows.
+    seconds : Mapping[str, float]
+        How long parts of the collecting took.
+    """
+
+    samples: list[Sample]
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+class LanguageModelTrainer(TensorDictTrainer):
+    """Base of trainers that learn a language model through a `TrainingService`.
+
+    Attributes
+    ----------
+    policy : LanguageModel
+        What learns.
+    modules : ModuleDict
+        What learns beside it, from `build_modules`.
+    learned : list of Parameter
+        The weights of both.
+    service : TrainingService
+        Through which they learn; by default in this process, over `optimizer`.
+    state : LanguageModelState
+        How far the run has come.
+    """
+
+    State: ClassVar[type[RunState]] = LanguageModelState
+    parameter_groups: ClassVar[tuple[str, ...] | None] = ("training",)
+    trained_tokens: ClassVar[str] = "tokens"
+    """The column of a batch whose tokens are learnt; its mask says which they are."""
+    policy_role: ClassVar[str] = "policy"
+    """What the policy is called in checkpoints."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.training = self.hyper_params.training
+        self._noted: dict[str, float] = {}
+        self.policy = self.build_policy()
+        self.modules = torch.nn.ModuleDict(self.build_modules())
+        policy, modules = list(self.policy.parameters()), list(self.modules.parameters())
+        self.learned = [*policy, *modules]
+        self.optimizer = build_optimizer(
+            self.training, policy, more=[(modules, self.modules_lr_factor)]
+        )
+        self.service = self.build_service()
+
+    # ---- hooks
+
+    @abstractmethod
+    def build_policy(self) -> LanguageModel:
+        """The model that learns; hook of a family."""
+
+    @abstractmethod
+    def collect(self, iteration: int) -> Experience:
+        """What an iteration learns from; hook of a family. Called without gradients."""
+
+    @abstractmethod
+    def loss(self, batch: TensorDict) -> LossOutput:
+        """The loss of a batch, a mean over its samples, and scalars to log; hook of a trainer."""
+
+    def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
+        """One batch of samples; hook."""
+        return collate(samples)
+
+    def build_modules(self) -> dict[str, torch.nn.Module]:
+        """What learns beside the policy, for instance a value head; hook."""
+        return {}
+
+    @property
+    def modules_lr_factor(self) -> float:
+        """Learning rate of what `build_modules` gives, as a multiple of the policy's; hook."""
+        return 1.0
+
+    def build_service(self) -> TrainingService:
+        """What holds the weights, adds up gradients and steps; hook."""
+        return LocalTrainingService(
+            self.policy,
+            self.optimizer,
+            learned=self.learned,
+            modules=self.modules,
+            role=self.policy_role,
+        )
+
+    def num_measure_parts(self) -> int:
+        """Parts in which `measure` works; hook of a family. None where nothing is measured."""
+        return 0
+
+    def measure(self, when: str, parts: Iterable[int]) -> dict[str, Any]:
+        """Figures on held-out data, "before" or "after" training; hook of a family."""
+        return {}
+
+    def evaluate_dev(self) -> dict[str, float]:
+        """Figures by which the best checkpoint is chosen, the dev metric among them; hook."""
+        raise NotImplementedError(f"{type(self).__name__} has no dev evaluation")
+
+    def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """What the bar shows of an iteration beside loss and speed; hook."""
+        return {}
+
+    # ---- tools of the hooks
+
+    def log_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Log figures with those of the iteration in progress."""
+        self._noted.update(metrics)
+
+    def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
+        """The policy's log-probabilities of continuations of `context`, with gradient.
+
+        All continuations go through the model in one pass.
+
+        Parameters
+        ----------
+        batch : TensorDict
+            Holds `context` and, for each name, tokens and `<name>_mask`.
+
+        Returns
+        -------
+        tuple[Tensor, ...]
+            One `[B, T]` tensor a name, all of the width of the longest, nats, 0 on padding.
+        """
+        width = max(batch[name].shape[1] for name in names)
+        ids, masks = [], []
+        for name in names:
+            padding = (0, width - batch[name].shape[1])
+            ids.append(torch.nn.functional.pad(batch[name], padding))
+            masks.append(torch.nn.functional.pad(batch[f"{name}_mask"], padding))
+        logprobs = self.service.logprobs(
+            batch["context"].repeat(len(names), 1),
+            batch["context_mask"].repeat(len(names), 1),
+            torch.cat(ids),
+            torch.cat(masks),
+        )
+        return logprobs.chunk(len(names))
+
+    def num_tokens_in_step(self, batch: TensorDict) -> float:
+        """The part of a batch, by samples, of the learnt tokens of the whole optimizer step.
+
+        A sum over tokens divided by it is a mean over the step's tokens once the loop has averaged
+        the batches by their samples, however the step is split into batches.
+        """
+        totals = batch.get(STEP_TOTALS, None)
+        if totals is None:
+            return float(int(batch[f"{self.trained_tokens}_mask"].sum()))
+        num_tokens, num_samples = totals[0].tolist()
+        return float(num_tokens * len(batch) / num_samples)
+
+    # ---- the job
+
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        asked = self.scenario_instance.num_parameters, self.settings.num_threads
+        with super()._threads(), using_processes(choose_num_processes(*asked)):
+            self.results["num_processes"] = get_num_processes()
+            yield
+
+    def train(self) -> None:
+        """Measure the untrained policy, train it, measure it again, save it."""
+        self._set_seed()
+        self._rewind_records()
+        with self._open_progress_bar():
+            with ExitStack() as stack:
+                self._build_test_context(stack)
+                self._run_before_loop()
+            with ExitStack() as stack:
+                self._build_train_context(stack)
+                self._run_train_loop()
+            with ExitStack() as stack:
+                self._build_test_context(stack)
+                if self.state.best_dev_value is not None:
+                    # The weights that did best on the dev prompts.
+                    self._restore_best()
+                self._measure_after()
+        self._save_models()
+        self._write_results()
+
+    @attach_progress_bar(lambda self: self.num_measure_parts())
+    def _run_before_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("Before training")
+        is_done = self.state.before is not None
+        start = self.num_measure_parts() if is_done else 0
+        parts = self._parts(iteration_context, start)
+        if is_done:
+            # The bar is told what is done.
+            list(parts)
+        else:
+            self.state.before = self.measure("before", parts)
+        self._raise_if_stopped()
+
+    @attach_progress_bar(lambda self: self.training.training_steps)
+    def _run_train_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("Training")
+        for iteration in iteration_context.iterate(self.state.iteration):
+            if self._has_stopped_early():
+                break
+            started = time.perf_counter()
+            seconds = self._collect(iteration) if self.state.samples is None else {}
+            collected = time.perf_counter()
+            self._update(iteration)
+            timings = {
+                "time/collect_seconds": collected - started,
+                "time/update_seconds": time.perf_counter() - collected,
+            }
+            timings |= {f"time/{part}_seconds": spent for part, spent in seconds.items()}
+            self._finish_iteration(iteration_context, timings)
+
+    @attach_progress_bar(lambda self: self.num_measure_parts())
+    def _run_test_loop(self, iteration_context: IterationContext) -> None:
+        iteration_context.set_description("After training")
+        self.results["after"] = self.measure("after", self._parts(iteration_context))
+
+    def _measure_after(self) -> None:
+        """What follows training; a family may measure more."""
+        self._run_test_loop()
+
+    def _parts(self, iteration_context: IterationContext, start: int = 0) -> Iterator[int]:
+        """The parts of a measurement, up to the moment when the run is to stop."""
+        for part in iteration_context.iterate(start):
+            self._raise_if_stopped()
+            yield part
+
+    # ---- one iteration
+
+    def _collect(self, iteration: int) -> Mapping[str, float]:
+        """Gather what the iteration learns from, and give the seconds by part."""
+        self._noted = {}
+        try:
+            with torch.no_grad():
+                found = self.collect(iteration)
+        except BudgetExhaustedError:
+            # What was learnt so far is paid for.
+            self._save_checkpoint()
+            raise
+        metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
+        self.state.begin(found.samples, metrics)
+        return found.seconds
+
+    def batches(
+        self, samples: Sequence[Sample], *, iteration: int, epoch: int
+    ) -> Iterator[TensorDict]:
+        """An epoch's batches of an iteration's samples."""
+        return batches_of(
+            samples,
+            self.collate_fn,
+            size=self.training.batch_size,
+            order=self.training.batch_order,
+            key=(self.hyper_params.seed, iteration, epoch),
+        )
+
+    def _update(self, iteration: int) -> None:
+        """Step through the iteration's samples, from where it was left."""
+        for number, group in enumerate(self._step_groups(iteration)):
+            if number < self.state.num_steps_done:
+                continue
+            with self.policy.counting() as spent:
+                metrics = self._optimizer_step(group)
+            self.state.count_step(metrics | _token_metrics(spent))
+            if self.settings.stop_flag and self.settings.stop_flag():
+                self._save_checkpoint()
+                self._raise_if_stopped()
+
+    def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
+        """The batches of each optimizer step; the last group of an epoch may be smaller."""
+        assert self.state.samples is not None
+        for epoch in range(self.training.num_epochs):
+            batches = self.batches(self.state.samples, iteration=iteration, epoch=epoch)
+            yield from in_groups(batches, self.training.gradient_accumulation_steps)
+
+    def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
+        """Take one step on the mean loss over the samples of all batches."""
+        progress = self.state.iteration / self.training.training_steps
+        lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
+        self._write_step_totals(batches)
+        metrics = self.service.forward_backward(batches, self.loss)
+        if not math.isfinite(metrics["loss"]):
+            self._stop_on_non_finite(metrics["loss"], math.nan)
+        step = self.service.optim_step(lr=lr, max_grad_norm=self.training.max_grad_norm)
+        if not step.was_taken:
+            # A fault may show in the norm even where the loss is fine.
+            self._stop_on_non_finite(metrics["loss"], step.grad_norm)
+        return metrics | {"grad_norm": step.grad_norm, "lr": lr}
+
+    def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
+        """Tell each batch of a step what the whole step learns; see `num_tokens_in_step`."""
+        name = f"{self.trained_tokens}_mask"
+        if any(batch.get(name, None) is None for batch in batches):
+            return
+        totals = [sum(int(batch[name].sum()) for batch in batches), sum(map(len, batches))]
+        for batch in batches:
+            batch[STEP_TOTALS] = torch.tensor([totals]).expand(len(batch), 2)
+
+    def _stop_on_non_finite(self, loss: float, norm: float) -> None:
+        self._save_checkpoint()
+        raise NonFiniteLossError(
+            f"optimizer step {self.state.num_optimizer_steps + 1} (iteration "
+            f"{self.state.iteration + 1}) has loss {loss} and gradient norm {norm}; the weights "
+            "before it are saved. Lower training.lr or training.max_grad_norm, and look at the "
+            "iteration's rollouts."
+        )
+
+    def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
+        metrics = self.state.end()
+        seconds = timings["time/collect_seconds"] + timings["time/update_seconds"]
+        timings["time/tokens_per_second"] = metrics.get("tokens/generated", 0) / max(seconds, 1e-9)
+        timings["memory/peak_gib"] = peak_memory_bytes() / 2**30
+        is_best = False
+        period = self.training.eval_period
+        if period and self.state.iteration % period == 0:
+            with torch.no_grad():
+                dev = self.evaluate_dev()
+            metrics |= {f"dev/{name}": value for name, value in dev.items()}
+            is_best = self.state.count_evaluation(dev[self.training.dev_metric])
+        self.tracker.log_metrics(metrics | timings, step=self.state.iteration)
+        context.set_postfix(
+            loss=metrics.get("loss", "nothing to learn from"),
+            **self.progress_figures(metrics),
+            tokens_per_second=timings["time/tokens_per_second"],
+        )
+        is_last = self.state.iteration == context.num_iterations
+        every = self.settings.checkpoint_period
+        if is_best or is_last or (every and self.state.iteration % every == 0):
+            self._save_checkpoint(is_best=is_best)
+        self._stop_between_iterations(already_saved=is_last)
+
+    def _has_stopped_early(self) -> bool:
+        """Say whether the dev evaluations have brought nothing better for too long."""
+        patience = self.training.early_stopping_patience
+        if patience is None or self.state.num_evals_since_best < patience:
+            return False
+        logger.info(
+            "stopped after iteration %d: no better dev/%s in %d evaluations",
+            self.state.iteration,
+            self.training.dev_metric,
+            self.state.num_evals_since_best,
+        )
+        return True
+
+    def _stop_between_iterations(self, *, already_saved: bool) -> None:
+        try:
+            self._raise_if_stopped()
+        except StopRequested:
+            if not already_saved:
+                self._save_checkpoint()
+            raise
+
+    # ---- saving
+
+    def save_models(self, directory: Path) -> None:
+        """Write policy, modules and optimizer."""
+        self.service.save_state(directory)
+
+    def load_models(self, directory: Path) -> None:
+        """Read what `save_models` wrote."""
+        self.service.load_state(directory)
+
+    def _restore_best(self) -> None:
+        """Take the weights of the best checkpoint.
+
+        Raises
+        ------
+        CheckpointError
+            When it is lost or corrupt.
+        """
+        store = self._checkpoint_store()
+        if store is not None:
+            best = store.open_best()
+            self.service.load_state(best)
+            logger.info("restored the best checkpoint %s", best.name)
+
+    def _save_models(self) -> None:
+        """Write the trained policy in Hugging Face layout, and hand it to the tracker."""
+        if self.run_directory is None:
+            return
+        model_dir, run_id = self.run_directory.path / "model", self.run_directory.run_id
+        self.service.save_weights_for_sampler(model_dir)
+        self.results["model_dir"] = str(model_dir)
+        store = self._checkpoint_store()
+        found = {"latest": store.latest(), "best": store.best()} if store else {}
+        for alias, path in found.items():
+            if path is not None:
+                self.tracker.log_artifact(
+                    path, name=f"checkpoint-{run_id}", type="checkpoint", aliases=[alias]
+                )
+        self.tracker.log_artifact(model_dir, name=f"{self.policy_role}-{run_id}", type="model")
+
+    @abstractmethod
+    def _write_results(self) -> None:
+        """Complete `results`, and write them where there is a run directory."""
+
+    def _warn(self, text: str) -> None:
+        self.results.setdefault("warnings", []).append(text)
+        logger.warning(text)
+
+
+def _token_metrics(spent: TokenCount) -> dict[str, float]:
+    """The tokens that an optimizer step forwarded and their ratio to the unique ones."""
+    return {
+        "tokens/update_forwarded": float(spent.forwarded),
+        "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
+    }

@@ -1,0 +1,173 @@
+"""Makes the small model of the tasks arithmetic, countdown and guess_number from nothing.
+
+    python scenarios/arithmetic/build.py [--out DIR] [--seed N] [--steps N]
+
+It learns the form of answers, and arithmetic from answers of which most are wrong, on problems
+that are not held out. On one thread, the same seed gives bit-identical files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pocket_chat"))
+
+import tiny_models
+import torch
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast
+
+from nip_astra.scenario_base.tasks.arithmetic import ArithmeticEnvironment, problem_of
+from nip_astra.scenario_base.tasks.base import split_of
+
+CHARACTERS = "0123456789+-*=() abcdefghijklmnopqrstuvwxyz?.,:!"
+CONTEXT_LENGTH = 256
+SHAPE = {"hidden": 96, "intermediate": 256, "num_layers": 3}
+STEPS, BATCH_SIZE, LR = 3000, 128, 3e-3
+SHARE_RIGHT = 0.4
+"""Of the arithmetic answers that it is taught."""
+
+CHAT_TEMPLATE = (
+    "{{ '<bos>' }}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<user>' }}"
+    "{% elif message['role'] == 'assistant' %}{{ '<assistant>' }}"
+    "{% else %}{{ raise_exception('this model knows the roles user and assistant only, not '"
+    " + message['role']) }}{% endif %}"
+    "{{ message['content'] | trim + '<end>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+Turns = list[tuple[bool, str]]
+"""Of a conversation: whether the model says it, and what is said."""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, and those of the chat template."""
+    words = (*tiny_models.SPECIAL_TOKENS, *CHARACTERS)
+    backend = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<bos>",
+        eos_token="<end>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        padding_side="left",
+        model_max_length=CONTEXT_LENGTH,
+        clean_up_tokenization_spaces=False,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+class Corpus:
+    """Conversations to begin with: right in form, and mostly wrong."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.problems = {level: self._problems(level) for level in range(1, 7)}
+
+    def _problems(self, level: int) -> list[ArithmeticEnvironment]:
+        """Problems that are neither held out nor for development."""
+        drawn = (problem_of(level, self.generator) for _ in range(4000))
+        found = {one.problem: one for one in drawn if split_of(one.columns) == "train"}
+        return list(found.values())
+
+    def conversations(self, rng: random.Random, count: int) -> list[Turns]:
+        """Some of one of the three tasks, alike in length."""
+        kind = rng.random()
+        if kind < 0.8:
+            return [self._arithmetic(rng) for _ in range(count)]
+        if kind < 0.9:
+            return [self._countdown(rng) for _ in range(count // 2)]
+        return [list(self._guessing(rng)) for _ in range(count // 4)]
+
+    def _arithmetic(self, rng: random.Random) -> Turns:
+        problem = rng.choice(self.problems[rng.choice((1, 2, 2, 3, 3, 4, 5, 6))])
+        answer = problem.answer
+        if rng.random() > SHARE_RIGHT:
+            answer += rng.choice((-10, -2, -1, 1, 2, 10, rng.randint(-9, 9)))
+        return [(False, f"{problem.problem}="), (True, str(answer))]
+
+    def _countdown(self, rng: random.Random) -> Turns:
+        numbers = [rng.randint(1, 9) for _ in range(3)]
+        texts = [self._expression(numbers, rng) for _ in range(2)]
+        target = eval(texts[0])  # of our own making
+        said = texts[0] if rng.random() < 0.3 else texts[1]
+        return [(False, f"make {target} from {' '.join(map(str, numbers))}"), (True, said)]
+
+    def _expression(self, numbers: list[int], rng: random.Random) -> str:
+        return "".join(rng.choice("+-*") + str(n) for n in rng.sample(numbers, 3))[1:]
+
+    def _guessing(self, rng: random.Random) -> Iterator[tuple[bool, str]]:
+        start = rng.randint(1, 40)
+        hidden = rng.randint(start, start + 15)
+        yield False, f"guess {start} to {start + 15}"
+        for _ in range(4):
+            guess = rng.randint(start, start + 15)
+            yield True, str(guess)
+            if guess == hidden:
+                return
+            yield False, "higher" if guess < hidden else "lower"
+
+
+def build_policy(out: Path, seed: int, steps: int) -> None:
+    """Train and write the model."""
+    tokenizer, corpus = build_tokenizer(), Corpus(seed)
+    bos, end, user, own = (
+        tiny_models.BOS,
+        tiny_models.END,
+        tiny_models.USER,
+        tiny_models.ASSISTANT,
+    )
+    number = {text: index for text, index in tokenizer.get_vocab().items() if len(text) == 1}
+
+    def row(conversation: Turns) -> tuple[list[int], list[int]]:
+        ids, labels = [bos], [-100]
+        for is_own, text in conversation:
+            said = [*(number[character] for character in text), end]
+            ids += [own if is_own else user, *said]
+            labels += [-100, *(said if is_own else [-100] * len(said))]
+        return ids, labels
+
+    def next_batch(rng: random.Random) -> tiny_models.Batch:
+        rows = [row(one) for one in corpus.conversations(rng, BATCH_SIZE)]
+        width = max(len(ids) for ids, _ in rows)
+        ids = [ids + [tiny_models.PAD] * (width - len(ids)) for ids, _ in rows]
+        labels = [labels + [-100] * (width - len(labels)) for _, labels in rows]
+        return torch.tensor(ids), torch.tensor(labels)
+
+    start = time.monotonic()
+
+    def report(step: int, loss: float) -> None:
+        print(f"step {step}, loss {loss:.4f}, {time.monotonic() - start:.0f} s", flush=True)
+
+    model = tiny_models.build_llama(len(tokenizer), **SHAPE, seed=seed)
+    tiny_models.train(model, next_batch, steps=steps, lr=LR, seed=seed, report=report)
+    tiny_models.save(model, tokenizer, out / "models" / "policy")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Build the model."""
+    parser = argparse.ArgumentParser(description="Build the model of the scenario arithmetic.")
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    build_policy(options.out, options.seed, options.steps)
+
+
+if __name__ == "__main__":
+    main()

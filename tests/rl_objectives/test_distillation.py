@@ -1,0 +1,116 @@
+"""On-policy distillation has the gradient of the exact reverse KL, and brings it to zero."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from nip_astra.rl_objectives.distillation import exact_kl, reverse_kl_advantages
+from nip_astra.rl_objectives.kl import KlKind, kl_estimate
+from nip_astra.rl_objectives.token_losses import importance_sampling_loss
+
+DOUBLE = torch.float64
+SIZE = 5
+
+
+def logits() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, SIZE, generator=generator, dtype=DOUBLE)
+    return student.requires_grad_(), teacher
+
+
+def expected_gradient(loss_B: torch.Tensor, student: torch.Tensor) -> torch.Tensor:
+    """Of a loss of each token, weighted by how often the student says it."""
+    probability = student.softmax(0).detach()
+    return torch.autograd.grad((probability * loss_B).sum(), student)[0]
+
+
+def test_the_expected_gradient_is_that_of_the_exact_reverse_kl() -> None:
+    student, teacher = logits()
+    exact = torch.autograd.grad(
+        exact_kl(student[None, None], teacher[None, None], forward=False).sum(), student
+    )[0]
+    logprobs = student.log_softmax(0)[:, None]
+    mask = torch.ones(SIZE, 1, dtype=torch.bool)
+    teacher_logprobs = teacher.log_softmax(0)[:, None]
+    advantages = reverse_kl_advantages(logprobs, teacher_logprobs, mask)
+    loss = importance_sampling_loss(logprobs, logprobs.detach(), advantages, mask)
+    found = expected_gradient(loss.squeeze(1), student)
+    assert torch.allclose(found, exact, atol=1e-12)
+    assert exact.abs().max() > 0.05
+
+
+@pytest.mark.parametrize(
+    ("kind", "gradient"), [("k1", "none"), ("k2", "reverse"), ("k3", "forward")]
+)
+def test_estimates_as_losses_have_the_gradients_that_are_written_of_them(
+    kind: KlKind, gradient: str
+) -> None:
+    student, teacher = logits()
+    logprobs = student.log_softmax(0)[:, None]
+    loss = kl_estimate(logprobs, teacher.log_softmax(0)[:, None], kind).squeeze(1)
+    found = expected_gradient(loss, student)
+    if gradient == "none":
+        assert found.abs().max() < 1e-12
+        return
+    exact = exact_kl(student[None, None], teacher[None, None], forward=gradient == "forward").sum()
+    assert torch.allclose(found, torch.autograd.grad(exact, student)[0], atol=1e-10)
+
+
+def test_with_discount_one_the_gradient_is_that_of_the_divergence_of_sequences() -> None:
+    """Two positions, the second one's distribution by the first token: all sequences are summed."""
+    generator = torch.Generator().manual_seed(1)
+    student, teacher = torch.randn(2, 4, 3, generator=generator, dtype=DOUBLE)
+    student.requires_grad_()
+    pairs = list(itertools.product(range(3), range(3)))
+    rows = torch.tensor([[0, 1 + first] for first, _ in pairs])
+    tokens = torch.tensor(pairs)
+    student_BT, teacher_BT = (x.log_softmax(1)[rows, tokens] for x in (student, teacher))
+    weight_B = student_BT.sum(1).exp()
+    exact = torch.autograd.grad(
+        (weight_B * (student_BT - teacher_BT).sum(1)).sum(), student, retain_graph=True
+    )[0]
+    mask = torch.ones(9, 2, dtype=torch.bool)
+    found = []
+    for discount in (1.0, 0.0):
+        advantages = reverse_kl_advantages(student_BT, teacher_BT, mask, discount=discount)
+        loss = importance_sampling_loss(student_BT, student_BT.detach(), advantages, mask)
+        total = (weight_B.detach() * loss.sum(1)).sum()
+        found.append(torch.autograd.grad(total, student, retain_graph=True)[0])
+    assert torch.allclose(found[0], exact, atol=1e-12)
+    assert not torch.allclose(found[1], exact, atol=1e-3)
+
+
+def test_later_gaps_count_over_masked_tokens_without_being_discounted_for_them() -> None:
+    student = torch.tensor([[1.0, 9.0, 2.0, 4.0]], dtype=DOUBLE)
+    mask = torch.tensor([[True, False, True, True]])
+    found = reverse_kl_advantages(
+        student, torch.zeros_like(student), mask, weight=2.0, discount=0.5
+    )
+    assert found.tolist() == [[-2 * (1 + 1 + 1), 0.0, -2 * (2 + 2), -8.0]]
+
+
+def test_distilling_by_samples_drives_the_divergence_to_zero() -> None:
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = logits()
+    student = student.detach().clone().requires_grad_()
+    optimizer = torch.optim.Adam([student], lr=0.05)
+
+    def divergence() -> float:
+        with torch.no_grad():
+            return exact_kl(student[None, None], teacher[None, None], forward=False).item()
+
+    before = divergence()
+    mask = torch.ones(256, 1, dtype=torch.bool)
+    for _ in range(300):
+        drawn = torch.multinomial(student.detach().exp(), 256, True, generator=generator)
+        logprobs, target = (x.log_softmax(0)[drawn][:, None] for x in (student, teacher))
+        advantages = reverse_kl_advantages(logprobs, target, mask)
+        loss = importance_sampling_loss(logprobs, logprobs.detach(), advantages, mask).mean()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert before > 0.3
+    assert divergence() < 1e-3

@@ -1,0 +1,181 @@
+"""Advantages of ragged groups of runs: worked out by hand, against GRPO of TRL, and traps."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.advantages import group_advantages
+from nip_astra.rl_objectives.returns import nstep_returns
+from nip_astra.rl_objectives.run_advantages import Scale, codes_of, run_advantages
+
+DOUBLE = torch.float64
+
+
+def rewards(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=DOUBLE)
+
+
+def test_a_run_of_several_samples_weighs_as_much_as_one_of_one() -> None:
+    # Run 0 has rewards 0 and 1, mean 0.5; run 1 has reward 2. mu = 1.25, std = 1.5 / sqrt(2).
+    found = run_advantages(
+        rewards(0, 1, 2), torch.tensor([7, 7, 7]), torch.tensor([0, 0, 1]), std_epsilon=0.0
+    )
+    std = 1.5 / math.sqrt(2)
+    expected = [(r - 1.25) / std for r in (0, 1, 2)]
+    assert found.advantages_N.tolist() == pytest.approx(expected, abs=1e-12)
+    assert found.std_P.tolist() == pytest.approx([std])
+
+
+def test_one_run_number_in_two_groups_is_two_runs() -> None:
+    found = run_advantages(
+        rewards(0, 1, 5, 6),
+        torch.tensor([0, 0, 1, 1]),
+        torch.tensor([0, 1, 0, 1]),
+        scale="none",
+    )
+    assert found.advantages_N.tolist() == [-0.5, 0.5, -0.5, 0.5]
+
+
+def test_ragged_groups_equal_each_group_alone() -> None:
+    values, group = rewards(1, 0, 3, 5, 2, 2.5), torch.tensor([3, 1, 3, 3, 1, 0])
+    found = run_advantages(values, group, std_epsilon=1e-4)
+    for one in (0, 1, 3):
+        own = group_advantages(values[group == one][None], baseline="mean", std_epsilon=1e-4)
+        assert torch.allclose(found.advantages_N[group == one], own.advantages_PG[0], atol=1e-12)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_singleton_learns_nothing_where_nexrl_gives_it_its_reward(scale: Scale) -> None:
+    found = run_advantages(rewards(3, 1, 0), torch.tensor([0, 1, 1]), scale=scale)
+    assert found.advantages_N[0] == 0
+    assert found.is_zero_variance_P.tolist() == [True, False]
+
+
+def test_one_run_of_two_samples_gives_zero_where_nexrl_gives_nan() -> None:
+    found = run_advantages(rewards(0, 4), torch.tensor([0, 0]), torch.tensor([5, 5]))
+    assert found.advantages_N.tolist() == [0, 0]
+
+
+def test_equal_rewards_that_are_no_round_number_give_exactly_zero() -> None:
+    found = run_advantages(rewards(0.1, 0.1, 0.1), torch.zeros(3).long(), std_epsilon=0.0)
+    assert found.advantages_N.tolist() == [0, 0, 0]
+    dropped = run_advantages(
+        rewards(0.1, 0.1, 0, 1), torch.tensor([0, 0, 1, 1]), zero_variance="drop"
+    )
+    assert dropped.is_used_N.tolist() == [False, False, True, True]
+
+
+def test_the_standard_deviation_is_unbiased_as_in_trl_and_not_that_of_the_population() -> None:
+    found = run_advantages(rewards(0, 0, 3), torch.zeros(3).long(), std_epsilon=0.0)
+    assert found.std_P.tolist() == pytest.approx([math.sqrt(3)])
+    assert found.advantages_N[2].item() == pytest.approx(2 / math.sqrt(3))
+
+
+def test_leave_one_out_compares_with_the_mean_of_the_other_runs() -> None:
+    found = run_advantages(
+        rewards(1, 0, 0.5), torch.zeros(3).long(), baseline="leave_one_out", scale="none"
+    )
+    assert found.advantages_N.tolist() == pytest.approx([0.75, -0.75, 0.0])
+
+
+def test_the_spread_of_the_batch_is_about_the_means_of_groups() -> None:
+    found = run_advantages(
+        rewards(0, 2, 10, 14), torch.tensor([0, 0, 1, 1]), scale="batch", std_epsilon=0.0
+    )
+    std = math.sqrt((1 + 1 + 4 + 4) / 3)
+    assert found.advantages_N.tolist() == pytest.approx([-1 / std, 1 / std, -2 / std, 2 / std])
+
+
+def test_samples_without_a_verdict_are_left_out() -> None:
+    found = run_advantages(
+        rewards(0, 1, math.nan, math.nan),
+        torch.tensor([0, 0, 0, 1]),
+        torch.tensor([0, 1, 1, 0]),
+        scale="none",
+    )
+    assert found.advantages_N.tolist() == [-0.5, 0.5, 0, 0]
+    assert found.is_used_N.tolist() == [True, True, False, False]
+    assert found.is_zero_variance_P.tolist() == [False, False]
+
+
+def test_advantages_do_not_depend_on_order_or_on_a_constant() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(30, generator=generator, dtype=DOUBLE)
+    group, run = torch.randint(0, 6, (2, 30), generator=generator)
+    order = torch.randperm(30, generator=generator)
+    plain = run_advantages(values, group, run).advantages_N
+    other = run_advantages(values[order] + 5, group[order], run[order]).advantages_N
+    assert torch.allclose(plain[order], other, atol=1e-9)
+    assert plain.abs().max() > 0.5
+
+
+def test_advantages_of_no_samples_are_none() -> None:
+    empty = torch.zeros(0, dtype=torch.long)
+    assert len(run_advantages(rewards(), empty).advantages_N) == 0
+
+
+def test_ids_become_numbers_in_order_of_appearance() -> None:
+    assert codes_of(["b", "a", "b", 3]).tolist() == [0, 1, 0, 2]
+
+
+def test_what_cannot_be_meant_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="Known scales: group, batch, none"):
+        run_advantages(rewards(1), torch.zeros(1).long(), scale="global")  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="vast advantage"):
+        run_advantages(rewards(1), torch.zeros(1).long(), baseline="none")
+
+
+# ---- returns
+
+
+def by_loop(values: list[float], n: int, gamma: float) -> list[float]:
+    """As the guide writes it."""
+    found = []
+    for i in range(len(values)):
+        found.append(sum(gamma**j * values[i + j] for j in range(min(n, len(values) - i))))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 9])
+def test_nstep_returns_equal_the_loop_of_the_guide(n: int) -> None:
+    values = [1.0, -2.0, 0.5, 3.0, 0.25]
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    found = nstep_returns(rewards(*values)[None], mask, n=n, gamma=0.9)
+    assert found[0].tolist() == pytest.approx(by_loop(values, n, 0.9), abs=1e-12)
+
+
+def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
+    row = rewards(1, 99, 2, 4)[None]
+    mask = torch.tensor([[True, False, True, True]])
+    values = rewards(10, 99, 20, 40)[None]
+    found = nstep_returns(row, mask, n=2, gamma=0.5, values_EH=values)
+    # 1 + 0.5 * 2 + 0.25 * 40; 2 + 0.5 * 4; 4
+    assert found[0].tolist() == [12.0, 0.0, 4.0, 4.0]
+    whole = nstep_returns(row, mask, n=None, gamma=0.5)
+    assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
+    with pytest.raises(ConfigurationError, match="returns over 0 steps"):
+        nstep_returns(row, mask, n=0, gamma=0.5)
+
+
+def test_nstep_returns_equal_those_of_torchrl() -> None:
+    pytest.importorskip("torchrl")
+    from torchrl.objectives.value.functional import td_lambda_return_estimate
+
+    generator = torch.Generator().manual_seed(3)
+    row = torch.randn(2, 6, generator=generator, dtype=DOUBLE)
+    ends = torch.zeros(2, 6, 1, dtype=torch.bool)
+    ends[:, -1] = True
+    whole = nstep_returns(row, torch.ones(2, 6, dtype=torch.bool), n=None, gamma=0.8)
+    theirs = td_lambda_return_estimate(
+        0.8,
+        1.0,
+        torch.zeros(2, 6, 1, dtype=DOUBLE),
+        row.unsqueeze(-1),
+        done=ends,
+        terminated=ends,
+    )
+    assert torch.allclose(whole, theirs.squeeze(-1), atol=1e-6, rtol=0)

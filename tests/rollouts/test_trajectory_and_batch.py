@@ -1,0 +1,178 @@
+"""Trajectories become batches and come back, and padding is found by mask."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import DataError
+from nip_astra.rollouts.batch import Batch, padding_data
+from nip_astra.rollouts.padding import compute_position_id_with_mask
+from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
+
+
+def some(**more: Any) -> list[Trajectory]:
+    return [
+        Trajectory([5, 6, 2], [0, 1, 1], logprobs=[0, -1, -2], reward=1.0, group_id="a", **more),
+        Trajectory([7, 2], [0, 1], logprobs=[0, -3], reward=0.0, group_id="a", **more),
+        Trajectory([8, 9, 9, 2], [0, 1, 0, 1], logprobs=[0, -1, 0, -1], reward=0.5, **more),
+    ]
+
+
+def test_attribute_item_and_get_agree_for_fields_and_extras() -> None:
+    one = some()[0]
+    one.advantage = 2.0
+    one["note"] = "well"
+    one.other = 3
+    assert one.advantage == one["advantage"] == one.get("advantage") == 2.0
+    assert one.note == one["note"] == one.get("note") == "well"
+    assert one["other"] == 3
+    assert one.get("run_id", "default") == "default"
+    assert one.get("nothing", 7) == 7
+    assert "other" in one
+    assert "nothing" not in one
+    with pytest.raises(KeyError, match="'nothing' was read of a trajectory"):
+        one["nothing"]
+    with pytest.raises(AttributeError, match="get\\('nothing', default\\)"):
+        _ = one.nothing
+
+
+def test_masks_of_another_length_are_refused_by_name() -> None:
+    with pytest.raises(DataError, match="made of 3 tokens, but loss_mask has 2, logprobs has 1"):
+        Trajectory([1, 2, 3], [0, 1], logprobs=[0.0])
+
+
+def test_what_tools_and_environments_said_is_masked() -> None:
+    spans = [TokenSpan([1, 2]), TokenSpan([3], [-0.5]), TokenSpan([4, 5]), TokenSpan([6], [-1.5])]
+    one = Trajectory.from_spans(spans, reward=1.0)
+    assert one.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert one.loss_mask.tolist() == [False, False, True, False, False, True]
+    assert one.logprobs is not None
+    assert one.logprobs.tolist() == [0, 0, -0.5, 0, 0, -1.5]
+    assert (one.num_prompt_tokens, one.num_response_tokens) == (2, 2)
+
+
+def test_truncation_cuts_everything_of_tokens_alike() -> None:
+    one = Trajectory(
+        [1, 2, 3], [0, 1, 1], logprobs=[0, -1, -2], advantage=torch.tensor([0.0, 1.0, 2.0]), name=4
+    )
+    cut = one.truncated(2)
+    assert len(cut) == len(cut.loss_mask) == 2
+    assert torch.as_tensor(cut.advantage).tolist() == [0, 1]
+    assert cut.name == 4
+
+
+def test_a_batch_of_trajectories_is_padded_on_the_right() -> None:
+    batch = Batch.from_trajectories(some(length=4, text="x"), step=7)
+    assert batch.values["input_ids"].tolist() == [[5, 6, 2, 0], [7, 2, 0, 0], [8, 9, 9, 2]]
+    assert batch.values["loss_mask"].tolist()[2] == [False, True, False, True]
+    assert batch.values["position_ids"].tolist()[1] == [0, 1, 1, 1]
+    assert batch.values["logprobs"].tolist()[1] == [0, -3, 0, 0]
+    assert batch.values["length"].tolist() == [4, 4, 4]
+    assert batch.metadata["text"] == ["x"] * 3
+    assert batch.metadata["step"] == 7
+    assert batch.metadata["group_ids"] == ["a", "a", "own-2"]
+
+
+def test_values_and_metadata_find_what_the_other_holds() -> None:
+    batch = Batch.from_trajectories(some())
+    assert batch.metadata["rewards"].tolist() == [1.0, 0.0, 0.5]
+    assert batch.values["reward"] is batch.values["rewards"]
+    batch.metadata["advantages"] = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(3.0)]
+    assert batch.values["advantages"].tolist() == [1, 2, 3]
+    batch.metadata["advantages"] = [1.0, 2.0, 4.0]
+    assert "advantages" in batch.values
+    assert "advantages" in set(batch.values.keys())
+    assert batch.values["advantages"].tolist() == [1, 2, 4]
+    batch.metadata["advantages"] = []
+    assert "advantages" not in set(batch.values.keys())
+    assert len(batch.metadata["advantages"]) == 0
+    del batch.metadata["advantages"]
+    with pytest.raises(KeyError, match="'advantages' was read of a batch"):
+        batch.values["advantages"]
+
+
+def test_padding_is_removed_by_mask_and_never_by_id() -> None:
+    # NexRL compares ids, and with pad == eos removes the trained end token.
+    batch = Batch.from_trajectories(
+        [Trajectory([5, 6, 2], [0, 1, 1]), Trajectory([7, 8, 2], [0, 1, 1])]
+    )
+    assert batch.remove_redundant_right_padding(pad_token_id=2).width == 3
+    wide = batch.select([0, 1])
+    for name in wide._token_fields():
+        value = wide.data[name]
+        zeros = torch.zeros(2, 2, dtype=value.dtype)
+        wide.data[name] = torch.cat([zeros, value, zeros], dim=1)
+    left = Batch.remove_redundant_left_padding(
+        wide, pad_token_id=9, anchor_field="input_ids", fields=["input_ids", "loss_mask"]
+    )
+    assert left.values["input_ids"].tolist() == [[5, 6, 2, 9, 9], [7, 8, 2, 9, 9]]
+    assert left.values["loss_mask"].shape == (2, 5)
+    both = wide.strip()
+    assert both.values["input_ids"].tolist() == [[5, 6, 2], [7, 8, 2]]
+    with pytest.raises(DataError, match="padding of the fields 'nothing' was to be removed"):
+        wide.strip(fields=["nothing"])
+
+
+def test_rows_that_pad_a_batch_have_no_weight() -> None:
+    batch = Batch.from_trajectories(some()).pad_to_multiple(4)
+    assert len(batch) == 4
+    assert batch.values["row_weights"].tolist() == [1, 1, 1, 0]
+    assert not batch.values["loss_mask"][3].any()
+    assert batch.metadata["group_ids"][3] is None
+    assert len(batch.to_trajectories()) == 3
+    assert len(batch.pad_to_multiple(2)) == 4
+
+
+def test_padding_data_strips_fills_and_counts_places() -> None:
+    batch = padding_data(Batch.from_trajectories(some()), pad_token_id=3, multiple=2)
+    assert batch.values["input_ids"].tolist()[1] == [7, 2, 3, 3]
+    assert len(batch) == 4
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    assert compute_position_id_with_mask(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+
+
+def test_split_and_concatenated_is_the_same_batch() -> None:
+    batch = Batch.from_trajectories(some(text="x"))
+    again = Batch.concatenate([part.strip() for part in batch.split(2)])
+    assert again.width == 4
+    for name, value in batch.data.items():
+        if name != "position_ids":  # of padding alone
+            assert torch.equal(again.data[name], value), name
+    assert again.rows == batch.rows
+    with pytest.raises(DataError, match="text are not in all of them"):
+        Batch.concatenate([batch, Batch.from_trajectories(some())])
+    with pytest.raises(DataError, match="there are none"):
+        Batch.concatenate([])
+
+
+def test_rows_are_selected_and_shuffled_with_all_that_belongs_to_them() -> None:
+    batch = Batch.from_trajectories(some())
+    chosen = batch.select(torch.tensor([False, True, True]))
+    assert chosen.metadata["group_ids"] == ["a", "own-2"]
+    assert chosen.values["rewards"].tolist() == [0.0, 0.5]
+    mixed = batch.shuffle(torch.Generator().manual_seed(1))
+    pairs = zip(mixed.values["rewards"].tolist(), mixed.metadata["run_ids"], strict=True)
+    assert sorted(pairs) == [(0.0, "own-1"), (0.5, "own-2"), (1.0, "own-0")]
+
+
+def test_a_batch_comes_back_from_trajectories_and_from_files(tmp_path: Path) -> None:
+    batch = Batch.from_trajectories(some(text="x"), step=3)
+    batch.values["advantages"] = torch.tensor([1.0, 2.0, 3.0])
+    again = Batch.from_trajectories(batch.to_trajectories(), step=3)
+    batch.save(tmp_path / "batch")
+    read = Batch.load(tmp_path / "batch")
+    for other in (again, read):
+        assert set(other.data.keys()) == set(batch.data.keys())
+        assert all(torch.equal(other.data[name], value) for name, value in batch.data.items())
+        assert other.rows == batch.rows
+        assert other.facts == batch.facts
+
+
+def test_an_empty_batch_is_a_batch() -> None:
+    batch = Batch.from_trajectories([])
+    assert len(batch) == 0
+    assert batch.to_trajectories() == []

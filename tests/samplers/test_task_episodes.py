@@ -1,0 +1,141 @@
+"""Episodes become trajectories of what the policy said, with all else masked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.language_models.base import Generation, SamplingOptions, pad_right
+from nip_astra.samplers.task_episodes import TaskRollout, play_task
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.conversation.tokens import ChatFormat
+from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
+from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment
+from tests.tiny import make_tokenizer
+
+TOKENIZER = make_tokenizer(["guess", "to", "higher", "lower", "number?", *map(str, range(1, 17))])
+END = TOKENIZER.eos_token_id
+
+
+class Guessing(Task):
+    """The number 7."""
+
+    def environment(self, split: object, index: int) -> Environment:
+        return GuessNumberEnvironment(7, 1, 16, 3)
+
+
+class NeverOver(Environment):
+    """Says something after everything."""
+
+    def reset(self) -> Any:
+        return GuessNumberEnvironment(7, 1, 16, 3).reset()
+
+    def step(self, message: str) -> Reaction:
+        return Reaction(self.reset(), is_over=False)
+
+
+class Endless(Guessing):
+    """An environment that does not end."""
+
+    def environment(self, split: object, index: int) -> Environment:
+        return NeverOver()
+
+
+class Scripted:
+    """Says what is written down, each row its own list of turns."""
+
+    def __init__(self, *rows: list[str]) -> None:
+        self.rows = [list(row) for row in rows]
+        self.contexts: list[list[list[int]]] = []
+
+    def __call__(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
+        self.contexts.append([list(context) for context in contexts])
+        assert len(uniforms_BT) == len(contexts) * rows_per_context
+        active = [row for row in self.rows if row][: len(uniforms_BT)]
+        texts = [row.pop(0) for row in active]
+        said = [
+            TOKENIZER.encode(text.rstrip("!"), add_special_tokens=False)
+            + ([] if text.endswith("!") else [END])
+            for text in texts
+        ]
+        ids, mask = pad_right(said, torch.device("cpu"))
+        return Generation(ids, mask, torch.where(mask, -0.5, 0.0))
+
+
+def agent(window: int = 64) -> ConversationAgent:
+    model: Any = SimpleNamespace(
+        tokenizer=TOKENIZER, context_window=window, end_ids=(END,), generate=None
+    )
+    options = SamplingOptions(max_new_tokens=3)
+    return ConversationAgent("policy", model, ChatFormat(TOKENIZER), options)
+
+
+def play(
+    script: Scripted, task: type[Task] = Guessing, *, window: int = 64, num_runs: int = 2
+) -> TaskRollout:
+    built = task(None, seed=0, device=torch.device("cpu"), scenario_dir=None)
+    return play_task(
+        agent(window),
+        built,
+        [3],
+        split="train",
+        num_runs=num_runs,
+        max_turns=3,
+        key=(0,),
+        sample=script,
+    )
+
+
+def test_turns_of_the_environment_are_masked_and_those_of_the_policy_are_not() -> None:
+    script = Scripted(["3", "7"], ["7"])
+    rollout = play(script)
+    first, second = rollout.trajectories
+    said = TOKENIZER.convert_ids_to_tokens(first.tokens)
+    assert "".join(said) == (
+        "<bos><user>guess1to16<end><assistant>3<end><user>higher<end><assistant>7<end>"
+    )
+    own = [token for token, is_own in zip(said, first.loss_mask.tolist(), strict=True) if is_own]
+    assert own == ["3", "<end>", "7", "<end>"]
+    assert first.logprobs is not None
+    assert torch.equal(first.logprobs != 0, first.loss_mask)
+    assert (first.reward, second.reward) == (1 - 1 / 6, 1.0)
+    assert first.num_turns == 2
+    assert (first.group_id, first.run_id) == ("train-3", "train-3-0")
+    assert (second.group_id, second.run_id) == ("train-3", "train-3-1")
+
+
+def test_the_opening_is_read_once_for_all_runs_of_a_problem() -> None:
+    script = Scripted(["3", "7"], ["7"])
+    play(script)
+    assert [len(contexts) for contexts in script.contexts] == [1, 1]
+
+
+def test_a_turn_without_room_to_end_is_marked_and_its_end_is_not_learnt() -> None:
+    rollout = play(Scripted(["3!", "7"]), num_runs=1)
+    (one,) = rollout.trajectories
+    said = TOKENIZER.convert_ids_to_tokens(one.tokens)
+    own = [token for token, is_own in zip(said, one.loss_mask.tolist(), strict=True) if is_own]
+    assert own == ["3", "7", "<end>"]
+    assert one.is_cut == 1
+
+
+def test_an_episode_that_does_not_end_has_no_reward_to_show() -> None:
+    rollout = play(Scripted(["1", "1", "1"]), Endless, num_runs=1)
+    assert rollout.trajectories[0].reward == 0.0
+
+
+def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None:
+    rollout = play(Scripted(["1", "2", "3"]), window=20, num_runs=1)
+    assert len(rollout.trajectories) > 1
+    assert {one.run_id for one in rollout.trajectories} == {"train-3-0"}
+    assert sum(one.num_response_tokens for one in rollout.trajectories) == 6

@@ -1,0 +1,168 @@
+"""Environments reward what is right, and problems are drawn apart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import DataError, ParameterError
+from nip_astra.scenario_base.tasks.base import Environment, Episode, Split, Task
+from nip_astra.scenario_base.tasks.countdown import CountdownEnvironment, value_of
+from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment
+from nip_astra.scenario_base.tasks.registry import TASKS, build_task
+from nip_astra.scorers.base import Message
+
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+
+
+def task_of(name: str, *, seed: int = 0, folder: Path | None = None, **options: Any) -> Task:
+    parameters = TASKS.get(name).Parameters(**options)
+    return build_task(parameters, seed=seed, device=torch.device("cpu"), scenario_dir=folder)
+
+
+def opening(environment: Environment) -> str:
+    return environment.reset()[0].text
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "countdown", "guess_number"])
+def test_generated_problems_come_back_by_number_and_no_split_shares_one(name: str) -> None:
+    task = task_of(name)
+    columns = {s: {task.environment(s, i).columns for i in range(60)} for s in SPLITS}
+    assert not columns["train"] & columns["test"]
+    assert not columns["dev"] & columns["test"]
+    again = task_of(name)
+    assert again.environment("train", 7).columns == task.environment("train", 7).columns
+    other = task_of(name, seed=1)
+    assert {other.environment("train", i).columns for i in range(60)} != columns["train"]
+    assert {other.environment("test", i).columns for i in range(60)} == columns["test"]
+
+
+@pytest.mark.parametrize("level", range(1, 7))
+def test_arithmetic_rewards_the_number_and_nothing_else(level: int) -> None:
+    task = task_of("arithmetic", levels=[level])
+    for index in range(20):
+        environment = task.environment("train", index)
+        problem = opening(environment).rstrip("=")
+        right = eval(problem)
+        for said, reward in (
+            (f" {right} ", 1.0),
+            (str(right + 1), 0.0),
+            (f"{right}.", 0.0),
+            (f"{right} {right}", 0.0),
+            ("", 0.0),
+            ("\u0663", 0.0),
+        ):
+            reaction = environment.step(said)
+            assert (reaction.reward, reaction.is_over) == (reward, True)
+        assert environment.solution == str(right)
+
+
+def test_a_level_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ParameterError, match=r"levels\.0"):
+        task_of("arithmetic", levels=[9])
+
+
+def test_countdown_has_a_solution_and_rewards_it() -> None:
+    task = task_of("countdown", num_numbers=4)
+    for index in range(30):
+        environment = task.environment("train", index)
+        assert environment.solution is not None
+        assert environment.step(environment.solution).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("(2+3)*4", 1.0),
+        (" 4 * (3 + 2) ", 1.0),
+        ("2+3+4", 0.25),
+        ("4*5", 0.0),
+        ("2*3*4-4", 0.0),
+        ("2+3*", 0.0),
+        ("20", 0.0),
+        ("2**3+4", 0.0),
+        ("__import__('os')", 0.0),
+        ("(" * 150, 0.0),
+        ("2 3 4", 0.0),
+        ("23+4", 0.0),
+    ],
+)
+def test_countdown_reads_expressions_and_runs_nothing(said: str, reward: float) -> None:
+    environment = CountdownEnvironment([2, 3, 4], 20, "(2+3)*4", valid_reward=0.25)
+    assert environment.step(said).reward == reward
+
+
+def test_products_bind_before_sums_and_from_the_left() -> None:
+    assert value_of("8-3-2*2") == (1, [8, 3, 2, 2])
+    assert value_of("2 3") is None
+
+
+def test_a_number_is_guessed_in_turns_that_cost() -> None:
+    environment = GuessNumberEnvironment(hidden=7, start=1, most=16, max_turns=4)
+    assert opening(environment) == "guess 1 to 16"
+    assert environment.step("3").messages == [Message("user", "higher")]
+    assert environment.step("12").messages == [Message("user", "lower")]
+    assert environment.step("x").messages == [Message("user", "number?")]
+    last = environment.step("7")
+    assert (last.reward, last.is_over, list(last.messages)) == (1 - 3 / 8, True, [])
+    environment.reset()
+    assert environment.step("7").reward == 1.0
+    environment.reset()
+    assert [environment.step("1").reward for _ in range(4)] == [None, None, None, 0.0]
+
+
+# ---- a data set of one's own
+
+
+def write(folder: Path, name: str, *rows: dict[str, object]) -> str:
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder / name)
+
+
+def test_rows_are_rated_by_their_answers(tmp_path: Path) -> None:
+    train = write(tmp_path, "train.jsonl", {"prompt": "capital of France", "answer": "Paris"})
+    test = write(tmp_path, "test.jsonl", {"prompt": "of Italy", "answer": "Rome"})
+    exact = task_of("dataset", train=train, test=test)
+    environment = exact.environment("train", 5)
+    assert opening(environment) == "capital of France"
+    assert environment.solution == "Paris"
+    said = ("Paris", " Paris\n", "It is Paris", "Rome")
+    assert [environment.step(one).reward for one in said] == [1, 1, 0, 0]
+    assert exact.num_problems("train") == 1
+    assert opening(exact.environment("dev", 0)) == "of Italy"
+    holds = task_of("dataset", train=train, test=test, reward="contains")
+    assert [holds.environment("train", 0).step(one).reward for one in said] == [1, 1, 1, 0]
+
+
+def test_rows_are_rated_by_a_function_that_reads_all_columns(tmp_path: Path) -> None:
+    train = write(tmp_path, "train.jsonl", {"prompt": "short", "most": 3})
+    test = write(tmp_path, "test.jsonl", {"prompt": "shorter", "most": 2})
+    (tmp_path / "rate.py").write_text(
+        "def f(completions, columns, **_):\n"
+        "    return [float(len(t) <= c['most']) for t, c in zip(completions, columns)]\n"
+    )
+    scorer = {"_type": "python", "function": f"{tmp_path}/rate.py:f"}
+    task = task_of("dataset", train=train, test=test, reward="scorer", scorer=scorer)
+    episodes = []
+    for text in ("abc", "abcd"):
+        environment = task.environment("train", 0)
+        assert environment.step(text).reward is None
+        said = [Message("user", "short"), Message("assistant", text)]
+        episodes.append(Episode(environment, said))
+    task.rate(episodes)
+    assert [episode.reward for episode in episodes] == [1.0, 0.0]
+
+
+def test_what_a_data_set_lacks_is_told(tmp_path: Path) -> None:
+    train = write(tmp_path, "train.jsonl", {"prompt": "a", "solution": "b"})
+    test = write(tmp_path, "test.jsonl", {"prompt": "c", "answer": "d"})
+    with pytest.raises(DataError, match="no column 'answer'; it has solution"):
+        task_of("dataset", train=train, test=test)
+    with pytest.raises(DataError, match="1 are among those for training, for instance 'c'"):
+        task_of("dataset", train=test, test=test)
+    with pytest.raises(DataError, match=r"Set task\.scorer"):
+        task_of("dataset", train=train, test=test, reward="scorer")

@@ -1,0 +1,66 @@
+"""A text service within the test's process, on a port of its own."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import uvicorn
+
+from nip_astra.serve.engine import EngineLimits
+from nip_astra.serve.job_store import JobStore
+from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.shelf import Shelf
+from nip_astra.serve.state import open_service
+
+POCKET = Path(__file__).resolve().parents[2] / "scenarios" / "pocket_chat" / "models"
+
+
+class Running:
+    """A service that runs.
+
+    Attributes
+    ----------
+    base_url : str
+        What a client is given.
+    shelf : Shelf
+        Its models.
+    store : JobStore
+        Its files and jobs.
+    """
+
+    def __init__(self, base_url: str, shelf: Shelf, store: JobStore) -> None:
+        self.base_url, self.shelf, self.store = base_url, shelf, store
+
+    @property
+    def root(self) -> str:
+        return self.base_url.removesuffix("/v1")
+
+
+@contextmanager
+def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
+    """Serve models within the block."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    with tempfile.TemporaryDirectory() as state:
+        given = ServiceSettings(**{"port": port, "state_dir": state, **settings})
+        shelf = Shelf(device=torch.device("cpu"), limits=EngineLimits(max_rows=given.max_rows))
+        shelf.add_all(models)
+        with open_service(shelf, given) as service:
+            config = uvicorn.Config(service.app, log_level="warning", access_log=False)
+            server = uvicorn.Server(config)
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+            thread.start()
+            while not server.started:
+                time.sleep(0.01)
+            try:
+                yield Running(f"http://127.0.0.1:{port}/v1", shelf, service.store)
+            finally:
+                server.should_exit = True
+                thread.join()

@@ -1,0 +1,206 @@
+"""Requests that run together say what each would say alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.adapters import LoraParameters, add_adapter
+from nip_astra.language_models.base import SamplingOptions
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
+from nip_astra.serve.engine import Engine, EngineLimits
+from nip_astra.serve.generation import GenerationRequest, Progress
+from nip_astra.serve.loading import load_engine
+from nip_astra.serve.routed_weights import read_adapter
+from nip_astra.serve.texts import TextAssembler
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model_dir: Path) -> Iterator[Engine]:
+    engine = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
+    yield engine
+    engine.close()
+
+
+def request_of(number: int, **changes: Any) -> dict[str, Any]:
+    prompt = (2, *(6 + (7 * number + 3 * i) % 15 for i in range(3 + number % 40)))
+    options = {"prompt": prompt, "max_tokens": 8 + number % 20, "seed": number}
+    return options | {"temperature": 0.0 if number % 2 else 1.0, "num_top": 0} | changes
+
+
+def answer_together(engine: Engine, requests: Sequence[dict[str, Any]]) -> list[Progress]:
+    found: dict[int, Progress] = {}
+    done = threading.Event()
+
+    def listen(told: Sequence[Progress]) -> None:
+        found.update({one.request.seed: one for one in told if one.finish_reason})
+        if len(found) == len(requests):
+            done.set()
+
+    for request in requests:
+        engine.submit(GenerationRequest(listener=listen, **request))
+    assert done.wait(60)
+    return [found[request["seed"]] for request in requests]
+
+
+def assert_same(one: Progress, other: Progress, *, atol: float = 2e-5) -> None:
+    assert one.text == other.text
+    assert one.finish_reason == other.finish_reason
+    assert [record.token for record in one.tokens] == [record.token for record in other.tokens]
+    pairs = zip(one.tokens, other.tokens, strict=True)
+    assert max((abs(a.logprob - b.logprob) for a, b in pairs), default=0) < atol
+
+
+def test_an_answer_does_not_depend_on_what_else_runs(engine: Engine) -> None:
+    requests = [request_of(number) for number in range(40)]
+    lone = [engine.answer(**request)[0] for request in requests]
+    for one, other in zip(answer_together(engine, requests), lone, strict=True):
+        assert_same(one, other)
+    assert len({one.text for one in lone}) > 20
+
+
+def test_greedy_answers_are_those_of_the_backend(engine: Engine, tiny_model_dir: Path) -> None:
+    backend = HuggingFaceLanguageModel(
+        load_causal_lm(str(tiny_model_dir), None),
+        load_tokenizer(str(tiny_model_dir)),
+        device=CPU,
+        trainable=False,
+    )
+    request = request_of(1, max_tokens=12)
+    options = SamplingOptions(max_new_tokens=12, temperature=0.0)
+    expected = backend.generate([request["prompt"]], 1, torch.zeros(1, 12), options)
+    said = engine.answer(**request)[0].tokens
+    ids = expected.ids_BT[0][expected.mask_BT[0]].tolist()
+    assert [record.token for record in said] == [i for i in ids if i not in engine.end_ids]
+    logprobs = torch.tensor([record.logprob for record in said])
+    torch.testing.assert_close(logprobs, expected.logprobs_BT[0][: len(said)], atol=2e-5, rtol=0)
+
+
+def test_sample_i_of_n_is_drawn_alike_whatever_n(engine: Engine) -> None:
+    request = request_of(0, max_tokens=20)
+    four = engine.answer(**request, num_samples=4)
+    assert len({one.text for one in four}) > 1
+    assert_same(engine.answer(**request)[0], four[0])
+    assert_same(engine.answer(**request, num_samples=2)[1], four[1])
+
+
+def test_prompts_longer_than_one_reading_are_read_in_parts(tiny_model_dir: Path) -> None:
+    requests = [request_of(number) for number in range(30, 40)]
+    limits = EngineLimits(max_read_tokens=7, max_rows=3, max_kept_bytes=0)
+    slow = load_engine(str(tiny_model_dir), device=CPU, limits=limits)
+    whole = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
+    try:
+        for one, request in zip(answer_together(slow, requests), requests, strict=True):
+            assert_same(one, whole.answer(**request)[0])
+    finally:
+        slow.close()
+        whole.close()
+
+
+def test_a_cancelled_request_frees_its_place_and_is_told_no_more(engine: Engine) -> None:
+    told: list[Progress] = []
+    begun = threading.Event()
+
+    def listen(progress: Sequence[Progress]) -> None:
+        told.extend(progress)
+        begun.set()
+
+    options = request_of(2, max_tokens=60, is_streamed=True, num_samples=8)
+    request = GenerationRequest(listener=listen, **options)
+    engine.submit(request)
+    assert begun.wait(30)
+    engine.cancel(request)
+    engine.answer(**request_of(3))
+    number = len(told)
+    assert engine.num_rows == 0
+    engine.answer(**request_of(4))
+    assert len(told) == number
+
+
+def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
+    engine = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
+    engine.close()
+    engine.close()
+    found = engine.answer(**request_of(1), num_samples=2)
+    assert [(one.index, one.finish_reason) for one in found] == [(0, "error"), (1, "error")]
+    assert found[0].error == "the service is shutting down"
+
+
+def test_a_stop_text_ends_an_answer_before_it(engine: Engine) -> None:
+    whole = engine.answer(**request_of(1, max_tokens=20))[0].text
+    words = whole.split()
+    stop = words[4]
+    cut = engine.answer(**request_of(1, max_tokens=20, stop=(stop,)))[0]
+    assert cut.text == whole[: whole.find(stop)]
+    assert cut.finish_reason == "stop"
+    streamed = engine.answer(**request_of(1, max_tokens=20, stop=("not said",)))[0]
+    assert streamed.text == whole
+
+
+class Bytes:
+    """A tokenizer of single bytes, as those of real models fall back to."""
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+
+def test_characters_are_told_whole_and_stop_texts_across_tokens_are_found() -> None:
+    texts = TextAssembler(Bytes(), ("END",))
+    said = [texts.push(byte) for byte in "é E\u20acE".encode()]
+    assert said == ["", "é", " ", "", "", "", "E\u20ac", ""]
+    assert [texts.push(byte) for byte in b"ND tail"][:2] == ["", ""]
+    assert texts.is_stopped
+
+
+def test_what_might_have_been_a_stop_text_is_told_at_the_end() -> None:
+    texts = TextAssembler(Bytes(), ("END",))
+    assert "".join(texts.push(byte) for byte in b"the EN") == "the "
+    assert texts.finish() == "EN"
+
+
+def test_adapters_are_served_beside_their_base(tiny_model_dir: Path, tmp_path: Path) -> None:
+    folders = []
+    for seed in (1, 2):
+        module = add_adapter(load_causal_lm(str(tiny_model_dir), None), LoraParameters(rank=4))
+        torch.manual_seed(seed)
+        for name, weight in module.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.2)
+        folder = tmp_path / str(seed)
+        module.save_pretrained(folder)
+        module.merge_and_unload().save_pretrained(tmp_path / f"merged{seed}")
+        load_tokenizer(str(tiny_model_dir)).save_pretrained(tmp_path / f"merged{seed}")
+        folders.append(folder)
+    engine = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
+    adapters = [None, *(read_adapter(folder, torch.float32, CPU) for folder in folders)]
+    requests = [request_of(n, adapter=adapters[n % 3]) for n in range(12)]
+    together = answer_together(engine, requests)
+    engine.close()
+    for index, path in enumerate([tiny_model_dir, tmp_path / "merged1", tmp_path / "merged2"]):
+        alone = load_engine(str(path), device=CPU, limits=EngineLimits())
+        for number in range(index, 12, 3):
+            # Merging rounds once more.
+            assert_same(together[number], alone.answer(**request_of(number))[0], atol=2e-4)
+        alone.close()
+
+
+def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tests.tiny import make_tokenizer
+
+    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
+        tmp_path
+    )
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match=r"GPT2LMHeadModel is not of the Llama family.*serve"):
+        load_engine(str(tmp_path), device=CPU, limits=EngineLimits())

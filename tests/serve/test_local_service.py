@@ -1,0 +1,136 @@
+"""A service in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from nip_astra.cli import doctor_checks
+from nip_astra.errors import ConfigurationError, ServiceError
+from nip_astra.serve.local_service import start_service
+from nip_astra.serve.settings import ServiceSettings
+from tests.command_line import CommandLine, refused
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    state = Path(f"/proc/{pid}/stat")
+    return state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_service_starts_answers_and_stops_twice(tiny_model_dir: Path) -> None:
+    with start_service({"tiny": str(tiny_model_dir)}, num_threads=1) as service:
+        with openai.OpenAI(base_url=service.base_url, api_key="any") as client:
+            said = client.chat.completions.create(
+                model="tiny",
+                messages=[{"role": "user", "content": "hello you"}],
+                max_tokens=4,
+                temperature=0,
+            )
+        assert said.choices[0].message.content
+        pid = service.pid
+        service.stop()
+        assert not service.is_alive
+    assert is_gone(pid)
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{service.base_url}/models")
+
+
+def test_a_model_that_is_not_there_is_told_by_the_starter(tmp_path: Path) -> None:
+    with pytest.raises(ServiceError, match=r"ended at once:.*no_model.*nip-astra serve"):
+        start_service({"tiny": str(tmp_path / "no_model")})
+
+
+def test_a_service_ends_with_the_process_that_started_it(tiny_model_dir: Path) -> None:
+    code = (
+        "import sys, time\n"
+        "from nip_astra.serve.local_service import start_service\n"
+        f"service = start_service({{'tiny': {str(tiny_model_dir)!r}}}, num_threads=1)\n"
+        "print(service.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as starter:
+        assert starter.stdout is not None
+        pid = int(starter.stdout.readline())
+        starter.send_signal(signal.SIGKILL)
+        starter.wait()
+    deadline = time.monotonic() + 30
+    while not is_gone(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_gone(pid)
+
+
+def test_beyond_loopback_a_token_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ServiceSettings().token() is None
+    assert ServiceSettings(host="::1").token() is None
+    with pytest.raises(ConfigurationError, match=r"0\.0\.0\.0.*--token-variable"):
+        ServiceSettings(host="0.0.0.0").token()
+    open_to_all = ServiceSettings(host="0.0.0.0", token_variable="MY_TOKEN")
+    monkeypatch.delenv("MY_TOKEN", raising=False)
+    with pytest.raises(ConfigurationError, match="MY_TOKEN, which is not set"):
+        open_to_all.token()
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    assert open_to_all.token() == "secret"
+    assert "secret" not in str(open_to_all.to_dict())
+
+
+def test_the_command_refuses_what_it_cannot_serve(cli: CommandLine, tiny_model_dir: Path) -> None:
+    model = f"tiny={tiny_model_dir}"
+    assert "NAME=PATH" in refused(cli("serve", "--model", "tiny"))
+    assert "a name of its own" in refused(cli("serve", "--model", model, "--model", model))
+    assert "name consists of" in refused(
+        cli("serve", "--model", f"a/b={tiny_model_dir}", "--port=0")
+    )
+    assert "--token-variable" in refused(cli("serve", "--model", model, "--host", "0.0.0.0"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert "0 for a free one" in refused(cli("serve", "--model", model, "--port", port))
+
+
+def test_the_command_tells_its_address_and_ends_by_a_signal(tiny_model_dir: Path) -> None:
+    command = [sys.executable, "-m", "nip_astra", "serve", "--port", "0", "--num-threads", "1"]
+    with subprocess.Popen(
+        [*command, "--model", f"tiny={tiny_model_dir}"], stdout=subprocess.PIPE, text=True
+    ) as service:
+        assert service.stdout is not None
+        line = service.stdout.readline()
+        assert line.startswith("serving tiny at http://127.0.0.1:")
+        base_url = line.split()[3]
+        assert httpx.get(f"{base_url}/models").json()["data"][0]["id"] == "tiny"
+        service.send_signal(signal.SIGINT)
+        assert service.wait(30) == 0
+
+
+def test_a_missing_package_is_named_with_how_to_install_it(
+    cli: CommandLine, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    said = refused(cli("serve", "--model", f"tiny={tiny_model_dir}"))
+    assert "needs the package fastapi" in said
+    assert "pip install 'nip_astra[serve]'" in said
+
+
+def test_the_doctor_tells_whether_models_can_be_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said() -> tuple[str, str]:
+        (found,) = doctor_checks._service(doctor_checks.Question(Path(), is_online=False))
+        return str(found.status), found.text
+
+    status, text = said()
+    assert status == "works"
+    assert "127.0.0.1" in text
+    monkeypatch.setattr(doctor_checks, "SERVICE_PACKAGES", ("fastapi", "no-such-package"))
+    assert said() == ("absent", "without no-such-package: pip install 'nip_astra[serve]'")

@@ -1,0 +1,357 @@
+"""The routes for text, as the official client calls them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from nip_astra.serve.engine import Engine
+from tests.serve.running import POCKET, Running, running
+
+HELLO = [{"role": "user", "content": "hello you"}]
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model_dir: Path) -> Iterator[Running]:
+    models = {"tiny": str(tiny_model_dir), "target": str(POCKET / "target")}
+    with running(models, max_answer_tokens=100) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+def ask(client: openai.OpenAI, **changes: Any) -> Any:
+    given: dict[str, Any] = {"model": "tiny", "messages": HELLO, "seed": 1, "max_tokens": 12}
+    return client.chat.completions.create(**(given | changes))
+
+
+def test_the_models_are_listed_and_described(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny", "target"]
+    assert client.models.retrieve("target").id == "target"
+    with pytest.raises(openai.NotFoundError, match="has none of that name"):
+        client.models.retrieve("no-such-model")
+
+
+def test_a_trained_model_answers_as_it_was_taught(client: openai.OpenAI) -> None:
+    question = "do you really think my aunt should sing at the park ?"
+    answer = ask(client, model="target", messages=[{"role": "user", "content": question}])
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].message.content.endswith((".", "?"))
+    assert answer.usage.prompt_tokens == 16
+    assert answer.usage.total_tokens == 16 + answer.usage.completion_tokens
+
+
+def test_answers_have_seeds_samples_and_lengths(client: openai.OpenAI) -> None:
+    four = ask(client, n=4)
+    assert [choice.index for choice in four.choices] == [0, 1, 2, 3]
+    texts = [choice.message.content for choice in four.choices]
+    assert len(set(texts)) > 1
+    assert ask(client, n=4).choices[3].message.content == texts[3]
+    assert ask(client).choices[0].message.content == texts[0]
+    assert ask(client, seed=2).choices[0].message.content != texts[0]
+    assert {choice.finish_reason for choice in four.choices} <= {"stop", "length"}
+    short = ask(client, max_completion_tokens=2, max_tokens=openai.NOT_GIVEN, temperature=0)
+    assert short.choices[0].finish_reason == "length"
+    assert short.usage.completion_tokens == 2
+
+
+def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
+    texts = {ask(client, seed=None).choices[0].message.content for _ in range(8)}
+    assert len(texts) > 1
+
+
+def test_a_stop_text_is_no_part_of_the_answer(client: openai.OpenAI) -> None:
+    whole = ask(client, temperature=0).choices[0].message.content
+    word = whole.split()[3]
+    cut = ask(client, temperature=0, stop=[word]).choices[0]
+    assert cut.message.content == whole[: whole.find(word)]
+    assert cut.finish_reason == "stop"
+
+
+def test_log_probabilities_are_those_of_the_tokens(client: openai.OpenAI) -> None:
+    choice = ask(client, temperature=0, logprobs=True, top_logprobs=3).choices[0]
+    tokens = choice.logprobs.content
+    assert " ".join(one.token for one in tokens) == choice.message.content
+    for one in tokens:
+        assert bytes(one.bytes).decode() == one.token
+        assert one.logprob <= 0
+        assert [top.logprob for top in one.top_logprobs] == sorted(
+            (top.logprob for top in one.top_logprobs), reverse=True
+        )
+        assert len(one.top_logprobs) == 3
+    assert ask(client).choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 3}, {"stop": ["cat", "mat ."]}, {"temperature": 0}])
+def test_a_stream_says_what_a_whole_answer_says(
+    client: openai.OpenAI, options: dict[str, Any]
+) -> None:
+    whole = ask(client, logprobs=True, **options)
+    texts: dict[int, str] = {}
+    logprobs: dict[int, list[float]] = {}
+    ends, usage = {}, None
+    chunks = list(
+        ask(client, logprobs=True, stream=True, stream_options={"include_usage": True}, **options)
+    )
+    for chunk in chunks:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] = texts.get(choice.index, "") + (choice.delta.content or "")
+            ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+            if choice.logprobs is not None:
+                found = [one.logprob for one in choice.logprobs.content]
+                logprobs.setdefault(choice.index, []).extend(found)
+    for choice in whole.choices:
+        assert texts[choice.index] == choice.message.content
+        assert ends[choice.index] == choice.finish_reason
+        expected = [one.logprob for one in choice.logprobs.content]
+        assert logprobs[choice.index] == pytest.approx(expected, abs=2e-5)
+    assert usage == whole.usage
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_completions_go_on_with_texts_and_tokens(client: openai.OpenAI) -> None:
+    given: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "seed": 5, "temperature": 0}
+    both = client.completions.create(prompt=["the cat", "good day"], n=2, logprobs=2, **given)
+    assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+    assert both.choices[0].text == both.choices[1].text
+    assert len(both.choices[0].logprobs.tokens) == len(both.choices[0].logprobs.token_logprobs)
+    assert len(both.choices[0].logprobs.top_logprobs[0]) == 2
+    one = client.completions.create(prompt="good day", **given)
+    assert one.choices[0].text == both.choices[2].text
+    ids = client.completions.create(prompt=[7, 8], **given)
+    assert ids.choices[0].text == one.choices[0].text
+    streamed = client.completions.create(prompt="good day", stream=True, **given)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == one.choices[0].text
+
+
+def test_many_clients_at_once_get_what_each_would_get_alone(service: Running) -> None:
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=service.base_url, api_key="any", max_retries=0
+        ) as client:
+
+            async def one(number: int) -> str:
+                answer = await client.chat.completions.create(
+                    model="target",
+                    messages=[{"role": "user", "content": f"hello {'my cat ' * (number % 7)}?"}],
+                    seed=number,
+                    temperature=number % 2,
+                    max_tokens=20,
+                )
+                return answer.choices[0].message.content or ""
+
+            together = await asyncio.gather(*(one(number) for number in range(64)))
+            assert [await one(number) for number in range(64)] == together
+            return together
+
+    assert len(set(asyncio.run(ask_all()))) > 5
+
+
+def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Slow an engine down, and note how many rows each of its steps has."""
+    steps: list[int] = []
+    speak = engine._speak
+
+    def slowly() -> None:
+        steps.append(engine.num_rows)
+        time.sleep(0.02 if engine.num_rows else 0)
+        speak()
+
+    monkeypatch.setattr(engine, "_speak", slowly)
+    return steps
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_leaves_frees_its_places(
+    service: Running, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    engine = service.shelf.get("tiny").engine
+    steps = count_steps(engine, monkeypatch)
+
+    async def leave() -> None:
+        async with openai.AsyncOpenAI(base_url=service.base_url, api_key="any") as client:
+            # Seven greedy answers of this prompt say no end.
+            asked = client.chat.completions.create(
+                model="tiny",
+                messages=HELLO,
+                n=7,
+                temperature=0,
+                max_tokens=85,
+                stream=is_streamed,
+            )
+            task = asyncio.ensure_future(asked)
+            while max(steps, default=0) < 7:
+                await asyncio.sleep(0.01)
+            if is_streamed:
+                await (await task).close()
+            task.cancel()
+
+    asyncio.run(leave())
+    deadline = time.monotonic() + 30
+    while engine.num_rows and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert engine.num_rows == 0
+    assert sum(number == 7 for number in steps) < 70
+
+
+NOT_SUPPORTED = {
+    "logit_bias": {"1": 1},
+    "frequency_penalty": 0.5,
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "response_format": {"type": "json_object"},
+    "store": True,
+    "user": "me",
+}
+
+
+@pytest.mark.parametrize("option", NOT_SUPPORTED)
+def test_an_option_that_is_not_supported_is_refused_by_name(
+    client: openai.OpenAI, option: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"'{option}' is not supported") as caught:
+        ask(client, **{option: NOT_SUPPORTED[option]})
+    assert caught.value.param == option
+    assert caught.value.code == "unsupported_parameter"
+
+
+def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> None:
+    plain = ask(client).choices[0].message.content
+    nothing = {"frequency_penalty": 0, "logit_bias": {}, "response_format": {"type": "text"}}
+    assert ask(client, **nothing).choices[0].message.content == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "chat template refused"),
+        ({"messages": [{"role": "user", "content": "cat " * 200}]}, "window holds 96"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 101}, "this service gives 100"),
+        ({"n": 129}, "129 answers"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"top_logprobs": 2}, "top_logprobs are of use with"),
+        ({"stream_options": {"include_usage": True}}, "stream_options are of use with"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"n": True}, "'n'"),
+        ({"max_tokens": 3, "max_completion_tokens": 3}, "give one"),
+    ],
+)
+def test_what_is_wrong_is_named(client: openai.OpenAI, changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=text):
+        ask(client, **changes)
+
+
+def test_an_unknown_model_or_route_is_a_json_error(service: Running) -> None:
+    for method, path in [("GET", "/v1/nothing"), ("GET", "/v1/chat/completions"), ("GET", "/")]:
+        reply = httpx.request(method, service.root + path)
+        assert reply.status_code in (404, 405)
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+    body = {"model": "../../etc/passwd", "messages": HELLO}
+    reply = httpx.post(f"{service.base_url}/chat/completions", json=body)
+    assert reply.status_code == 404
+    assert reply.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"n": NaN}', b"1" * 5000],
+)
+def test_a_body_that_is_no_object_is_a_json_error(service: Running, content: bytes) -> None:
+    reply = httpx.post(f"{service.base_url}/chat/completions", content=content)
+    assert reply.status_code == 400
+    assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_half_a_surrogate_pair_is_refused(service: Running) -> None:
+    body = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "\ud800"}]})
+    reply = httpx.post(f"{service.base_url}/chat/completions", content=body)
+    assert reply.status_code == 400
+    assert "surrogate" in reply.json()["error"]["message"]
+
+
+def test_the_service_says_that_it_lives(service: Running) -> None:
+    assert httpx.get(f"{service.root}/health").json() == {"status": "ok"}
+
+
+def test_limits_are_told_before_anything_is_computed(tiny_model_dir: Path) -> None:
+    limits = {"max_body_bytes": 2000, "max_streams": 1, "max_waiting": 1}
+    with (
+        running({"tiny": str(tiny_model_dir)}, **limits) as service,
+        openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.APIStatusError, match="more than 2000 bytes") as caught:
+            ask(client, messages=[{"role": "user", "content": "cat " * 1000}])
+        assert caught.value.status_code == 413
+        chunked = httpx.post(
+            f"{service.base_url}/chat/completions", content=(b"x" * 500 for _ in range(9))
+        )
+        assert chunked.status_code == 413
+        with pytest.raises(openai.RateLimitError, match="wait already") as refused:
+            client.completions.create(model="tiny", prompt=["cat", "mat"], max_tokens=2)
+        assert refused.value.response.headers["retry-after"] == "1"
+
+
+def test_a_second_stream_beyond_the_limit_is_told_to_come_again(tiny_model_dir: Path) -> None:
+    async def both(service: Running) -> None:
+        async with openai.AsyncOpenAI(
+            base_url=service.base_url, api_key="any", max_retries=0
+        ) as client:
+
+            async def stream() -> Any:
+                return await client.chat.completions.create(
+                    model="tiny", messages=HELLO, n=20, seed=1, max_tokens=85, stream=True
+                )
+
+            first = await stream()
+            with pytest.raises(openai.RateLimitError, match="1 streams are open"):
+                await stream()
+            await first.close()
+
+    with running({"tiny": str(tiny_model_dir)}, max_streams=1) as service:
+        asyncio.run(both(service))
+
+
+def test_a_token_is_asked_for_where_one_is_set(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "let me in")
+    with running({"tiny": str(tiny_model_dir)}, token_variable="MY_TOKEN") as service:
+        for key in ("another", "let me i"):
+            with (
+                openai.OpenAI(base_url=service.base_url, api_key=key) as client,
+                pytest.raises(openai.AuthenticationError, match="without its token"),
+            ):
+                client.models.list()
+        assert httpx.get(f"{service.base_url}/models").status_code == 401
+        assert httpx.get(f"{service.root}/health").status_code == 200
+        with openai.OpenAI(base_url=service.base_url, api_key="let me in") as client:
+            assert ask(client).choices
+
+
+def test_pages_of_other_sites_are_refused(service: Running) -> None:
+    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        reply = httpx.get(f"{service.base_url}/models", headers=headers)
+        assert reply.status_code == 403
+        assert "evil.example" in reply.json()["error"]["message"]
+    local = {"Origin": "http://localhost:3000"}
+    assert httpx.get(f"{service.base_url}/models", headers=local).status_code == 200
