@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ from nip_astra.language_models.services.fine_tuning import (
     PreferenceExample,
     SupervisedExample,
 )
+from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.openai_fine_tuning import (
     FineTuningParameters,
     OpenAIFineTuning,
@@ -124,3 +129,36 @@ def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
         assert done.model is not None
         (outcome,) = ask(client(service, model=done.model), saying("hello", max_tokens=3))
         assert isinstance(outcome.samples[0], ChatAnswer)
+
+
+@pytest.mark.slow
+def test_the_same_client_speaks_to_the_server_that_transformers_ships(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(tiny_model_dir)]
+    with (tmp_path / "log.txt").open("w") as log:
+        server = subprocess.Popen(
+            [*command, "--port", str(port), "--device", "cpu"],
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        parameters = OpenAIChatModel.Parameters(
+            base_url=f"http://127.0.0.1:{port}/v1",
+            model=str(tiny_model_dir),
+            # Until it listens it is not there, which may pass.
+            limits=LimitParameters(num_retries=60, backoff=2.0),
+        )
+        model = open_chat_model(parameters)
+        outcomes = ask(model, *(saying("hello you", seed=n, max_tokens=5) for n in range(8)))
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+    for outcome in outcomes:
+        (answer,) = outcome.samples
+        assert isinstance(answer, ChatAnswer)
+        assert outcome.usage.prompt_tokens > 0
+        assert 0 < outcome.usage.completion_tokens <= 5

@@ -161,6 +161,8 @@ def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -
     assert outcomes["error"] == sum(row["response_failure"] == "refused" for row in rows)
     assert result.results["services"]["target"]["num_refusals"] > 0
     assert result.results["services"]["target"]["failures"].keys() == {"refused"}
+    (warning,) = (text for text in result.results["warnings"] if "requests to the target" in text)
+    assert " refused). Look at the service, its limits and the messages' roles" in warning
 
 
 def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(
