@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from nip_astra.language_models.services.chat import ChatOutcome as ChatOutcome
     from nip_astra.language_models.services.chat import ChatRequest as ChatRequest
     from nip_astra.language_models.services.chat import FinishReason as FinishReason
+    from nip_astra.language_models.services.chat_models.openai import (
+        OpenAIChatModel as OpenAIChatModel,
+    )
+    from nip_astra.language_models.services.patience import open_chat_model as open_chat_model
     from nip_astra.language_models.services.registry import (
         register_chat_model as register_chat_model,
     )
@@ -285,6 +289,7 @@ _HOMES = {
     "NipProtocolParameters": "nip_astra.protocols.main_protocols",
     "Objective": "nip_astra.rl_objectives.objective",
     "Observation": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "OpenAIChatModel": "nip_astra.language_models.services.chat_models.openai",
     "ParameterError": "nip_astra.errors",
     "Picture": "nip_astra.scenario_base.protocol.datapoint_views",
     "PolicyOutput": "nip_astra.scenario_base.protocol.tensordict_agents",
@@ -354,6 +359,7 @@ _HOMES = {
     "load_plugin": "nip_astra.plugins",
     "mean_child_return": "nip_astra.rl_objectives.credit",
     "mlp": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "open_chat_model": "nip_astra.language_models.services.patience",
     "polymorphic": "nip_astra.parameters.parameters_base",
     "prepare_experiment": "nip_astra.run",
     "read_prompts": "nip_astra.scenario_base.conversation.prompts",
