@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from nip_astra.language_models.services.chat import ChatOutcome as ChatOutcome
     from nip_astra.language_models.services.chat import ChatRequest as ChatRequest
     from nip_astra.language_models.services.chat import FinishReason as FinishReason
+    from nip_astra.language_models.services.chat_models.openai import (
+        OpenAIChatModel as OpenAIChatModel,
+    )
+    from nip_astra.language_models.services.patience import open_chat_model as open_chat_model
     from nip_astra.language_models.services.registry import (
         register_chat_model as register_chat_model,
     )
@@ -306,6 +310,7 @@ _HOMES = {
     "NipProtocolParameters": "nip_astra.protocols.main_protocols",
     "Objective": "nip_astra.rl_objectives.objective",
     "Observation": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "OpenAIChatModel": "nip_astra.language_models.services.chat_models.openai",
     "ParameterError": "nip_astra.errors",
     "Picture": "nip_astra.scenario_base.protocol.datapoint_views",
     "PolicyOutput": "nip_astra.scenario_base.protocol.tensordict_agents",
@@ -387,6 +392,7 @@ _HOMES = {
     "nstep_returns": "nip_astra.rl_objectives.returns",
     "padding_data": "nip_astra.rollouts.batch",
     "policy_loss": "nip_astra.trainers.service.losses",
+    "open_chat_model": "nip_astra.language_models.services.patience",
     "polymorphic": "nip_astra.parameters.parameters_base",
     "prepare_experiment": "nip_astra.run",
     "read_prompts": "nip_astra.scenario_base.conversation.prompts",

@@ -174,7 +174,8 @@ def resume_experiment(
         When the latest checkpoint is corrupt, all are lost, or it is of other parameters than
         those in the run directory.
     UntrustedRunError
-        When the run is not the user's own and names code, a key, or an account of W&B.
+        When the run is not the user's own and names code, a key, an account of W&B, or a file of
+        remembered answers.
     """
     runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
     directory = RunDirectory.find(run, runs_dir)
@@ -189,6 +190,8 @@ def resume_experiment(
         stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
         if stored.wandb == "online" and "wandb" not in settings_fields and resolved.source:
             resolved.source.check("this user's account of W&B", "written to")
+        if stored.service_cache and "service_cache" not in settings_fields and resolved.source:
+            resolved.source.check(f"the file {stored.service_cache}", "written to")
         settings = _settings(stored, settings_fields)
         checkpoint = _checkpoint_to_go_on_from(directory)
         return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])

@@ -8,12 +8,15 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import typer
 
 from nip_astra.cli import app as cli
+from tests.chat_service import behind_an_address, pocket_target
 from tests.command_line import CommandLine, plugins_forgotten_after
 from tests.documents import ROOT, Block, Command, anchors, blocks, documents, links, prose
 
@@ -61,11 +64,26 @@ def test_what_a_page_tells_the_reader_to_run_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     reader = _Reader(page, CommandLine(tmp_path, tmp_path, capsys))
-    with plugins_forgotten_after():
+    with plugins_forgotten_after(), _service_of(page):
         for block in blocks(page):
             reader.follow(block)
     unused = [name for name in reader.python_files if name not in reader.mentioned]
     assert not unused, f"{page.name} has Python files that it never runs: {unused}"
+
+
+@contextmanager
+def _service_of(page: Path) -> Iterator[None]:
+    """What the page tells the reader to serve, at the address that it names."""
+    if page.stem != "a-model-behind-an-api":
+        yield
+        return
+    pytest.importorskip("openai")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(behind_an_address(pocket_target(), port=8000))
+        except OSError as error:
+            pytest.skip(f"the address that the page names is in use: {error}")
+        yield
 
 
 class _Reader:

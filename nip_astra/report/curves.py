@@ -12,6 +12,7 @@ from nip_astra.report.charts import Chart, line_chart, sparkline
 from nip_astra.report.lines import Band, Line
 from nip_astra.report.records import RunRecord, mapping, number
 from nip_astra.report.wording import decimal, value_text
+from nip_astra.tracking.local import TIMING_PREFIXES
 
 NUM_COLORS = 8
 """Colours that the style sheet has; 0 is for what is compared with, such as before training."""
@@ -129,7 +130,7 @@ def metric_rows(groups: Sequence[RunGroup]) -> list[MetricRow]:
 
 def points_of(run: RunRecord, name: str) -> list[tuple[float, float | None]]:
     """A metric or timing of a run by step."""
-    rows = run.timings if name.startswith(("time/", "memory/")) else run.metrics
+    rows = run.timings if name.startswith(TIMING_PREFIXES) else run.metrics
     points = [(number(row.get("step")), number(row[name])) for row in rows if name in row]
     return [(step, value) for step, value in points if step is not None]
 

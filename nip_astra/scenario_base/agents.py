@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor
 
 from nip_astra.errors import ContextLengthError
@@ -91,8 +91,14 @@ class TargetParameters(ConversationAgentParameters):
     temperature: float | None = Field(default=1.0, ge=0)  # type: ignore[assignment]  # checked
     """Sampling temperature; 0 is greedy, and null leaves it to the service of a chat model."""
 
-    @model_validator(mode="after")
-    def _is_one_model(self) -> Self:
+    def check_model(self) -> Self:
+        """Refuse two models and none.
+
+        Raises
+        ------
+        ValueError
+            As validators of pydantic do.
+        """
         if (self.language_model is None) is (self.chat_model is None):
             raise ValueError(
                 "must have either a language_model or a chat_model; set the other one to null"

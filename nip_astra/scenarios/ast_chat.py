@@ -134,6 +134,11 @@ class AstChatScenario(Scenario):
                 )
             return self
 
+        @field_validator("target")
+        @classmethod
+        def _is_one_model(cls, target: TargetParameters) -> TargetParameters:
+            return target.check_model()
+
         @model_validator(mode="after")
         def _can_be_told(self) -> Self:
             is_service = self.target.chat_model is not None

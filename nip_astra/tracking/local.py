@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TIMINGS_FILE = "timings.jsonl"
-TIMING_PREFIXES = ("time/", "memory/")
+TIMING_PREFIXES = ("time/", "memory/", "services/")
 """Metrics of these prefixes differ between equal runs; they go to a file of their own."""
 _TABLE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

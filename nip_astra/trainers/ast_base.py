@@ -38,7 +38,12 @@ from nip_astra.trainers.ast.rollouts import Rollouts
 from nip_astra.trainers.ast.state import AstState
 from nip_astra.trainers.ast.tokens import rollout_token_metrics
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
-from nip_astra.trainers.service_use import estimate_services, service_metrics, services_used
+from nip_astra.trainers.service_use import (
+    estimate_services,
+    service_metrics,
+    services_used,
+    warnings_about_services,
+)
 from nip_astra.trainers.timing import Components, components_of_stress_test
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
@@ -245,7 +250,10 @@ class AstTrainer(LanguageModelTrainer):
         found = self._discovery()
         for tree in tally.trees:
             found.update(tree)
-        for text in warnings_about(report, self.state.num_optimizer_steps):
+        for text in (
+            *warnings_about(report, self.state.num_optimizer_steps),
+            *warnings_about_services(self.scenario_instance.services),
+        ):
             self._warn(text)
         self.tracker.log_table("evaluation", *rollout_table(tally.trees), step=self.state.iteration)
         return report.to_dict() | {

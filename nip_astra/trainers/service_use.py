@@ -7,12 +7,31 @@ from typing import Any
 
 from nip_astra.language_models.services.patience import PatientChatModel
 
+MAX_FAILED_SHARE = 0.2
+"""Of requests, above which a run warns."""
+
 
 def services_used(services: Mapping[str, PatientChatModel]) -> dict[str, Any]:
     """What chat models took, under `services`; nothing where none was asked."""
     if not services:
         return {}
     return {"services": {name: model.use.to_dict() for name, model in services.items()}}
+
+
+def warnings_about_services(services: Mapping[str, PatientChatModel]) -> list[str]:
+    """Say where so many requests failed that the figures tell more of the service than of it."""
+    found = []
+    for name, model in services.items():
+        use = model.use
+        num_failed = sum(use.failures.values())
+        if num_failed > MAX_FAILED_SHARE * use.num_requests:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in use.failures.items())
+            found.append(
+                f"{num_failed} of {use.num_requests} requests to the {name}, {use.model!r}, failed "
+                f"({reasons}). Look at the service, its limits and the messages' roles: what has "
+                "no answer enters no rate."
+            )
+    return found
 
 
 def service_metrics(services: Mapping[str, PatientChatModel]) -> dict[str, float]:

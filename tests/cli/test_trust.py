@@ -371,6 +371,16 @@ def test_a_run_of_others_does_not_write_to_ones_account_of_wandb(run: Path) -> N
         resume_experiment(run, progress=False)
 
 
+def test_a_run_of_others_writes_to_no_file_of_remembered_answers(run: Path, tmp_path: Path) -> None:
+    (run / "results.json").unlink()
+    mine = tmp_path / "mine.sqlite"
+    settings = RunDirectory(run).read_yaml("settings.yaml") | {"service_cache": str(mine)}
+    (run / "settings.yaml").write_text(to_yaml(settings))
+    change(run, seed=7)
+    with pytest.raises(UntrustedRunError, match=r"mine\.sqlite was to be written to"):
+        resume_experiment(run, progress=False)
+
+
 def test_the_signature_is_no_fact_of_the_report(run: Path) -> None:
     signature = json.loads((run / "environment.json").read_text())["signature"]
     assert len(signature) == 64
