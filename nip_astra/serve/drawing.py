@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nip_astra.language_models.sampling import sample_tokens
+from nip_astra.language_models.sampling import keep_likely
 from nip_astra.serve.generation import TokenRecord
 from nip_astra.serve.rows import Row
 
@@ -34,23 +34,39 @@ def draw_tokens(logits_RV: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> l
     logprobs_RV = logits_RV.log_softmax(dim=1)
     tops = _tops(logprobs_RV, rows)
     logits_RV.index_fill_(1, banned_ids, float("-inf"))
-    tokens_R = torch.empty(len(rows), dtype=torch.long, device=logits_RV.device)
-    uniforms_R = torch.tensor(
-        [row.uniforms[row.num_tokens] for row in rows], device=logits_RV.device
-    )
-    groups: dict[tuple[float, float], list[int]] = {}
-    for place, row in enumerate(rows):
-        groups.setdefault((row.request.temperature, row.request.top_p), []).append(place)
-    for (temperature, top_p), places in groups.items():
-        index = slice(None) if len(groups) == 1 else torch.tensor(places, device=tokens_R.device)
-        tokens_R[index] = sample_tokens(
-            logits_RV[index], uniforms_R[index], temperature=temperature, top_p=top_p
-        )
+    tokens_R = logits_RV.argmax(dim=1)
+    drawing = [place for place, row in enumerate(rows) if row.request.temperature > 0]
+    if drawing:
+        index = torch.tensor(drawing, device=logits_RV.device)
+        tokens_R[index] = _sample(logits_RV[index], [rows[place] for place in drawing])
     chosen_R = logprobs_RV.gather(1, tokens_R.unsqueeze(1)).squeeze(1)
     return [
         TokenRecord(token, logprob, top)
         for token, logprob, top in zip(tokens_R.tolist(), chosen_R.tolist(), tops, strict=True)
     ]
+
+
+def _sample(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Draw a token of each row from its tempered distribution, cut to its nucleus.
+
+    The token is the largest of `logit / temperature + Gumbel noise`, the noise of a token being
+    the row's own. Inverting the cumulative distribution would take one number a token, but far from
+    the likely tokens the last digit of a sum decides which one it is, and that digit hangs on the
+    size of the batch.
+    """
+    device = logits_RV.device
+    temperatures_R = torch.tensor([row.request.temperature for row in rows], device=device)
+    logits_RV = logits_RV / temperatures_R[:, None]
+    top_ps = [row.request.top_p for row in rows]
+    for top_p in {one for one in top_ps if one < 1.0}:
+        index = torch.tensor([i for i, one in enumerate(top_ps) if one == top_p], device=device)
+        kept = keep_likely(logits_RV[index], top_k=None, top_p=top_p)
+        logits_RV[index] = logits_RV[index].masked_fill(~kept, float("-inf"))
+    noise_RV = torch.empty_like(logits_RV)
+    for noise_V, row in zip(noise_RV, rows, strict=True):
+        noise_V.exponential_(generator=row.generator)
+    smallest = torch.finfo(noise_RV.dtype).tiny
+    return (logits_RV - noise_RV.clamp_(min=smallest).log_()).argmax(dim=1)
 
 
 def _tops(logprobs_RV: Tensor, rows: Sequence[Row]) -> list[tuple[tuple[int, float], ...]]:

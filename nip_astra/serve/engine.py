@@ -278,7 +278,10 @@ class Engine:
     def _rows_of(self, request: GenerationRequest, prompt: ReadPrompt) -> list[Row]:
         count = request.num_samples
         self._slots.add(prompt, count)
-        return [Row(request, index, self._own_tokenizer, self._ends) for index in range(count)]
+        return [
+            Row(request, index, self._own_tokenizer, self._ends, device=self.device)
+            for index in range(count)
+        ]
 
     def _forward_prompts(
         self, parts: Sequence[tuple[GenerationRequest, ReadPrompt, int]]

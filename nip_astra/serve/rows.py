@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from nip_astra.serve.generation import FinishReason, GenerationRequest, Progress, TokenRecord
 from nip_astra.serve.texts import TextAssembler
-from nip_astra.utils.seeding import uniform_rows
+from nip_astra.utils.seeding import derived_generator
 
 
 class Row:
@@ -16,8 +18,8 @@ class Row:
     ----------
     index : int
         Which answer of its request.
-    uniforms : list of float
-        One number in [0, 1) a token; nothing else decides its draws.
+    generator : torch.Generator
+        Nothing else decides its draws.
     last : int
         The newest token, which has not been read yet.
     finish_reason : FinishReason or None
@@ -27,11 +29,16 @@ class Row:
     """
 
     def __init__(
-        self, request: GenerationRequest, index: int, tokenizer: Any, end_ids: frozenset[int]
+        self,
+        request: GenerationRequest,
+        index: int,
+        tokenizer: Any,
+        end_ids: frozenset[int],
+        *,
+        device: torch.device,
     ) -> None:
         self.request, self.index = request, index
-        key = (request.seed, "answer", index)
-        self.uniforms: list[float] = uniform_rows([key], request.max_tokens)[0].tolist()
+        self.generator = derived_generator(request.seed, "answer", index, device=device)
         self.last = -1
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None

@@ -15,10 +15,12 @@ from nip_astra.language_models.adapters import LoraParameters, add_adapter
 from nip_astra.language_models.base import SamplingOptions
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
+from nip_astra.serve.drawing import draw_tokens
 from nip_astra.serve.engine import Engine, EngineLimits
 from nip_astra.serve.generation import GenerationRequest, Progress
 from nip_astra.serve.loading import load_engine
 from nip_astra.serve.routed_weights import read_adapter
+from nip_astra.serve.rows import Row
 from nip_astra.serve.texts import TextAssembler
 
 CPU = torch.device("cpu")
@@ -204,3 +206,57 @@ def test_a_model_of_another_family_is_refused_by_name(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelLoadError, match=r"GPT2LMHeadModel is not of the Llama family.*serve"):
         load_engine(str(tmp_path), device=CPU, limits=EngineLimits())
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.75)])
+def test_tokens_are_drawn_as_often_as_they_are_likely(
+    engine: Engine, temperature: float, top_p: float
+) -> None:
+    logits = torch.tensor([0.0, -0.5, -1.0, -2.0, -4.0, 3.0])
+    expected = (logits[:5] / temperature).softmax(dim=0)
+    if top_p < 1:
+        expected[3:] = 0.0  # 0.50, 0.30 and 0.18 reach 0.75
+        expected[2 if expected[:2].sum() >= top_p else 3] = 0.0
+        expected /= expected.sum()
+    count = 4000
+    options = request_of(0, temperature=temperature, top_p=top_p)
+    rows = [
+        Row(
+            GenerationRequest(listener=lambda _: None, **options | {"seed": seed}),
+            0,
+            engine.tokenizer,
+            frozenset(),
+            device=CPU,
+        )
+        for seed in range(count)
+    ]
+    drawn = draw_tokens(logits.repeat(count, 1), rows, torch.tensor([5]))
+    counted = torch.bincount(torch.tensor([one.token for one in drawn]), minlength=6) / count
+    assert counted[5] == 0  # banned
+    deviation = (expected * (1 - expected) / count).sqrt()
+    assert ((counted[:5] - expected).abs() <= 4 * deviation + 1e-9).all()
+    raw = logits.log_softmax(dim=0)
+    assert drawn[0].logprob == pytest.approx(float(raw[drawn[0].token]))
+
+
+def test_draws_do_not_hang_on_the_last_digits_of_logits(engine: Engine) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(200, 20_000, generator=generator)
+    noisy = logits + 1e-5 * torch.randn(logits.shape, generator=generator)
+
+    def draw(logits: torch.Tensor) -> list[int]:
+        options = request_of(0)
+        rows = [
+            Row(
+                GenerationRequest(listener=lambda _: None, **options | {"seed": seed}),
+                0,
+                engine.tokenizer,
+                frozenset(),
+                device=CPU,
+            )
+            for seed in range(len(logits))
+        ]
+        found = draw_tokens(logits.clone(), rows, torch.tensor([], dtype=torch.long))
+        return [one.token for one in found]
+
+    assert draw(logits) == draw(noisy)

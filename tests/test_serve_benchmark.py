@@ -1,0 +1,30 @@
+"""The load test of the text service runs, and counts what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT
+
+
+@pytest.mark.slow  # two services, each of which imports torch
+def test_the_load_test_compares_clients_and_answers(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "serve.py"), "--clients", "4"]
+    done = subprocess.run(
+        [*command, "--requests", "8", "--repeats", "1", "--max-tokens", "6", "--out", str(out)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    figures = json.loads(out.read_text())
+    assert figures["num_same"] == figures["num_compared"] == 2 * 8
+    assert figures["together"]["4"]["answers_per_second"] > 0
+    assert figures["together"]["peak_mib"] > 0
+    assert "| 4 clients |" in done.stdout
