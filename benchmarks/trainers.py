@@ -28,7 +28,7 @@ from measuring import markdown_table
 from scipy.stats import binomtest
 from scipy.stats import t as student_t
 
-TRAINERS = ("ast_dpo", "ast_ipo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
+TRAINERS = ("ast_dpo", "ast_ipo", "ast_simpo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
 NOVELTY = (
     "ast_chat.reward.terms=["
     "{_type: self_bleu_novelty, weight: 0.5}, {_type: cosine_novelty, weight: 0.5}]"

@@ -43,6 +43,10 @@ class ConfigurationError(NipAstraError, ValueError):
     """What was asked for cannot be run as it stands."""
 
 
+class MissingPartError(ConfigurationError, AttributeError):
+    """A part of a scenario was asked for that scenarios of another family have."""
+
+
 class ParameterFault(NamedTuple):
     """One fault of a parameter file or option.
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nip_astra.errors import MissingPartError
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
@@ -22,9 +24,9 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ScenarioInstance:
-    """What a scenario built from its parameters; a trainer takes what it needs.
+    """What a scenario built from its parameters; each family has its own parts in a subclass.
 
     Attributes
     ----------
@@ -33,57 +35,106 @@ class ScenarioInstance:
     agents : Mapping
         By role: `ConversationAgent`s that speak through a language model, or `Agent`s with
         networks of their own.
-    datasets : Mapping[str, Sequence[str]]
-        Opening prompts by split: train, dev, test.
-    sampler : TreeSampler, optional
-        Plays the agents against each other.
-    planted_failures : Sequence[PlantedFailure]
-        Ground truth, where the scenario has one.
     scenario_dir : Path, optional
         Folder of the scenario, which `scenario://` references name.
-    reward_terms : Mapping[str, RewardTerm]
-        What is added to the rewards of training rollouts, by name.
-    protocol_handler : ProtocolHandler, optional
-        The interaction protocol that the agents play.
-    train_dataset, test_dataset : TensorDict, optional
-        Datapoints that conversations under a protocol are about.
-    train_environment, test_environment : ProtocolEnvironment, optional
-        In which the protocol is played about them.
-    combined_agents : CombinedAgents, optional
-        All agents with networks as one actor.
-    describe_datapoint : callable, optional
-        Gives plain values that a report shows of one row of a dataset.
-    task : Task, optional
-        Problems that a policy answers in messages.
     layers : str
         By what layers are computed, which decides last digits: "torch", or what is compiled.
+    services : Mapping[str, PatientChatModel]
+        Chat models that are asked, by who they are: "target", "judge".
+
+    Raises
+    ------
+    MissingPartError
+        When a part is asked for that only instances of another family have.
     """
 
     kind: str
     agents: Mapping[str, Any] = field(default_factory=dict)
-    datasets: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    sampler: TreeSampler | None = None
-    planted_failures: Sequence[PlantedFailure] = ()
     scenario_dir: Path | None = None
-    reward_terms: Mapping[str, RewardTerm] = field(default_factory=dict)
-
-    protocol_handler: ProtocolHandler | None = None
-    train_dataset: TensorDict | None = None
-    test_dataset: TensorDict | None = None
-    train_environment: ProtocolEnvironment | None = None
-    test_environment: ProtocolEnvironment | None = None
-    combined_agents: CombinedAgents | None = None
-    describe_datapoint: Callable[[TensorDictBase], dict[str, Any]] | None = None
-    task: Task | None = None
     layers: str = "torch"
+    services: Mapping[str, PatientChatModel] = field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
         """Weights of the largest model, which decides how many threads are worth their cost."""
-        if self.combined_agents is not None:
-            return max(
-                sum(weights.numel() for weights in agent.parameters())
-                for agent in self.combined_agents.agents.values()
-            )
-        sizes = [agent.language_model.num_parameters() for agent in self.agents.values()]
-        return max(sizes, default=0)
+        models = (getattr(agent, "language_model", None) for agent in self.agents.values())
+        return max((one.num_parameters() for one in models if one is not None), default=0)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "kind" not in vars(self):
+            raise AttributeError(name)
+        parts = [one.name for one in fields(self)]
+        raise MissingPartError(
+            f"the part {name!r} of the scenario was asked for, but a scenario of the kind "
+            f"{self.kind!r} builds none; it has {', '.join(parts)}. Choose a --scenario of the "
+            "family that the trainer is for."
+        )
+
+
+@dataclass(kw_only=True)
+class ConversationInstance(ScenarioInstance):
+    """An attacker, its reference and a target that converse.
+
+    Attributes
+    ----------
+    datasets : Mapping[str, Sequence[str]]
+        Opening prompts by split: train, dev, test.
+    sampler : TreeSampler
+        Plays the agents against each other.
+    planted_failures : Sequence[PlantedFailure]
+        Ground truth, where the scenario has one.
+    reward_terms : Mapping[str, RewardTerm]
+        What is added to the rewards of training rollouts, by name.
+    """
+
+    datasets: Mapping[str, Sequence[str]]
+    sampler: TreeSampler
+    planted_failures: Sequence[PlantedFailure] = ()
+    reward_terms: Mapping[str, RewardTerm] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class TaskInstance(ScenarioInstance):
+    """A policy that answers problems in messages.
+
+    Attributes
+    ----------
+    task : Task
+        The problems, each with its environment.
+    """
+
+    task: Task
+
+
+@dataclass(kw_only=True)
+class ProtocolInstance(ScenarioInstance):
+    """Agents with networks that play an interaction protocol.
+
+    Attributes
+    ----------
+    protocol_handler : ProtocolHandler
+        The interaction protocol.
+    train_dataset, test_dataset : TensorDict
+        Datapoints that conversations are about.
+    train_environment, test_environment : ProtocolEnvironment
+        In which the protocol is played about them.
+    combined_agents : CombinedAgents
+        All agents as one actor.
+    describe_datapoint : callable
+        Gives plain values that a report shows of one row of a dataset.
+    """
+
+    protocol_handler: ProtocolHandler
+    train_dataset: TensorDict
+    test_dataset: TensorDict
+    train_environment: ProtocolEnvironment
+    test_environment: ProtocolEnvironment
+    combined_agents: CombinedAgents
+    describe_datapoint: Callable[[TensorDictBase], dict[str, Any]]
+
+    @property
+    def num_parameters(self) -> int:
+        return max(
+            sum(weights.numel() for weights in agent.parameters())
+            for agent in self.combined_agents.agents.values()
+        )

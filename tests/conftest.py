@@ -15,17 +15,20 @@ from tests.command_line import CommandLine, plugins_forgotten_after
 from tests.tiny import make_language_model, write_scenario
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    # Small operations run many times slower with two threads on busy cores.
+    # Small operations run many times slower with two threads on busy cores, and a command that was
+    # given a number of threads leaves it.
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    # The key that runs are signed with is made there, also by processes that tests start.
+    # The key that runs are signed with is made there, also by processes that tests start; those
+    # have one thread as well.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        patch.setenv("OMP_NUM_THREADS", "1")
         yield
 
 

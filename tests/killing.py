@@ -1,7 +1,7 @@
 """Kill a run at its file operations, one after the other, and go on from what is left.
 
-Run as `python -m tests.killing TRAINER FOLDER EVERY`: one line of JSON a kill, the last one a
-summary. Processes are forked from one that has run once, so that a kill costs a run and no more.
+Run as `python -m tests.killing FOLDER TRAINER=EVERY ...`: one line of JSON a fault, and one that
+sums up each trainer. Processes are forked from one that has run once, so that a kill costs a run.
 """
 
 from __future__ import annotations
@@ -137,14 +137,22 @@ def kill_everywhere(resolved: ResolvedExperiment, folder: Path, every: int) -> i
     return num_faults
 
 
-def main() -> None:
-    trainer, folder, every = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+def killed_runs(trainer: str, folder: Path, every: int) -> int:
+    """Kill a short run of a trainer, and count the faults."""
     if trainer != "toy_trainer":
         resolved = short_experiment(trainer, folder / "scenario", num_iterations=2)
-        sys.exit(kill_everywhere(resolved, folder, every) > 0)
+        return kill_everywhere(resolved, folder, every)
     with toy_scenario_in(folder / "scenario") as scenario:
         resolved = resolve_experiment(trainer=trainer, scenario=str(scenario))
-        sys.exit(kill_everywhere(resolved, folder, every) > 0)
+        return kill_everywhere(resolved, folder, every)
+
+
+def main() -> None:
+    num_faults = 0
+    for run in sys.argv[2:]:
+        trainer, _, every = run.partition("=")
+        num_faults += killed_runs(trainer, Path(sys.argv[1]) / trainer, int(every))
+    sys.exit(num_faults > 0)
 
 
 if __name__ == "__main__":

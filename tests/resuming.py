@@ -15,6 +15,7 @@ from tests.toy_protocol_scenario import SMALL, toy_scenario_folder
 AST_OVERRIDES = (
     "training.num_episodes_per_experience=2",
     "training.eval_period=2",
+    "training.num_epochs=2",
     "ast_chat.evaluation.use_random_search=false",
     "ast_chat.evaluation.num_episodes=2",
     "ast_chat.evaluation.num_dev_episodes=2",
@@ -27,7 +28,7 @@ SERVICE_OVERRIDES = (
     "task.evaluation.num_problems=4",
     "task.evaluation.num_dev_problems=4",
 )
-MORE = {"ast_sft": ("ast_sft.min_score=0.0",)}
+MORE = {"ast_sft": ("ast_sft.min_score=0.0",), "ast_ppo": ("ast_ppo.kl.target=0.01",)}
 
 
 def short_experiment(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -21,7 +22,7 @@ SMALL = (
     "training.num_episodes_per_experience=1",
     "training.batch_size=4",
     "ast_chat.tree_depth=2",
-    "ast_chat.evaluation.num_episodes=4",
+    "ast_chat.evaluation.num_episodes=2",
 )
 """What is appended to every training command, beside --test-run."""
 SMALL_PROOF = ("rl.frames_per_batch=240",)
@@ -124,8 +125,11 @@ def _made_short(command: Command) -> list[str]:
     is_training = arguments[:1] in ([], ["run"]) or arguments[0].startswith("-")
     if not is_training or "--help" in arguments or "--version" in arguments:
         return arguments
-    small = SMALL_PROOF if any(word in PROOF_WORDS for word in arguments) else SMALL
-    if any(one in word for word in arguments for one in TASK_WORDS):
+    small: tuple[str, ...] = SMALL
+    if any(word in PROOF_WORDS for word in arguments):
+        are_epochs_given = any(word.startswith("rl.num_epochs=") for word in arguments)
+        small = SMALL_PROOF if are_epochs_given else (*SMALL_PROOF, "rl.num_epochs=1")
+    elif any(one in word for word in arguments for one in TASK_WORDS):
         small = SMALL_TASK
     if {"solo_agent", "smooth_labels"} & set(arguments) or any(
         word.startswith("base_run.") for word in arguments
@@ -204,6 +208,20 @@ def test_the_guide_shows_an_entry_point_of_the_right_group() -> None:
     )
     packaged = tomllib.loads((ROOT / "tests" / "plugin_package" / "pyproject.toml").read_text())
     assert shown == packaged
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in RUN_BY_READERS if not page.stem.startswith("coming-from")],
+    ids=lambda page: page.stem,
+)
+def test_code_of_a_page_needs_one_import_of_the_project(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python" and block.file != "taken.py":
+            nodes = ast.walk(ast.parse(block.text))
+            modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+            own = {module for module in modules if module.partition(".")[0] == "nip_astra"}
+            assert own <= {"nip_astra"}, f"{page.name}:{block.line}: import these from nip_astra"
 
 
 def test_readme_is_short() -> None:

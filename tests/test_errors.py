@@ -19,6 +19,7 @@ from nip_astra.errors import (
 
 BUILTINS = {
     "ConfigurationError": ValueError,
+    "MissingPartError": AttributeError,
     "ParameterError": ValueError,
     "UnknownNameError": LookupError,
     "DuplicateNameError": ValueError,

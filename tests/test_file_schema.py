@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from nip_astra.parameters.content import content_root
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.tracking.run_directory import to_yaml
+from tests.command_line import CommandLine
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((content_root() / "parameters").glob("*/*.yaml"))
@@ -108,12 +109,8 @@ def _values(schema: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _values(one, name)
 
 
-def test_the_schema_of_one_trainer_knows_its_sections_only() -> None:
-    arguments = ["schema", "--trainer", "ast_dpo"]
-    printed = subprocess.run(
-        [sys.executable, "run.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    schema = json.loads(printed)
+def test_the_schema_of_one_trainer_knows_its_sections_only(cli: CommandLine) -> None:
+    schema = json.loads(cli("schema", "--trainer", "ast_dpo").out)
     assert {"ast_dpo", "ast_chat", "settings", "extends"} <= set(schema["properties"])
     assert "vanilla_ppo" not in schema["properties"]
     assert schema["additionalProperties"] is False

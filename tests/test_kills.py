@@ -17,11 +17,12 @@ REPOSITORY = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 
 
-def killed(trainer: str, folder: Path, every: int) -> dict[str, Any]:
-    """What became of a run that was killed at every `every`-th of its file operations."""
+def killed(folder: Path, **every: int) -> list[dict[str, Any]]:
+    """What became of runs that were killed at every so many-th of their file operations."""
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    runs = [f"{trainer}={number}" for trainer, number in every.items()]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.killing", trainer, str(folder), str(every)],
+        [sys.executable, "-m", "tests.killing", str(folder), *runs],
         cwd=REPOSITORY,
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | quiet,
         capture_output=True,
@@ -29,25 +30,21 @@ def killed(trainer: str, folder: Path, every: int) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-    summary: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert summary["faults"] == 0
-    return summary
+    summaries = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [summary["faults"] for summary in summaries] == [0] * len(every), done.stdout
+    return summaries
 
 
-def test_a_run_of_no_model_is_killed_all_over(tmp_path: Path) -> None:
-    found = killed("toy_trainer", tmp_path, 14)
+def test_runs_are_killed_all_over_and_one_of_each_family_here_and_there(tmp_path: Path) -> None:
+    toy, *families = killed(tmp_path, toy_trainer=14, ast_dpo=60, vanilla_ppo=60, solo_agent=60)
     # The run directory, four checkpoints, results and report.
-    assert found["operations"] > 100
-    assert found["kills"] > 8
-
-
-@pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo", "solo_agent"])
-def test_a_run_of_each_family_is_killed_here_and_there(trainer: str, tmp_path: Path) -> None:
-    assert killed(trainer, tmp_path, 60)["kills"] >= 2
+    assert toy["operations"] > 100
+    assert toy["kills"] > 8
+    assert all(found["kills"] >= 2 for found in families)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["toy_trainer", *map(str, TrainerType)])
 def test_a_run_is_killed_at_every_file_operation(trainer: str, tmp_path: Path) -> None:
-    found = killed(trainer, tmp_path, 1)
+    (found,) = killed(tmp_path, **{trainer: 1})
     assert found["kills"] == found["operations"]

@@ -52,10 +52,18 @@ def _install_by_hand(target: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(lines))
 
 
-def _run(site: Path, folder: Path, *arguments: str) -> str:
+def _run(site: Path, folder: Path, *commands: list[str]) -> str:
+    """What the program prints in a process that begins with the package installed."""
     path = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    code = (
+        "import sys\nfrom nip_astra.cli.app import main\n"
+        f"for arguments in {commands}:\n"
+        "    sys.argv = ['nip-astra', *arguments]\n"
+        "    try:\n        main()\n    except SystemExit as end:\n"
+        "        assert end.code in (0, None), arguments\n"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "nip_astra", *arguments],
+        [sys.executable, "-c", code],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
@@ -65,25 +73,21 @@ def _run(site: Path, folder: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_an_installed_trainer_is_listed_with_its_package(site: Path, tmp_path: Path) -> None:
-    (line,) = (
-        line
-        for line in _run(site, tmp_path, "list", "trainers").splitlines()
-        if line.startswith("my_trainer")
-    )
-    assert "entry point of my-trainer" in line
-    assert "Say again what was rewarded more than its siblings." in line
-
-
-def test_an_installed_trainer_runs_by_its_name_alone(
+def test_an_installed_trainer_is_listed_with_its_package_and_runs_by_its_name_alone(
     site: Path, tmp_path: Path, tiny_scenario: Path
 ) -> None:
     printed = _run(
         site,
         tmp_path,
-        *("--trainer", "my_trainer", "--scenario", str(tiny_scenario), "--test-run"),
-        *("--run-id", "installed", "--set", "my_trainer.min_reward_range=0"),
+        ["list", "trainers"],
+        [
+            *("--trainer", "my_trainer", "--scenario", str(tiny_scenario), "--test-run"),
+            *("--run-id", "installed", "--set", "my_trainer.min_reward_range=0"),
+        ],
     )
+    (line,) = (line for line in printed.splitlines() if line.startswith("my_trainer"))
+    assert "entry point of my-trainer" in line
+    assert "Say again what was rewarded more than its siblings." in line
     assert "held-out episodes before and after training" in printed
     assert (tmp_path / "runs" / "installed" / "results.json").is_file()
     metrics = (tmp_path / "runs" / "installed" / "metrics.jsonl").read_text()

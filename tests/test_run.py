@@ -38,6 +38,7 @@ from nip_astra.run import (
 )
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.run_lock import run_lock
+from tests.command_line import CommandLine, plugins_forgotten_after
 from tests.toy_scenario import toy_scenario_in
 from tests.tracking.wandb_log import WandbLog
 
@@ -376,21 +377,28 @@ def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder
 
 
 def test_a_run_whose_plugin_has_moved_goes_on_with_a_copy_that_the_user_gives(
-    toy: Path, tmp_path: Path
+    toy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    type_command = CommandLine(tmp_path, toy, capsys)
     (tmp_path / "extra.py").write_text("LOADED = 1\n")
-    stopped = in_a_new_process(
-        *("--trainer", "toy_trainer", "--scenario", str(toy), "--run-id", "one"),
-        *("--plugin", "extra.py", "--set", "training.training_steps=3"),
-        cwd=tmp_path,
-        TOY_SIGNAL="0:SIGTERM",
-    )
-    assert stopped.returncode == 143, stopped.stderr
+    monkeypatch.setenv("TOY_SIGNAL", "0:SIGTERM")
+    with plugins_forgotten_after():
+        stopped = type_command(
+            *("--trainer", "toy_trainer", "--scenario", str(toy), "--run-id", "one"),
+            *("--plugin", "extra.py", "--set", "training.training_steps=3"),
+        )
+    assert stopped.code == 143, stopped.err
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "extra.py").write_text("LOADED = 2\n")
     (tmp_path / "extra.py").unlink()
-    resumed = in_a_new_process("resume", "one", "--plugin", "new/extra.py", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.stderr
+    monkeypatch.delenv("TOY_SIGNAL")
+    with plugins_forgotten_after():
+        resumed = type_command("resume", "one", "--plugin", "new/extra.py")
+    assert resumed.code == 0, resumed.err
     assert len(counts(tmp_path / "runs" / "one")) == 3
     log = (tmp_path / "runs" / "one" / "log.txt").read_text()
     assert f"the plug-in {tmp_path / 'new' / 'extra.py'} has changed" in log

@@ -12,6 +12,8 @@ class TrainerType(StrEnum):
     """Online DPO of an attacker over trees of conversation."""
     AST_IPO = "ast_ipo"
     """Online IPO of an attacker: preference by a fixed margin."""
+    AST_SIMPO = "ast_simpo"
+    """Online simple preference optimisation of an attacker."""
     AST_PPO = "ast_ppo"
     """Token-level PPO of an attacker with a value head."""
     AST_GRPO = "ast_grpo"
@@ -40,6 +42,10 @@ class TrainerType(StrEnum):
     """On-policy distillation by trajectories and a loss of the training service."""
     REMOTE_API_CROSS_ENTROPY = "remote_api_cross_entropy"
     """Supervised training on a task's solutions by the training service."""
+    PURE_TEXT_EI = "pure_text_ei"
+    """Expert iteration of chat models that play provers and verifiers."""
+    PURE_TEXT_MALT = "pure_text_malt"
+    """Preference training of such chat models on trees of their answers."""
 
 
 class ScenarioType(StrEnum):
@@ -51,6 +57,10 @@ class ScenarioType(StrEnum):
     """Provers and verifiers send nodes of two graphs, and the verifier says if they are alike."""
     IMAGE_CLASSIFICATION = "image_classification"
     """Provers and verifiers point at parts of an image, and the verifier says which class it is."""
+    CODE_VALIDATION = "code_validation"
+    """Provers and a verifier, chat models, talk about whether a program is right."""
+    SECRET_WORD = "secret_word"
+    """Provers who know a word and a verifier who needs it, chat models, talk about a claim."""
     TASK = "task"
     """A policy answers the problems of a task in messages and is rewarded for it."""
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nip_astra.report.drawings import Choice, Picture, draw, graph_name
+from nip_astra.report.drawings import view_of
 from nip_astra.report.protocol_runs import agents_of, colors_of
 from nip_astra.report.records import RunRecord, items, mapping, number, text
 from nip_astra.report.wording import count, decimal, percent
+from nip_astra.scenario_base.protocol.datapoint_views import Choice, DatapointView, Picture
 
 MAX_EPISODES = 12
 """Episodes of a table and iteration that a page shows."""
@@ -20,7 +21,6 @@ SHOWN_ROUNDS = 3
 """Rounds that stand beside a place that was named more often."""
 DECISIONS = {0: "rejects", 1: "accepts", 2: "goes on"}
 UNDECIDED = 2
-_GRAPH_LABELS = {0: "not isomorphic", 1: "isomorphic"}
 _TITLES = {"evaluation": "After training, test data", "before": "Before training, test data"}
 _TITLES |= {"train": "During training"}
 _ORDER = list(_TITLES)
@@ -64,6 +64,8 @@ class Episode:
         Of the whole episode.
     datapoint : str
         Which one it is.
+    texts : list of (name, text)
+        What it says, where agents speak in words.
     """
 
     outcome: str
@@ -72,6 +74,7 @@ class Episode:
     num_rounds: int
     rewards: list[tuple[str, int, str]]
     datapoint: str
+    texts: list[tuple[str, str]]
     picture: Picture | None
     lines: list[Said]
     is_cut: bool
@@ -144,30 +147,32 @@ def _open(episodes: Sequence[Episode], is_first: bool) -> frozenset[int]:
 
 def _episode(row: Mapping[str, Any], colors: Mapping[str, int]) -> Episode:
     datapoint = mapping(row.get("datapoint"))
+    view = view_of(datapoint)
     rounds = [mapping(one) for one in items(row.get("rounds"))]
     shown = rounds[:MAX_ROUNDS]
     rewards = mapping(row.get("rewards"))
-    lines = [line for one in shown for line in _round(one, datapoint, colors)]
+    lines = [line for one in shown for line in _round(one, view, colors)]
     outcome = outcome_of(row)
     return Episode(
         outcome=outcome,
-        label=_label(row.get("label"), datapoint),
-        decision="no decision" if outcome == "undecided" else _label(row["decision"], datapoint),
+        label=_label(row.get("label"), view),
+        decision="no decision" if outcome == "undecided" else _label(row["decision"], view),
         num_rounds=len(rounds),
         rewards=[(_words(name), colors.get(name, 0), decimal(rewards[name])) for name in rewards],
         datapoint=_identity(datapoint),
-        picture=draw(datapoint, _choices(shown, datapoint, colors)),
+        texts=[
+            (_words(name), text(said)) for name, said in mapping(datapoint.get("texts")).items()
+        ],
+        picture=view.picture(_choices(shown, view, colors)),
         lines=lines,
         is_cut=len(rounds) > len(shown),
         has_channels=len({line.channel for line in lines if line.channel}) > 1,
     )
 
 
-def _label(value: Any, datapoint: Mapping[str, Any]) -> str:
+def _label(value: Any, view: DatapointView) -> str:
     label = number(value)
-    if datapoint.get("kind") == "graphs" and label in _GRAPH_LABELS:
-        return _GRAPH_LABELS[int(label)]
-    return f"label {count(label)}"
+    return f"label {count(value)}" if label is None else view.label(int(label))
 
 
 def _identity(datapoint: Mapping[str, Any]) -> str:
@@ -179,9 +184,7 @@ def _identity(datapoint: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
-def _round(
-    one: Mapping[str, Any], datapoint: Mapping[str, Any], colors: Mapping[str, int]
-) -> list[Said]:
+def _round(one: Mapping[str, Any], view: DatapointView, colors: Mapping[str, int]) -> list[Said]:
     """The lines of a round: one for each agent and channel, and rewards of who did nothing."""
     rewards = {name: number(value) or 0.0 for name, value in mapping(one.get("rewards")).items()}
     found: list[Said] = []
@@ -199,7 +202,7 @@ def _round(
                     agent=_words(agent),
                     color=colors.get(agent, 0),
                     channel=_words(channel),
-                    message=_message(messages.get(channel), linear.get(channel), datapoint),
+                    message=_message(messages.get(channel), linear.get(channel), view),
                     decision=DECISIONS.get(int(decision), "")
                     if is_first and decision is not None
                     else "",
@@ -220,49 +223,20 @@ def _reward(value: float) -> str:
     return f"{'+' if value > 0 else ''}{decimal(value)}" if value else ""
 
 
-def _message(symbols: Any, linear: Any, datapoint: Mapping[str, Any]) -> str:
-    """What was sent, in the scenario's own words."""
+def _message(symbols: Any, linear: Any, view: DatapointView) -> str:
+    """What was sent, in the scenario's own words; a text as it is."""
+    if isinstance(symbols, str):
+        return symbols
     said = [
-        _symbol(int(symbol), datapoint)
-        for one in items(symbols)
-        if (symbol := number(one)) is not None
+        view.symbol(int(symbol)) for one in items(symbols) if (symbol := number(one)) is not None
     ]
     plain = [count(symbol) for symbol in items(linear)]
     told = ", ".join(said)
     return f"{told} + symbol {', '.join(plain)}" if plain else told
 
 
-def _symbol(symbol: int, datapoint: Mapping[str, Any]) -> str:
-    place = _place_of(symbol, datapoint)
-    if place is None:
-        return f"symbol {symbol}"
-    part, inside = place
-    if datapoint.get("kind") == "graphs":
-        return f"{graph_name(part)}{inside}"
-    row, column = divmod(inside, _latent_columns(datapoint))
-    return f"row {row}, column {column}"
-
-
-def _place_of(symbol: int, datapoint: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Graph and node, or 0 and latent pixel, that a symbol stands for."""
-    if datapoint.get("kind") == "graphs":
-        graphs = [mapping(one) for one in items(datapoint.get("graphs"))]
-        sizes = [int(number(one.get("num_nodes")) or 0) for one in graphs]
-        # Graphs are filled up to the largest of the dataset.
-        size = int(number(datapoint.get("nodes_per_graph")) or max(sizes, default=0))
-        return divmod(symbol, size) if size else None
-    if datapoint.get("kind") == "image" and _latent_columns(datapoint):
-        return 0, symbol
-    return None
-
-
-def _latent_columns(datapoint: Mapping[str, Any]) -> int:
-    latent = items(datapoint.get("latent"))
-    return int(number(latent[1]) or 0) if len(latent) == 2 else 0
-
-
 def _choices(
-    rounds: Sequence[Mapping[str, Any]], datapoint: Mapping[str, Any], colors: Mapping[str, int]
+    rounds: Sequence[Mapping[str, Any]], view: DatapointView, colors: Mapping[str, int]
 ) -> list[Choice]:
     """The places that were named, each once for each agent, with the rounds."""
     found: dict[tuple[int, int, str], list[str]] = {}
@@ -270,7 +244,7 @@ def _choices(
         for move in (mapping(move) for move in items(one.get("moves"))):
             for symbols in mapping(move.get("messages")).values():
                 for symbol in (number(value) for value in items(symbols)):
-                    place = None if symbol is None else _place_of(int(symbol), datapoint)
+                    place = None if symbol is None else view.place_of(int(symbol))
                     if place is not None:
                         said = found.setdefault((*place, text(move.get("agent"))), [])
                         said.append(count(one.get("round")))

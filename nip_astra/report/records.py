@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,6 +14,10 @@ from nip_astra.errors import RunDirectoryError
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.utils.plain_values import items as items
+from nip_astra.utils.plain_values import mapping as mapping
+from nip_astra.utils.plain_values import number as number
+from nip_astra.utils.plain_values import text as text
 
 TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""
@@ -267,34 +270,6 @@ def node_of(row: Mapping[str, Any]) -> Node:
         is_error=row.get("is_error") is True,
         reward_parts={name: value for name, value in parts.items() if value is not None},
     )
-
-
-def number(value: Any) -> float | None:
-    """A finite number as float, and None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        as_float = float(value)
-    except OverflowError:
-        return None
-    return as_float if math.isfinite(as_float) else None
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    """A mapping with text keys, empty for anything else."""
-    if not isinstance(value, Mapping):
-        return {}
-    return {str(key): item for key, item in value.items()}
-
-
-def items(value: Any) -> list[Any]:
-    """A list, empty for anything else."""
-    return list(value) if isinstance(value, list | tuple) else []
-
-
-def text(value: Any) -> str:
-    """A text, empty for null."""
-    return "" if value is None else str(value)
 
 
 def _integer(value: Any) -> int | None:

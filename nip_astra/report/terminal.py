@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.evaluation.tables import services_table
 from nip_astra.report import protocol_runs
 from nip_astra.report.records import RunRecord
 from nip_astra.report.summary import Row
@@ -47,6 +48,8 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
             rarity = {plant["name"]: plant.get("rarity") for plant in planted}
             table = _plants(found, random.get("plants") or {}, rarity)
             console.print("", heading, table, sep="\n")
+    if results.get("services"):
+        console.print("", services_table(results["services"]), sep="\n")
     for warning in results.get("warnings") or ():
         console.print(Text(f"warning: {warning}", style="bold yellow"))
     console.print()

@@ -24,6 +24,7 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
 )
 from nip_astra.scenarios.graphs.agent_parameters import GraphIsomorphismAgentParameters
 from nip_astra.scenarios.graphs.bodies import GraphBody
+from nip_astra.scenarios.graphs.drawing import GraphsView
 from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairParameters, generate_pairs
 from nip_astra.scenarios.graphs.heads import (
     GraphPolicyHead,
@@ -43,6 +44,8 @@ class GraphIsomorphismScenario(TensorDictScenario):
     """Are two graphs isomorphic? A message is a node of one of them."""
 
     kind = str(ScenarioType.GRAPH_ISOMORPHISM)
+    datapoint_kind = "graphs"
+    datapoint_view = GraphsView
 
     class Parameters(TensorDictScenario.Parameters):
         """Who plays, and about which pairs of graphs."""
@@ -117,7 +120,7 @@ class GraphIsomorphismScenario(TensorDictScenario):
             BEYOND_WL: f"{MAX_WL_ROUNDS} rounds of refinement do not tell the graphs apart",
         }
         return super().describe_datapoint(parameters, row) | {
-            "kind": "graphs",
+            "kind": cls.datapoint_kind,
             "graphs": graphs,
             "nodes_per_graph": row["node_mask"].shape[-1],
             "wl_score": score,

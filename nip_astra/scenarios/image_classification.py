@@ -21,6 +21,7 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
 )
 from nip_astra.scenarios.images.bodies import ImageBody, ImageGrid
 from nip_astra.scenarios.images.data import build_image_datasets
+from nip_astra.scenarios.images.drawing import ImageView
 from nip_astra.scenarios.images.heads import ImagePolicyHead, ImageSoloHead, ImageValueHead
 from nip_astra.scenarios.images.parameters import (
     ImageClassificationAgentParameters,
@@ -40,6 +41,8 @@ class ImageClassificationScenario(TensorDictScenario):
     """
 
     kind: ClassVar[str] = str(ScenarioType.IMAGE_CLASSIFICATION)
+    datapoint_kind = "image"
+    datapoint_view = ImageView
 
     class Parameters(TensorDictScenario.Parameters):
         """The images, what is said about them, and by whom."""
@@ -108,7 +111,7 @@ class ImageClassificationScenario(TensorDictScenario):
         pixels_HWK = (row["image"].clamp(0.0, 1.0) * 255).round().long().permute(1, 2, 0)
         pixels = pixels_HWK.squeeze(-1) if grid.num_channels == 1 else pixels_HWK
         return super().describe_datapoint(parameters, row) | {
-            "kind": "image",
+            "kind": cls.datapoint_kind,
             "pixels": pixels.tolist(),
             "latent": [grid.latent_height, grid.latent_width],
         }

@@ -13,6 +13,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.registry import Registry
+from nip_astra.scenario_base.protocol.datapoint_views import DatapointView
 from nip_astra.scenario_instance import ScenarioInstance
 
 
@@ -28,6 +29,10 @@ class Scenario(ABC):
     """Parameters that the kind takes and has no use for; values given to them are refused."""
     trainer_types: ClassVar[tuple[str, ...]] = ("rl", "rl_central_critic", "solo_agent")
     """What trainers may ask to be built, by their `trainer_type`; any other is refused."""
+    datapoint_kind: ClassVar[str | None] = None
+    """What its datapoints say they are, in `kind` of what describes them; None for nothing."""
+    datapoint_view: ClassVar[type[DatapointView]] = DatapointView
+    """How a report shows datapoints of that kind."""
 
     class Parameters(SubParameters):
         """Parameters of the kind; a subclass adds its own."""

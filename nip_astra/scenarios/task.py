@@ -18,7 +18,7 @@ from nip_astra.scenario_base.agents import (
 )
 from nip_astra.scenario_base.tasks.base import TaskParameters
 from nip_astra.scenario_base.tasks.registry import TASKS, build_task
-from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenario_instance import TaskInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
 from nip_astra.utils.devices import resolve_device
 
@@ -67,7 +67,7 @@ class TaskScenario(Scenario):
         *,
         scenario_dir: Path | None,
         trainer_type: str,
-    ) -> ScenarioInstance:
+    ) -> TaskInstance:
         device = resolve_device(settings.device)
         model = load_language_model(
             parameters.policy.language_model,
@@ -77,7 +77,7 @@ class TaskScenario(Scenario):
         )
         policy = build_agent("policy", parameters.policy, model)
         reference = build_agent("reference", parameters.policy, model.frozen_reference())
-        return ScenarioInstance(
+        return TaskInstance(
             kind=str(ScenarioType.TASK),
             agents={"policy": policy, "reference": reference},
             task=build_task(

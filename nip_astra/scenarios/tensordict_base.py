@@ -42,7 +42,7 @@ from nip_astra.scenario_base.protocol.tensordict_agents import (
     SoloAgentHead,
     initialise_orthogonally,
 )
-from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.scenarios.registry import Scenario
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed
@@ -188,7 +188,7 @@ class TensorDictScenario(Scenario):
         *,
         scenario_dir: Path | None,
         trainer_type: str,
-    ) -> ScenarioInstance:
+    ) -> ProtocolInstance:
         _check_is_whole(cls)
         device = resolve_device(settings.device)
         protocol = build_protocol_handler(hyper_params)
@@ -223,7 +223,7 @@ class TensorDictScenario(Scenario):
 
         train_environment = environment("train", datasets.train)
         check_agents(agents, train_environment)
-        return ScenarioInstance(
+        return ProtocolInstance(
             kind=cls.kind,
             agents=agents,
             train_dataset=datasets.train,

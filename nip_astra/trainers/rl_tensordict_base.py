@@ -27,6 +27,7 @@ from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.rl_objectives.episode_gae import ends_of, reward_to_go
 from nip_astra.rl_objectives.objective import Objective
 from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.protocol.agent_files import (
     AGENTS_DIR,
@@ -105,16 +106,13 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         instance, self.rl = self.scenario_instance, self.hyper_params.rl
-        if (
-            instance.combined_agents is None
-            or instance.train_environment is None
-            or instance.test_environment is None
-        ):
+        if not isinstance(instance, ProtocolInstance):
             raise ConfigurationError(
                 f"the trainer {self.hyper_params.trainer!r} was asked to train on a scenario of "
                 f"kind {instance.kind!r}, but that builds no agents that play a protocol. Choose "
                 "another --scenario."
             )
+        self.scenario_instance: ProtocolInstance = instance
         self.agents = instance.combined_agents
         self.train_environment = instance.train_environment
         self.test_environment = instance.test_environment

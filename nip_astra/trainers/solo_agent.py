@@ -14,6 +14,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.protocols import CommonProtocolParameters
 from nip_astra.parameters.types import TrainerType
+from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.protocol.agent_files import (
     AGENTS_DIR,
@@ -80,7 +81,7 @@ class SoloAgentTrainer(TensorDictTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         instance = self.scenario_instance
-        if instance.train_environment is None or instance.test_environment is None:
+        if not isinstance(instance, ProtocolInstance):
             raise ConfigurationError(
                 f"solo_agent was asked to train on a scenario of kind {instance.kind!r}, but that "
                 "has no datapoints with labels. Choose another --scenario."

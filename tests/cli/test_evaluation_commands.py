@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from nip_astra.evaluation import playing
 from nip_astra.evaluation.playing import Player
@@ -74,6 +75,7 @@ def test_conversations_are_divided_among_the_cores(
 
     monkeypatch.setattr(processor, "num_cores", lambda: 3)
     monkeypatch.setattr(trees, "cut_rollout", noted)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
     assert cli("evaluate", "runs/one", *more).code == 0
     assert set(allowed) == {count if can_fork() else 1}
     # Too large a model for processes.

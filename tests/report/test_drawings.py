@@ -8,8 +8,18 @@ from typing import Any
 
 import pytest
 
-from nip_astra.report import drawings
-from nip_astra.report.drawings import Choice, DrawnGraph, DrawnImage, draw, layout
+from nip_astra.report.drawings import view_of
+from nip_astra.scenario_base.protocol.datapoint_views import (
+    HEIGHT,
+    WIDTH,
+    Choice,
+    DatapointView,
+    DrawnGraph,
+    DrawnImage,
+    Picture,
+)
+from nip_astra.scenarios.graphs.drawing import layout
+from nip_astra.scenarios.registry import SCENARIOS, Scenario
 from tests.report.protocol_runs import RING, graphs, image
 
 PATHS_AND_A_LEAF = [(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (1, 5)]
@@ -20,13 +30,13 @@ def choice(place: int, part: int = 0, agent: str = "prover", rounds: str = "1") 
 
 
 def pair(*choices: Choice, **changes: Any) -> list[DrawnGraph]:
-    picture = draw(graphs(**changes), choices)
+    picture = view_of(graphs(**changes)).picture(choices)
     assert picture is not None
     return picture.graphs
 
 
 def drawn_image(*choices: Choice, **changes: Any) -> DrawnImage:
-    picture = draw(image(**changes), choices)
+    picture = view_of(image(**changes)).picture(choices)
     assert picture is not None
     assert picture.image is not None
     return picture.image
@@ -70,13 +80,13 @@ def test_nodes_lie_within_the_picture_and_apart(
 ) -> None:
     points, height = layout(num_nodes, edges)
     assert len(points) == num_nodes
-    assert all(0 <= x <= drawings.WIDTH and 0 <= y <= height for x, y in points)
-    assert height <= drawings.HEIGHT + 0.1
+    assert all(0 <= x <= WIDTH and 0 <= y <= height for x, y in points)
+    assert height <= HEIGHT + 0.1
     assert min(gaps(points)) > 20.0
 
 
 def test_a_graph_of_one_node_is_drawn() -> None:
-    picture = draw({"kind": "graphs", "graphs": [{"num_nodes": 1, "edges": []}]}, [])
+    picture = view_of({"kind": "graphs", "graphs": [{"num_nodes": 1, "edges": []}]}).picture([])
     assert picture is not None
     assert [node.label for node in picture.graphs[0].nodes] == ["0"]
 
@@ -150,7 +160,7 @@ def test_edges_that_are_none_are_left_out() -> None:
     ],
 )
 def test_what_cannot_be_drawn_gives_no_picture(datapoint: dict[str, Any]) -> None:
-    assert draw(datapoint, [choice(0)]) is None
+    assert view_of(datapoint).picture([choice(0)]) is None
 
 
 def test_equal_neighbours_of_a_row_are_one_area() -> None:
@@ -180,3 +190,27 @@ def test_a_large_image_is_thinned_out() -> None:
     assert drawn.summary.startswith("Image of 300 by 150 pixels")
     assert sum(path.count("M") for _, path in drawn.colors) < 64 * 64
     assert drawn.height == pytest.approx(128, abs=2)
+
+
+def test_a_scenario_of_ones_own_draws_its_datapoints() -> None:
+    class Tally(DatapointView):
+        def symbol(self, symbol: int) -> str:
+            return "|" * symbol
+
+        def picture(self, choices: Any) -> Picture:
+            return Picture(graphs=[])
+
+    class TallyScenario(Scenario):
+        datapoint_kind = "tally"
+        datapoint_view = Tally
+
+    snapshot = SCENARIOS.snapshot()
+    SCENARIOS.register("tallies")(TallyScenario)
+    try:
+        view = view_of({"kind": "tally"})
+        assert view.picture([]) == Picture(graphs=[])
+        assert (view.symbol(3), view.label(1)) == ("|||", "label 1")
+    finally:
+        SCENARIOS.restore(snapshot)
+    assert type(view_of({"kind": "tally"})) is DatapointView
+    assert type(view_of({"kind": ["tally"]})) is DatapointView

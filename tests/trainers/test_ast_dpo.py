@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.tiny import experience_of, write_scenario
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
     "ast_chat.evaluation.num_episodes=2",
-    "training.training_steps=3",
+    "training.training_steps=2",
 )
 
 
@@ -98,18 +99,19 @@ CHANGES: dict[str, object] = {
 }
 
 
+@cache
+def _outcome(scenario: Path, *overrides: str) -> tuple[Any, ...]:
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=str(scenario), overrides=[*FAST, *overrides]
+    )
+    trainer = prepare_experiment(resolved, progress=False).trainer
+    trainer.train()
+    return [p.sum().item() for p in trainer.policy.parameters()], trainer.results
+
+
 @pytest.mark.parametrize("path", CHANGES)
 def test_every_parameter_of_the_experiment_acts(tiny_scenario: Path, path: str) -> None:
-    def outcome(*overrides: str) -> tuple[Any, ...]:
-        resolved = resolve_experiment(
-            trainer="ast_dpo", scenario=str(tiny_scenario), overrides=[*FAST, *overrides]
-        )
-        trainer = prepare_experiment(resolved, progress=False).trainer
-        trainer.train()
-        weights = [p.sum().item() for p in trainer.policy.parameters()]
-        return weights, trainer.results
-
-    assert outcome() != outcome(f"{path}={CHANGES[path]}")
+    assert _outcome(tiny_scenario) != _outcome(tiny_scenario, f"{path}={CHANGES[path]}")
 
 
 def _every_field(model: type[SubParameters]) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
+from tests.resuming import what_was_found
 from tests.tiny import experience_of
 
 QUIET = {"progress": False}
@@ -95,21 +97,21 @@ def test_the_saved_model_is_the_trained_one(tiny_scenario: Path, tmp_path: Path)
 def test_equal_parameters_give_byte_identical_metrics_in_two_processes(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
-    def run(run_id: str, hash_seed: str) -> bytes:
-        command = [
-            sys.executable, "-m", "nip_astra", "--trainer", "ast_dpo",
-            "--scenario", str(tiny_scenario), "--runs-dir", str(tmp_path), "--run-id", run_id,
-            "--set", "training.training_steps=2",
-        ]  # fmt: skip
-        for override in FAST:
-            command += ["--set", override]
-        environment = os.environ | {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, capture_output=True, env=environment)
-        return (tmp_path / run_id / "metrics.jsonl").read_bytes()
-
-    first = run("one", "1")
-    assert first == run("two", "2")
-    assert len(first.splitlines()) == 2
+    _run(tiny_scenario, tmp_path, "here", "training.training_steps=2")
+    command = [
+        sys.executable, "-m", "nip_astra", "--trainer", "ast_dpo",
+        "--scenario", str(tiny_scenario), "--runs-dir", str(tmp_path), "--run-id", "there",
+        "--set", "training.training_steps=2",
+    ]  # fmt: skip
+    for override in FAST:
+        command += ["--set", override]
+    # Another one than here, where it is drawn unless the environment has it.
+    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    here, there = ((tmp_path / run / "metrics.jsonl").read_bytes() for run in ("here", "there"))
+    assert here == there
+    assert len(here.splitlines()) == 2
 
 
 def test_another_seed_gives_other_numbers(tiny_scenario: Path, tmp_path: Path) -> None:
@@ -130,53 +132,21 @@ class _StopAfter:
         return "SIGTERM" if self.count < 0 else None
 
 
-@pytest.mark.parametrize("count", [1, 4, 6, 9])
 def test_a_run_stopped_anywhere_and_resumed_equals_one_that_was_not(
-    tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Batches of one sample, so that a stop falls into the middle of an iteration's batches.
-    overrides = ("training.training_steps=4", "training.batch_size=1")
+    overrides = ("training.training_steps=3", "training.batch_size=1")
     _run(tiny_scenario, tmp_path, "whole", *overrides)
-
-    def stop_flag():
-        return _stopping(_StopAfter(count))
-
-    monkeypatch.setattr("nip_astra.run._stop_on_signals", stop_flag)
-    with pytest.raises(StopRequested, match="nip-astra resume"):
-        _run(tiny_scenario, tmp_path, "parts", *overrides)
-    monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda: _stopping(lambda: None))
-    resume_experiment(tmp_path / "parts", **QUIET)
-
-    for name in ("metrics.jsonl", "rollouts/train.jsonl", "rollouts/evaluation.jsonl"):
-        assert (tmp_path / "parts" / name).read_bytes() == (
-            tmp_path / "whole" / name
-        ).read_bytes(), name
-    one = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "model").state_dict()
-    two = AutoModelForCausalLM.from_pretrained(tmp_path / "parts" / "model").state_dict()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    results = [json.loads((tmp_path / r / "results.json").read_text()) for r in ("whole", "parts")]
-    for result in results:
-        del result["model_dir"]
-    assert results[0] == results[1]
-
-
-def test_six_iterations_equal_three_and_three(tiny_scenario: Path, tmp_path: Path) -> None:
-    """The state of a checkpoint is complete: a new trainer goes on from it bit for bit."""
-    whole = _trainer(tiny_scenario, "training.training_steps=6")
-    whole.train()
-
-    options = {"runs_dir": str(tmp_path), "run_id": "three", "checkpoint_period": 3, **QUIET}
-    first = run_experiment(_resolved(tiny_scenario, "training.training_steps=6"), **options)
-    store = first.run_directory.checkpoints_dir
-    # The run kept its checkpoints of iterations 3 and 6; go on from that of iteration 3.
-    middle = sorted(store.glob("step_*"))[0]
-    second = _trainer(tiny_scenario, "training.training_steps=6")
-    second.go_on_from(middle)
-    assert second.state.iteration == 3
-    second.train()
-    for a, b in zip(whole.policy.parameters(), second.policy.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert whole.results["after"] == second.results["after"]
+    for count in (1, 4, 6, 9):
+        parts = f"stopped-{count}"
+        flag = _StopAfter(count)
+        monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda flag=flag: _stopping(flag))
+        with pytest.raises(StopRequested, match="nip-astra resume"):
+            _run(tiny_scenario, tmp_path, parts, *overrides)
+        monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda: _stopping(lambda: None))
+        resume_experiment(tmp_path / parts, **QUIET)
+        assert what_was_found(tmp_path / parts) == what_was_found(tmp_path / "whole"), parts
 
 
 def _stopping(flag):
@@ -247,19 +217,21 @@ def test_every_field_of_the_training_configuration_has_a_change_to_test() -> Non
 
 
 @pytest.mark.parametrize("field", FIELD_CHANGES)
-def test_every_field_of_the_training_configuration_is_used(
-    tiny_scenario: Path, tmp_path: Path, field: str
-) -> None:
+def test_every_field_of_the_training_configuration_is_used(tiny_scenario: Path, field: str) -> None:
     base = ["training.training_steps=3", "training.batch_size=3"]
     if field in NEEDS_EVALUATIONS:
         base += ["training.training_steps=6", "training.eval_period=1", "training.lr=1e-2"]
+    one = _weights_and_results(tiny_scenario, *base)
+    assert one != _weights_and_results(
+        tiny_scenario, *base, f"training.{field}={FIELD_CHANGES[field]}"
+    )
 
-    def outcome(run_id: str, *overrides: str) -> tuple[Any, ...]:
-        _run(tiny_scenario, tmp_path, run_id, *base, *overrides)
-        weights = AutoModelForCausalLM.from_pretrained(tmp_path / run_id / "model").state_dict()
-        return [w.sum().item() for w in weights.values()], _metrics(tmp_path, run_id)
 
-    assert outcome("a") != outcome("b", f"training.{field}={FIELD_CHANGES[field]}")
+@cache
+def _weights_and_results(scenario: Path, *overrides: str) -> tuple[Any, ...]:
+    trainer = _trainer(scenario, *overrides)
+    trainer.train()
+    return [p.sum().item() for p in trainer.policy.parameters()], trainer.results
 
 
 @pytest.mark.parametrize("name", ["adam", "adamw", "sgd", "rmsprop", "adagrad"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -105,13 +103,9 @@ def test_counts_are_those_of_a_counter_whatever_was_added_and_removed() -> None:
     assert len(counts) == len(+plain)
 
 
-def test_a_key_is_the_same_in_another_process() -> None:
-    program = (
-        "from nip_astra.utils.ngrams import *\n"
-        "print([g.keys_G.tolist() for g in ngrams(word_sequences(['you are silly']), [1, 3])])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    here = [g.keys_G.tolist() for g in ngrams(word_sequences(["you are silly"]), [1, 3])]
-    assert done.stdout.strip() == str(here)
+def test_a_key_is_that_of_any_other_process() -> None:
+    keys = [g.keys_G.tolist() for g in ngrams(word_sequences(["you are silly"]), [1, 3])]
+    assert keys == [
+        [15337566132571787920, 10347251247616835478, 10283319519494726325],
+        [6541342217536441385],
+    ]

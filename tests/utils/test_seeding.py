@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import torch
 
 from nip_astra.utils.seeding import derive_seed, uniform_rows
@@ -20,12 +17,8 @@ def test_a_number_and_its_text_are_different_names() -> None:
     assert derive_seed("a", "b") != derive_seed("ab")
 
 
-def test_seeds_are_the_same_in_another_process() -> None:
-    code = "from nip_astra.utils.seeding import derive_seed; print(derive_seed(3, 'agent', 'x'))"
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert int(found) == derive_seed(3, "agent", "x")
+def test_seeds_are_those_of_any_other_process() -> None:
+    assert derive_seed(3, "agent", "x") == 1758111940112688543
 
 
 def test_a_row_of_numbers_depends_on_its_key_alone() -> None:

@@ -21,7 +21,7 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration as SharedConfiguration
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
-from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.ast_chat import EvaluationParameters
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.ast_base import AstTrainer
@@ -91,7 +91,7 @@ class OwnObjectsLoop(AstTrainer):
             scenario=KIND,
             **values,  # type: ignore[arg-type]  # a section is no field of the class known here
         )
-        instance = ScenarioInstance(
+        instance = ConversationInstance(
             kind=KIND,
             agents={
                 role: getattr(harness.player, role) for role in ("attacker", "target", "reference")

@@ -51,8 +51,8 @@ class AstPreferenceTrainer(AstTrainer):
         self.log_metrics(metrics)
         return samples
 
-    def logratios(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
-        """`log p(chosen) - log p(rejected)` under policy and reference, `[B]` nats.
+    def pair_logprobs(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """`log p(chosen)` and `log p(rejected)` under the policy, `[B]` nats, with gradient.
 
         Sums over tokens, or means where the parameters ask for length normalisation.
         """
@@ -65,6 +65,11 @@ class AstPreferenceTrainer(AstTrainer):
             )
             for name, logprobs_BT in zip(names, self.policy_logprobs(batch, *names), strict=True)
         )
+        return chosen_B, rejected_B
+
+    def logratios(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """`log p(chosen) - log p(rejected)` under policy and reference, `[B]` nats."""
+        chosen_B, rejected_B = self.pair_logprobs(batch)
         return chosen_B - rejected_B, batch["reference_logratio"].to(chosen_B.device)
 
 

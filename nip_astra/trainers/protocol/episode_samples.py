@@ -13,7 +13,7 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from nip_astra.protocols.protocol_base import ProtocolHandler
-from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.utils.seeding import derived_generator
 
 COLUMNS = ("episode", "label", "decision", "is_right", "rewards", "datapoint", "rounds")
@@ -39,7 +39,7 @@ def num_samples(table: str, asked: int) -> int:
 
 def episode_rows(
     batch: TensorDict,
-    instance: ScenarioInstance,
+    instance: ProtocolInstance,
     *,
     num_episodes: int,
     step: int,
@@ -102,11 +102,9 @@ def _choose(right: Tensor, num_episodes: int, *, step: int, seed: int) -> list[i
 
 
 def _row(
-    batch: TensorDictBase, span: Span, instance: ScenarioInstance, number: int
+    batch: TensorDictBase, span: Span, instance: ProtocolInstance, number: int
 ) -> tuple[Any, ...]:
-    protocol, describe = instance.protocol_handler, instance.describe_datapoint
-    assert protocol is not None
-    assert describe is not None
+    protocol = instance.protocol_handler
     episode = batch[span.environment, span.first : span.last + 1].cpu()
     label, decision = int(episode["y"][-1]), int(episode["next", "decision"][-1])
     reward_TA = episode["next", "agents", "reward"].squeeze(-1)
@@ -116,14 +114,13 @@ def _row(
         decision,
         decision == label,
         _by_agent(protocol, reward_TA.sum(dim=0)),
-        describe(_datapoint(episode[0], instance)),
+        instance.describe_datapoint(_datapoint(episode[0], instance)),
         [_round(frame, protocol) for frame in episode.unbind(0)],
     )
 
 
-def _datapoint(frame: TensorDictBase, instance: ScenarioInstance) -> TensorDictBase:
+def _datapoint(frame: TensorDictBase, instance: ProtocolInstance) -> TensorDictBase:
     """The row of the dataset that a frame is about; a frame holds a copy of it."""
-    assert instance.train_dataset is not None
     names = [*instance.train_dataset.keys(), DATAPOINT_KEY]
     return frame.select(*names, strict=False)
 

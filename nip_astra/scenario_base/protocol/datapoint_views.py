@@ -1,0 +1,165 @@
+"""What a report shows of a datapoint, and the shapes of which a picture of one is made.
+
+A scenario describes a datapoint by plain values, which a run keeps with its sample episodes; its
+view reads them back, says in the scenario's words what was said about it, and draws it. The
+templates of the report draw the shapes as SVG.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+WIDTH, HEIGHT = 300, 236
+"""Of a graph's picture."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A place of the picture that an agent named.
+
+    Attributes
+    ----------
+    place : int
+        Node of the graph, or latent pixel by row and column.
+    part : int
+        Which graph; 0 for an image.
+    color : int
+        The agent's.
+    rounds : str
+        In which it was named, for instance "1, 3".
+    """
+
+    part: int
+    place: int
+    agent: str
+    color: int
+    rounds: str
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A ring around a node, with the rounds beside it.
+
+    Attributes
+    ----------
+    x, y : float
+        Where the rounds stand.
+    anchor : str
+        Which end of them stands there: "start", "middle" or "end".
+    """
+
+    choice: Choice
+    size: float
+    x: float
+    y: float
+    anchor: str
+
+
+@dataclass
+class Node:
+    """A node with the marks of those who named it."""
+
+    x: float
+    y: float
+    label: str
+    marks: list[Mark] = field(default_factory=list)
+
+
+@dataclass
+class DrawnGraph:
+    """A graph, ready to draw."""
+
+    title: str
+    summary: str
+    nodes: list[Node]
+    edges: list[tuple[float, float, float, float]]
+    radius: float
+    height: float
+    width: int = WIDTH
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A latent pixel that was named, with the rounds in its middle."""
+
+    choice: Choice
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def text_x(self) -> float:
+        """Where the rounds stand."""
+        return rounded(self.x + self.width / 2)
+
+    @property
+    def text_y(self) -> float:
+        """Their base line: the middle, or lower for an agent who is framed inside another."""
+        return rounded(self.y + self.height / 2 + 4.5)
+
+
+@dataclass
+class DrawnImage:
+    """An image with its grid of latent pixels, ready to draw.
+
+    Attributes
+    ----------
+    colors : list of (color, path)
+        Areas of one colour each; a path is in pixels.
+    scale : float
+        Width of a pixel.
+    """
+
+    summary: str
+    colors: list[tuple[str, str]]
+    scale: float
+    lines: list[tuple[float, float, float, float]]
+    frames: list[Frame]
+    width: int
+    height: float
+
+
+@dataclass
+class Picture:
+    """What an episode is about: graphs beside each other, or an image."""
+
+    graphs: list[DrawnGraph] = field(default_factory=list)
+    image: DrawnImage | None = None
+
+
+class DatapointView:
+    """A datapoint as a report shows it; a kind of scenario has a subclass.
+
+    Parameters
+    ----------
+    datapoint : Mapping[str, Any]
+        What `describe_datapoint` of the scenario gave, read from a file that anybody may have
+        written.
+    """
+
+    def __init__(self, datapoint: Mapping[str, Any]) -> None:
+        self.datapoint = datapoint
+
+    def label(self, label: int) -> str:
+        """A label in words."""
+        return f"label {label}"
+
+    def place_of(self, symbol: int) -> tuple[int, int] | None:
+        """The part of the picture, and the place in it, that a symbol stands for, if any."""
+        return None
+
+    def symbol(self, symbol: int) -> str:
+        """A symbol of a message in words."""
+        return f"symbol {symbol}"
+
+    def picture(self, choices: Sequence[Choice]) -> Picture | None:
+        """The datapoint with the places that agents named; None where nothing can be drawn."""
+        return None
+
+
+def rounded(value: float) -> float:
+    """A length with as many digits as a picture needs."""
+    return round(float(value), 1)

@@ -1,0 +1,184 @@
+"""Pairs of graphs as pictures: where the nodes are put, and what was said about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import networkx as nx
+import numpy as np
+import numpy.typing as npt
+
+from nip_astra.scenario_base.protocol.datapoint_views import (
+    HEIGHT,
+    WIDTH,
+    Choice,
+    DatapointView,
+    DrawnGraph,
+    Mark,
+    Node,
+    Picture,
+    rounded,
+)
+from nip_astra.utils.plain_values import items, mapping, number
+
+MARGIN = 34
+MAX_NODES = 60
+"""Nodes of a graph that is still drawn."""
+_SPAN = 6.0
+"""Edges that fit beside each other into the picture; a longer graph is bent."""
+_PUSHES = 40
+_LEAST_GAP = 0.15
+"""Distance that two nodes keep, as a share of the picture's longer side."""
+_LABELS = {0: "not isomorphic", 1: "isomorphic"}
+
+Edge = tuple[int, int]
+Points = npt.NDArray[np.float64]
+
+
+class GraphsView(DatapointView):
+    """Graphs beside each other, A and B; a symbol is a node of one of them."""
+
+    def label(self, label: int) -> str:
+        return _LABELS.get(label, super().label(label))
+
+    def place_of(self, symbol: int) -> tuple[int, int] | None:
+        sizes = [int(number(one.get("num_nodes")) or 0) for one in self._graphs()]
+        # Graphs are filled up to the largest of the dataset.
+        size = int(number(self.datapoint.get("nodes_per_graph")) or max(sizes, default=0))
+        return divmod(symbol, size) if size else None
+
+    def symbol(self, symbol: int) -> str:
+        place = self.place_of(symbol)
+        return super().symbol(symbol) if place is None else f"{graph_name(place[0])}{place[1]}"
+
+    def picture(self, choices: Sequence[Choice]) -> Picture | None:
+        drawn = [
+            _graph(graph, part, [one for one in choices if one.part == part])
+            for part, graph in enumerate(self._graphs())
+        ]
+        found = [graph for graph in drawn if graph is not None]
+        return Picture(graphs=found) if found else None
+
+    def _graphs(self) -> list[dict[str, Any]]:
+        return [mapping(one) for one in items(self.datapoint.get("graphs"))]
+
+
+def graph_name(part: int) -> str:
+    """The letter of a graph: A for the first."""
+    return chr(ord("A") + part % 26)
+
+
+def _graph(graph: dict[str, Any], part: int, choices: Sequence[Choice]) -> DrawnGraph | None:
+    num_nodes = int(number(graph.get("num_nodes")) or 0)
+    if not 0 < num_nodes <= MAX_NODES:
+        return None
+    edges = sorted(_edges(graph.get("edges"), num_nodes))
+    points, height = layout(num_nodes, edges)
+    radius = 11.0 if num_nodes <= 20 else 7.0
+    nodes = [Node(x, y, str(place)) for place, (x, y) in enumerate(points)]
+    for place, node in enumerate(nodes):
+        here = [choice for choice in choices if choice.place == place]
+        node.marks = _marks(node, here, radius, height / 2)
+    name = graph_name(part)
+    summary = f"Graph {name}: {num_nodes} nodes, {len(edges)} edges"
+    named = [f"{one.agent} named node {one.place} in round {one.rounds}" for one in choices]
+    lines = [(*points[start], *points[end]) for start, end in edges]
+    return DrawnGraph(f"graph {name}", "; ".join([summary, *named]), nodes, lines, radius, height)
+
+
+def _edges(value: Any, num_nodes: int) -> set[Edge]:
+    """The edges, the smaller node first; what is no pair of nodes is left out."""
+    found = set()
+    for pair in items(value):
+        ends = [number(end) for end in items(pair)]
+        if len(ends) == 2 and all(end is not None and 0 <= end < num_nodes for end in ends):
+            start, end = sorted(int(end or 0) for end in ends)
+            found.add((start, end))
+    return {(start, end) for start, end in found if start != end}
+
+
+def _marks(node: Node, choices: Sequence[Choice], radius: float, middle: float) -> list[Mark]:
+    """A ring for each agent, and its rounds on the side that looks away from the middle."""
+    outward = math.atan2(node.y - middle, node.x - WIDTH / 2)
+    marks = []
+    for place, choice in enumerate(choices):
+        ring = radius + 2.5 + 3.5 * place
+        angle = outward + (place - (len(choices) - 1) / 2) * 1.4
+        reach = radius + 9.0 + 3.5 * (len(choices) - 1)
+        across, down = math.cos(angle), math.sin(angle)
+        anchor = "middle" if abs(across) < 0.4 else "start" if across > 0 else "end"
+        # Text is higher than its base line says.
+        x, y = node.x + reach * across, node.y + (reach + 3.0) * down + 4.0
+        marks.append(Mark(choice, ring, rounded(x), rounded(y), anchor))
+    return marks
+
+
+def layout(num_nodes: int, edges: Iterable[Edge]) -> tuple[list[tuple[float, float]], float]:
+    """Place the nodes so that distances on the page are like those in the graph; and the height.
+
+    By Kamada and Kawai's springs (networkx). In a graph that is longer than the picture is wide,
+    far nodes are wanted nearer than they are, by a power of their distance, so that a long path
+    becomes a bow or a spiral and neighbours keep their room. All begins with what the graph alone
+    says, so that isomorphic graphs look alike but for a turn or a reflection.
+    """
+    if num_nodes == 1:
+        return [(WIDTH / 2, MARGIN)], 2 * MARGIN
+    graph = nx.empty_graph(num_nodes)
+    graph.add_edges_from(edges)
+    wanted = _distances(graph)
+    wanted **= min(1.0, math.log(_SPAN) / math.log(max(wanted.max(), 2.0)))
+    by_node = {node: dict(enumerate(row)) for node, row in enumerate(wanted.tolist())}
+    placed = nx.kamada_kawai_layout(graph, dist=by_node, pos=_first_places(wanted))
+    return _fitted(_apart(np.array([placed[node] for node in range(num_nodes)])))
+
+
+def _first_places(wanted: Points) -> dict[int, Points]:
+    """By classical scaling, with nodes of the same neighbours a little apart."""
+    num_nodes = len(wanted)
+    centring = np.eye(num_nodes) - 1.0 / num_nodes
+    values, vectors = np.linalg.eigh(-0.5 * centring @ wanted**2 @ centring)
+    points = vectors[:, [-1, -2]] * np.sqrt(np.maximum(values[[-1, -2]], 0.0))
+    angles = 2.0 * math.pi * np.arange(num_nodes) / num_nodes
+    return dict(enumerate(points + 0.02 * np.stack([np.cos(angles), np.sin(angles)], axis=1)))
+
+
+def _distances(graph: nx.Graph) -> Points:
+    """The lengths of shortest paths; between parts that do not hang together, half the longest
+    and two more.
+    """
+    found = np.full((len(graph), len(graph)), np.inf)
+    for node, lengths in nx.all_pairs_shortest_path_length(graph):
+        found[node, list(lengths)] = list(lengths.values())
+    longest = found[np.isfinite(found)].max()
+    return np.where(np.isfinite(found), found, longest / 2.0 + 2.0)
+
+
+def _gaps(points: Points) -> Points:
+    gaps: Points = np.linalg.norm(points[:, None] - points[None, :], axis=-1)
+    return gaps
+
+
+def _apart(points: Points) -> Points:
+    """Push nodes that would cover one another apart, as far as the picture has room."""
+    for _ in range(_PUSHES):
+        span = float((points.max(axis=0) - points.min(axis=0)).max())
+        steps = points[:, None] - points[None, :]
+        gaps = np.maximum(_gaps(points), 1e-9)
+        missing = np.maximum(_LEAST_GAP * span - gaps, 0.0)
+        np.fill_diagonal(missing, 0.0)
+        if not missing.any():
+            break
+        points = points + 0.5 * (steps / gaps[..., None] * missing[..., None]).sum(axis=1)
+    return points
+
+
+def _fitted(points: Points) -> tuple[list[tuple[float, float]], float]:
+    """Scale to the picture without changing proportions, and centre; and the height."""
+    low, high = points.min(axis=0), points.max(axis=0)
+    room = np.array([WIDTH, HEIGHT]) - 2.0 * MARGIN
+    scale = float((room / np.maximum(high - low, 1e-6)).min())
+    height = rounded((high - low)[1] * scale + 2.0 * MARGIN)
+    placed = (points - (low + high) / 2) * scale + np.array([WIDTH, height]) / 2
+    return [(rounded(x), rounded(y)) for x, y in placed.tolist()], height

@@ -1,0 +1,41 @@
+"""Simple preference optimisation of an attacker, without a reference in the loss."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from tensordict import TensorDict
+
+from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.preference_family import simpo_loss
+from nip_astra.trainers.ast.preference import AstPreferenceTrainer
+from nip_astra.trainers.registry import register_trainer
+
+
+@register_trainer(TrainerType.AST_SIMPO)
+class AstSimpoTrainer(AstPreferenceTrainer):
+    """Prefer the best probe to the worst by its likelihood per token alone.
+
+    Loss: `-log sigmoid(beta (c - r) - margin)`, mean over pairs, with `c` and `r` the means of
+    `log pi` over the tokens of the chosen and of the rejected probe (arXiv:2405.14734, eq. 6).
+    Nothing holds the attacker near the reference but the scenario's own reward.
+    """
+
+    class Parameters(AstPreferenceTrainer.Parameters):
+        """Strength of the preference, its margin, and choice of pairs."""
+
+        beta: float = Field(default=2.0, gt=0)
+        """Scale of the difference. Larger saturates sooner, so that clear pairs teach less."""
+        length_normalised: bool = True
+        """Whether a probe counts by its mean log-probability per token, as in the paper; false
+        takes the sum, which needs a smaller beta."""
+        margin: float = Field(default=1.0, ge=0)
+        """What the chosen probe's scaled log-probability has to exceed the other's by. Larger goes
+        on pushing pairs apart that are told apart already."""
+
+    def loss(self, batch: TensorDict) -> LossOutput:
+        """The SimPO loss of a batch of pairs."""
+        chosen_B, rejected_B = self.pair_logprobs(batch)
+        return simpo_loss(
+            chosen_B, rejected_B, beta=self.parameters.beta, margin=self.parameters.margin
+        )

@@ -1,0 +1,205 @@
+"""Training services: gradients add up, steps are refused where they are not finite, and a service
+that holds the weights elsewhere trains alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.errors import CheckpointError, NonFiniteLossError
+from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.services.training import (
+    LocalTrainingService,
+    Loss,
+    OptimizerFigures,
+    TrainingService,
+)
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rollouts.samples import collate
+from nip_astra.trainers.ast_dpo import AstDpoTrainer
+from tests.trainers.test_ast_family import _trainer
+
+
+class DistantService(TrainingService):
+    """A service that hands out numbers and takes back their gradients, as one elsewhere would."""
+
+    def __init__(self, model: LanguageModel, lr: float) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+        self.handed_out: list[tuple[tuple[Tensor, ...], Tensor]] = []
+
+    def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
+        num_samples, mean = sum(map(len, batches)), 0.0
+        for batch in batches:
+            output = loss(batch)
+            (output.loss * len(batch) / num_samples).backward()
+            mean += float(output.loss.detach()) * len(batch) / num_samples
+            for asked, leaf in self.handed_out:
+                (self.model.logprobs(*asked) * leaf.grad).sum().backward()
+            self.handed_out = []
+        return {"loss": mean}
+
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        asked = (context_BC, context_mask_BC, ids_BT, mask_BT)
+        with torch.no_grad():
+            leaf = self.model.logprobs(*asked)
+        self.handed_out.append((asked, leaf.requires_grad_()))
+        return leaf
+
+    def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
+        self.optimizer.param_groups[0]["lr"] = lr
+        weights = list(self.model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(weights, max_grad_norm or math.inf)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return OptimizerFigures(float(norm), was_taken=True)
+
+    def sample(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
+        return self.model.generate(contexts, rows_per_context, uniforms_BT, options)
+
+    def save_state(self, directory: Path) -> None:
+        self.model.save(directory / "policy")
+
+    def load_state(self, directory: Path) -> None:
+        self.model.restore(directory / "policy")
+
+    def save_weights_for_sampler(self, directory: Path) -> None:
+        self.model.save_pretrained(directory)
+
+
+def weights_of(model: LanguageModel) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def batch_of(num_samples: int) -> TensorDict:
+    return collate(
+        [
+            {"context": torch.tensor([2, 4]), "tokens": torch.tensor([6 + i, 3])}
+            for i in range(num_samples)
+        ]
+    )
+
+
+def nll(service: TrainingService) -> Loss:
+    def loss(batch: TensorDict) -> LossOutput:
+        logprobs_BT = service.logprobs(
+            batch["context"], batch["context_mask"], batch["tokens"], batch["tokens_mask"]
+        )
+        mean = -logprobs_BT.sum(dim=1).mean()
+        return LossOutput(mean, {"nll": mean.detach()})
+
+    return loss
+
+
+@pytest.fixture
+def model(tiny_model_dir: Path) -> LanguageModel:
+    parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir), dtype="float32")
+    return HuggingFaceLanguageModel.load(
+        parameters, device=torch.device("cpu"), scenario_dir=None, trainable=True
+    )
+
+
+def local(model: LanguageModel) -> LocalTrainingService:
+    return LocalTrainingService(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_gradients_of_calls_add_up_and_those_of_batches_are_means(model: LanguageModel) -> None:
+    service = local(model)
+    found = service.forward_backward([batch_of(3), batch_of(1)], nll(service))
+    split = [p.grad.clone() for p in model.parameters()]
+    model_is_as_before = service.optim_step(lr=0.0)
+    assert model_is_as_before.was_taken
+    assert all(p.grad is None for p in model.parameters())
+    whole = collate([*_rows(3), *_rows(1)])
+    assert service.forward_backward([whole], nll(service)) == pytest.approx(found, rel=1e-6)
+    service.forward_backward([whole], nll(service))
+    for parameter, gradient in zip(model.parameters(), split, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient, atol=1e-6, rtol=1e-5)
+
+
+def _rows(num: int) -> list[dict[str, Tensor]]:
+    return [
+        {"context": torch.tensor([2, 4]), "tokens": torch.tensor([6 + i, 3])} for i in range(num)
+    ]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_and_is_forgotten(
+    model: LanguageModel,
+) -> None:
+    service, before = local(model), weights_of(model)
+    loss = nll(service)
+    service.forward_backward(
+        [batch_of(2)], lambda batch: LossOutput(loss(batch).loss * math.nan, {})
+    )
+    step = service.optim_step(lr=0.1)
+    assert (step.was_taken, math.isnan(step.grad_norm)) == (False, True)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    service.forward_backward([batch_of(2)], loss)
+    assert service.optim_step(lr=0.1).was_taken
+
+
+def test_a_state_comes_back_to_the_bit_and_a_broken_one_is_refused(
+    model: LanguageModel, tmp_path: Path
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    service = LocalTrainingService(model, optimizer)
+
+    def step() -> None:
+        service.forward_backward([batch_of(2)], nll(service))
+        service.optim_step(lr=0.01, max_grad_norm=1.0)
+
+    step()
+    service.save_state(tmp_path)
+    step()
+    after = weights_of(model)
+    service.load_state(tmp_path)
+    step()
+    assert all(torch.equal(a, b) for a, b in zip(after, weights_of(model), strict=True))
+    (tmp_path / "optimizer.json").write_text("{")
+    with pytest.raises(CheckpointError):
+        service.load_state(tmp_path)
+
+
+def test_a_trainer_learns_alike_through_a_service_that_holds_the_weights_elsewhere(
+    tiny_scenario: Path,
+) -> None:
+    options = ("training.gradient_accumulation_steps=2", "training.batch_size=2")
+    here, there = (_trainer("ast_dpo", tiny_scenario, *options) for _ in range(2))
+    there.service = DistantService(there.policy, there.training.lr)
+    before = weights_of(there.policy)
+    for trainer in (here, there):
+        trainer.train()
+    assert any(
+        not torch.equal(a, b) for a, b in zip(before, there.policy.parameters(), strict=True)
+    )
+    for a, b in zip(here.policy.parameters(), there.policy.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_a_loss_that_is_not_finite_ends_training_before_the_step(tiny_scenario: Path) -> None:
+    class Broken(AstDpoTrainer):
+        def loss(self, batch: TensorDict) -> LossOutput:
+            output = super().loss(batch)
+            return LossOutput(output.loss * math.nan, output.metrics)
+
+    given = _trainer("ast_dpo", tiny_scenario)
+    trainer = Broken(given.hyper_params, given.scenario_instance, given.settings)
+    before = weights_of(trainer.policy)
+    with pytest.raises(NonFiniteLossError, match="step 1"):
+        trainer.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.policy.parameters(), strict=True))

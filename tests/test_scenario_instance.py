@@ -1,0 +1,53 @@
+"""Each family has its own parts; what another family has is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import pytest
+
+from nip_astra.errors import MissingPartError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.factory import build_scenario_instance
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.scenario_instance import (
+    ConversationInstance,
+    ProtocolInstance,
+    ScenarioInstance,
+)
+
+
+def build(trainer: str, scenario: str) -> ScenarioInstance:
+    resolved = resolve_experiment(trainer=trainer, scenario=scenario)
+    return build_scenario_instance(
+        resolved.hyper_params,
+        ExperimentSettings(),
+        kind=resolved.kind,
+        scenario_dir=resolved.scenario_dir,
+    )
+
+
+def test_a_conversation_has_no_protocol(tiny_scenario: Path) -> None:
+    instance = build("ast_dpo", str(tiny_scenario))
+    assert isinstance(instance, ConversationInstance)
+    assert set(instance.datasets) == {"train", "dev", "test"}
+    assert instance.num_parameters > 0
+    with pytest.raises(MissingPartError, match=r"'protocol_handler'.*'ast_chat'.*sampler"):
+        instance.protocol_handler  # noqa: B018 - reading it is the test
+    assert not hasattr(instance, "combined_agents")
+
+
+def test_a_protocol_has_no_opening_prompts() -> None:
+    instance = build("vanilla_ppo", "graph_isomorphism_small")
+    assert isinstance(instance, ProtocolInstance)
+    assert instance.num_parameters > 0
+    with pytest.raises(MissingPartError, match=r"'datasets'.*'graph_isomorphism'"):
+        instance.datasets  # noqa: B018 - reading it is the test
+
+
+def test_the_base_alone_is_an_instance_that_can_be_copied() -> None:
+    instance = ScenarioInstance(kind="plain")
+    assert instance.num_parameters == 0
+    assert copy.deepcopy(instance) == pickle.loads(pickle.dumps(instance)) == instance

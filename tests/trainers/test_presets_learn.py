@@ -1,0 +1,43 @@
+"""What presets were verified on, again with one seed: each beats what it is compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+
+pytestmark = pytest.mark.slow
+ALONE = 0.57
+"""The share of digits that the verifier tells alone, learning from labels."""
+
+
+def run(tmp_path: Path, trainer: str, *overrides: str) -> dict[str, Any]:
+    resolved = resolve_experiment(trainer=trainer, overrides=overrides)
+    return run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False).results
+
+
+@pytest.mark.parametrize("trainer", ["mappo", "reinforce", "spg"])
+def test_a_word_lifts_the_verifier_above_what_it_tells_alone(tmp_path: Path, trainer: str) -> None:
+    low, _ = run(tmp_path, trainer)["after"]["mean_accuracy_interval"]
+    assert low > ALONE + 0.05
+
+
+@pytest.mark.parametrize(
+    ("trainer", "overrides"),
+    [
+        *((f"ast_{name}", ()) for name in ("dpo", "ipo", "ppo", "grpo", "reinforce", "sft")),
+        # Its clip, which is of whole probes, must let them through: 0.04 to 0.16 with the paper's.
+        ("ast_grpo", ("ast_grpo.variant=gspo",)),
+    ],
+)
+def test_an_attacker_learns_to_make_pocket_chat_fail(
+    tmp_path: Path, trainer: str, overrides: tuple[str, ...]
+) -> None:
+    short = ("ast_chat.evaluation.num_episodes=60", "ast_chat.evaluation.use_random_search=false")
+    results = run(tmp_path, trainer, *short, *overrides)
+    assert results["before"]["failure_rate"] < 0.2
+    assert results["after"]["failure_rate"] > 0.5
