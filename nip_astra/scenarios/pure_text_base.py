@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -50,7 +50,7 @@ class TextDatasets(NamedTuple):
     test: NestedArrayDict
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PureTextScenarioInstance(ScenarioInstance):
     """What a scenario in words built from its parameters.
 
@@ -70,12 +70,12 @@ class PureTextScenarioInstance(ScenarioInstance):
         Columns of the data by which accuracy is told apart.
     """
 
-    protocol_handler: ProtocolHandler = field(kw_only=True)
-    game: TextGame = field(kw_only=True)
-    train_data: NestedArrayDict = field(kw_only=True)
-    test_data: NestedArrayDict = field(kw_only=True)
-    shared_model_groups: Mapping[str, PureTextSharedModelGroup] = field(kw_only=True)
-    loop: EventLoop = field(kw_only=True)
+    protocol_handler: ProtocolHandler
+    game: TextGame
+    train_data: NestedArrayDict
+    test_data: NestedArrayDict
+    shared_model_groups: Mapping[str, PureTextSharedModelGroup]
+    loop: EventLoop
     groupings: tuple[str, ...] = ()
 
     @property

@@ -41,6 +41,9 @@ NUM_EPOCHS = 3
 BATCH_SIZE = 8
 BETA = 0.1
 """What a job takes where it does not say."""
+NLL_WEIGHT = 1.0
+"""Weight of the cross entropy of preferred answers in a preference job. Without it, DPO makes both
+answers of a pair unlikely, the end of a turn among them, and small models talk without end."""
 MAX_GRAD_NORM = 1.0
 JOB, EXAMPLES, MODEL = "job.json", "examples.jsonl", "model"
 
@@ -60,8 +63,9 @@ class LocalFineTuningService(FineTuningService):
 
     Supervised jobs minimise the mean cross entropy of the answers' tokens, end token included;
     preference jobs DPO's loss (arXiv:2305.18290, eq. 7), the reference being the model that the job
-    starts from. AdamW with a constant learning rate, on the CPU or the GPU that is given. Equal
-    jobs give equal weights on the CPU.
+    starts from, plus the cross entropy of the preferred answers (arXiv:2404.19733, eq. 1). AdamW
+    with a constant learning rate, on the CPU or the GPU that is given. Equal jobs give equal
+    weights on the CPU.
 
     Parameters
     ----------
