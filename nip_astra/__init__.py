@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         ContiguousPeriodicUpdateSchedule as ContiguousPeriodicUpdateSchedule,
     )
     from nip_astra.plugins import load_plugin as load_plugin
+    from nip_astra.plugins import module_of as module_of
     from nip_astra.progress import IterationContext as IterationContext
     from nip_astra.progress import attach_progress_bar as attach_progress_bar
     from nip_astra.protocols.main_protocols import (
@@ -105,13 +106,26 @@ if TYPE_CHECKING:
     from nip_astra.reward_terms.base import RatedProbes as RatedProbes
     from nip_astra.reward_terms.base import RewardTerm as RewardTerm
     from nip_astra.reward_terms.registry import register_reward_term as register_reward_term
+    from nip_astra.rl_objectives.advantages import gae as gae
+    from nip_astra.rl_objectives.advantages import whiten as whiten
     from nip_astra.rl_objectives.credit import mean_child_return as mean_child_return
+    from nip_astra.rl_objectives.kl import kl_estimate as kl_estimate
+    from nip_astra.rl_objectives.masked import masked_mean as masked_mean
     from nip_astra.rl_objectives.objective import Objective as Objective
     from nip_astra.rl_objectives.outputs import LossOutput as LossOutput
+    from nip_astra.rl_objectives.policy_gradient import value_loss as value_loss
+    from nip_astra.rl_objectives.returns import nstep_returns as nstep_returns
     from nip_astra.rollouts.batch import Batch as Batch
+    from nip_astra.rollouts.batch import padding_data as padding_data
+    from nip_astra.rollouts.padding import (
+        compute_position_id_with_mask as compute_position_id_with_mask,
+    )
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
     from nip_astra.rollouts.trajectory import Trajectory as Trajectory
+    from nip_astra.rollouts.trajectory_advantages import (
+        compute_grpo_advantage_for_trajectories as compute_grpo_advantage_for_trajectories,
+    )
     from nip_astra.rollouts.tree import RolloutTree as RolloutTree
     from nip_astra.run import ExperimentResult as ExperimentResult
     from nip_astra.run import PreparedExperiment as PreparedExperiment
@@ -191,6 +205,10 @@ if TYPE_CHECKING:
     from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
     from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
+    from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
+    from nip_astra.trainers.service.losses import policy_loss as policy_loss
+    from nip_astra.trainers.service.metrics import log_grpo_metrics as log_grpo_metrics
+    from nip_astra.trainers.service.metrics import log_rollout_metrics as log_rollout_metrics
     from nip_astra.trainers.solo_agent import SoloAgentTrainer as SoloAgentTrainer
     from nip_astra.trainers.spg import SpgTrainer
     from nip_astra.trainers.trainer_base import TensorDictTrainer as TensorDictTrainer
@@ -225,10 +243,10 @@ _HOMES = {
     "AstPreferenceTrainer": "nip_astra.trainers.ast.preference",
     "AstTrainer": "nip_astra.trainers.ast_base",
     "BaseRunParameters": "nip_astra.parameters.protocols",
+    "Batch": "nip_astra.rollouts.batch",
     "CONTINUE": "nip_astra.protocols.protocol_base",
     "ChatAnswer": "nip_astra.language_models.services.chat",
     "ChatMessage": "nip_astra.language_models.services.chat",
-    "Batch": "nip_astra.rollouts.batch",
     "ChatModel": "nip_astra.language_models.services.chat",
     "ChatOutcome": "nip_astra.language_models.services.chat",
     "ChatRequest": "nip_astra.language_models.services.chat",
@@ -302,8 +320,8 @@ _HOMES = {
     "Reaction": "nip_astra.scenario_base.tasks.base",
     "Registry": "nip_astra.registry",
     "ReinforceParameters": "nip_astra.trainers.reinforce:ReinforceTrainer.Parameters",
-    "Representation": "nip_astra.scenario_base.protocol.tensordict_agents",
     "RemoteApiTrainer": "nip_astra.trainers.remote_api_base",
+    "Representation": "nip_astra.scenario_base.protocol.tensordict_agents",
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
@@ -317,8 +335,9 @@ _HOMES = {
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",
     "Scorer": "nip_astra.scorers.base",
-    "SoloAgentHead": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "SelfHostedGrpoTrainer": "nip_astra.trainers.self_hosted_grpo",
     "SelfHostedTrainer": "nip_astra.trainers.self_hosted_base",
+    "SoloAgentHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "SoloAgentParameters": "nip_astra.trainers.solo_agent:SoloAgentTrainer.Parameters",
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
     "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
@@ -333,11 +352,11 @@ _HOMES = {
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
     "TrainingService": "nip_astra.language_models.services.training",
+    "Trajectory": "nip_astra.rollouts.trajectory",
     "TreeSampler": "nip_astra.samplers.trees",
     "Turn": "nip_astra.scenario_base.conversation.tokens",
     "UnknownNameError": "nip_astra.errors",
     "VanillaPpoTrainer": "nip_astra.trainers.vanilla_ppo",
-    "Trajectory": "nip_astra.rollouts.trajectory",
     "ZkProtocolParameters": "nip_astra.parameters.protocols",
     "attach_progress_bar": "nip_astra.progress",
     "bleu_against": "nip_astra.utils.diversity",
@@ -347,13 +366,24 @@ _HOMES = {
     "build_scenario_instance": "nip_astra.factory",
     "build_scorer": "nip_astra.scorers.registry",
     "collate": "nip_astra.rollouts.samples",
+    "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
+    "compute_position_id_with_mask": "nip_astra.rollouts.padding",
     "derive_seed": "nip_astra.utils.seeding",
     "derived_generator": "nip_astra.utils.seeding",
     "distinct_n": "nip_astra.utils.diversity",
     "find_scenario": "nip_astra.parameters.content",
+    "gae": "nip_astra.rl_objectives.advantages",
+    "kl_estimate": "nip_astra.rl_objectives.kl",
     "load_plugin": "nip_astra.plugins",
+    "log_grpo_metrics": "nip_astra.trainers.service.metrics",
+    "log_rollout_metrics": "nip_astra.trainers.service.metrics",
+    "masked_mean": "nip_astra.rl_objectives.masked",
     "mean_child_return": "nip_astra.rl_objectives.credit",
     "mlp": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "module_of": "nip_astra.plugins",
+    "nstep_returns": "nip_astra.rl_objectives.returns",
+    "padding_data": "nip_astra.rollouts.batch",
+    "policy_loss": "nip_astra.trainers.service.losses",
     "polymorphic": "nip_astra.parameters.parameters_base",
     "prepare_experiment": "nip_astra.run",
     "read_prompts": "nip_astra.scenario_base.conversation.prompts",
@@ -374,10 +404,12 @@ _HOMES = {
     "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",
     "run_experiment": "nip_astra.run",
     "self_bleu": "nip_astra.utils.diversity",
+    "value_loss": "nip_astra.rl_objectives.policy_gradient",
     "vendi_score": "nip_astra.utils.diversity",
     "where": "nip_astra.parameters.conditions",
     "where_above": "nip_astra.parameters.conditions",
     "where_given": "nip_astra.parameters.conditions",
+    "whiten": "nip_astra.rl_objectives.advantages",
     "write_report": "nip_astra.report.page",
 }
 

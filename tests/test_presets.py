@@ -180,6 +180,7 @@ CUT = {
         "graph_isomorphism.dataset.num_test=30",
     ),
     "image_classification": ("image_classification.dataset.max_train_size=60",),
+    "task": ("training.num_episodes_per_experience=2", "task.evaluation.num_problems=4"),
     "secret_word": ("secret_word.num_test=10", "text_rl.rollouts_per_iteration=12"),
     "code_validation": (
         "text_rl.rollouts_per_iteration=1",
