@@ -51,6 +51,8 @@ class Row:
 def verdict(run: RunRecord) -> list[str]:
     """Say in words what the run found."""
     before, after = mapping(run.results.get("before")), mapping(run.results.get("after"))
+    if number(after.get("accuracy")) is not None:
+        return [_answers(before, after)]
     if number(after.get("failure_rate")) is None:
         done = len(run.metrics)
         end = "has results without a failure rate" if run.results else "has not ended"
@@ -103,6 +105,7 @@ def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
     reports = [report for _, report in shown]
     writers: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("conversations with a failure", rate_text),
+        ("held-out problems answered right", accuracy_text),
         ("mean score of a response", lambda one: decimal(one.get("mean_score"))),
         ("mean reward of a turn", lambda one: decimal(one.get("mean_reward"))),
         ("probe NLL, nats per token", lambda one: decimal(one.get("probe_nll"))),
@@ -130,6 +133,23 @@ def _cost_tiles(run: RunRecord, after: Mapping[str, Any]) -> Iterator[Tile]:
         note = f"training, {count(training.get('iterations'))} iterations"
         note += f", {duration(seconds)}" if seconds else ""
         yield Tile("Target queries", count(queries), note)
+
+
+def _answers(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    among = f"{count(after.get('num_problems'))} held-out problems"
+    sentence = f"After training, {accuracy_text(after)} of the answers to {among} are right"
+    if number(before.get("accuracy")) is not None:
+        sentence += f"; before, it was {accuracy_text(before)}"
+    return f"{sentence}."
+
+
+def accuracy_text(report: Mapping[str, Any]) -> str:
+    """The share of right answers with its interval."""
+    if number(report.get("accuracy")) is None:
+        return NOTHING
+    ends = items(report.get("accuracy_interval"))
+    told = interval(*ends) if len(ends) == 2 else ""
+    return f"{percent(report.get('accuracy'))} {told}".strip()
 
 
 def _fluency(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:

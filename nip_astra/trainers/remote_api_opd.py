@@ -26,7 +26,7 @@ class RemoteApiOpdTrainer(RemoteApiTrainer):
     class Parameters(RolloutParameters):
         """The teacher, and which loss the service takes."""
 
-        distillation: DistillationParameters
+        distillation: DistillationParameters = DistillationParameters()
         """Whom the student learns from."""
         service_loss: ServiceLossParameters = ServiceLossParameters()
         """The loss of the service."""

@@ -26,7 +26,7 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
     class Parameters(RolloutParameters):
         """The teacher, and which loss is taken."""
 
-        distillation: DistillationParameters
+        distillation: DistillationParameters = DistillationParameters()
         """Whom the student learns from."""
         policy_loss: PolicyLossParameters = PolicyLossParameters(loss="importance_sampling")
         """The loss of a batch."""

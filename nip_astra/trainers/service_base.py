@@ -17,6 +17,7 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rollouts.batch import Batch
@@ -106,6 +107,11 @@ class ServiceTrainer(LanguageModelTrainer):
     def build_policy(self) -> LanguageModel:
         policy: LanguageModel = self.scenario_instance.agents["policy"].language_model
         return policy
+
+    def build_service(self) -> TrainingService:
+        """What the parameters name as `train_service.backend`."""
+        backends = {"local": super().build_service}
+        return backends[self.parameters.train_service.backend]()
 
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
         return collate_trajectories(samples)

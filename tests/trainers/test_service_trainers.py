@@ -200,6 +200,11 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
         trainer_of("self_hosted_opd", f"self_hosted_opd.distillation.teacher={given}")
 
 
+def test_distillation_without_a_teacher_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"Set self_hosted_opd\.distillation\.teacher"):
+        trainer_of("self_hosted_opd", "self_hosted_opd.distillation.teacher=null")
+
+
 def test_data_are_gone_through_before_any_problem_comes_again(tmp_path: Path) -> None:
     for name, count in (("train", 5), ("test", 2)):
         rows = [{"prompt": f"{name} {i}", "answer": "1"} for i in range(count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from nip_astra.errors import ModelLoadError
+from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.scenario_base.agents import LanguageModelParameters, load_language_model
@@ -15,9 +15,10 @@ from nip_astra.utils.devices import resolve_device
 class DistillationParameters(SubParameters):
     """Whom the student learns from, and how far it looks ahead."""
 
-    teacher: LanguageModelParameters  # type: ignore[valid-type]
+    teacher: LanguageModelParameters | None = None  # type: ignore[valid-type]
     """The teacher's backend and weights, for instance those in the folder `model` of a run; it must
-    have the student's tokens, and reads the student's prompts."""
+    have the student's tokens, and reads the student's prompts. There is none by default, and
+    without one nothing is trained."""
     weight: float = Field(default=1.0, gt=0)
     """Advantage per nat of divergence. With an optimizer that divides by the size of gradients it
     matters beside other terms alone."""
@@ -31,9 +32,19 @@ def load_teacher(trainer: ServiceTrainer, parameters: DistillationParameters) ->
 
     Raises
     ------
+    ConfigurationError
+        When none is given.
     ModelLoadError
         When it has other tokens than the student.
     """
+    if parameters.teacher is None:
+        name = trainer.hyper_params.trainer
+        raise ConfigurationError(
+            f"the trainer {name!r} was asked to distil a teacher on the scenario "
+            f"{trainer.hyper_params.scenario!r}, but no teacher is given. Set "
+            f"{name}.distillation.teacher to a model with the student's tokenizer, for instance "
+            "{_type: huggingface, model: runs/RUN/model}."
+        )
     teacher = load_language_model(
         parameters.teacher,
         device=resolve_device(trainer.settings.device),

@@ -1,0 +1,40 @@
+"""What a run on the problems of a task found is told on its page and in the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from nip_astra.report.records import RunRecord
+from nip_astra.report.summary import before_after, verdict
+from nip_astra.report.terminal import print_results
+
+RESULTS = {
+    "before": {"accuracy": 0.3, "accuracy_interval": [0.25, 0.36], "num_problems": 300},
+    "after": {
+        "accuracy": 0.8,
+        "accuracy_interval": [0.75, 0.84],
+        "num_problems": 300,
+        "mean_reward": 0.8,
+    },
+}
+
+
+def test_the_page_says_how_many_answers_are_right(tmp_path: Path) -> None:
+    run = RunRecord(tmp_path, results=RESULTS)
+    (sentence,) = verdict(run)
+    assert sentence.startswith("After training, 80.0")
+    assert "of the answers to 300 held-out problems are right; before, it was 30.0" in sentence
+    headings, rows = before_after(run)
+    assert headings == ["before", "after"]
+    assert rows[0].label == "held-out problems answered right"
+
+
+def test_the_terminal_says_how_many_answers_are_right(tmp_path: Path) -> None:
+    console = Console(record=True, width=100)
+    print_results(RESULTS, tmp_path, console)
+    said = console.export_text()
+    assert "300 held-out problems before and after training" in said
+    assert "80.0% [75.0%, 84.0%]" in said
+    assert "right answers" in said
