@@ -13,29 +13,46 @@ from nip_astra.version import __version__
 if TYPE_CHECKING:
     from pydantic import Field as Field
 
+    from nip_astra.errors import ConfigurationError as ConfigurationError
+    from nip_astra.errors import DataError as DataError
+    from nip_astra.errors import MissingPartError as MissingPartError
     from nip_astra.errors import NipAstraError as NipAstraError
+    from nip_astra.errors import ParameterError as ParameterError
+    from nip_astra.errors import UnknownNameError as UnknownNameError
     from nip_astra.evaluation.run_results import Figure as Figure
     from nip_astra.evaluation.run_results import RunResults as RunResults
     from nip_astra.evaluation.run_results import read_results as read_results
     from nip_astra.experiment_settings import ExperimentSettings as ExperimentSettings
+    from nip_astra.factory import build_scenario_instance as build_scenario_instance
     from nip_astra.language_models.base import LanguageModel as LanguageModel
+    from nip_astra.language_models.embeddings import EmbedderParameters as EmbedderParameters
+    from nip_astra.language_models.embeddings import build_embedder as build_embedder
     from nip_astra.language_models.registry import (
         register_language_model as register_language_model,
     )
+    from nip_astra.language_models.services.chat import ChatAnswer as ChatAnswer
+    from nip_astra.language_models.services.chat import ChatMessage as ChatMessage
     from nip_astra.language_models.services.chat import ChatModel as ChatModel
+    from nip_astra.language_models.services.chat import ChatOutcome as ChatOutcome
+    from nip_astra.language_models.services.chat import ChatRequest as ChatRequest
+    from nip_astra.language_models.services.chat import FinishReason as FinishReason
     from nip_astra.language_models.services.registry import (
         register_chat_model as register_chat_model,
     )
+    from nip_astra.language_models.services.training import TrainingService as TrainingService
+    from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
     from nip_astra.message_regressors.base import MessageRegressor as MessageRegressor
     from nip_astra.message_regressors.registry import (
         register_message_regressor as register_message_regressor,
     )
+    from nip_astra.parameters.agents import AgentParameters as AgentParameters
     from nip_astra.parameters.agents import AgentsParameters as AgentsParameters
     from nip_astra.parameters.agents import LrFactors as LrFactors
     from nip_astra.parameters.agents import RandomAgentParameters as RandomAgentParameters
     from nip_astra.parameters.conditions import where as where
     from nip_astra.parameters.conditions import where_above as where_above
     from nip_astra.parameters.conditions import where_given as where_given
+    from nip_astra.parameters.content import find_scenario as find_scenario
     from nip_astra.parameters.conversion import register_conversion as register_conversion
     from nip_astra.parameters.hyper_parameters import HyperParameters as HyperParameters
     from nip_astra.parameters.message_regression import (
@@ -70,28 +87,67 @@ if TYPE_CHECKING:
     )
     from nip_astra.protocols.main_protocols import MnipProtocolParameters as MnipProtocolParameters
     from nip_astra.protocols.main_protocols import NipProtocolParameters as NipProtocolParameters
+    from nip_astra.protocols.protocol_base import ACCEPT as ACCEPT
+    from nip_astra.protocols.protocol_base import CONTINUE as CONTINUE
+    from nip_astra.protocols.protocol_base import REJECT as REJECT
     from nip_astra.protocols.protocol_base import (
         DeterministicSingleVerifierProtocolHandler as DeterministicSingleVerifierProtocolHandler,
     )
     from nip_astra.protocols.protocol_base import Moves as Moves
     from nip_astra.protocols.protocol_base import ProtocolHandler as ProtocolHandler
+    from nip_astra.protocols.protocol_base import RoundResult as RoundResult
+    from nip_astra.protocols.registry import build_protocol_handler as build_protocol_handler
     from nip_astra.protocols.registry import register_protocol_handler as register_protocol_handler
+    from nip_astra.registry import Registry as Registry
+    from nip_astra.report.page import write_report as write_report
     from nip_astra.resolving.resolution import ResolvedExperiment as ResolvedExperiment
     from nip_astra.resolving.resolution import resolve_experiment as resolve_experiment
     from nip_astra.reward_terms.base import RatedProbes as RatedProbes
     from nip_astra.reward_terms.base import RewardTerm as RewardTerm
     from nip_astra.reward_terms.registry import register_reward_term as register_reward_term
+    from nip_astra.rl_objectives.credit import mean_child_return as mean_child_return
     from nip_astra.rl_objectives.objective import Objective as Objective
     from nip_astra.rl_objectives.outputs import LossOutput as LossOutput
+    from nip_astra.rollouts.batch import Batch as Batch
     from nip_astra.rollouts.samples import Sample as Sample
     from nip_astra.rollouts.samples import collate as collate
+    from nip_astra.rollouts.trajectory import Trajectory as Trajectory
     from nip_astra.rollouts.tree import RolloutTree as RolloutTree
     from nip_astra.run import ExperimentResult as ExperimentResult
     from nip_astra.run import PreparedExperiment as PreparedExperiment
     from nip_astra.run import prepare_experiment as prepare_experiment
     from nip_astra.run import resume_experiment as resume_experiment
     from nip_astra.run import run_experiment as run_experiment
+    from nip_astra.samplers.episodes import EpisodeSampler as EpisodeSampler
+    from nip_astra.samplers.trees import TreeSampler as TreeSampler
+    from nip_astra.scenario_base.agents import PureTextSharedModelGroup as PureTextSharedModelGroup
+    from nip_astra.scenario_base.conversation.prompts import read_prompts as read_prompts
+    from nip_astra.scenario_base.conversation.tokens import Turn as Turn
+    from nip_astra.scenario_base.protocol.combined import CombinedAgents as CombinedAgents
+    from nip_astra.scenario_base.protocol.datapoint_views import Choice as Choice
+    from nip_astra.scenario_base.protocol.datapoint_views import DatapointView as DatapointView
+    from nip_astra.scenario_base.protocol.datapoint_views import Picture as Picture
+    from nip_astra.scenario_base.protocol.message_space import AgentShape as AgentShape
+    from nip_astra.scenario_base.protocol.tensordict_agents import AgentBody as AgentBody
+    from nip_astra.scenario_base.protocol.tensordict_agents import (
+        AgentPolicyHead as AgentPolicyHead,
+    )
+    from nip_astra.scenario_base.protocol.tensordict_agents import AgentValueHead as AgentValueHead
+    from nip_astra.scenario_base.protocol.tensordict_agents import Observation as Observation
+    from nip_astra.scenario_base.protocol.tensordict_agents import PolicyOutput as PolicyOutput
+    from nip_astra.scenario_base.protocol.tensordict_agents import Representation as Representation
+    from nip_astra.scenario_base.protocol.tensordict_agents import SoloAgentHead as SoloAgentHead
+    from nip_astra.scenario_base.protocol.tensordict_agents import mlp as mlp
+    from nip_astra.scenario_base.protocol.tensordict_agents import round_one_hot as round_one_hot
+    from nip_astra.scenario_base.tasks.base import Environment as Environment
+    from nip_astra.scenario_base.tasks.base import GeneratedTask as GeneratedTask
+    from nip_astra.scenario_base.tasks.base import Reaction as Reaction
+    from nip_astra.scenario_base.tasks.base import Task as Task
+    from nip_astra.scenario_base.tasks.registry import register_task as register_task
+    from nip_astra.scenario_instance import ConversationInstance as ConversationInstance
+    from nip_astra.scenario_instance import ProtocolInstance as ProtocolInstance
     from nip_astra.scenario_instance import ScenarioInstance as ScenarioInstance
+    from nip_astra.scenario_instance import TaskInstance as TaskInstance
     from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
     from nip_astra.scenarios.graphs.agent_parameters import (
         GraphIsomorphismAgentParameters as GraphIsomorphismAgentParameters,
@@ -108,23 +164,45 @@ if TYPE_CHECKING:
     from nip_astra.scenarios.images.pretrained.registry import (
         register_pretrained_model as register_pretrained_model,
     )
+    from nip_astra.scenarios.pure_text_base import PureTextScenario as PureTextScenario
+    from nip_astra.scenarios.pure_text_base import TextDatasets as TextDatasets
     from nip_astra.scenarios.registry import Scenario as Scenario
     from nip_astra.scenarios.registry import register_scenario as register_scenario
+    from nip_astra.scenarios.tensordict_base import Datasets as Datasets
     from nip_astra.scenarios.tensordict_base import TensorDictScenario as TensorDictScenario
     from nip_astra.scorers.base import Exchange as Exchange
     from nip_astra.scorers.base import Message as Message
     from nip_astra.scorers.base import Scorer as Scorer
+    from nip_astra.scorers.registry import SCORERS as SCORERS
     from nip_astra.scorers.registry import build_scorer as build_scorer
     from nip_astra.scorers.registry import register_scorer as register_scorer
+    from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
+    from nip_astra.trainers.ast_dpo import AstDpoTrainer as AstDpoTrainer
+    from nip_astra.trainers.ast_grpo import AstGrpoTrainer as AstGrpoTrainer
+    from nip_astra.trainers.ast_ppo import AstPpoTrainer as AstPpoTrainer
+    from nip_astra.trainers.language_model_base import LanguageModelTrainer as LanguageModelTrainer
+    from nip_astra.trainers.optimization import build_optimizer as build_optimizer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
+    from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
+    from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer as PureTextRlTrainer
+    from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
+    from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
     from nip_astra.trainers.solo_agent import SoloAgentTrainer as SoloAgentTrainer
     from nip_astra.trainers.spg import SpgTrainer
     from nip_astra.trainers.trainer_base import TensorDictTrainer as TensorDictTrainer
     from nip_astra.trainers.trainer_base import Trainer as Trainer
+    from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer as VanillaPpoTrainer
+    from nip_astra.utils.diversity import bleu_against as bleu_against
+    from nip_astra.utils.diversity import distinct_n as distinct_n
+    from nip_astra.utils.diversity import self_bleu as self_bleu
+    from nip_astra.utils.diversity import vendi_score as vendi_score
+    from nip_astra.utils.nested_array_dict import NestedArrayDict as NestedArrayDict
+    from nip_astra.utils.seeding import derive_seed as derive_seed
+    from nip_astra.utils.seeding import derived_generator as derived_generator
 
     GraphIsomorphismParameters = GraphIsomorphismScenario.Parameters
     ImageClassificationParameters = ImageClassificationScenario.Parameters
@@ -133,23 +211,52 @@ if TYPE_CHECKING:
     SpgParameters = SpgTrainer.Parameters
 
 _HOMES = {
+    "ACCEPT": "nip_astra.protocols.protocol_base",
+    "AgentBody": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "AgentParameters": "nip_astra.parameters.agents",
+    "AgentPolicyHead": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "AgentShape": "nip_astra.scenario_base.protocol.message_space",
+    "AgentValueHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentsParameters": "nip_astra.parameters.agents",
     "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
+    "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
+    "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
+    "AstPpoTrainer": "nip_astra.trainers.ast_ppo",
     "AstPreferenceTrainer": "nip_astra.trainers.ast.preference",
     "AstTrainer": "nip_astra.trainers.ast_base",
     "BaseRunParameters": "nip_astra.parameters.protocols",
+    "CONTINUE": "nip_astra.protocols.protocol_base",
+    "ChatAnswer": "nip_astra.language_models.services.chat",
+    "ChatMessage": "nip_astra.language_models.services.chat",
+    "Batch": "nip_astra.rollouts.batch",
     "ChatModel": "nip_astra.language_models.services.chat",
+    "ChatOutcome": "nip_astra.language_models.services.chat",
+    "ChatRequest": "nip_astra.language_models.services.chat",
+    "ChatUsage": "nip_astra.language_models.services.usage",
+    "Choice": "nip_astra.scenario_base.protocol.datapoint_views",
+    "CombinedAgents": "nip_astra.scenario_base.protocol.combined",
     "CommonPpoParameters": "nip_astra.parameters.trainers",
     "CommonProtocolParameters": "nip_astra.parameters.protocols",
+    "ConfigurationError": "nip_astra.errors",
     "ConstantUpdateSchedule": "nip_astra.parameters.update_schedule",
     "ContiguousPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
+    "ConversationInstance": "nip_astra.scenario_instance",
+    "DataError": "nip_astra.errors",
+    "DatapointView": "nip_astra.scenario_base.protocol.datapoint_views",
+    "Datasets": "nip_astra.scenarios.tensordict_base",
     "DebateProtocolParameters": "nip_astra.protocols.main_protocols",
     "DeterministicSingleVerifierProtocolHandler": "nip_astra.protocols.protocol_base",
+    "EmbedderParameters": "nip_astra.language_models.embeddings",
+    "Environment": "nip_astra.scenario_base.tasks.base",
+    "EpisodeSampler": "nip_astra.samplers.episodes",
     "Exchange": "nip_astra.scorers.base",
     "ExperimentResult": "nip_astra.run",
     "ExperimentSettings": "nip_astra.experiment_settings",
     "Field": "pydantic",
     "Figure": "nip_astra.evaluation.run_results",
+    "FinishReason": "nip_astra.language_models.services.chat",
+    "Gae": "nip_astra.trainers.rl_tensordict_base",
+    "GeneratedTask": "nip_astra.scenario_base.tasks.base",
     "GraphIsomorphismAgentParameters": "nip_astra.scenarios.graphs.agent_parameters",
     "GraphIsomorphismParameters": (
         "nip_astra.scenarios.graph_isomorphism:GraphIsomorphismScenario.Parameters"
@@ -164,50 +271,92 @@ _HOMES = {
     "InteractionProtocolType": "nip_astra.parameters.types",
     "IterationContext": "nip_astra.progress",
     "LanguageModel": "nip_astra.language_models.base",
+    "LanguageModelTrainer": "nip_astra.trainers.language_model_base",
     "LossOutput": "nip_astra.rl_objectives.outputs",
     "LrFactors": "nip_astra.parameters.agents",
     "Message": "nip_astra.scorers.base",
     "MessageRegressionParameters": "nip_astra.parameters.message_regression",
     "MessageRegressor": "nip_astra.message_regressors.base",
+    "MissingPartError": "nip_astra.errors",
     "MnipProtocolParameters": "nip_astra.protocols.main_protocols",
     "Moves": "nip_astra.protocols.protocol_base",
+    "NestedArrayDict": "nip_astra.utils.nested_array_dict",
     "NipAstraError": "nip_astra.errors",
     "NipProtocolParameters": "nip_astra.protocols.main_protocols",
     "Objective": "nip_astra.rl_objectives.objective",
+    "Observation": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "ParameterError": "nip_astra.errors",
+    "Picture": "nip_astra.scenario_base.protocol.datapoint_views",
+    "PolicyOutput": "nip_astra.scenario_base.protocol.tensordict_agents",
     "PolymorphicParameters": "nip_astra.parameters.parameters_base",
     "PreparedExperiment": "nip_astra.run",
     "PretrainedModel": "nip_astra.scenarios.images.pretrained.base",
     "ProtocolHandler": "nip_astra.protocols.protocol_base",
+    "ProtocolInstance": "nip_astra.scenario_instance",
+    "PureTextRlTrainer": "nip_astra.trainers.rl_pure_text_base",
+    "PureTextScenario": "nip_astra.scenarios.pure_text_base",
+    "PureTextSharedModelGroup": "nip_astra.scenario_base.agents",
+    "REJECT": "nip_astra.protocols.protocol_base",
     "RandomAgentParameters": "nip_astra.parameters.agents",
     "RatedProbes": "nip_astra.reward_terms.base",
+    "Reaction": "nip_astra.scenario_base.tasks.base",
+    "Registry": "nip_astra.registry",
     "ReinforceParameters": "nip_astra.trainers.reinforce:ReinforceTrainer.Parameters",
+    "Representation": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "RemoteApiTrainer": "nip_astra.trainers.remote_api_base",
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
     "RolloutTree": "nip_astra.rollouts.tree",
+    "RoundResult": "nip_astra.protocols.protocol_base",
+    "RunDirectory": "nip_astra.tracking.run_directory",
     "RunResults": "nip_astra.evaluation.run_results",
+    "SCORERS": "nip_astra.scorers.registry",
     "Sample": "nip_astra.rollouts.samples",
     "Scenario": "nip_astra.scenarios.registry",
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",
     "Scorer": "nip_astra.scorers.base",
+    "SoloAgentHead": "nip_astra.scenario_base.protocol.tensordict_agents",
+    "SelfHostedTrainer": "nip_astra.trainers.self_hosted_base",
     "SoloAgentParameters": "nip_astra.trainers.solo_agent:SoloAgentTrainer.Parameters",
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
     "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
     "SubParameters": "nip_astra.parameters.parameters_base",
+    "Task": "nip_astra.scenario_base.tasks.base",
+    "TaskInstance": "nip_astra.scenario_instance",
     "TensorDictRlTrainer": "nip_astra.trainers.rl_tensordict_base",
     "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
     "TensorDictTrainer": "nip_astra.trainers.trainer_base",
+    "TextDatasets": "nip_astra.scenarios.pure_text_base",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
+    "TrainingService": "nip_astra.language_models.services.training",
+    "TreeSampler": "nip_astra.samplers.trees",
+    "Turn": "nip_astra.scenario_base.conversation.tokens",
+    "UnknownNameError": "nip_astra.errors",
+    "VanillaPpoTrainer": "nip_astra.trainers.vanilla_ppo",
+    "Trajectory": "nip_astra.rollouts.trajectory",
     "ZkProtocolParameters": "nip_astra.parameters.protocols",
     "attach_progress_bar": "nip_astra.progress",
+    "bleu_against": "nip_astra.utils.diversity",
+    "build_embedder": "nip_astra.language_models.embeddings",
+    "build_optimizer": "nip_astra.trainers.optimization",
+    "build_protocol_handler": "nip_astra.protocols.registry",
+    "build_scenario_instance": "nip_astra.factory",
     "build_scorer": "nip_astra.scorers.registry",
     "collate": "nip_astra.rollouts.samples",
+    "derive_seed": "nip_astra.utils.seeding",
+    "derived_generator": "nip_astra.utils.seeding",
+    "distinct_n": "nip_astra.utils.diversity",
+    "find_scenario": "nip_astra.parameters.content",
     "load_plugin": "nip_astra.plugins",
+    "mean_child_return": "nip_astra.rl_objectives.credit",
+    "mlp": "nip_astra.scenario_base.protocol.tensordict_agents",
     "polymorphic": "nip_astra.parameters.parameters_base",
     "prepare_experiment": "nip_astra.run",
+    "read_prompts": "nip_astra.scenario_base.conversation.prompts",
     "read_results": "nip_astra.evaluation.run_results",
     "register_chat_model": "nip_astra.language_models.services.registry",
     "register_conversion": "nip_astra.parameters.conversion",
@@ -218,13 +367,18 @@ _HOMES = {
     "register_reward_term": "nip_astra.reward_terms.registry",
     "register_scenario": "nip_astra.scenarios.registry",
     "register_scorer": "nip_astra.scorers.registry",
+    "register_task": "nip_astra.scenario_base.tasks.registry",
     "register_trainer": "nip_astra.trainers.registry",
     "resolve_experiment": "nip_astra.resolving.resolution",
     "resume_experiment": "nip_astra.run",
+    "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",
     "run_experiment": "nip_astra.run",
+    "self_bleu": "nip_astra.utils.diversity",
+    "vendi_score": "nip_astra.utils.diversity",
     "where": "nip_astra.parameters.conditions",
     "where_above": "nip_astra.parameters.conditions",
     "where_given": "nip_astra.parameters.conditions",
+    "write_report": "nip_astra.report.page",
 }
 
 __all__ = ["__version__", *_HOMES]
@@ -235,3 +389,4 @@ __getattr__, __dir__ = lazy_exports(__name__, _HOMES)
 
 # `HyperParameters(...)` shows what a run would have.
 provide("resolve_experiment", "nip_astra.resolving.resolution:resolve_experiment")
+provide("start_service", "nip_astra.serve.local_service:start_service")

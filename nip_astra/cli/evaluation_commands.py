@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ from nip_astra.cli.evaluation_loading import (
     load_attacker,
     load_target,
     run_of,
+    with_service_files,
 )
 from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
 from nip_astra.cli.terminal import open_console
+from nip_astra.cli.text_attackers import is_text_attacker, num_turns_of, openings_of, place_of
 from nip_astra.errors import ConfigurationError
-from nip_astra.evaluation.cards import model_card
+from nip_astra.evaluation.cards import model_card, text_card
 from nip_astra.evaluation.playing import EvaluationOptions, Player
 from nip_astra.evaluation.reuse import reuse_conversations
 from nip_astra.evaluation.rows import Episode
@@ -30,9 +33,14 @@ from nip_astra.evaluation.storage import EVALUATIONS, EvaluationFolder, text_has
 from nip_astra.evaluation.summary import VERSION
 from nip_astra.evaluation.tables import matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.progress import open_progress
 from nip_astra.samplers.trees import TreeSampler
+from nip_astra.scenario_base.chat_agent import ChatAgent
+from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
+from nip_astra.scenario_base.text_attackers import ChatAttacker, FixedProbes
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers.service_use import services_used
 from nip_astra.utils.forked import using_processes
 from nip_astra.utils.processor import (
     choose_num_processes,
@@ -68,15 +76,17 @@ class EvaluateRequest:
     played: PlayingRequest
     judged: JudgingRequest
     surroundings: Surroundings = field(default_factory=Surroundings)
+    column: str = DEFAULT_COLUMN
 
 
 def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> None:
     """Evaluate every attacker against every target."""
     quieten_libraries()
-    settings = ExperimentSettings.from_dict(dict(settings_fields))
+    plain_settings = ExperimentSettings.from_dict(dict(settings_fields))
     cells: dict[tuple[str, str], dict[str, Any]] = {}
     folders: dict[tuple[str, str], EvaluationFolder] = {}
     for path in request.runs:
+        settings = with_service_files(plain_settings, _place_of(path))
         attacker = load_attacker(
             path,
             settings,
@@ -84,6 +94,7 @@ def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> No
             overrides=request.overrides,
             is_untrained=request.is_untrained,
             surroundings=request.surroundings,
+            column=request.column,
         )
         for spec in request.targets or (None,):
             target = load_target(spec, attacker, settings, request.code)
@@ -135,8 +146,14 @@ def _evaluate_cell(
         parts=folder.parts(),
         cards=_cards(attacker, target, sampler),
         why_not_weighed=player.why_not_weighed(),
+        services=services_used(_services(sampler, judges, settings)),
     )
     return figures, folder
+
+
+def _place_of(spec: str) -> Path:
+    """The folder that keeps an attacker's evaluations."""
+    return place_of(spec) if is_text_attacker(spec) else run_of(spec)[0]
 
 
 def _reuse(
@@ -173,22 +190,44 @@ def _play(
     return episodes, ordinary
 
 
+def _services(
+    sampler: TreeSampler, judges: Judges, settings: ExperimentSettings
+) -> dict[str, PatientChatModel]:
+    """The chat models that are asked, by who they are."""
+    target = sampler.target
+    found = {"target": target.chat_model} if isinstance(target, ChatAgent) else {}
+    if isinstance(sampler.attacker, ChatAttacker):
+        found["attacker"] = sampler.attacker.agent.chat_model
+    for scorer in judges.scorers.values():
+        found |= scorer.open_services(settings)
+    return found
+
+
 def _cards(
     attacker: LoadedAttacker, target: LoadedTarget, sampler: TreeSampler
 ) -> list[dict[str, Any]]:
     """The cards of the two that converse."""
     weights, sizes = attacker.weights, {}
     for role in ("attacker", "target"):
-        sizes[role] = getattr(sampler, role).language_model.num_parameters()
-    return [
-        model_card(
+        # A chat model does not tell.
+        sizes[role] = getattr(sampler, role).language_model.num_parameters() or None
+    parameters = attacker.section.attacker.language_model
+    if attacker.texts is not None:
+        parameters = attacker.texts.card
+    of_attacker = (
+        text_card("attacker", attacker.label, "fixed probes")
+        if parameters is None
+        else model_card(
             "attacker",
-            attacker.section.attacker.language_model,
+            parameters,
             attacker.resolved.scenario_dir,
             num_parameters=sizes["attacker"],
             trained=None if weights is None else attacker.label,
             sha256=weights,
-        ),
+        )
+    )
+    return [
+        of_attacker,
         model_card(
             "target", target.language_model, target.scenario_dir, num_parameters=sizes["target"]
         ),
@@ -247,6 +286,7 @@ def _configuration(
             "weights": attacker.weights,
             "untrained": request.is_untrained,
             **section.attacker.to_dict(),
+            **({} if attacker.texts is None else {"texts": attacker.texts.description}),
         },
         "target": target.description,
         **judges.configuration,
@@ -259,7 +299,9 @@ def _configuration(
 def _options(request: EvaluateRequest, attacker: LoadedAttacker) -> EvaluationOptions:
     own, section, asked = attacker.section.evaluation, attacker.section, request.played
     threshold = request.judged.threshold
-    num_episodes = asked.num_episodes or own.num_episodes
+    texts = None if attacker.texts is None else attacker.texts.attacker
+    own_number = len(texts.probes) if isinstance(texts, FixedProbes) else own.num_episodes
+    num_episodes = asked.num_episodes or own_number
     chances = asked.probability_episodes
     seed = attacker.resolved.hyper_params.seed if asked.seed is None else asked.seed
     return EvaluationOptions(
@@ -268,7 +310,7 @@ def _options(request: EvaluateRequest, attacker: LoadedAttacker) -> EvaluationOp
         num_episodes=num_episodes,
         num_probability_episodes=num_episodes if chances is None else chances,
         use_importance_sampling=asked.importance_sampling and not request.is_untrained,
-        num_turns=asked.num_turns or section.tree_depth,
+        num_turns=num_turns_of(texts, asked.num_turns, section.tree_depth),
         failure_threshold=section.failure_threshold if threshold is None else threshold,
         batch_size=asked.batch_size or own.batch_size,
         num_bootstrap_resamples=own.num_bootstrap_resamples,
@@ -282,6 +324,8 @@ def _prompts(attacker: LoadedAttacker, split: str) -> Sequence[str]:
             f"the opening prompts {split!r} were asked for, but {attacker.label} has "
             f"{', '.join(datasets)}. Give one of them as --split."
         )
+    if attacker.texts is not None:
+        return openings_of(attacker.texts.attacker, datasets[split])
     return datasets[split]
 
 
@@ -301,7 +345,7 @@ def _keep_matrix(
         }
         for (attacker, target), figures in cells.items()
     ]
-    evaluations = RunDirectory(run_of(request.runs[0])[0] / EVALUATIONS)
+    evaluations = RunDirectory(_place_of(request.runs[0]) / EVALUATIONS)
     name = _matrix_name(evaluations, plain, request.judged)
     path = evaluations.write_json(name, {"version": VERSION, "cells": plain})
     if not request.judged.as_json:

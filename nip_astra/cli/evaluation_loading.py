@@ -12,15 +12,24 @@ import yaml
 
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.cli.attacker_folders import Surroundings, attacker_of_folder, resolve_around
+from nip_astra.cli.text_attackers import LoadedTexts, is_text_attacker, load_texts, place_of
 from nip_astra.errors import ConfigurationError, DataError
-from nip_astra.evaluation.storage import weights_hash
+from nip_astra.evaluation.storage import EVALUATIONS, weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
+from nip_astra.language_models.services.patience import MEMORY_FILE
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.scenario_base.agents import ConversationAgent, build_agent, load_language_model
+from nip_astra.scenario_base.agents import (
+    ConversationAgent,
+    Speaker,
+    build_agent,
+    build_target,
+    load_language_model,
+)
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
@@ -46,6 +55,8 @@ class LoadedAttacker:
         Its sampler speaks through this attacker.
     section : Any
         Parameters of the scenario's kind.
+    texts : LoadedTexts, optional
+        Where the attacker gives texts only.
     """
 
     label: str
@@ -55,6 +66,7 @@ class LoadedAttacker:
     instance: ConversationInstance
     section: Any
     weights: str | None
+    texts: LoadedTexts | None = None
 
     @property
     def sampler(self) -> TreeSampler:
@@ -68,7 +80,7 @@ class LoadedTarget:
 
     Attributes
     ----------
-    agent : ConversationAgent or None
+    agent : Speaker or None
         None for the target of the attacker's own scenario.
     description : dict
         What the evaluation's configuration says of it.
@@ -78,7 +90,7 @@ class LoadedTarget:
 
     label: str
     suffix: str
-    agent: ConversationAgent | None
+    agent: Speaker | None
     planted: Sequence[PlantedFailure] | None
     description: dict[str, Any]
     language_model: Any
@@ -157,15 +169,19 @@ def load_attacker(
     overrides: Sequence[str] = (),
     is_untrained: bool = False,
     surroundings: Surroundings = Surroundings(),  # noqa: B008 - frozen
+    column: str = DEFAULT_COLUMN,
 ) -> LoadedAttacker:
     """Build the scenario of a run, and give its attacker the weights that training left.
 
     Parameters
     ----------
     path : str
-        A run directory, or a checkpoint in one; see `run_of`. Or a folder with a model or adapter.
+        A run directory, or a checkpoint in one; see `run_of`. Or a folder with a model or adapter,
+        a list of probes, or a YAML file that says which chat model attacks.
     surroundings : Surroundings
         The scenario of such a folder.
+    column : str
+        That holds the probes, where the attacker is a list of them.
     is_untrained : bool
         Give the attacker as it was before training, the reference.
 
@@ -198,6 +214,11 @@ def load_attacker(
         )
     section = getattr(resolved.hyper_params, resolved.kind)
     name = RunDirectory(run).run_id
+    if is_text_attacker(path):
+        texts = load_texts(path, column, settings, resolved.scenario_dir)
+        instance.sampler = instance.sampler.with_attacker(texts.attacker)
+        place = place_of(path)
+        return LoadedAttacker(place.name, "", place, resolved, instance, section, None, texts)
     if is_untrained:
         agent = replace(instance.agents["reference"], role="attacker")
         label, suffix, source = f"{name} untrained", "untrained", None
@@ -220,9 +241,21 @@ def load_attacker(
     return LoadedAttacker(label, suffix, run, resolved, instance, section, weights)
 
 
+def with_service_files(settings: ExperimentSettings, run: Path) -> ExperimentSettings:
+    """Settings by which chat models remember what the run was answered, and count anew."""
+    remembered = settings.service_cache or str(run / MEMORY_FILE)
+    places = {"run_directory": RunDirectory(run / EVALUATIONS), "service_cache": remembered}
+    return settings.model_copy(update=places)
+
+
 def target_label(section: Any) -> str:
     """What a scenario's own target is called."""
-    return Path(str(getattr(section.target.language_model, "model", "target"))).name
+    return Path(str(getattr(model_of(section.target), "model", "target"))).name
+
+
+def model_of(agent: Any) -> Any:
+    """The parameters of an agent's model: of a backend with weights, or of a chat model."""
+    return getattr(agent, "chat_model", None) or agent.language_model
 
 
 def load_target(
@@ -241,7 +274,7 @@ def load_target(
             agent=None,
             planted=None,
             description=_described(parameters, scenario_dir),
-            language_model=parameters.language_model,
+            language_model=model_of(parameters),
             scenario_dir=scenario_dir,
         )
     if (Path(spec) / HYPER_PARAMETERS).is_file():
@@ -250,27 +283,23 @@ def load_target(
         parameters, scenario_dir = section.target, resolved.scenario_dir
         planted, label = section.planted_failures, RunDirectory(Path(spec)).run_id
     else:
-        if "model" not in type(parameters.language_model).model_fields:
+        own = model_of(parameters)
+        if "model" not in type(own).model_fields:
             raise ConfigurationError(
                 f"the target {spec!r} was asked for as a model, but the backend of the run's own "
                 "target takes none. Give a run whose target you want."
             )
-        model = parameters.language_model.model_copy(update={"model": spec})
-        parameters = parameters.model_copy(update={"language_model": model})
+        field = "language_model" if own is parameters.language_model else "chat_model"
+        model = own.model_copy(update={"model": spec})
+        parameters = parameters.model_copy(update={field: model})
         planted, label = [], Path(spec.rstrip("/")).name
-    loaded = load_language_model(
-        parameters.language_model,
-        device=resolve_device(settings.device),
-        scenario_dir=scenario_dir,
-        trainable=False,
-    )
     return LoadedTarget(
         label=label,
         suffix=label,
-        agent=build_agent("target", parameters, loaded),
+        agent=build_target(parameters, None, settings, scenario_dir=scenario_dir),
         planted=planted,
         description=_described(parameters, scenario_dir),
-        language_model=parameters.language_model,
+        language_model=model_of(parameters),
         scenario_dir=scenario_dir,
     )
 
@@ -370,6 +399,11 @@ def _newest_checkpoint(run: Path) -> Path:
 
 def _described(parameters: Any, scenario_dir: Path | None) -> dict[str, Any]:
     """An agent's parameters with the digest of the weights that they name."""
+    if getattr(parameters, "chat_model", None) is not None:
+        # How fast it is asked and what it costs changes no answer.
+        found = parameters.to_dict()
+        kept = {k: v for k, v in found["chat_model"].items() if k not in ("limits", "prices")}
+        return {**found, "chat_model": kept, "weights": None}
     reference = getattr(parameters.language_model, "model", None)
     source = resolve_reference(reference, scenario_dir) if reference is not None else None
     digest = weights_hash(source) if isinstance(source, Path) and source.exists() else None

@@ -140,6 +140,7 @@ def finish(
     parts: Sequence[Mapping[str, Any]],
     cards: Sequence[Mapping[str, Any]] = (),
     why_not_weighed: str | None = None,
+    services: Mapping[str, Any] = {},
 ) -> dict[str, Any]:
     """Work out the figures and write them with the table."""
     names = list(judges.scorers)
@@ -171,6 +172,7 @@ def finish(
         parts=[*others, *of_labels],
     )
     limit = {"threshold": options.failure_threshold}
+    figures |= services
     figures["cards"] = [*cards, *(card | limit for card in judges.cards)]
     folder.write(figures, as_text(evaluation_tables(figures)))
     return figures

@@ -9,6 +9,7 @@ import typer
 from nip_astra.cli.options import (
     AsJson,
     BatchSize,
+    Column,
     Debug,
     Device,
     EmbedderName,
@@ -27,6 +28,7 @@ from nip_astra.cli.options import (
     ScenarioName,
     Scorers,
     Seed,
+    Settings,
     Split,
     Targets,
     Threads,
@@ -35,6 +37,7 @@ from nip_astra.cli.options import (
     Untrained,
     settings_of,
 )
+from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 
 
 def evaluate(
@@ -63,6 +66,8 @@ def evaluate(
     trust: Trust = False,
     device: Device = None,
     num_threads: Threads = None,
+    settings: Settings = None,
+    column: Column = DEFAULT_COLUMN,
     debug: Debug = False,
 ) -> None:
     """Measure attackers on held-out prompts; goes on where a killed evaluation was."""
@@ -91,8 +96,9 @@ def evaluate(
                 scorers or [], name, threshold, labelled, embedder, overwrite, fail_if, as_json
             ),
             surroundings=Surroundings(scenario, parameters),
+            column=column,
         ),
-        settings_of(device=device, num_threads=num_threads),
+        settings_of(settings, device=device, num_threads=num_threads),
     )
 
 

@@ -8,7 +8,9 @@ import typer
 
 Runs = Annotated[
     list[str],
-    typer.Argument(metavar="RUN...", help="Runs, checkpoints, or folders of models or adapters."),
+    typer.Argument(
+        metavar="RUN...", help="Runs, checkpoints, models, lists of probes, or chat models."
+    ),
 ]
 Trainer = Annotated[
     str | None, typer.Option(metavar="NAME", help="Registered trainer, e.g. ast_dpo.")
@@ -96,6 +98,10 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start over.")]
 Targets = Annotated[
     list[str] | None,
     typer.Option("--target", metavar="MODEL", help="Model, or run whose target it is. Repeatable."),
+]
+Column = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="Column of the probes, where RUN is a list of them."),
 ]
 Split = Annotated[str, typer.Option(metavar="NAME", help="Opening prompts: train, dev or test.")]
 NumEpisodes = Annotated[

@@ -53,6 +53,11 @@ def model_card(
     return card | _service(parameters)
 
 
+def text_card(role: str, name: str, kind: str) -> Card:
+    """The card of a speaker that is no model."""
+    return _card(role, kind, None, None) | {"name": name}
+
+
 def scorer_card(name: str, parameters: Any, scenario_dir: Path | None) -> Card:
     """The card of a scorer."""
     kind = parameters.type_name

@@ -21,6 +21,8 @@ from nip_astra.language_models.base import Generation
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.seeding import derived_generator
 
@@ -170,7 +172,6 @@ class Player:
         length = file.episode_length
         sampler = self.sampler
         likelihoods = _target_likelihoods(tree, sampler) if not columns else {}
-        speech = sampler.target.conversation_format
         rows: list[Row] = []
         for index, row in enumerate(tree.rows()):
             episode, depth = first + row["episode"], row["depth"]
@@ -180,7 +181,7 @@ class Player:
                 "episode": episode,
                 "node": node,
                 "parent": node - 1 if depth else -1,
-                "response_num_tokens": len(speech.encode(row["response"])),
+                "response_num_tokens": sampler.target.num_tokens(row["response"]),
                 **{name: column[index] for name, column in likelihoods.items()},
                 **columns,
             }
@@ -236,7 +237,12 @@ class _Part:
 
 
 def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
-    """A sampler that learns from the target's own pass how likely it finds the probes."""
+    """A sampler that learns from the target's own pass how likely it finds the probes.
+
+    A chat model does not tell.
+    """
+    if isinstance(sampler.target, ChatAgent):
+        return sampler
     found = sampler.with_attacker(sampler.attacker)
     found.reward = sampler.reward.model_copy(update={"likelihood_model": "target"})
     return found
@@ -248,8 +254,10 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
     The tree was played with the target's likelihood; reward and `probe_nll` become those of the
     scenario's own reward.
     """
+    if isinstance(sampler.target, ChatAgent):
+        return {}
     nodes, reward = tree.nodes, sampler.reward
-    lengths = _lengths_for_target(tree, sampler)
+    lengths = _lengths_for_target(tree, sampler.reader, sampler.target)
     nll = nodes["probe_nll"].tolist()
     found: dict[str, list[Any]] = {
         "target_logprob": [-n * k for n, k in zip(nll, lengths, strict=True)],
@@ -272,9 +280,10 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
     return found | {"reward": rewards_N.tolist(), "probe_nll": nll_N.tolist()}
 
 
-def _lengths_for_target(tree: RolloutTree, sampler: TreeSampler) -> list[int]:
+def _lengths_for_target(
+    tree: RolloutTree, attacker: ConversationAgent, target: ConversationAgent
+) -> list[int]:
     """The tokens of each probe as the target read it."""
-    attacker, target = sampler.attacker, sampler.target
     if not attacker.shares_tokens_with(target):
         return [len(target.conversation_format.encode(probe)) for probe in tree.probes]
     nodes = tree.nodes

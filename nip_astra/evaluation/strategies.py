@@ -21,6 +21,7 @@ from nip_astra.language_models.base import (
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.text_attackers import TextAttacker
 
 
 class _TurnsInOrder(GenerationSession):
@@ -71,9 +72,12 @@ def speaker_of(
     return replace(reference, language_model=model)
 
 
-def why_inexact(agents: Sequence[ConversationAgent]) -> str | None:
+def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | None:
     """Say why the probability of a sampled probe cannot be known exactly; None where it can."""
-    first, *others = (agent.sampling for agent in agents)
+    with_tokens = [agent for agent in agents if isinstance(agent, ConversationAgent)]
+    if len(with_tokens) < len(agents):
+        return "the attacker gives texts, and not how probable they are"
+    first, *others = (agent.sampling for agent in with_tokens)
     if any(other != first for other in others):
         return "attacker and reference are sampled with different options"
     faults = []
@@ -108,7 +112,10 @@ def sampled_logprobs(model: LanguageModel, tree: RolloutTree, options: SamplingO
 
 def sampler_of(strategy: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
     """A sampler whose probes come by a strategy; it is not played in parts."""
-    agent = speaker_of(strategy, sampler.attacker, sampler.reference, num_turns)
+    # An attacker whose probabilities are not known is in no mixture.
+    attacker = sampler.attacker if isinstance(sampler.attacker, ConversationAgent) else None
+    reference = sampler.reference
+    agent = speaker_of(strategy, attacker or reference, reference, num_turns)
     found = sampler.with_attacker(agent)
     found.max_cache_bytes = None
     return found

@@ -30,7 +30,28 @@ def evaluation_tables(figures: Mapping[str, Any]) -> list[RenderableType]:
         parts += [Text(), _clusters_table(figures)]
     if len(figures["scorer_agreement"]) > 0:
         parts += [Text(), _agreement_table(figures["scorer_agreement"])]
+    if figures.get("services"):
+        parts += [Text(), services_table(figures["services"])]
     return [*parts, *warning_lines(figures["warnings"])]
+
+
+def services_table(services: Mapping[str, Mapping[str, Any]]) -> Table:
+    """What each chat model took."""
+    table = Table(title="services", title_justify="left")
+    table.add_column("")
+    for name in ("requests", "remembered", "refusals", "failures", "tokens", "cost", "median s"):
+        table.add_column(name, justify="right")
+    for name, use in services.items():
+        cost, seconds = use["cost"], use["median_seconds"]
+        table.add_row(
+            Text(f"{name}: {use['model']}"),
+            *(f"{use[key]:,}" for key in ("num_requests", "num_remembered", "num_refusals")),
+            f"{sum(use['failures'].values()):,}",
+            f"{use['prompt_tokens'] + use['completion_tokens']:,}",
+            "-" if cost is None else f"{cost:.4g}",
+            "-" if seconds is None else f"{seconds:.3g}",
+        )
+    return table
 
 
 def warning_lines(warnings: Sequence[str]) -> list[Text]:

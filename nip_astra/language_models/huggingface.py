@@ -99,7 +99,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         faster there and takes more memory."""
         decode_graphs: DecodeGraphs = "auto"
         """Whether decoding steps are captured as CUDA graphs. auto: on a GPU, where that can be
-        done; always: demanded; never. It changes speed, and log-probabilities by rounding."""
+        done; always: demanded; never. It changes speed, and log-probabilities by rounding.
+        Experimental: not run on a GPU yet."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The vLLM backend: vLLM samples, and a model that learns is scored by the Hugging Face backend.
+"""The vLLM backend (experimental): vLLM samples, and the Hugging Face backend scores what learns.
 
 Log-probabilities that enter a loss are never vLLM's: its kernels round otherwise, and a ratio of
 two kernels' probabilities is not 1 for equal weights. What vLLM says of its own samples is compared
@@ -52,6 +52,7 @@ from nip_astra.language_models.vllm_backend.requests import (
 )
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.parameters.types import LanguageModelType
+from nip_astra.utils.experimental import Experimental, tell_experimental
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ SCORE_ONE = SamplingOptions(max_new_tokens=1)
 
 @register_language_model(LanguageModelType.VLLM)
 class VllmLanguageModel(LanguageModel):
-    """A causal language model whose turns are sampled by vLLM, in this process.
+    """A causal language model whose turns are sampled by vLLM, in this process; experimental.
 
     Parameters
     ----------
@@ -140,6 +141,7 @@ class VllmLanguageModel(LanguageModel):
             dtype = "bfloat16" if scorer and scorer.dtype == torch.bfloat16 else "float32"
         has_adapter = scorer is not None and scorer.has_adapter
         window = min(parameters.max_model_len or about.context_window, about.context_window)
+        tell_experimental(Experimental.VLLM)
         engine = start_engine(
             name,
             EngineOptions(

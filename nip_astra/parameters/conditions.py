@@ -51,5 +51,7 @@ def where_given(path: str) -> ReadWhere:
 
 
 def where_above(path: str, bound: float) -> ReadWhere:
-    """Read where another parameter is greater than a number."""
-    return ReadWhere(path, lambda value: bool(value > bound), f"is above {bound:g}")
+    """Read where another parameter is greater than a number, or null, if it may be."""
+    return ReadWhere(
+        path, lambda value: value is None or bool(value > bound), f"is above {bound:g}"
+    )

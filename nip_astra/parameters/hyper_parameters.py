@@ -21,6 +21,7 @@ from nip_astra.parameters.protocols import (
     CommonProtocolParameters,
     ZkProtocolParameters,
 )
+from nip_astra.parameters.text import TextRlParameters
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.version import __version__
@@ -70,6 +71,8 @@ class HyperParameters(SubParameters):
     """Reinforcement learning of agents that play a protocol."""
     ppo: CommonPpoParameters = CommonPpoParameters()
     """Proximal policy optimisation of agents that play a protocol."""
+    text_rl: TextRlParameters = TextRlParameters()
+    """Training of chat models that play a protocol."""
     message_regression: MessageRegressionParameters = MessageRegressionParameters()
     """A probe for provers that give the label away."""
     base_run: BaseRunParameters = BaseRunParameters()

@@ -32,6 +32,20 @@ class TrainerType(StrEnum):
     """Stackelberg policy gradient of provers and verifiers, and its relatives."""
     SOLO_AGENT = "solo_agent"
     """Supervised training of each agent alone, to tell the label without a conversation."""
+    SELF_HOSTED_GRPO = "self_hosted_grpo"
+    """GRPO of a language model on the problems of a task."""
+    SELF_HOSTED_OPD = "self_hosted_opd"
+    """On-policy distillation: a language model learns from a teacher on what it says itself."""
+    REMOTE_API_GRPO = "remote_api_grpo"
+    """GRPO by trajectories with advantages and a loss of the training service."""
+    REMOTE_API_OPD = "remote_api_opd"
+    """On-policy distillation by trajectories and a loss of the training service."""
+    REMOTE_API_CROSS_ENTROPY = "remote_api_cross_entropy"
+    """Supervised training on a task's solutions by the training service."""
+    PURE_TEXT_EI = "pure_text_ei"
+    """Expert iteration of chat models that play provers and verifiers."""
+    PURE_TEXT_MALT = "pure_text_malt"
+    """Preference training of such chat models on trees of their answers."""
 
 
 class ScenarioType(StrEnum):
@@ -43,6 +57,10 @@ class ScenarioType(StrEnum):
     """Provers and verifiers send nodes of two graphs, and the verifier says if they are alike."""
     IMAGE_CLASSIFICATION = "image_classification"
     """Provers and verifiers point at parts of an image, and the verifier says which class it is."""
+    CODE_VALIDATION = "code_validation"
+    """Provers and a verifier, chat models, talk about whether a program is right."""
+    SECRET_WORD = "secret_word"
+    """Provers who know a word and a verifier who needs it, chat models, talk about a claim."""
     TASK = "task"
     """A policy answers the problems of a task in messages and is rewarded for it."""
 

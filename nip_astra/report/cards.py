@@ -70,7 +70,8 @@ def _of_parameters(run: RunRecord) -> list[Mapping[str, Any]]:
     section = _section(run)
     found: list[Mapping[str, Any]] = []
     for role in ROLES:
-        model = mapping(mapping(section.get(role)).get("language_model"))
+        agent = mapping(section.get(role))
+        model = mapping(agent.get("language_model")) or mapping(agent.get("chat_model"))
         if model:
             found.append(_told(role, model))
     scorer = mapping(section.get("scorer"))

@@ -20,6 +20,8 @@ MAIN = (
     ("episode_failure_rate", "Episodes with a failure", "share, training prompts", "percent"),
     ("dev/failure_rate", "Episodes with a failure, dev", "share, dev prompts", "percent"),
     ("mean_reward", "Reward", "mean of a turn", "number"),
+    ("rollout/reward_mean", "Reward of trajectories", "mean, training problems", "number"),
+    ("dev/accuracy", "Right answers, dev", "share, dev problems", "percent"),
     ("mean_score", "Score of responses", "mean of a turn", "number"),
     ("probe_nll", "Unlikeliness of probes", "NLL, nats per token", "number"),
     ("distinct_share", "Distinct successful probes", "share of successful ones", "percent"),

@@ -64,6 +64,8 @@ class Episode:
         Of the whole episode.
     datapoint : str
         Which one it is.
+    texts : list of (name, text)
+        What it says, where agents speak in words.
     """
 
     outcome: str
@@ -72,6 +74,7 @@ class Episode:
     num_rounds: int
     rewards: list[tuple[str, int, str]]
     datapoint: str
+    texts: list[tuple[str, str]]
     picture: Picture | None
     lines: list[Said]
     is_cut: bool
@@ -157,6 +160,9 @@ def _episode(row: Mapping[str, Any], colors: Mapping[str, int]) -> Episode:
         num_rounds=len(rounds),
         rewards=[(_words(name), colors.get(name, 0), decimal(rewards[name])) for name in rewards],
         datapoint=_identity(datapoint),
+        texts=[
+            (_words(name), text(said)) for name, said in mapping(datapoint.get("texts")).items()
+        ],
         picture=view.picture(_choices(shown, view, colors)),
         lines=lines,
         is_cut=len(rounds) > len(shown),
@@ -218,7 +224,9 @@ def _reward(value: float) -> str:
 
 
 def _message(symbols: Any, linear: Any, view: DatapointView) -> str:
-    """What was sent, in the scenario's own words."""
+    """What was sent, in the scenario's own words; a text as it is."""
+    if isinstance(symbols, str):
+        return symbols
     said = [
         view.symbol(int(symbol)) for one in items(symbols) if (symbol := number(one)) is not None
     ]

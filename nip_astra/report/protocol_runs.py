@@ -210,6 +210,12 @@ def _cost_tiles(run: RunRecord) -> Iterator[Tile]:
         yield Tile("Frames played", count(frames), note)
     elif number(training.get("num_epochs")):
         yield Tile("Epochs", count(training["num_epochs"]), "passes over the training data")
+    elif number(training.get("num_requests")):
+        tokens = [number(training.get(f"{part}_tokens")) or 0 for part in ("prompt", "completion")]
+        note = f"{count(tokens[0])} tokens read, {count(tokens[1])} said"
+        yield Tile("Requests to models", count(training["num_requests"]), note)
+        note = f"{count(training.get('num_iterations'))} iterations"
+        yield Tile("Fine-tuning jobs", count(training.get("num_jobs")), note)
 
 
 def overall_rows(run: RunRecord) -> tuple[list[str], list[Row]]:

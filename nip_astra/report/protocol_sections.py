@@ -81,7 +81,9 @@ def _statistics(run: RunRecord) -> Context | None:
 
 def _episodes(run: RunRecord) -> Context | None:
     tables = protocol_episodes.tables_of(run)
-    return {"tables": tables, "agents": _agents(run)} if tables else None
+    has_texts = any(one.texts for table in tables for one in table.episodes)
+    context = {"tables": tables, "agents": _agents(run), "has_texts": has_texts}
+    return context if tables else None
 
 
 def _agents(run: RunRecord) -> list[Context]:

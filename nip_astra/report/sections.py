@@ -15,6 +15,7 @@ from nip_astra.report import (
     protocol_curves,
     provenance,
     scorers,
+    services,
     summary,
 )
 from nip_astra.report.charts import whisker
@@ -43,6 +44,7 @@ def sections_of_run(
     else:
         specs = _sections_of_attack(run, anchor, max_nodes, max_characters)
     specs += [
+        Spec("services", "Services", lambda: services.services(run)),
         Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
         Spec("cards", "Models and scorers", lambda: cards.cards(run)),
         Spec("environment", "Environment", lambda: _environment(run)),

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.evaluation.tables import services_table
 from nip_astra.report import protocol_runs
 from nip_astra.report.records import RunRecord
 from nip_astra.report.summary import Row
@@ -37,6 +38,8 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
         heading = "before and after training"
         if before.get("num_episodes") is not None:
             heading = f"{_count(before['num_episodes'])} held-out episodes {heading}"
+        elif before.get("num_problems") is not None:
+            heading = f"{_count(before['num_problems'])} held-out problems {heading}"
         console.print(heading, _comparison(before, after, random), sep="\n")
         found = after.get("first_query") or {}
         if found:
@@ -45,6 +48,8 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
             rarity = {plant["name"]: plant.get("rarity") for plant in planted}
             table = _plants(found, random.get("plants") or {}, rarity)
             console.print("", heading, table, sep="\n")
+    if results.get("services"):
+        console.print("", services_table(results["services"]), sep="\n")
     for warning in results.get("warnings") or ():
         console.print(Text(f"warning: {warning}", style="bold yellow"))
     console.print()
@@ -108,6 +113,10 @@ def _comparison(
     columns = [before, after, random] if random else [before, after]
     rows = {
         "episodes with a failure": [_rate(report) for report in columns],
+        "right answers": [_rate(report, "accuracy") for report in columns],
+        "mean reward": [_number(report.get("mean_reward")) for report in columns]
+        if "accuracy" in after
+        else [NOTHING],
         "mean score": [_number(report.get("mean_score")) for report in columns],
         "probe NLL, nats per token": [_number(report.get("probe_nll")) for report in columns],
         "distinct successful probes": [
@@ -146,8 +155,8 @@ def _plants(
     return table
 
 
-def _rate(report: Mapping[str, Any]) -> str:
-    rate, interval = report.get("failure_rate"), report.get("failure_rate_interval")
+def _rate(report: Mapping[str, Any], name: str = "failure_rate") -> str:
+    rate, interval = report.get(name), report.get(f"{name}_interval")
     if rate is None:
         return NOTHING
     if interval is None or None in interval:

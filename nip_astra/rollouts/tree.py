@@ -66,6 +66,9 @@ class RolloutTree:
         model could have read.
     seconds : dict[str, float]
         Time that attacker, target, reference and scorer took.
+    response_failures : list[str | None]
+        Why there is no response of a node, where the target could not be asked; empty where every
+        node has one.
     more_of_samples : list[dict[str, Tensor]]
         What training samples of each node hold besides, of any length, once a trainer has set it.
     """
@@ -78,6 +81,7 @@ class RolloutTree:
     contexts: list[list[int]] = field(repr=False)
     num_unique_tokens: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    response_failures: list[str | None] = field(default_factory=list, repr=False)
     more_of_samples: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
 
     @property
@@ -103,6 +107,10 @@ class RolloutTree:
         hits = torch.zeros(self.num_episodes, dtype=torch.long)
         return hits.index_add_(0, self.nodes["episode"], is_marked_N.long()) > 0
 
+    def failures_of_nodes(self) -> list[str | None]:
+        """Why there is no response, of each node; None where there is one."""
+        return self.response_failures or [None] * self.num_nodes
+
     def rows(self) -> Iterator[dict[str, Any]]:
         """One flat record a node; a context is found by following `parent`."""
         nodes = self.nodes
@@ -112,6 +120,7 @@ class RolloutTree:
         columns["probe_logprob"] = nodes["probe_logprobs"].sum(dim=1).tolist()
         columns["reference_logprob"] = nodes["reference_logprobs"].sum(dim=1).tolist()
         columns["probe_num_tokens"] = nodes["probe_mask"].sum(dim=1).tolist()
+        failed = any(self.response_failures)
         has_columns = any(map(columns_of, self.prompts))
         for node in range(self.num_nodes):
             prompt = self.prompts[columns["episode"][node]]
@@ -121,6 +130,7 @@ class RolloutTree:
                 **({RECORD_KEY: dict(columns_of(prompt))} if has_columns else {}),
                 "probe": self.probes[node],
                 "response": self.responses[node],
+                **({"response_failure": self.response_failures[node]} if failed else {}),
                 **{name: column[node] for name, column in columns.items()},
             }
 
@@ -165,4 +175,7 @@ def merge_trees(parts: Sequence[RolloutTree]) -> RolloutTree:
         [contexts[index // width] for index in indices[::width]],
         counts,
         seconds,
+        in_order([failure for part in parts for failure in part.failures_of_nodes()])
+        if any(part.response_failures for part in parts)
+        else [],
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
+import torch
 from pydantic import Field
 
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
@@ -11,6 +13,7 @@ from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.registry import REWARD_TERMS
 from nip_astra.rollouts.prompts import columns_of
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.scenario_base.chat_agent import NOT_ASKED
 from nip_astra.scorers.base import Exchange, Message, Ratings, Scorer
 
 RewardTermParameters = polymorphic(REWARD_TERMS.get, RewardTerm.Parameters)
@@ -35,32 +38,49 @@ class RewardParameters(SubParameters):
 
 
 def rate_nodes(scorer: Scorer, tree: RolloutTree) -> tuple[Ratings, Ratings]:
-    """Rate every response, and every probe and response together, in one call."""
-    turns = list(zip(tree.probes, tree.responses, strict=True))
-    if scorer.reads_history:
-        # Who reads the conversation has seen the probe when it rates the response.
-        histories: list[tuple[Message, ...]] = []
-        places = zip(tree.nodes["parent"].tolist(), tree.nodes["episode"].tolist(), strict=True)
-        for (parent, episode), probe in zip(places, tree.probes, strict=True):
-            if parent < 0:
-                before: tuple[Message, ...] = (Message("assistant", tree.prompts[episode]),)
-            else:
-                before = (*histories[parent], Message("assistant", tree.responses[parent]))
-            histories.append((*before, Message("user", probe)))
-        beside = [columns_of(tree.prompts[one]) for one in tree.nodes["episode"].tolist()]
-        both = scorer.rate(
-            [
-                Exchange(response, history, columns=columns)
-                for response, history, columns in zip(
-                    tree.responses, histories, beside, strict=True
-                )
-            ]
+    """Rate every response, and every probe and response together, in one call.
+
+    A response that failed is not rated: its score is NaN and an error, and those of what was said
+    after it are unknown.
+    """
+    failures = tree.failures_of_nodes()
+    there = [node for node, failure in enumerate(failures) if failure is None]
+    exchanges, has_both = _exchanges(scorer, tree, there)
+    rated = scorer.rate(exchanges) if exchanges else Ratings(torch.zeros(0), torch.zeros(0) > 0)
+    is_error_N = torch.tensor([failure not in (None, NOT_ASKED) for failure in failures])
+    if len(there) == len(failures) and has_both:
+        return rated, rated
+    found = []
+    for number in range(1 if has_both else 2):
+        part = slice(number * len(there), (number + 1) * len(there))
+        scores_N = torch.full((len(failures),), math.nan)
+        errors_N = is_error_N.clone()
+        scores_N[there], errors_N[there] = rated.scores_N[part], rated.is_error_N[part]
+        found.append(Ratings(scores_N, errors_N))
+    return found[0], found[-1]
+
+
+def _exchanges(scorer: Scorer, tree: RolloutTree, there: list[int]) -> tuple[list[Exchange], bool]:
+    """What is rated of some nodes: responses, then both together unless one is the other."""
+    if not scorer.reads_history:
+        responses = [Exchange(tree.responses[node]) for node in there]
+        both = [Exchange(f"{tree.probes[node]} {tree.responses[node]}") for node in there]
+        return [*responses, *both], False
+    # Who reads the conversation has seen the probe when it rates the response.
+    histories: list[tuple[Message, ...]] = []
+    places = zip(tree.nodes["parent"].tolist(), tree.nodes["episode"].tolist(), strict=True)
+    for (parent, episode), probe in zip(places, tree.probes, strict=True):
+        if parent < 0:
+            before: tuple[Message, ...] = (Message("assistant", tree.prompts[episode]),)
+        else:
+            before = (*histories[parent], Message("assistant", tree.responses[parent]))
+        histories.append((*before, Message("user", probe)))
+    episodes = tree.nodes["episode"].tolist()
+    return [
+        Exchange(
+            tree.responses[node],
+            histories[node],
+            columns=columns_of(tree.prompts[episodes[node]]),
         )
-        return both, both
-    texts = [*tree.responses, *(f"{probe} {response}" for probe, response in turns)]
-    rated = scorer.rate([Exchange(text) for text in texts])
-    count = len(turns)
-    return (
-        Ratings(rated.scores_N[:count], rated.is_error_N[:count]),
-        Ratings(rated.scores_N[count:], rated.is_error_N[count:]),
-    )
+        for node in there
+    ], True

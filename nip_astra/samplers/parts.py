@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from nip_astra.language_models.base import LanguageModel, TokenCount
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
-from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.agents import ConversationAgent, Speaker
+from nip_astra.scenario_base.chat_agent import ChatWork
+from nip_astra.scenario_base.text_attackers import TextAttacker
 from nip_astra.utils.forked import call_at_once, get_num_processes
 from nip_astra.utils.processor import SMALL_MODEL_PARAMETERS
 
@@ -34,7 +36,7 @@ class _Played(NamedTuple):
 
 
 def cut_rollout(
-    agents: Sequence[ConversationAgent], num_episodes: int, num_nodes: int, num_parts: int
+    agents: Sequence[Speaker | TextAttacker], num_episodes: int, num_nodes: int, num_parts: int
 ) -> list[range]:
     """Cut the episodes of a rollout into equal parts.
 
@@ -53,7 +55,10 @@ def cut_rollout(
 
 
 def play_parts(
-    play: Play, agents: Sequence[ConversationAgent], parts: Sequence[range], most_processes: int
+    play: Play,
+    agents: Sequence[Speaker | TextAttacker],
+    parts: Sequence[range],
+    most_processes: int,
 ) -> RolloutTree:
     """Play the parts of a rollout, in at most as many processes as the run may use.
 
@@ -66,7 +71,8 @@ def play_parts(
         return merge_trees([play(part) for part in parts])
     for model in _models_of(agents):
         # Weights are laid out here, once for all processes.
-        model.open_session().close()
+        if not isinstance(model, ChatWork):
+            model.open_session().close()
     batches = [parts[run.start : run.stop] for run in _cut(range(len(parts)), num_processes)]
     mine, *others = call_at_once([partial(_play, play, agents, batch) for batch in batches])
     for played in others:
@@ -88,7 +94,7 @@ def _cut(indices: range, count: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 
-def _play(play: Play, agents: Sequence[ConversationAgent], parts: Sequence[range]) -> _Played:
+def _play(play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[range]) -> _Played:
     before = [agent.num_truncated_contexts for agent in agents]
     with ExitStack() as stack:
         counts = [stack.enter_context(model.counting()) for model in _models_of(agents)]
@@ -97,14 +103,14 @@ def _play(play: Play, agents: Sequence[ConversationAgent], parts: Sequence[range
     return _Played(trees, counts, [new - old for new, old in zip(after, before, strict=True)])
 
 
-def _can_be_divided(agent: ConversationAgent) -> bool:
+def _can_be_divided(agent: Speaker | TextAttacker) -> bool:
     # An agent of another class may keep what only its own process would know.
     model = agent.language_model
     is_known = type(agent) is ConversationAgent and getattr(model, "can_be_forked", False)
     return is_known and model.num_parameters() < SMALL_MODEL_PARAMETERS
 
 
-def _models_of(agents: Sequence[ConversationAgent]) -> list[LanguageModel]:
+def _models_of(agents: Sequence[Speaker | TextAttacker]) -> list[LanguageModel | ChatWork]:
     """The agents' models, one of those that share a count."""
     models = (agent.language_model for agent in agents)
     return list({id(model.token_count): model for model in models}.values())

@@ -18,13 +18,25 @@ from nip_astra.scenario_base.conversation.tokens import Turn
 
 @dataclass
 class OpenConversation:
-    """A path of the tree: the turns as each model reads them."""
+    """A path of the tree: the turns as each model reads them.
+
+    Attributes
+    ----------
+    target_turns : list[Turn]
+        Empty where the target reads texts.
+    texts : list[str]
+        What was said, the opening first.
+    failure : str or None
+        Why nothing more is said, since a probe or response failed; None while all is well.
+    """
 
     path: str
     episode: int
     node: int
     attacker_turns: list[Turn]
     target_turns: list[Turn]
+    texts: list[str]
+    failure: str | None = None
 
 
 @dataclass
@@ -37,6 +49,7 @@ class TreeColumns:
     contexts: list[list[int]] = field(default_factory=list)
     probes: list[str] = field(default_factory=list)
     responses: list[str] = field(default_factory=list)
+    failures: list[str | None] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
     target_nll: list[Tensor] = field(default_factory=list)
     read: dict[str, list[list[int]]] = field(default_factory=lambda: {"attacker": [], "target": []})

@@ -22,9 +22,12 @@ from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
 from nip_astra.samplers.parts import cut_rollout, play_parts
+from nip_astra.samplers.texts import ask_attacker, ask_target, in_tokens_of
 from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
-from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.agents import ConversationAgent, Speaker
+from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent
 from nip_astra.scenario_base.conversation.tokens import Turn
+from nip_astra.scenario_base.text_attackers import TextAttacker
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
@@ -43,8 +46,8 @@ class _Plan(NamedTuple):
 class _Sessions(NamedTuple):
     """The two models in the middle of a rollout."""
 
-    attacker: GenerationSession
-    target: GenerationSession
+    attacker: GenerationSession | None
+    target: GenerationSession | None
 
 
 class TreeSampler:
@@ -67,8 +70,8 @@ class TreeSampler:
 
     def __init__(
         self,
-        attacker: ConversationAgent,
-        target: ConversationAgent,
+        attacker: ConversationAgent | TextAttacker,
+        target: Speaker,
         reference: ConversationAgent,
         scorer: Scorer,
         reward: RewardParameters,
@@ -77,7 +80,15 @@ class TreeSampler:
         num_parts: int = 1,
         asks_reference: bool = True,
     ) -> None:
+        if isinstance(target, ChatAgent) and reward.likelihood_model == "target":
+            raise ConfigurationError(
+                f"the likelihood of probes under the target {target.chat_model.name!r} was asked "
+                "for, but a chat model does not tell how likely it finds what it reads. Set the "
+                "reward's likelihood_model to reference."
+            )
         self.attacker = attacker
+        # Whose tokens and format probes are counted and read in.
+        self.reader = reference if isinstance(attacker, TextAttacker) else attacker
         self.target = target
         self.reference = reference
         self.scorer = scorer
@@ -85,10 +96,12 @@ class TreeSampler:
         self.max_cache_bytes = max_cache_bytes
         self.num_parts = num_parts
         self.asks_reference = asks_reference
-        self._shares_tokens = attacker.shares_tokens_with(target)
+        self._shares_tokens = False
+        if not isinstance(target, ChatAgent):
+            self._shares_tokens = self.reader.shares_tokens_with(target)
 
     def with_attacker(
-        self, attacker: ConversationAgent, *, asks_reference: bool = True
+        self, attacker: ConversationAgent | TextAttacker, *, asks_reference: bool = True
     ) -> TreeSampler:
         """A sampler with another attacker, for instance the reference."""
         return TreeSampler(
@@ -108,7 +121,14 @@ class TreeSampler:
         The longest prompt and turns of full length are assumed.
         """
         total = 0
-        for agent in (self.attacker, self.target):
+        both = self.reader.sampling.max_new_tokens
+        agents = [] if isinstance(self.attacker, TextAttacker) else [self.attacker]
+        if isinstance(self.target, ChatAgent):
+            both += self.target.max_tokens
+        else:
+            both += self.target.sampling.max_new_tokens
+            agents.append(self.target)
+        for agent in agents:
             speech = agent.conversation_format
             opening = max(
                 (
@@ -118,7 +138,6 @@ class TreeSampler:
                 default=0,
             )
             num_nodes = sum(tree_width**level for level in range(1, tree_depth + 1))
-            both = self.attacker.sampling.max_new_tokens + self.target.sampling.max_new_tokens
             num_tokens = opening + num_nodes * (both + GLUE_TOKENS)
             total += len(prompts) * num_tokens * agent.language_model.cache_bytes_per_token
         return total
@@ -233,9 +252,12 @@ class TreeSampler:
             columns.responses,
             columns.contexts,
             num_unique_tokens={
-                role: build_trie(sequences).num_tokens for role, sequences in columns.read.items()
+                role: build_trie(sequences).num_tokens
+                for role, sequences in columns.read.items()
+                if sequences
             },
             seconds=columns.seconds,
+            response_failures=columns.failures if any(columns.failures) else [],
         )
 
     def _talk(self, prompts: Sequence[str], plan: _Plan, first: int, columns: TreeColumns) -> None:
@@ -244,18 +266,27 @@ class TreeSampler:
             self._open(episode, first + episode, prompt) for episode, prompt in enumerate(prompts)
         ]
         sessions = _Sessions(
-            self.attacker.language_model.open_session(), self.target.language_model.open_session()
+            None
+            if isinstance(self.attacker, TextAttacker)
+            else self.attacker.language_model.open_session(),
+            None
+            if isinstance(self.target, ChatAgent)
+            else self.target.language_model.open_session(),
         )
         for depth in range(plan.tree_depth):
             open_conversations = self._grow(sessions, open_conversations, plan, depth, columns)
 
     def _open(self, episode: int, number: int, prompt: str) -> OpenConversation:
+        read_by_target = []
+        if not isinstance(self.target, ChatAgent):
+            read_by_target = [Turn(True, self.target.conversation_format.encode(prompt))]
         return OpenConversation(
             path=str(number),
             episode=episode,
             node=-1,
-            attacker_turns=[Turn(False, self.attacker.conversation_format.encode(prompt))],
-            target_turns=[Turn(True, self.target.conversation_format.encode(prompt))],
+            attacker_turns=[Turn(False, self.reader.conversation_format.encode(prompt))],
+            target_turns=read_by_target,
+            texts=[prompt],
         )
 
     def _grow(
@@ -268,7 +299,7 @@ class TreeSampler:
     ) -> list[OpenConversation]:
         """Add one probe and one response below every open conversation, all in one batch each."""
         tree_width = plan.tree_width
-        contexts = self.attacker.contexts([parent.attacker_turns for parent in parents])
+        contexts = self.reader.contexts([parent.attacker_turns for parent in parents])
         children = [
             OpenConversation(
                 f"{parent.path}.{branch}",
@@ -276,46 +307,90 @@ class TreeSampler:
                 len(columns.probes) + index * tree_width + branch,
                 parent.attacker_turns,
                 parent.target_turns,
+                parent.texts,
+                None if parent.failure is None else NOT_ASKED,
             )
             for index, parent in enumerate(parents)
             for branch in range(tree_width)
         ]
-        uniforms = self._uniforms(self.attacker, children, plan.key)
-        with columns.timed("attacker"):
-            probes = self.attacker.speak(
-                sessions.attacker, contexts, tree_width, uniforms
-            ).generation
-        self._refuse_nan(self.attacker, probes.logprobs_BT, probes.mask_BT, plan)
-        if depth + 1 == plan.tree_depth:
-            # Its keys and values make room for those of the last responses.
-            sessions.attacker.close()
-        columns.note("attacker", contexts, probes)
-        probe_ids = self.attacker.content_ids(probes)
-        probe_texts = self.attacker.decode(probe_ids)
-        for child, ids, text in zip(children, probe_ids, probe_texts, strict=True):
-            target_ids = ids if self._shares_tokens else self._encode_for(self.target, text)
+        if isinstance(self.attacker, TextAttacker):
+            with columns.timed("attacker"):
+                probe_texts = ask_attacker(self.attacker, children, plan.key)
+            probes = in_tokens_of(self.reader, probe_texts)
+        else:
+            assert sessions.attacker is not None
+            probes = self._let_attacker_speak(
+                self.attacker, sessions.attacker, contexts, children, plan, columns
+            )
+            if depth + 1 == plan.tree_depth:
+                # Its keys and values make room for those of the last responses.
+                sessions.attacker.close()
+            probe_texts = self.attacker.decode(self.attacker.content_ids(probes))
+        for child, ids, text in zip(
+            children, self.reader.content_ids(probes), probe_texts, strict=True
+        ):
             child.attacker_turns = [*child.attacker_turns, Turn(True, ids)]
-            child.target_turns = [*child.target_turns, Turn(False, target_ids)]
-
-        responses = self._respond(sessions.target, children, plan, columns)
-        response_ids = self.target.content_ids(responses)
-        response_texts = self.target.decode(response_ids)
-        for child, ids, text in zip(children, response_ids, response_texts, strict=True):
-            attacker_ids = ids if self._shares_tokens else self._encode_for(self.attacker, text)
-            child.target_turns = [*child.target_turns, Turn(True, ids)]
-            child.attacker_turns = [*child.attacker_turns, Turn(False, attacker_ids)]
+            child.texts = [*child.texts, text]
+        if isinstance(self.target, ChatAgent):
+            with columns.timed("target"):
+                ask_target(self.target, self.reader, children, plan.key)
+        else:
+            assert sessions.target is not None
+            self._let_target_speak(self.target, sessions.target, children, plan, columns)
 
         columns.parent += [parent.node for parent in parents for _ in range(tree_width)]
         columns.depth += [depth] * len(children)
         columns.episode += [child.episode for child in children]
         columns.contexts += contexts
         columns.probes += probe_texts
-        columns.responses += response_texts
+        columns.responses += [child.texts[-1] for child in children]
+        columns.failures += [child.failure for child in children]
         columns.generations.append(probes)
         return children
 
+    def _let_attacker_speak(
+        self,
+        attacker: ConversationAgent,
+        session: GenerationSession,
+        contexts: list[list[int]],
+        children: list[OpenConversation],
+        plan: _Plan,
+        columns: TreeColumns,
+    ) -> Generation:
+        """Let a language model probe, token by token."""
+        uniforms = self._uniforms(attacker, children, plan.key)
+        with columns.timed("attacker"):
+            probes = attacker.speak(session, contexts, plan.tree_width, uniforms).generation
+        self._refuse_nan(attacker, probes.logprobs_BT, probes.mask_BT, plan)
+        columns.note("attacker", contexts, probes)
+        return probes
+
+    def _let_target_speak(
+        self,
+        target: ConversationAgent,
+        session: GenerationSession,
+        children: list[OpenConversation],
+        plan: _Plan,
+        columns: TreeColumns,
+    ) -> None:
+        """Let a language model answer, token by token."""
+        for child in children:
+            ids, text = child.attacker_turns[-1].ids, child.texts[-1]
+            heard = ids if self._shares_tokens else target.conversation_format.encode(text)
+            child.target_turns = [*child.target_turns, Turn(False, heard)]
+        responses = self._respond(target, session, children, plan, columns)
+        response_ids = target.content_ids(responses)
+        response_texts = target.decode(response_ids)
+        for child, ids, text in zip(children, response_ids, response_texts, strict=True):
+            speech = self.reader.conversation_format
+            heard = ids if self._shares_tokens else speech.encode(text)
+            child.target_turns = [*child.target_turns, Turn(True, ids)]
+            child.attacker_turns = [*child.attacker_turns, Turn(False, heard)]
+            child.texts = [*child.texts, text if child.failure is None else ""]
+
     def _respond(
         self,
+        target: ConversationAgent,
         session: GenerationSession,
         children: list[OpenConversation],
         plan: _Plan,
@@ -323,25 +398,25 @@ class TreeSampler:
     ) -> Generation:
         """Let the target answer; what it thinks of the probes comes from the same pass."""
         conversations = [child.target_turns for child in children]
-        contexts = self.target.contexts(conversations)
+        contexts = target.contexts(conversations)
         spans = None
         if self.reward.likelihood_model == "target":
             spans = [
-                self.target.conversation_format.last_turn_span(turns, context)
+                target.conversation_format.last_turn_span(turns, context)
                 for turns, context in zip(conversations, contexts, strict=True)
             ]
-        uniforms = self._uniforms(self.target, children, plan.key)
+        uniforms = self._uniforms(target, children, plan.key)
         with columns.timed("target"):
-            answered = self.target.speak(
+            answered = target.speak(
                 session, contexts, 1, uniforms, branching=plan.tree_width, spans=spans
             )
         if spans is not None and answered.span_logprobs_CT is not None:
             lengths_C = torch.tensor([stop - start for start, stop in spans])
             mask_CT = torch.arange(answered.span_logprobs_CT.shape[1]) < lengths_C[:, None]
-            self._refuse_nan(self.target, answered.span_logprobs_CT, mask_CT, plan)
+            self._refuse_nan(target, answered.span_logprobs_CT, mask_CT, plan)
             columns.target_nll.append(mean_nll(answered.span_logprobs_CT, mask_CT))
         said = answered.generation
-        self._refuse_nan(self.target, said.logprobs_BT, said.mask_BT, plan)
+        self._refuse_nan(target, said.logprobs_BT, said.mask_BT, plan)
         columns.note("target", contexts, said)
         return said
 
@@ -359,10 +434,6 @@ class TreeSampler:
         """Each child's random numbers, which depend on its place in the tree alone."""
         keys = [(*key, agent.role, child.path) for child in children]
         return uniform_rows(keys, agent.sampling.max_new_tokens)
-
-    @staticmethod
-    def _encode_for(agent: ConversationAgent, text: str) -> tuple[int, ...]:
-        return agent.conversation_format.encode(text)
 
     @staticmethod
     def _stack(generations: list[Generation]) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor
 
 from nip_astra.errors import ContextLengthError
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
     Generation,
     GenerationSession,
@@ -20,8 +21,12 @@ from nip_astra.language_models.base import (
     Turns,
 )
 from nip_astra.language_models.registry import LANGUAGE_MODELS
-from nip_astra.parameters.conditions import where, where_above
+from nip_astra.language_models.services.chat import ChatModel
+from nip_astra.language_models.services.patience import open_chat_model
+from nip_astra.language_models.services.registry import CHAT_MODELS
+from nip_astra.parameters.conditions import where, where_above, where_given
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.tokens import (
     ChatFormat,
     ConversationFormat,
@@ -29,8 +34,13 @@ from nip_astra.scenario_base.conversation.tokens import (
     PlainFormat,
     Turn,
 )
+from nip_astra.scenario_base.text.model_groups import (
+    PureTextSharedModelGroup as PureTextSharedModelGroup,
+)
+from nip_astra.utils.devices import resolve_device
 
 LanguageModelParameters = polymorphic(LANGUAGE_MODELS.get, LanguageModel.Parameters)
+ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
 
 
 class ConversationAgentParameters(SubParameters):
@@ -38,7 +48,7 @@ class ConversationAgentParameters(SubParameters):
 
     language_model: LanguageModelParameters  # type: ignore[valid-type]
     """The backend and its weights."""
-    format: Literal["chat", "plain"] = "chat"
+    format: Annotated[Literal["chat", "plain"], where_given("language_model")] = "chat"
     """chat: the tokenizer's chat template. plain: turns one after the other."""
     system_prompt: Annotated[str | None, where("format", "chat")] = None
     """System message before the conversation (chat only)."""
@@ -48,11 +58,13 @@ class ConversationAgentParameters(SubParameters):
     """What stands between turns in the plain format."""
     max_new_tokens: int = Field(default=32, ge=1)
     """Longest turn, in tokens."""
-    min_new_tokens: int = Field(default=1, ge=0)
+    min_new_tokens: Annotated[int, where_given("language_model")] = Field(default=1, ge=0)
     """Shortest turn, in tokens, before the turn may end."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature; 0 is greedy."""
-    top_k: Annotated[int | None, where_above("temperature", 0)] = Field(default=None, ge=1)
+    top_k: Annotated[int | None, where_above("temperature", 0), where_given("language_model")] = (
+        Field(default=None, ge=1)
+    )
     """Draw from the k most likely tokens only; null for all."""
     top_p: Annotated[float, where_above("temperature", 0)] = Field(default=1.0, gt=0, le=1)
     """Draw from the smallest set of likely tokens that holds this mass."""
@@ -64,6 +76,32 @@ class ConversationAgentParameters(SubParameters):
         if count > longest:
             raise ValueError(f"must be at most max_new_tokens, which is {longest}")
         return count
+
+
+class TargetParameters(ConversationAgentParameters):
+    """A language model under test, or a chat model that only answers messages.
+
+    Of a chat model neither weights nor tokens are needed, nor log-probabilities.
+    """
+
+    language_model: LanguageModelParameters | None = None  # type: ignore[valid-type]
+    """The backend and its weights; null where chat_model is given."""
+    chat_model: ChatModelParameters | None = None  # type: ignore[valid-type]
+    """A model that answers messages, for instance behind an API; null where language_model is."""
+    temperature: float | None = Field(default=1.0, ge=0)  # type: ignore[assignment]  # checked
+    """Sampling temperature; 0 is greedy, and null leaves it to the service of a chat model."""
+
+    @model_validator(mode="after")
+    def _is_one_model(self) -> Self:
+        if (self.language_model is None) is (self.chat_model is None):
+            raise ValueError(
+                "must have either a language_model or a chat_model; set the other one to null"
+            )
+        if self.temperature is None and self.chat_model is None:
+            raise ValueError(
+                "must have a temperature, which only a chat_model's service may choose"
+            )
+        return self
 
 
 @dataclass
@@ -120,6 +158,10 @@ class ConversationAgent:
         end = self.conversation_format.turn_end(self.language_model.end_ids)
         return [*self.conversation_format.encode(text), *end]
 
+    def num_tokens(self, text: str) -> int:
+        """How many tokens of this agent's a text has."""
+        return len(self.conversation_format.encode(text))
+
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The text of turns."""
         decoded: list[str] = self.language_model.tokenizer.batch_decode(
@@ -154,6 +196,10 @@ class ConversationAgent:
                 )
 
 
+Speaker: TypeAlias = ConversationAgent | ChatAgent
+"""Who can be a target."""
+
+
 def build_agent(
     role: str, parameters: ConversationAgentParameters, language_model: LanguageModel
 ) -> ConversationAgent:
@@ -182,15 +228,50 @@ def load_language_model(
     return cls.load(parameters, device=device, scenario_dir=scenario_dir, trainable=trainable)
 
 
+def build_target(
+    parameters: TargetParameters,
+    attacker_model: LanguageModel | None,
+    settings: ExperimentSettings,
+    *,
+    scenario_dir: Path | None,
+) -> Speaker:
+    """The target: a chat model, the attacker's base weights where both are the same, or a model.
+
+    Parameters
+    ----------
+    attacker_model : LanguageModel or None
+        None where nothing is to be shared.
+    """
+    if parameters.chat_model is not None:
+        model = open_chat_model(
+            parameters.chat_model, settings, scenario_dir=scenario_dir, label="target"
+        )
+        return ChatAgent(
+            "target",
+            model,
+            max_tokens=parameters.max_new_tokens,
+            temperature=parameters.temperature,
+            top_p=parameters.top_p,
+            system_prompt=parameters.system_prompt,
+            preamble=parameters.preamble,
+        )
+    device = resolve_device(settings.device)
+    return build_agent(
+        "target",
+        parameters,
+        load_target(parameters, attacker_model, device=device, scenario_dir=scenario_dir),
+    )
+
+
 def load_target(
     target: ConversationAgentParameters,
-    attacker_model: LanguageModel,
+    attacker_model: LanguageModel | None,
     *,
     device: torch.device,
     scenario_dir: Path | None,
 ) -> LanguageModel:
     """Load the target, or share the attacker's base weights where both are the same model."""
-    shared = attacker_model.base_for(target.language_model)
+    shared = attacker_model.base_for(target.language_model) if attacker_model is not None else None
     if shared is not None:
         return shared
     return load_language_model(

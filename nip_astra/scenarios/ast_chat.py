@@ -21,10 +21,12 @@ from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
+    TargetParameters,
     build_agent,
+    build_target,
     load_language_model,
-    load_target,
 )
+from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
 from nip_astra.scenario_instance import ConversationInstance
@@ -91,8 +93,8 @@ class AstChatScenario(Scenario):
 
         attacker: ConversationAgentParameters
         """The language model that learns to make the target fail."""
-        target: ConversationAgentParameters
-        """The language model under test; never trained."""
+        target: TargetParameters
+        """The model under test; never trained."""
         scorer: ScorerParameters  # type: ignore[valid-type]
         """What rates responses."""
         prompts: PromptParameters
@@ -132,6 +134,16 @@ class AstChatScenario(Scenario):
                 )
             return self
 
+        @model_validator(mode="after")
+        def _can_be_told(self) -> Self:
+            is_service = self.target.chat_model is not None
+            if is_service and self.reward.likelihood_model == "target":
+                raise ValueError(
+                    "asks for reward.likelihood_model target, but a chat_model as target does not "
+                    "tell how likely it finds what it reads; set it to reference"
+                )
+            return self
+
         @field_validator("planted_failures")
         @classmethod
         def _has_a_name_each(cls, planted: list[PlantedFailure]) -> list[PlantedFailure]:
@@ -158,20 +170,19 @@ class AstChatScenario(Scenario):
             scenario_dir=scenario_dir,
             trainable=True,
         )
-        target_model = load_target(
-            parameters.target,
-            attacker_model,
-            device=device,
-            scenario_dir=scenario_dir,
-        )
         attacker = build_agent("attacker", parameters.attacker, attacker_model)
-        target = build_agent("target", parameters.target, target_model)
+        target = build_target(
+            parameters.target, attacker_model, settings, scenario_dir=scenario_dir
+        )
         # The reference speaks as the attacker does, so it has the attacker's format and options.
         reference = build_agent("reference", parameters.attacker, attacker_model.frozen_reference())
         for split, prompts in datasets.items():
             attacker.check_prompts(prompts, split=split)
             target.check_prompts(prompts, split=split)
         scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
+        services = scorer.open_services(settings)
+        if isinstance(target, ChatAgent):
+            services = {"target": target.chat_model, **services}
         return ConversationInstance(
             kind=str(ScenarioType.AST_CHAT),
             agents={"attacker": attacker, "target": target, "reference": reference},
@@ -187,6 +198,7 @@ class AstChatScenario(Scenario):
             ),
             planted_failures=parameters.planted_failures,
             scenario_dir=scenario_dir,
+            services=services,
             reward_terms=build_reward_terms(
                 parameters.reward.terms, device=device, scenario_dir=scenario_dir
             ),

@@ -34,6 +34,8 @@ class TaskEvaluationParameters(SubParameters):
     """Problems of a dev evaluation."""
     num_runs: int = Field(default=1, ge=1)
     """Runs of each problem; with more than one, pass@k is told for k up to this."""
+    success_reward: float = 1.0
+    """Reward from which a run counts as right."""
     batch_size: int = Field(default=256, ge=1)
     """Problems played at once."""
 

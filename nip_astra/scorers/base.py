@@ -20,6 +20,8 @@ from pydantic import Field
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError, ScorerTimeoutError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.rollouts.prompts import Columns
@@ -134,6 +136,14 @@ class Scorer:
     def nested_scorers(self) -> Sequence[Scorer]:
         """Scorers that it asks itself."""
         return ()
+
+    def open_services(self, settings: ExperimentSettings) -> dict[str, PatientChatModel]:
+        """Tell the chat models that it asks what they may spend, and give them by who they are."""
+        found: dict[str, PatientChatModel] = {}
+        for number, scorer in enumerate(self.nested_scorers, start=1):
+            for name, model in scorer.open_services(settings).items():
+                found[f"{name} {number}" if name in found else name] = model
+        return found
 
     @property
     def modules(self) -> set[str]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from nip_astra.errors import MissingDependencyError
 from nip_astra.serve.api_errors import ApiError, error_body
 from nip_astra.serve.guards import Guard
 from nip_astra.serve.settings import ServiceSettings
@@ -26,7 +24,6 @@ def build_app(
     settings: ServiceSettings,
     *,
     routers: Sequence[APIRouter] = (),
-    on_close: Sequence[Callable[[], None]] = (),
 ) -> FastAPI:
     """The service over the models of a shelf.
 
@@ -34,18 +31,8 @@ def build_app(
     ----------
     routers : Sequence[APIRouter]
         Further routes.
-    on_close : Sequence[Callable]
-        Called when the service ends, before the models are let go.
     """
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        for close in on_close:
-            close()
-        shelf.close()
-
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(text_routes(shelf, settings))
     for router in routers:
         app.include_router(router)
@@ -78,21 +65,3 @@ def build_app(
 
     app.add_middleware(Guard, token=settings.token(), max_bytes=max_bytes)
     return app
-
-
-def require_packages() -> None:
-    """Refuse to start without what the service is made of.
-
-    Raises
-    ------
-    MissingDependencyError
-        With how to install it.
-    """
-    try:
-        import python_multipart  # noqa: F401 - reads uploads
-        import uvicorn  # noqa: F401 - what carries the application
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"a text service was to be started, and it needs the package {error.name}. Install it "
-            "with: pip install 'nip_astra[serve]'."
-        ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
@@ -75,18 +75,16 @@ def parse_json(body: bytes) -> Any:
         ) from error
 
 
-def check_body(
-    given: Any, kind: type[AnyBody], *, prefix: str = "", to_error: Callable[..., ApiError] = wrong
-) -> AnyBody:
+def check_body(given: Any, kind: type[AnyBody]) -> AnyBody:
     """Check values against what a request may say.
 
-    Parameters
-    ----------
-    prefix : str
-        What the values are part of, for messages.
+    Raises
+    ------
+    ApiError
+        With the first fault.
     """
     if not isinstance(given, dict):
-        raise to_error(
+        raise wrong(
             f"the body of the request is {_short(given)}, but an object is needed. Send a JSON "
             "object of the route's options."
         )
@@ -98,13 +96,17 @@ def check_body(
     try:
         return kind.model_validate(meant)
     except ValidationError as error:
-        raise _refusal(error.errors(include_url=False)[0], kind, prefix) from error
+        # An option that is not known explains the others: one that is missing is misspelt.
+        faults = sorted(
+            error.errors(include_url=False), key=lambda fault: fault["type"] != "extra_forbidden"
+        )
+        raise _refusal(faults[0], kind) from error
 
 
-def _refusal(fault: ErrorDetails, kind: type[Body], prefix: str) -> ApiError:
+def _refusal(fault: ErrorDetails, kind: type[Body]) -> ApiError:
     # Names of a union's members stand in the path too; an option's do not begin with these.
     path = [str(part) for part in fault["loc"] if not str(part).startswith(("function-", "list["))]
-    name = prefix + ".".join(part for part in path if part not in ("str", "int", "Text"))
+    name = ".".join(part for part in path if part not in ("str", "int", "Text"))
     if fault["type"] == "extra_forbidden":
         near = nearest_names(path[-1], kind.model_fields, 1) if len(path) == 1 else []
         hint = f" Did you mean {near[0]!r}?" if near else ""

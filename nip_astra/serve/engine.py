@@ -28,7 +28,7 @@ from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.weights import Weights
 from nip_astra.serve.drawing import draw_tokens
 from nip_astra.serve.generation import GenerationRequest, Listener, Progress
-from nip_astra.serve.routed_weights import Adapter, Routes, routed
+from nip_astra.serve.routed_weights import Routes, routed
 from nip_astra.serve.rows import Row
 from nip_astra.serve.slots import ReadingAttention, ReadPrompt, Slots
 
@@ -36,10 +36,13 @@ logger = logging.getLogger(__name__)
 
 MIN_SHARED = 16
 """Tokens at the beginning of a prompt that are worth copying rather than reading again."""
+MAX_KEPT = 128
+"""Prompts that are kept for later ones that begin alike; each new one is compared with all."""
 _NO_NUMBERS = (
     "the model's logits are no numbers, so no token can be drawn. Serve other weights: these "
     "overflow, or hold numbers that are not finite."
 )
+_CLOSED = "the service is shutting down"
 
 
 @dataclass(frozen=True)
@@ -84,13 +87,14 @@ class Engine:
         *,
         vocab_size: int,
         context_window: int,
+        num_parameters: int,
         limits: EngineLimits,
     ) -> None:
         self.decoder, self.tokenizer, self.limits = decoder, tokenizer, limits
         # Tokenizers may be used by one thread at a time.
         self._own_tokenizer = copy.deepcopy(tokenizer)
         self.context_window, self.vocab_size = context_window, vocab_size
-        self.dtype = weights.dtype
+        self.dtype, self.num_parameters = weights.dtype, num_parameters
         self.device = weights.embedding_VX.device
         self.end_ids = find_end_ids(generation_config, tokenizer)
         banned = find_banned_ids(tokenizer, self.end_ids, vocab_size)
@@ -115,8 +119,11 @@ class Engine:
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request."""
         with self._changed:
-            self._waiting.append(request)
-            self._changed.notify()
+            if not self._is_closed:
+                self._waiting.append(request)
+                self._changed.notify()
+                return
+        self._tell([_gave_up(request, index, _CLOSED) for index in range(request.num_samples)])
 
     def cancel(self, request: GenerationRequest) -> None:
         """Free what a request holds, at the next step; it is told of no more."""
@@ -165,7 +172,7 @@ class Engine:
                     while not (self._waiting or self._rows or self._reading or self._is_closed):
                         self._changed.wait()
                     if self._is_closed:
-                        self._fail("the service is shutting down")
+                        self._fail(_CLOSED)
                         return
                 try:
                     self._drop_cancelled()
@@ -192,10 +199,8 @@ class Engine:
         unbegun = [*waiting, *(request for request, _ in self._reading)]
         begun += [(one, index) for one in unbegun for index in range(one.num_samples)]
         self._rows, self._reading = [], []
-        self._slots.keep([])
-        self._tell(
-            [Progress(one, index, "", finish_reason="error", error=reason) for one, index in begun]
-        )
+        self._slots = Slots(self._shape, self._weights.dtype, self.device)
+        self._tell([_gave_up(one, index, reason) for one, index in begun])
 
     def _drop_cancelled(self) -> None:
         with self._changed:
@@ -206,9 +211,7 @@ class Engine:
 
     def _keep_rows(self, are_kept: Sequence[bool]) -> None:
         if not all(are_kept):
-            kept = [place for place, is_kept in enumerate(are_kept) if is_kept]
-            self._slots.keep(kept)
-            self._rows = [self._rows[place] for place in kept]
+            self._rows = [self._rows[place] for place in self._slots.keep(are_kept)]
 
     def _admit(self) -> None:
         """Take requests from the queue, in their order, as long as there is room."""
@@ -252,6 +255,13 @@ class Engine:
         hidden_NX = self._forward_prompts(parts)
         ends = torch.tensor([length for _, _, length in parts]).cumsum(0) - 1
         last_RX = hidden_NX[ends.to(self.device)]
+        ended = [
+            (one, prompt) for one, prompt, n in parts if prompt.num_read + n == len(prompt.ids)
+        ]
+        if ended:
+            self._slots.reserve(
+                sum(one.num_samples for one, _ in ended), max(len(p.ids) for _, p in ended) + 1
+            )
         begun: list[Row] = []
         places: list[int] = []
         for place, (request, prompt, length) in enumerate(parts):
@@ -326,13 +336,8 @@ class Engine:
         self._kept[key] = prompt
         self._kept.move_to_end(key)
         most = self.limits.max_kept_bytes // self._token_bytes
-        while self._kept and sum(len(one.ids) for one in self._kept.values()) > most:
+        while len(self._kept) > MAX_KEPT or sum(len(one.ids) for one in self._kept.values()) > most:
             self._kept.popitem(last=False)
-
-    def forget(self, adapter: Adapter) -> None:
-        """Drop what was kept for an adapter that is served no more."""
-        for key in [key for key in self._kept if key[0] == id(adapter)]:
-            self._kept.pop(key, None)
 
     # ---- speaking
 
@@ -360,6 +365,8 @@ class Engine:
                 row.fail(_NO_NUMBERS)
         told = [one for one in (row.take_progress() for row in rows) if one is not None]
         self._keep_rows([row.finish_reason is None for row in self._rows])
+        if any(row.error is not None for row in rows):
+            self._slots.repair()
         self._tell(told)
 
     @staticmethod
@@ -374,3 +381,7 @@ class Engine:
             except RuntimeError:
                 # The listener's event loop has been closed: nobody waits for this.
                 logger.debug("answers came after their listener had gone", exc_info=True)
+
+
+def _gave_up(request: GenerationRequest, index: int, reason: str) -> Progress:
+    return Progress(request, index, "", finish_reason="error", error=reason)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from nip_astra.errors import ModelLoadError
@@ -23,15 +25,13 @@ def load_engine(
     Parameters
     ----------
     path : str
-        Folder, hub id or `.gguf` file, as parameters of the Hugging Face backend name it, or
-        `scenario://name/folder` for a model that a scenario ships.
+        Folder, hub id or `.gguf` file.
 
     Raises
     ------
     ModelLoadError
         When it cannot be loaded, or is not of the family that the engine computes.
     """
-    path = find_model(path)
     module = load_model(path, None, None).to(device)
     reason = why_unsupported(module)
     if reason is not None:
@@ -42,7 +42,7 @@ def load_engine(
     tokenizer = find_tokenizer(path, None, None)
     precision = computing_dtype(module, dtype, device, trainable=False, keeps_float32=False)
     round_weights(module, precision)
-    decoder = Decoder(module)
+    decoder, num_parameters = Decoder(module), int(module.num_parameters())
     return Engine(
         decoder,
         frozen_weights(module, precision, use_adapter=False, release=True),
@@ -50,11 +50,21 @@ def load_engine(
         module.generation_config,
         vocab_size=int(module.config.vocab_size),
         context_window=int(getattr(module.config, "max_position_embeddings", 1 << 20)),
+        num_parameters=num_parameters,
         limits=limits,
     )
 
 
 def find_model(path: str) -> str:
-    """Where a model stands; a scenario's models are found by its name."""
-    scenario, _, inside = path.removeprefix(_SCENARIO).partition("/")
-    return str(find_scenario(scenario) / inside) if path.startswith(_SCENARIO) else path
+    """Where a model stands: a hub id as it is, or a path from the root of the file system.
+
+    Parameters
+    ----------
+    path : str
+        Folder, hub id or `.gguf` file, as parameters of the Hugging Face backend name it, or
+        `scenario://name/folder` for a model that a scenario ships.
+    """
+    if path.startswith(_SCENARIO):
+        scenario, _, inside = path.removeprefix(_SCENARIO).partition("/")
+        path = str(find_scenario(scenario) / inside)
+    return str(Path(path).resolve()) if Path(path).exists() else path

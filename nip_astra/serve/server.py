@@ -7,8 +7,8 @@ import socket
 from collections.abc import Callable, Mapping
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.serve.app import build_app, require_packages
 from nip_astra.serve.engine import EngineLimits
+from nip_astra.serve.packages import require_packages
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
 from nip_astra.utils.devices import resolve_device
@@ -44,6 +44,7 @@ def serve(
     import uvicorn
 
     from nip_astra.serve.http_server import HttpServer
+    from nip_astra.serve.state import open_service
 
     settings.token()  # refused before models are loaded
     if not models:
@@ -53,28 +54,28 @@ def serve(
         )
     with _open_socket(settings) as listening:
         settings = settings.model_copy(update={"port": listening.getsockname()[1]})
-        shelf = Shelf(
-            device=resolve_device(settings.device),
-            dtype=settings.dtype,
-            limits=EngineLimits(
-                max_rows=settings.max_rows,
-                max_cache_bytes=int(settings.max_cache_gib * (1 << 30)),
-            ),
-        )
+        shelf = _new_shelf(settings)
         try:
             shelf.add_all(models)
-            app = build_app(shelf, settings)
-            config = uvicorn.Config(
-                app,
-                log_level=logging.WARNING,
-                access_log=False,
-                timeout_graceful_shutdown=SECONDS_TO_FINISH,
-            )
-            listening.listen(_BACKLOG)
-            tell(settings)
-            HttpServer(config).run(sockets=[listening])
+            with open_service(shelf, settings) as service:
+                config = uvicorn.Config(
+                    service.app,
+                    log_level=logging.WARNING,
+                    access_log=False,
+                    timeout_graceful_shutdown=SECONDS_TO_FINISH,
+                )
+                listening.listen(_BACKLOG)
+                tell(settings)
+                HttpServer(config).run(sockets=[listening])
         finally:
             shelf.close()
+
+
+def _new_shelf(settings: ServiceSettings) -> Shelf:
+    limits = EngineLimits(
+        max_rows=settings.max_rows, max_cache_bytes=int(settings.max_cache_gib * (1 << 30))
+    )
+    return Shelf(device=resolve_device(settings.device), dtype=settings.dtype, limits=limits)
 
 
 def _open_socket(settings: ServiceSettings) -> socket.socket:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
+from typing import Literal
 
 from pydantic import Field
 
@@ -26,8 +27,8 @@ class ServiceSettings(SubParameters):
     """Folder of files, jobs and trained models; null takes one below the user's state folder."""
     device: str = "cpu"
     """Where models are held: cpu, cuda, cuda:1 or auto."""
-    dtype: str = "float32"
-    """What models compute in: float32 or bfloat16."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What models compute in."""
     max_body_bytes: int = Field(default=4 << 20, ge=1)
     """Largest body of a request, but for uploaded files."""
     max_file_bytes: int = Field(default=256 << 20, ge=1)
@@ -44,6 +45,16 @@ class ServiceSettings(SubParameters):
     """Most answers in the running batch. Larger is faster for many clients and takes memory."""
     max_cache_gib: float = Field(default=2.0, gt=0)
     """Most memory for keys and values of the running batch of one model."""
+
+    max_jobs: int = Field(default=256, ge=1)
+    """Fine-tuning jobs that may wait or run at once; they run one after the other."""
+    lora_rank: int = Field(default=16, ge=1)
+    """Rank of the adapters that jobs train. Larger learns more and takes more memory."""
+    lora_alpha: float = Field(default=32.0, gt=0)
+    """Scale of adapters: their update is multiplied by alpha / rank."""
+    max_full_parameters: int = Field(default=0, ge=0)
+    """Models of at most so many weights are trained in full, and served from weights of their own;
+    of larger ones an adapter is trained."""
 
     @property
     def is_loopback(self) -> bool:
@@ -89,6 +100,6 @@ class ServiceSettings(SubParameters):
     def state_folder(self) -> Path:
         """The folder of files and jobs."""
         if self.state_dir is not None:
-            return Path(self.state_dir)
+            return Path(self.state_dir).resolve()
         root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        return Path(root) / "nip_astra" / "serve"
+        return Path(root).resolve() / "nip_astra" / "serve"

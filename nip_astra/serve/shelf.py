@@ -15,7 +15,7 @@ import torch
 from nip_astra.errors import ConfigurationError
 from nip_astra.serve.api_errors import not_found
 from nip_astra.serve.engine import Engine, EngineLimits
-from nip_astra.serve.loading import load_engine
+from nip_astra.serve.loading import find_model, load_engine
 from nip_astra.serve.routed_weights import Adapter, read_adapter
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -32,6 +32,8 @@ class ServedModel:
         Folder, file or hub id of the weights that the engine holds.
     base : str or None
         Name of the model that this one was made from by a job.
+    folder : Path or None
+        Of the adapter.
     """
 
     name: str
@@ -39,6 +41,7 @@ class ServedModel:
     source: str
     adapter: Adapter | None = None
     base: str | None = None
+    folder: Path | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -80,6 +83,7 @@ class Shelf:
 
     def add(self, name: str, path: str, *, base: str | None = None) -> ServedModel:
         """Serve a model of its own weights."""
+        path = find_model(path)
         with self._lock:
             if path not in self._engines:
                 self._engines[path] = load_engine(
@@ -90,12 +94,12 @@ class Shelf:
             return served
 
     def add_adapter(self, name: str, base: str, folder: Path) -> ServedModel:
-        """Serve an adapter on the weights of another model, which may be an adapter itself."""
+        """Serve an adapter on the weights of another model."""
         under = self.get(base)
         dtype = under.engine.dtype
         adapter = read_adapter(folder, dtype, self.device)
         with self._lock:
-            served = ServedModel(name, under.engine, under.source, adapter, base=base)
+            served = ServedModel(name, under.engine, under.source, adapter, base, folder)
             self._models[name] = served
             return served
 

@@ -16,6 +16,8 @@ from nip_astra.language_models.tree_engine.attention import SharedKeys, cascade_
 
 STEP_POSITIONS = 64
 """Rows grow by so many positions at a time: each growth copies all of them."""
+MAX_IDLE_BYTES = 64 << 20
+"""Most memory for keys that is held while no row speaks."""
 
 
 class ReadPrompt:
@@ -139,6 +141,10 @@ class Slots:
         """Rows in use."""
         return len(self.lengths)
 
+    def reserve(self, num_rows: int, num_positions: int) -> None:
+        """Make room for so many more rows, of at most so many positions, at once."""
+        self._reserve(self.num_rows + num_rows, num_positions)
+
     def add(self, prompt: ReadPrompt, count: int) -> None:
         """Append rows that all continue a prompt."""
         length, first = prompt.num_read, self.num_rows
@@ -147,16 +153,35 @@ class Slots:
         self._values[:, first : first + count, :, :length] = prompt.values[:, None]
         self.lengths += [length] * count
 
-    def keep(self, rows: Sequence[int]) -> None:
-        """Drop all rows but these, given in rising order, and close the gaps."""
-        for place, row in enumerate(rows):
-            if place != row:
-                length = self.lengths[row]
-                self._keys[:, place, ..., :length] = self._keys[:, row, ..., :length]
-                self._values[:, place, :, :length] = self._values[:, row, :, :length]
-        self.lengths = [self.lengths[row] for row in rows]
-        if not rows:
+    def keep(self, are_kept: Sequence[bool]) -> list[int]:
+        """Drop rows, and give what the others were: the last ones take the places of the dropped.
+
+        Parameters
+        ----------
+        are_kept : Sequence[bool]
+            Of each row.
+        """
+        count = sum(are_kept)
+        gaps = [row for row in range(count) if not are_kept[row]]
+        movers = [row for row in range(count, len(are_kept)) if are_kept[row]]
+        order = list(range(count))
+        if gaps:
+            length = max(self.lengths[row] for row in movers)
+            to = torch.tensor(gaps, device=self.device)
+            of = torch.tensor(movers, device=self.device)
+            self._keys[:, to, ..., :length] = self._keys[:, of, ..., :length]
+            self._values[:, to, :, :length] = self._values[:, of, :, :length]
+            for gap, mover in zip(gaps, movers, strict=True):
+                order[gap] = mover
+        self.lengths = [self.lengths[row] for row in order]
+        if not order and self._keys.nbytes > MAX_IDLE_BYTES:
             self._keys, self._values = self._new(0, 0)
+        return order
+
+    def repair(self) -> None:
+        """Forget keys that are no numbers: also what no row sees is multiplied, by zero."""
+        self._keys.nan_to_num_(0.0, 0.0, 0.0)
+        self._values.nan_to_num_(0.0, 0.0, 0.0)
 
     def _reserve(self, num_rows: int, num_positions: int) -> None:
         had_rows, had_positions = self._keys.shape[1], self._keys.shape[4]

@@ -26,6 +26,7 @@ from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.sizes import num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.groups import summary_of
@@ -37,6 +38,7 @@ from nip_astra.trainers.ast.rollouts import Rollouts
 from nip_astra.trainers.ast.state import AstState
 from nip_astra.trainers.ast.tokens import rollout_token_metrics
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
+from nip_astra.trainers.service_use import estimate_services, service_metrics, services_used
 from nip_astra.trainers.timing import Components, components_of_stress_test
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
@@ -185,6 +187,7 @@ class AstTrainer(LanguageModelTrainer):
             **rollout_token_metrics(counts, tree),
             **self.policy.take_metrics(),
             **found.metrics,
+            **service_metrics(self.scenario_instance.services),
         }
         if discovery.planted:
             metrics["plants_found"] = float(discovery.num_found)
@@ -309,6 +312,7 @@ class AstTrainer(LanguageModelTrainer):
                 role: agent.num_truncated_contexts
                 for role, agent in self.scenario_instance.agents.items()
             },
+            **services_used(self.scenario_instance.services),
         }
         self.results.setdefault("warnings", [])
         for when in ("before", "after", "random_search"):
@@ -323,4 +327,7 @@ class AstTrainer(LanguageModelTrainer):
         """Play one episode, step on what it gives, and estimate a whole run."""
         with ExitStack() as stack:
             self._build_train_context(stack)
-            return estimate_cost(self)
+            estimate = estimate_cost(self)
+            per_episode = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
+            num_episodes = self.evaluation.num_queries_of_run() / per_episode
+            return estimate | estimate_services(self.scenario_instance.services, num_episodes)

@@ -24,7 +24,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.run_state import RunState
-from nip_astra.errors import NonFiniteLossError, StopRequested
+from nip_astra.errors import BudgetExhaustedError, NonFiniteLossError, StopRequested
 from nip_astra.language_models.base import LanguageModel, TokenCount
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -281,8 +281,13 @@ class LanguageModelTrainer(TensorDictTrainer):
     def _collect(self, iteration: int) -> Mapping[str, float]:
         """Gather what the iteration learns from, and give the seconds by part."""
         self._noted = {}
-        with torch.no_grad():
-            found = self.collect(iteration)
+        try:
+            with torch.no_grad():
+                found = self.collect(iteration)
+        except BudgetExhaustedError:
+            # What was learnt so far is paid for.
+            self._save_checkpoint()
+            raise
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
         self.state.begin(found.samples, metrics)
         return found.seconds

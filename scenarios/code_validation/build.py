@@ -17,7 +17,7 @@ from typing import Any
 from problems import PROBLEMS, Problem
 from tqdm import tqdm
 
-from nip_astra.scenarios.code_validation.verified import expected_values, solutions, varied
+from nip_astra.scenarios.code.verified import expected_values, solutions, varied
 
 HERE = Path(__file__).parent
 NUM_DRAWS = 200

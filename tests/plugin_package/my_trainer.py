@@ -35,9 +35,9 @@ class MyTrainer(na.AstTrainer):
                     samples.append({"context": context, "probe": probe, "weight": weight})
         return samples
 
-    def step(self, batch):
+    def loss(self, batch):
         """The loss of a batch, and a number to log."""
         (logprobs_BT,) = self.policy_logprobs(batch, "probe")
         said_B = logprobs_BT.sum(dim=1)
-        loss = -(batch["weight"].to(said_B.device) * said_B).mean()
-        return na.LossOutput(loss, {"log_likelihood": said_B.detach().mean()})
+        weighted_B = batch["weight"].to(said_B.device) * said_B
+        return na.LossOutput(-weighted_B.mean(), {"log_likelihood": said_B.detach().mean()})

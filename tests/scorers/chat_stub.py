@@ -58,7 +58,9 @@ class ChatStub:
 
 
 @contextmanager
-def chat_stub(answer: Callable[[dict[str, Any], int], Reply] | list[Reply]) -> Iterator[ChatStub]:
+def chat_stub(
+    answer: Callable[[dict[str, Any], int], Reply] | list[Reply], *, port: int = 0
+) -> Iterator[ChatStub]:
     """Serve replies: from a function of body and number of the request, or one after another."""
     stub = ChatStub(answer if callable(answer) else lambda body, number: answer[number])
 
@@ -86,7 +88,7 @@ def chat_stub(answer: Callable[[dict[str, Any], int], Reply] | list[Reply]) -> I
         def log_message(self, *args: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True

@@ -12,14 +12,20 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.errors import ConfigurationError, ParameterError, ScorerError
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    ConfigurationError,
+    ParameterError,
+    ScorerError,
+)
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.scorers.base import Exchange, Message
-from nip_astra.scorers.chat_service import MalformedAnswerError
-from nip_astra.scorers.judge import JudgeScorer, find_rating
+from nip_astra.scorers.judge import JudgeScorer, MalformedAnswerError, find_rating
 from nip_astra.scorers.registry import build_scorer
+from nip_astra.tracking.run_directory import RunDirectory
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
 
-pytest.importorskip("httpx")
+pytest.importorskip("openai")
 
 HISTORY = (Message("assistant", "good day"), Message("user", "hello you"))
 
@@ -31,7 +37,11 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(stub: ChatStub, **parameters: Any) -> JudgeScorer:
-    values = {"base_url": stub.base_url, "model": "judge-1", "backoff": 0.0} | parameters
+    values: dict[str, Any] = {
+        "base_url": stub.base_url,
+        "model": "judge-1",
+        "backoff": 0.0,
+    } | parameters
     return JudgeScorer(JudgeScorer.Parameters(**values), device=torch.device("cpu"))
 
 
@@ -167,7 +177,7 @@ def test_a_text_that_fails_for_good_is_an_error_and_the_others_count() -> None:
 def test_a_judge_that_answers_late_is_given_up() -> None:
     never = threading.Event()
     with chat_stub([Reply(waits_for=never)]) as stub:
-        with pytest.raises(ScorerError, match="gave no rating: ReadTimeout timed out"):
+        with pytest.raises(ScorerError, match=r"gave no rating: no answer in 0\.05 s"):
             build(stub, timeout=0.05, num_retries=0).score(["a"])
         never.set()
 
@@ -272,3 +282,24 @@ def test_its_parameters_are_checked() -> None:
     assert {fault.path for fault in caught.value.faults} == {
         *("base_url", "model", "timeout", "max_rating", "api_key"),
     }
+
+
+def test_what_it_took_is_counted_and_remembered_where_a_run_says_so(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "mine", lambda run: None)
+    settings = ExperimentSettings(run_directory=directory)
+    prices = {"prompt": 10.0, "completion": 10.0}
+    with chat_stub(lambda body, number: rating(5)) as stub:
+        for _ in range(2):
+            scorer = build(stub, prices=prices)
+            (judge,) = scorer.open_services(settings).values()
+            assert scorer.score(["a", "b"]).tolist() == [0.5, 0.5]
+        assert len(stub.requests) == 2
+    assert (judge.use.num_requests, judge.use.num_remembered) == (2, 2)
+    assert judge.use.cost is not None
+    assert judge.use.cost > 0
+    spent_out = settings.model_copy(update={"max_service_requests": 2})
+    with chat_stub([]) as stub:
+        scorer = build(stub)
+        scorer.open_services(spent_out)
+        with pytest.raises(BudgetExhaustedError, match="max_service_requests=2"):
+            scorer.score(["c"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -12,10 +13,11 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from nip_astra.serve.app import build_app
 from nip_astra.serve.engine import EngineLimits
+from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
+from nip_astra.serve.state import open_service
 
 POCKET = Path(__file__).resolve().parents[2] / "scenarios" / "pocket_chat" / "models"
 
@@ -29,10 +31,12 @@ class Running:
         What a client is given.
     shelf : Shelf
         Its models.
+    store : JobStore
+        Its files and jobs.
     """
 
-    def __init__(self, base_url: str, shelf: Shelf) -> None:
-        self.base_url, self.shelf = base_url, shelf
+    def __init__(self, base_url: str, shelf: Shelf, store: JobStore) -> None:
+        self.base_url, self.shelf, self.store = base_url, shelf, store
 
     @property
     def root(self) -> str:
@@ -44,18 +48,19 @@ def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
     """Serve models within the block."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    given = ServiceSettings(port=port, **settings)  # type: ignore[arg-type]
-    limits = EngineLimits(max_rows=given.max_rows)
-    shelf = Shelf(device=torch.device("cpu"), limits=limits)
-    shelf.add_all(models)
-    config = uvicorn.Config(build_app(shelf, given), log_level="warning", access_log=False)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield Running(f"http://127.0.0.1:{port}/v1", shelf)
-    finally:
-        server.should_exit = True
-        thread.join()
+    with tempfile.TemporaryDirectory() as state:
+        given = ServiceSettings(**{"port": port, "state_dir": state, **settings})
+        shelf = Shelf(device=torch.device("cpu"), limits=EngineLimits(max_rows=given.max_rows))
+        shelf.add_all(models)
+        with open_service(shelf, given) as service:
+            config = uvicorn.Config(service.app, log_level="warning", access_log=False)
+            server = uvicorn.Server(config)
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+            thread.start()
+            while not server.started:
+                time.sleep(0.01)
+            try:
+                yield Running(f"http://127.0.0.1:{port}/v1", shelf, service.store)
+            finally:
+                server.should_exit = True
+                thread.join()

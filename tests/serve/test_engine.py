@@ -126,6 +126,15 @@ def test_a_cancelled_request_frees_its_place_and_is_told_no_more(engine: Engine)
     assert len(told) == number
 
 
+def test_a_closed_engine_answers_that_it_is(tiny_model_dir: Path) -> None:
+    engine = load_engine(str(tiny_model_dir), device=CPU, limits=EngineLimits())
+    engine.close()
+    engine.close()
+    found = engine.answer(**request_of(1), num_samples=2)
+    assert [(one.index, one.finish_reason) for one in found] == [(0, "error"), (1, "error")]
+    assert found[0].error == "the service is shutting down"
+
+
 def test_a_stop_text_ends_an_answer_before_it(engine: Engine) -> None:
     whole = engine.answer(**request_of(1, max_tokens=20))[0].text
     words = whole.split()

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from nip_astra.cli import doctor_checks
 from nip_astra.errors import ConfigurationError, ServiceError
 from nip_astra.serve.local_service import start_service
 from nip_astra.serve.settings import ServiceSettings
@@ -33,7 +34,10 @@ def test_a_service_starts_answers_and_stops_twice(tiny_model_dir: Path) -> None:
     with start_service({"tiny": str(tiny_model_dir)}, num_threads=1) as service:
         with openai.OpenAI(base_url=service.base_url, api_key="any") as client:
             said = client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "hello"}], max_tokens=4
+                model="tiny",
+                messages=[{"role": "user", "content": "hello you"}],
+                max_tokens=4,
+                temperature=0,
             )
         assert said.choices[0].message.content
         pid = service.pid
@@ -107,3 +111,26 @@ def test_the_command_tells_its_address_and_ends_by_a_signal(tiny_model_dir: Path
         assert httpx.get(f"{base_url}/models").json()["data"][0]["id"] == "tiny"
         service.send_signal(signal.SIGINT)
         assert service.wait(30) == 0
+
+
+def test_a_missing_package_is_named_with_how_to_install_it(
+    cli: CommandLine, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    said = refused(cli("serve", "--model", f"tiny={tiny_model_dir}"))
+    assert "needs the package fastapi" in said
+    assert "pip install 'nip_astra[serve]'" in said
+
+
+def test_the_doctor_tells_whether_models_can_be_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def said() -> tuple[str, str]:
+        (found,) = doctor_checks._service(doctor_checks.Question(Path(), is_online=False))
+        return str(found.status), found.text
+
+    status, text = said()
+    assert status == "works"
+    assert "127.0.0.1" in text
+    monkeypatch.setattr(doctor_checks, "SERVICE_PACKAGES", ("fastapi", "no-such-package"))
+    assert said() == ("absent", "without no-such-package: pip install 'nip_astra[serve]'")

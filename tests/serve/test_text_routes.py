@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from nip_astra.serve.engine import Engine
 from tests.serve.running import POCKET, Running, running
 
 HELLO = [{"role": "user", "content": "hello you"}]
@@ -68,7 +69,7 @@ def test_answers_have_seeds_samples_and_lengths(client: openai.OpenAI) -> None:
 
 
 def test_without_a_seed_answers_differ(client: openai.OpenAI) -> None:
-    texts = {ask(client, seed=None).choices[0].message.content for _ in range(4)}
+    texts = {ask(client, seed=None).choices[0].message.content for _ in range(8)}
     assert len(texts) > 1
 
 
@@ -161,22 +162,51 @@ def test_many_clients_at_once_get_what_each_would_get_alone(service: Running) ->
     assert len(set(asyncio.run(ask_all()))) > 5
 
 
-def test_an_async_stream_that_is_left_frees_its_place(service: Running) -> None:
+def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Slow an engine down, and note how many rows each of its steps has."""
+    steps: list[int] = []
+    speak = engine._speak
+
+    def slowly() -> None:
+        steps.append(engine.num_rows)
+        time.sleep(0.02 if engine.num_rows else 0)
+        speak()
+
+    monkeypatch.setattr(engine, "_speak", slowly)
+    return steps
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_client_that_leaves_frees_its_places(
+    service: Running, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    engine = service.shelf.get("tiny").engine
+    steps = count_steps(engine, monkeypatch)
+
     async def leave() -> None:
         async with openai.AsyncOpenAI(base_url=service.base_url, api_key="any") as client:
-            stream = await client.chat.completions.create(
-                model="tiny", messages=HELLO, n=20, seed=1, max_tokens=80, stream=True
+            # Seven greedy answers of this prompt say no end.
+            asked = client.chat.completions.create(
+                model="tiny",
+                messages=HELLO,
+                n=7,
+                temperature=0,
+                max_tokens=85,
+                stream=is_streamed,
             )
-            async for _ in stream:
-                break
-            await stream.close()
+            task = asyncio.ensure_future(asked)
+            while max(steps, default=0) < 7:
+                await asyncio.sleep(0.01)
+            if is_streamed:
+                await (await task).close()
+            task.cancel()
 
     asyncio.run(leave())
-    engine = service.shelf.get("tiny").engine
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 30
     while engine.num_rows and time.monotonic() < deadline:
         time.sleep(0.01)
     assert engine.num_rows == 0
+    assert sum(number == 7 for number in steps) < 70
 
 
 NOT_SUPPORTED = {

@@ -288,6 +288,19 @@ def open_chat_model(
         When the parameters cannot be meant, or a budget of money has no prices.
     """
     settings = settings or ExperimentSettings()
+    model = _load(parameters, scenario_dir, resolve_device(settings.device))
+    return make_patient(model, parameters.limits, parameters.prices, settings, label=label)
+
+
+def make_patient(
+    model: ChatModel,
+    limits: LimitParameters,
+    prices: PriceParameters | None,
+    settings: ExperimentSettings,
+    *,
+    label: str,
+) -> PatientChatModel:
+    """Put patience, limits, budget and memory around a model; see `open_chat_model`."""
     run = settings.run_directory
     remembered = settings.service_cache
     if remembered is not None:
@@ -295,10 +308,10 @@ def open_chat_model(
     else:
         memory_path = None if run is None else run.path / MEMORY_FILE
     return PatientChatModel(
-        _load(parameters, scenario_dir, resolve_device(settings.device)),
-        parameters.limits,
+        model,
+        limits,
         label=label,
-        prices=parameters.prices,
+        prices=prices,
         ledger=RequestLedger.of(None if run is None else run.path / LEDGER_FILE),
         budget=Budget(
             settings.max_service_requests, settings.max_service_tokens, settings.max_service_cost

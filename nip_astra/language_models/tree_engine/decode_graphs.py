@@ -1,4 +1,4 @@
-"""Decoding steps of fixed shapes, which a GPU replays as one captured graph.
+"""Decoding steps of fixed shapes, which a GPU replays as one captured graph (experimental).
 
 A step of a small model is some hundred kernels of microseconds each, so that starting them takes
 longer than running them. A CUDA graph starts all at once, but reads and writes the same memory
@@ -23,6 +23,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.key_value_tree import KeyValueTree
 from nip_astra.language_models.tree_engine.weights import Weights
+from nip_astra.utils.experimental import Experimental, tell_experimental
 
 logger = logging.getLogger(__name__)
 
@@ -267,6 +268,7 @@ class FixedSteps:
             logger.warning("decoding steps are not captured: %s", reason)
             self.capture = None
             return step
+        tell_experimental(Experimental.DECODE_GRAPHS)
         logger.info(
             "captured the decoding step of %d rows, %d tokens", num_rows, step.num_positions
         )

@@ -1,5 +1,7 @@
 """Attention over token tries by torch's flex attention, which skips blocks that nobody sees.
 
+Experimental: tested with the uncompiled kernel, not run on a GPU yet.
+
 The dense way computes every pair of tokens of a row and hides those that do not follow from each
 other. Here all rows of a pass are one sequence, and blocks of 128 by 128 pairs without a visible
 one are not computed. It pays on a GPU, where the kernel is compiled.
@@ -21,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from nip_astra.language_models.tree_engine.attention import TrieAttention
 from nip_astra.language_models.tree_engine.token_trie import TokenTrie
+from nip_astra.utils.experimental import Experimental, tell_experimental
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +108,7 @@ def compiled_flex_attention() -> Callable[..., Any] | None:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         logger.warning("trees are scored with dense attention: flex attention failed: %s", reason)
         return None
+    tell_experimental(Experimental.FLEX_ATTENTION)
     logger.info("trees are scored with flex attention")
     return compiled
 

@@ -11,6 +11,7 @@ import torch
 from nip_astra.evaluation.failures import FailureReport, FailureTally, play_chains
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
+from nip_astra.samplers.sizes import num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scenario_instance import ScenarioInstance
 
@@ -103,6 +104,17 @@ class AstEvaluation:
     def dev_report(self) -> FailureReport:
         """Measure the attacker on the dev prompts."""
         return self.run("dev", range(self.num_parts("dev"))).report()
+
+    def num_queries_of_run(self) -> int:
+        """Target queries of a whole run: training, dev evaluations, the two tables and search."""
+        depth = self.scenario.tree_depth
+        per_tree = num_probes_of(self.scenario.tree_width, depth)
+        training, period = self.training, self.training.eval_period
+        num_trees = training.training_steps * training.num_episodes_per_experience
+        num_dev = training.training_steps // period if period else 0
+        chains = 2 * self._num_episodes("test") + num_dev * self._num_episodes("dev")
+        chains += self.num_random_search_parts() * self.options.batch_size
+        return int(num_trees * per_tree + chains * depth)
 
     def num_random_search_parts(self) -> int:
         """The number of batches of a random search, 0 where there is none."""

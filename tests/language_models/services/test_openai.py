@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    ConfigurationError,
+    MissingDependencyError,
+)
 from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from tests.language_models.services.requests import ask, completion, failure, saying, texts
@@ -218,3 +223,10 @@ def test_it_can_be_asked_from_one_event_loop_after_another() -> None:
     with chat_stub(lambda body, number: completion(str(number))) as stub:
         model = build(stub)
         assert [texts(ask(model, saying("hi"))[0]) for _ in range(3)] == [["0"], ["1"], ["2"]]
+
+
+def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with chat_stub([]) as stub, pytest.raises(MissingDependencyError) as caught:
+        build(stub)
+    assert "pip install 'nip_astra[api]'" in str(caught.value)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from nip_astra.errors import DataError, SandboxUnavailableError
-from nip_astra.scenarios.code_validation.mutations import mutations, normal_form, special_cases
-from nip_astra.scenarios.code_validation.verified import (
+from nip_astra.scenarios.code.mutations import mutations, normal_form, special_cases
+from nip_astra.scenarios.code.verified import (
     Case,
     expected_values,
     share_passed,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from nip_astra.errors import DataError
-from nip_astra.scenarios.code_validation.mutations import (
+from nip_astra.scenarios.code.mutations import (
     Mutation,
     mutations,
     normal_form,

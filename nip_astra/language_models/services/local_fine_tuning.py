@@ -1,0 +1,278 @@
+"""Fine-tuning jobs in this process: a folder a job, and what it trains is a folder too.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError, NipAstraError, NonFiniteLossError, ServiceError
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.registry import LANGUAGE_MODELS
+from nip_astra.language_models.services.chat import ChatMessage
+from nip_astra.language_models.services.fine_tuning import (
+    FineTuningJob,
+    FineTuningOptions,
+    FineTuningService,
+    JobStatus,
+    PreferenceExample,
+    SupervisedExample,
+)
+from nip_astra.rl_objectives.preference import preference_loss
+
+logger = logging.getLogger(__name__)
+
+LR = 1e-4
+"""Learning rate where a job's multiple of it is 1."""
+NUM_EPOCHS = 3
+BATCH_SIZE = 8
+BETA = 0.1
+"""What a job takes where it does not say."""
+NLL_WEIGHT = 1.0
+"""Weight of the cross entropy of preferred answers in a preference job. Without it, DPO makes both
+answers of a pair unlikely, the end of a turn among them, and small models talk without end."""
+MAX_GRAD_NORM = 1.0
+JOB, EXAMPLES, MODEL = "job.json", "examples.jsonl", "model"
+
+
+class _Row(NamedTuple):
+    """A text to learn from: tokens that are read, then tokens that are to be said."""
+
+    context: list[int]
+    answer: list[int]
+
+
+class LocalFineTuningService(FineTuningService):
+    """Trains a small model of transformers, when a job is first looked at.
+
+    All weights that can learn are trained, or those of the adapter that the parameters ask for;
+    embeddings of tokens stay as they are, so that words which no example has are not forgotten.
+
+    Supervised jobs minimise the mean cross entropy of the answers' tokens, end token included;
+    preference jobs DPO's loss (arXiv:2305.18290, eq. 7), the reference being the model that the job
+    starts from, plus the cross entropy of the preferred answers (arXiv:2404.19733, eq. 1). AdamW
+    with a constant learning rate, on the CPU or the GPU that is given. Equal jobs give equal
+    weights on the CPU.
+
+    Parameters
+    ----------
+    directory : Path
+        Where jobs and models are kept; a job is found there again by its key.
+    parameters : LanguageModel.Parameters
+        How models are held; a job says which one is trained.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        parameters: Any,
+        *,
+        scenario_dir: Path | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.directory, self.parameters = directory, parameters
+        self.scenario_dir, self.device = scenario_dir, torch.device(device)
+        self._lock = asyncio.Lock()
+
+    async def submit(
+        self,
+        model: str,
+        examples: Sequence[SupervisedExample] | Sequence[PreferenceExample],
+        options: FineTuningOptions,
+        *,
+        key: str,
+    ) -> FineTuningJob:
+        job_id = f"job-{sha256(key.encode()).hexdigest()[:16]}"
+        folder = self.directory / job_id
+        if not (folder / JOB).exists():
+            if not examples:
+                raise ServiceError(
+                    f"a job was to train {model!r}, but it has no examples. Give at least one."
+                )
+            unfinished = self.directory / f".new-{job_id}"
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+            with (unfinished / EXAMPLES).open("w", encoding="utf-8") as file:
+                file.writelines(json.dumps(one._asdict()) + "\n" for one in examples)
+            job = {"model": model, "key": key, "options": asdict(options)}
+            (unfinished / JOB).write_text(json.dumps(job, indent=2), encoding="utf-8")
+            unfinished.rename(folder)
+        return self._state(folder)
+
+    async def job(self, job_id: str) -> FineTuningJob:
+        folder = self.directory / job_id
+        if not (folder / JOB).exists():
+            raise ServiceError(
+                f"the job {job_id!r} was asked for, but {self.directory} holds no such job. Its "
+                "folder was removed, or it is another service's."
+            )
+        async with self._lock:
+            if not self._state(folder).status.is_over:
+                await asyncio.to_thread(self._run, folder)
+        return self._state(folder)
+
+    async def cancel(self, job_id: str) -> FineTuningJob:
+        folder = self.directory / job_id
+        if not self._state(folder).status.is_over:
+            (folder / "error").write_text("cancelled", encoding="utf-8")
+        return self._state(folder)
+
+    def _state(self, folder: Path) -> FineTuningJob:
+        if (folder / MODEL).is_dir():
+            return FineTuningJob(folder.name, JobStatus.SUCCEEDED, model=str(folder / MODEL))
+        if (folder / "error").exists():
+            error = (folder / "error").read_text(encoding="utf-8")
+            status = JobStatus.CANCELLED if error == "cancelled" else JobStatus.FAILED
+            return FineTuningJob(folder.name, status, error=error)
+        return FineTuningJob(folder.name, JobStatus.QUEUED)
+
+    def _run(self, folder: Path) -> None:
+        job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        lines = (folder / EXAMPLES).read_text(encoding="utf-8").split("\n")
+        examples = [json.loads(line) for line in lines if line]
+        options = FineTuningOptions(**job["options"])
+        try:
+            model = self._load(job["model"])
+            train = _train_preferred if options.method == "dpo" else _train_supervised
+            loss = train(model, examples, options)
+            logger.info("job %s trained %s; its last loss is %.4g", folder.name, model.source, loss)
+        except NipAstraError as error:
+            (folder / "error").write_text(str(error), encoding="utf-8")
+            return
+        unfinished = folder / f".new-{MODEL}"
+        shutil.rmtree(unfinished, ignore_errors=True)
+        model.save_pretrained(unfinished)
+        unfinished.rename(folder / MODEL)
+
+    def _load(self, name: str) -> HuggingFaceLanguageModel:
+        parameters = self.parameters.model_copy(update={"model": name})
+        backend = LANGUAGE_MODELS.get(parameters.type_name)
+        model = backend.load(
+            parameters, device=self.device, scenario_dir=self.scenario_dir, trainable=True
+        )
+        if not isinstance(model, HuggingFaceLanguageModel):
+            raise ConfigurationError(
+                f"a job in this process was to train {name!r} of the backend "
+                f"{parameters.type_name!r}, but it trains models of huggingface only. Use that "
+                "backend, or a service that trains."
+            )
+        return model
+
+
+def _train_supervised(
+    model: HuggingFaceLanguageModel, examples: list[dict[str, Any]], options: FineTuningOptions
+) -> float:
+    rows = []
+    for one in examples:
+        *before, last = one["messages"]
+        rows.append(_row(model, before, last["content"]))
+
+    def loss(batch: Sequence[int]) -> Tensor:
+        logprobs_B, counts_B = _answer_logprobs(model, [rows[place] for place in batch])
+        return -logprobs_B.sum() / counts_B.sum()
+
+    return _optimise(model, len(rows), loss, options)
+
+
+def _train_preferred(
+    model: HuggingFaceLanguageModel, examples: list[dict[str, Any]], options: FineTuningOptions
+) -> float:
+    preferred = [_row(model, one["messages"], one["preferred"]) for one in examples]
+    rejected = [_row(model, one["messages"], one["rejected"]) for one in examples]
+
+    def logratios(batch: Sequence[int]) -> Tensor:
+        rows = [preferred[place] for place in batch] + [rejected[place] for place in batch]
+        chosen_B, other_B = _answer_logprobs(model, rows)[0].chunk(2)
+        return chosen_B - other_B
+
+    with torch.no_grad():
+        reference = torch.cat([logratios([place]) for place in range(len(examples))])
+    beta = BETA if options.beta is None else options.beta
+
+    def loss(batch: Sequence[int]) -> Tensor:
+        found = preference_loss(logratios(batch), reference[list(batch)], kind="sigmoid", beta=beta)
+        return found.loss
+
+    return _optimise(model, len(examples), loss, options)
+
+
+def _optimise(
+    model: HuggingFaceLanguageModel, num_rows: int, loss_of: Any, options: FineTuningOptions
+) -> float:
+    """Minimise a loss over minibatches, and give its last value."""
+    multiplier = 1.0 if options.lr_multiplier is None else options.lr_multiplier
+    embeddings = {id(one) for one in model.module.get_input_embeddings().parameters()}
+    if model.module.get_output_embeddings() is not None:
+        embeddings |= {id(one) for one in model.module.get_output_embeddings().parameters()}
+    # Else words that no example has are said less and less.
+    weights = [
+        one for one in model.module.parameters() if one.requires_grad and id(one) not in embeddings
+    ]
+    optimizer = torch.optim.AdamW(weights, lr=LR * multiplier, weight_decay=0.0)
+    order, last = random.Random(options.seed or 0), float("nan")
+    size = options.batch_size or BATCH_SIZE
+    model.module.train()
+    with torch.enable_grad():
+        for _ in range(options.num_epochs or NUM_EPOCHS):
+            places = order.sample(range(num_rows), num_rows)
+            for start in range(0, num_rows, size):
+                loss = loss_of(places[start : start + size])
+                if not torch.isfinite(loss):
+                    raise NonFiniteLossError(
+                        "a job was to train a model, but its loss is not finite. Lower "
+                        "fine_tune_lr_multiplier."
+                    )
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
+                optimizer.step()
+                last = float(loss.detach())
+    model.module.eval()
+    return last
+
+
+def _row(model: HuggingFaceLanguageModel, messages: Sequence[ChatMessage], answer: str) -> _Row:
+    tokenizer = model.tokenizer
+    text = tokenizer.apply_chat_template(
+        [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
+    )
+    context = tokenizer.encode(text, add_special_tokens=False)
+    said = [*tokenizer.encode(answer, add_special_tokens=False), model.end_ids[0]]
+    too_many = max(len(context) + len(said) - model.context_window, 0)
+    return _Row(context[too_many:], said)
+
+
+def _answer_logprobs(
+    model: HuggingFaceLanguageModel, rows: Sequence[_Row]
+) -> tuple[Tensor, Tensor]:
+    """Each answer's log-probability, nats, and its number of tokens, both `[B]`."""
+    length = max(len(row.context) + len(row.answer) for row in rows)
+    ids_BT = torch.zeros(len(rows), length, dtype=torch.long)
+    is_read_BT = torch.zeros(len(rows), length, dtype=torch.long)
+    is_said_BT = torch.zeros(len(rows), length, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        end = len(row.context) + len(row.answer)
+        ids_BT[number, :end] = torch.tensor([*row.context, *row.answer])
+        is_read_BT[number, :end] = 1
+        is_said_BT[number, len(row.context) : end] = True
+    ids_BT, is_said_BT = ids_BT.to(model.device), is_said_BT.to(model.device)
+    logits_BTV = model.module(
+        input_ids=ids_BT, attention_mask=is_read_BT.to(model.device)
+    ).logits.float()
+    # The logits at a place are those of the token after it.
+    logprobs_BT = torch.log_softmax(logits_BTV[:, :-1], -1).gather(-1, ids_BT[:, 1:, None])[..., 0]
+    said_BT = is_said_BT[:, 1:]
+    return (logprobs_BT * said_BT).sum(1), said_BT.sum(1)

@@ -1,0 +1,141 @@
+"""A chat model in a role: a speaker of which neither tokens nor weights are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+from nip_astra.language_models.base import LanguageModel, TokenCount
+from nip_astra.language_models.services.asking import ask_all
+from nip_astra.language_models.services.chat import (
+    ChatAnswer,
+    ChatMessage,
+    ChatRequest,
+)
+from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.texts import guess_tokens
+
+NOT_ASKED = "ended"
+"""Why there is no response after the one that failed."""
+
+
+class ChatReply(NamedTuple):
+    """What a chat model said, or why it said nothing.
+
+    Attributes
+    ----------
+    failure : str or None
+        A `FailureReason`, or `NOT_ASKED`; None where there is a reply.
+    """
+
+    text: str
+    failure: str | None = None
+
+
+class ChatWork:
+    """What stands where other agents have a language model: counts tokens, and has no weights."""
+
+    cache_bytes_per_token = 0
+    can_be_forked = False
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.token_count = TokenCount()
+
+    def num_parameters(self) -> int:
+        """No weights are here."""
+        return 0
+
+    def counting(self) -> AbstractContextManager[TokenCount]:
+        """A count of the tokens read and said within the block."""
+        return LanguageModel.counting(self)  # type: ignore[arg-type]  # reads token_count alone
+
+
+class ChatAgent:
+    """A chat model in a role.
+
+    Attributes
+    ----------
+    role : str
+        "target", which opens conversations, or "attacker".
+    num_truncated_contexts : int
+        Always 0: what does not fit into a model's window is refused by its service.
+    """
+
+    num_truncated_contexts = 0
+
+    def __init__(
+        self,
+        role: str,
+        chat_model: PatientChatModel,
+        *,
+        max_tokens: int,
+        temperature: float | None,
+        top_p: float = 1.0,
+        system_prompt: str | None = None,
+        preamble: str | None = None,
+    ) -> None:
+        self.role = role
+        self.chat_model = chat_model
+        self.language_model = ChatWork(chat_model.name)
+        self.max_tokens = max_tokens
+        self.temperature = temperature
+        self.top_p = top_p
+        self._head: list[ChatMessage] = []
+        if system_prompt:
+            self._head.append({"role": "system", "content": system_prompt})
+        if preamble:
+            self._head.append({"role": "user", "content": preamble})
+
+    def request(self, turns: Sequence[str], seed: int) -> ChatRequest:
+        """What is asked for the next turn.
+
+        Parameters
+        ----------
+        turns : Sequence[str]
+            The conversation, in turn by the target, which opens it, and by the attacker.
+        """
+        is_target = self.role == "target"
+        said: list[ChatMessage] = [
+            {"role": "assistant" if (number % 2 == 0) is is_target else "user", "content": text}
+            for number, text in enumerate(turns)
+        ]
+        return ChatRequest(
+            (*self._head, *said),
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            seed=seed,
+        )
+
+    def reply(
+        self, conversations: Sequence[Sequence[str]], seeds: Sequence[int]
+    ) -> list[ChatReply]:
+        """Ask for the next turn of all conversations at once.
+
+        Raises
+        ------
+        ConfigurationError, BudgetExhaustedError
+            As `ChatModel.answer`.
+        """
+        pairs = zip(conversations, seeds, strict=True)
+        outcomes = ask_all(self.chat_model, [self.request(turns, seed) for turns, seed in pairs])
+        count, replies = self.language_model.token_count, []
+        for outcome in outcomes:
+            count.forwarded += outcome.usage.prompt_tokens
+            count.generated += outcome.usage.completion_tokens
+            (sample,) = outcome.samples
+            if isinstance(sample, ChatAnswer):
+                # A refusal in a field of its own is what the target says.
+                replies.append(ChatReply((sample.text or sample.refusal or "").strip()))
+            else:
+                replies.append(ChatReply("", str(sample.reason)))
+        return replies
+
+    def num_tokens(self, text: str) -> int:
+        """About how many tokens a text has; the model's own are not known."""
+        return guess_tokens(text)
+
+    def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
+        """Nothing: the window of a service is not known, and what it refuses is told as data."""

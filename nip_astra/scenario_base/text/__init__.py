@@ -1,0 +1,1 @@
+"""Agents that play an interaction protocol in words, through chat models."""

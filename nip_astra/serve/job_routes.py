@@ -1,0 +1,351 @@
+"""The routes for files and fine-tuning jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from fastapi import APIRouter
+from starlette.datastructures import FormData, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from nip_astra.serve.api_errors import ApiError, not_found, overloaded, wrong
+from nip_astra.serve.bodies import read_body
+from nip_astra.serve.job_bodies import (
+    JobBody,
+    checkpoint_object,
+    event_object,
+    file_object,
+    job_object,
+)
+from nip_astra.serve.job_runner import JobRunner
+from nip_astra.serve.job_store import Job, JobStore, Status
+from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.shelf import ServedModel, Shelf
+from nip_astra.serve.tuning import TuningPlan
+from nip_astra.serve.tuning_data import read_texts
+from nip_astra.serve.worker import TRAINING, VALIDATION
+
+KEY = "idempotency_key"
+"""Entry of a job's metadata: a second job with the same text there is the first one."""
+_CHUNK = 1 << 20
+_UNFINISHED = (Status.QUEUED, Status.RUNNING, Status.PAUSED)
+
+
+def job_routes(
+    store: JobStore, runner: JobRunner, shelf: Shelf, settings: ServiceSettings
+) -> APIRouter:
+    """The routes over a service's state."""
+    files, jobs = _FileRoutes(store), _JobRoutes(store, runner, shelf, settings)
+    router = APIRouter(prefix="/v1")
+    router.add_api_route("/files", files.create, methods=["POST"])
+    router.add_api_route("/files", files.list_all, methods=["GET"])
+    router.add_api_route("/files/{identity}", files.retrieve, methods=["GET"])
+    router.add_api_route("/files/{identity}", files.delete, methods=["DELETE"])
+    router.add_api_route("/files/{identity}/content", files.content, methods=["GET"])
+    root = "/fine_tuning/jobs"
+    router.add_api_route(root, jobs.create, methods=["POST"])
+    router.add_api_route(root, jobs.list_all, methods=["GET"])
+    router.add_api_route(f"{root}/{{identity}}", jobs.retrieve, methods=["GET"])
+    router.add_api_route(f"{root}/{{identity}}/events", jobs.events, methods=["GET"])
+    router.add_api_route(f"{root}/{{identity}}/checkpoints", jobs.checkpoints, methods=["GET"])
+    for name, route in (("cancel", jobs.cancel), ("pause", jobs.pause), ("resume", jobs.resume)):
+        router.add_api_route(f"{root}/{{identity}}/{name}", route, methods=["POST"])
+    return router
+
+
+class _FileRoutes:
+    def __init__(self, store: JobStore) -> None:
+        self.store = store
+
+    async def create(self, request: Request) -> Response:
+        try:
+            form = await request.form(max_files=1, max_fields=8)
+        except HTTPException as error:
+            raise wrong(
+                f"the upload could not be read: {error.detail}. Send a multipart form with file "
+                "and purpose.",
+                code="invalid_form",
+            ) from error
+        try:
+            upload = _checked_upload(form)
+            return JSONResponse(file_object(await self._keep(upload)))
+        finally:
+            await form.close()
+
+    async def _keep(self, upload: UploadFile) -> dict[str, Any]:
+        name = _checked_name(upload.filename)
+        identity, part = self.store.new_file()
+        try:
+            # In a thread: answers are told from this one meanwhile.
+            await asyncio.to_thread(_write, upload.file, part)
+            return self.store.add_file(identity, part, name)
+        finally:
+            part.unlink(missing_ok=True)
+
+    async def list_all(self, request: Request) -> Response:
+        purpose = request.query_params.get("purpose", "fine-tune")
+        rows = self.store.files() if purpose == "fine-tune" else []
+        if request.query_params.get("order") == "asc":
+            rows = rows[::-1]
+        return _page(request, [file_object(row) for row in rows], 10_000)
+
+    def _find(self, identity: str) -> dict[str, Any]:
+        found = self.store.files(identity)
+        if not found:
+            raise not_found("file", identity)
+        return found[0]
+
+    async def retrieve(self, identity: str) -> Response:
+        return JSONResponse(file_object(self._find(identity)))
+
+    async def content(self, identity: str) -> Response:
+        found = self._find(identity)
+        return FileResponse(
+            self.store.file_path(found["id"]), media_type="application/octet-stream"
+        )
+
+    async def delete(self, identity: str) -> Response:
+        found = self._find(identity)
+        self.store.delete_file(found["id"])
+        return JSONResponse({"id": found["id"], "object": "file", "deleted": True})
+
+
+def _write(source: BinaryIO, path: Path) -> None:
+    with path.open("wb") as file:
+        shutil.copyfileobj(source, file, _CHUNK)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _checked_upload(form: FormData) -> UploadFile:
+    unknown = sorted(set(form) - {"file", "purpose"})
+    if unknown:
+        raise wrong(
+            f"the option {unknown[0][:100]!r} is not supported by this service. Leave it out: what "
+            "is not supported is refused, never ignored.",
+            unknown[0][:100],
+            "unsupported_parameter",
+        )
+    upload, purpose = form.get("file"), form.get("purpose")
+    if purpose != "fine-tune":
+        raise wrong(
+            f"a file was sent for the purpose {ascii(purpose)[:80]}, but this service keeps files "
+            "to train on alone. Give purpose='fine-tune'.",
+            "purpose",
+            "invalid_value",
+        )
+    if not isinstance(upload, UploadFile):
+        raise wrong(
+            "the form has no file. Send one as its part 'file'.",
+            "file",
+            "missing_required_parameter",
+        )
+    return upload
+
+
+def _checked_name(name: str | None) -> str:
+    is_right = name and len(name) <= 255 and name.isprintable() and name not in (".", "..")
+    if not name or not is_right or "/" in name or "\\" in name:
+        raise wrong(
+            f"a file was sent under the name {ascii(name)[:80]}, but a name is printable text "
+            "without slashes. Give the name alone, no path.",
+            "file",
+            "invalid_value",
+        )
+    return name
+
+
+class _JobRoutes:
+    def __init__(
+        self, store: JobStore, runner: JobRunner, shelf: Shelf, settings: ServiceSettings
+    ) -> None:
+        self.store, self.runner, self.shelf, self.settings = store, runner, shelf, settings
+
+    async def create(self, request: Request) -> Response:
+        body = await read_body(request, JobBody)
+        key = body.metadata.get(KEY) or request.headers.get("idempotency-key")
+        if key is not None:
+            found = self.store.job_of_key(key)
+            if found is not None:
+                return JSONResponse(job_object(found))
+        served = self.shelf.get(body.model)
+        if sum(job.status in _UNFINISHED for job in self.store.jobs()) >= self.settings.max_jobs:
+            raise overloaded(
+                f"{self.settings.max_jobs} jobs wait or run, the most that this service takes. "
+                "Come again when one is over.",
+                "too_many_jobs",
+            )
+        if body.method is not None and body.hyperparameters is not None:
+            raise wrong(
+                "hyperparameters were given beside a method, which has its own. Give them within "
+                "the method.",
+                "hyperparameters",
+                "invalid_value",
+            )
+        job = await asyncio.to_thread(self._queue, body, served, key)
+        self.runner.notify()
+        return JSONResponse(job_object(job))
+
+    def _queue(self, body: JobBody, served: ServedModel, key: str | None) -> Job:
+        identity = f"ftjob-{secrets.token_hex(12)}"
+        folder = self.store.job_folder(identity)
+        folder.mkdir(parents=True)
+        try:
+            self._take_file(body.training_file, folder / TRAINING, body, "training_file")
+            if body.validation_file is not None:
+                self._take_file(body.validation_file, folder / VALIDATION, body, "validation_file")
+            root = served.base if served.adapter is not None and served.base else served.name
+            job = self.store.add_job(
+                {
+                    "id": identity,
+                    "model": body.model,
+                    "root": root,
+                    "name": f"ft:{root}:{body.suffix or ''}:{identity[-8:]}",
+                    "plan": self._plan(body, served).to_dict(),
+                    "request": {
+                        "method": body.method_type,
+                        "options": body.options,
+                        "training_file": body.training_file,
+                        "validation_file": body.validation_file,
+                        "suffix": body.suffix,
+                        "metadata": body.metadata,
+                    },
+                },
+                key,
+            )
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        if job.id != identity:
+            # Another request with the same key was faster.
+            shutil.rmtree(folder, ignore_errors=True)
+            return job
+        self.store.add_event(identity, f"Created fine-tuning job: {identity}")
+        return job
+
+    def _take_file(self, identity: str, place: Path, body: JobBody, param: str) -> None:
+        """Give a job its own name for a file, so that it may be deleted."""
+        if not self.store.files(identity):
+            raise not_found("file", identity, param)
+        source = self.store.file_path(identity)
+        try:
+            os.link(source, place)
+        except OSError:
+            shutil.copyfile(source, place)
+        read_texts(place, body.method_type)
+
+    def _plan(self, body: JobBody, served: ServedModel) -> TuningPlan:
+        options, settings = body.options, self.settings
+        is_full = served.engine.num_parameters <= settings.max_full_parameters
+        starts_fresh = served.folder is None
+        return TuningPlan(
+            method=body.method_type,
+            source=served.source,
+            num_epochs=options["n_epochs"],
+            batch_size=options["batch_size"],
+            lr_multiplier=float(options["learning_rate_multiplier"]),
+            beta=float(options.get("beta", 0.0)),
+            seed=secrets.randbelow(1 << 31) if body.seed is None else body.seed,
+            lora_rank=settings.lora_rank if starts_fresh and not is_full else None,
+            lora_alpha=settings.lora_alpha,
+            start_from=None if starts_fresh else str(served.folder),
+            device=str(self.shelf.device),
+            num_threads=torch.get_num_threads(),
+        )
+
+    def _find(self, identity: str) -> Job:
+        with suppress(KeyError):
+            return self.store.job(identity)
+        raise not_found("fine-tuning job", identity)
+
+    async def retrieve(self, identity: str) -> Response:
+        return JSONResponse(job_object(self._find(identity)))
+
+    async def list_all(self, request: Request) -> Response:
+        wanted = {
+            name.removeprefix("metadata[").removesuffix("]"): value
+            for name, value in request.query_params.items()
+            if name.startswith("metadata[")
+        }
+        found = [job_object(job) for job in reversed(self.store.jobs())]
+        chosen = [job for job in found if wanted.items() <= job["metadata"].items()]
+        return _page(request, chosen, 20)
+
+    async def events(self, request: Request, identity: str) -> Response:
+        job = self._find(identity)
+        return _page(request, [event_object(row) for row in self.store.events(job.id)], 20)
+
+    async def checkpoints(self, request: Request, identity: str) -> Response:
+        job = self._find(identity)
+        rows = self.store.checkpoints(job.id)
+        return _page(request, [checkpoint_object(row) for row in rows], 10)
+
+    async def cancel(self, identity: str) -> Response:
+        return self._change(identity, _UNFINISHED, Status.CANCELLED, "The job was cancelled.")
+
+    async def pause(self, identity: str) -> Response:
+        return self._change(identity, _UNFINISHED[:2], Status.PAUSED, "The job was paused.")
+
+    async def resume(self, identity: str) -> Response:
+        return self._change(identity, _UNFINISHED[2:], Status.QUEUED, "The job was resumed.")
+
+    def _change(
+        self, identity: str, only: Sequence[Status], status: Status, message: str
+    ) -> Response:
+        job = self._find(identity)
+        if not self.store.change_job(job.id, only=only, status=status):
+            raise ApiError(
+                409,
+                f"the job {identity!r} was to be {status.value}, but it is "
+                f"{self._find(identity).status.value}. That can be done while it is "
+                f"{' or '.join(only)}.",
+                code="wrong_status",
+            )
+        self.store.add_event(job.id, message)
+        self.runner.notify()
+        return JSONResponse(job_object(self._find(identity)))
+
+
+def _page(request: Request, objects: Sequence[dict[str, Any]], limit: int) -> Response:
+    """A part of a list, by OpenAI's cursors."""
+    given = request.query_params.get("limit")
+    if given is not None:
+        if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= 10_000):
+            raise wrong(
+                f"the limit {given[:40]!r} was given, but it is a number from 1 to 10000. Give "
+                "one.",
+                "limit",
+                "invalid_value",
+            )
+        limit = int(given)
+    after = request.query_params.get("after")
+    first = 0
+    if after is not None:
+        places = [place for place, one in enumerate(objects) if one["id"] == after]
+        if not places:
+            raise wrong(
+                f"what comes after {after[:80]!r} was asked for, but the list has no such entry. "
+                "Give the id of one.",
+                "after",
+                "invalid_value",
+            )
+        first = places[0] + 1
+    found = list(objects[first : first + limit])
+    content = {
+        "object": "list",
+        "data": found,
+        "has_more": first + limit < len(objects),
+        "first_id": found[0]["id"] if found else None,
+        "last_id": found[-1]["id"] if found else None,
+    }
+    return JSONResponse(content)

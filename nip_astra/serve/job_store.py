@@ -1,0 +1,325 @@
+"""Files, jobs, their events and checkpoints: one SQLite database and folders beside it.
+
+The service and the processes that train write to it at once; what is written is there after a kill.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    id TEXT PRIMARY KEY, filename TEXT NOT NULL, bytes INTEGER NOT NULL, created_at INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, key TEXT UNIQUE,
+    created_at INTEGER NOT NULL, status TEXT NOT NULL,
+    model TEXT NOT NULL, root TEXT NOT NULL, name TEXT NOT NULL, plan TEXT NOT NULL,
+    request TEXT NOT NULL, crashes INTEGER NOT NULL DEFAULT 0, pid INTEGER, pid_started TEXT,
+    is_trained INTEGER NOT NULL DEFAULT 0, trained_tokens INTEGER, error TEXT, finished_at INTEGER
+);
+CREATE TABLE IF NOT EXISTS events (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, created_at INTEGER NOT NULL,
+    level TEXT NOT NULL, type TEXT NOT NULL, message TEXT NOT NULL, data TEXT NOT NULL, step INTEGER
+);
+CREATE UNIQUE INDEX IF NOT EXISTS one_event_a_step ON events (job, step) WHERE step IS NOT NULL;
+CREATE TABLE IF NOT EXISTS checkpoints (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, job TEXT NOT NULL,
+    created_at INTEGER NOT NULL, step INTEGER NOT NULL, folder TEXT NOT NULL, name TEXT NOT NULL,
+    metrics TEXT NOT NULL, UNIQUE (job, step)
+);
+"""
+
+
+class Status(StrEnum):
+    """How far a job is, in OpenAI's words."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it will stay so."""
+        return self in (Status.SUCCEEDED, Status.FAILED, Status.CANCELLED)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row of the jobs.
+
+    Attributes
+    ----------
+    model, root : str
+        Name of what is trained, and of the model whose weights the service holds for it.
+    name : str
+        Under which the result is served.
+    plan, request : dict
+        What the process that trains needs, and what the client asked for.
+    crashes : int
+        How often the process that trained ended before its time.
+    is_trained : bool
+        Whether the result is complete on disk.
+    """
+
+    number: int
+    id: str
+    created_at: int
+    status: Status
+    model: str
+    root: str
+    name: str
+    plan: dict[str, Any]
+    request: dict[str, Any]
+    crashes: int
+    pid: int | None
+    pid_started: str | None
+    is_trained: bool
+    trained_tokens: int | None
+    error: dict[str, Any] | None
+    finished_at: int | None
+
+
+_JSON = ("plan", "request", "error")
+_COLUMNS = ", ".join(field.name for field in fields(Job))
+
+
+class JobStore:
+    """The state of a service.
+
+    Parameters
+    ----------
+    folder : Path
+        Made where it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("files", "jobs"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        with self._connection() as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.executescript(_SCHEMA)
+
+    @contextmanager
+    def _connection(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, which waits for others and is undone by an error."""
+        connection = sqlite3.connect(self.folder / "service.db", timeout=60, isolation_level=None)
+        connection.row_factory = sqlite3.Row
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._connection() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield connection
+            except BaseException:
+                connection.execute("ROLLBACK")
+                raise
+            connection.execute("COMMIT")
+
+    def _rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        with self._connection() as connection:
+            return [dict(row) for row in connection.execute(query, values)]
+
+    # ---- files
+
+    def new_file(self) -> tuple[str, Path]:
+        """A name for a file, and where to write it before it is added."""
+        identity = f"file-{secrets.token_hex(12)}"
+        return identity, self.folder / "files" / f"{identity}.part"
+
+    def file_path(self, identity: str) -> Path:
+        """Where the content of a file stands."""
+        return self.folder / "files" / identity
+
+    def add_file(self, identity: str, part: Path, filename: str) -> dict[str, Any]:
+        """Take a file that was written in full."""
+        size = part.stat().st_size
+        part.replace(self.file_path(identity))
+        with self._transaction() as connection:
+            connection.execute(
+                "INSERT INTO files VALUES (?, ?, ?, ?)", (identity, filename, size, _now())
+            )
+        return self.files(identity)[0]
+
+    def files(self, identity: str | None = None) -> list[dict[str, Any]]:
+        """All files, the newest first, or the one of a name."""
+        where = "" if identity is None else "WHERE id = ?"
+        values = () if identity is None else (identity,)
+        return self._rows(f"SELECT * FROM files {where} ORDER BY rowid DESC", values)
+
+    def delete_file(self, identity: str) -> None:
+        """Forget a file; jobs keep what they train on."""
+        with self._transaction() as connection:
+            connection.execute("DELETE FROM files WHERE id = ?", (identity,))
+        self.file_path(identity).unlink(missing_ok=True)
+
+    def clear_unfinished(self) -> None:
+        """Remove files whose upload was cut off, and those that no row knows."""
+        known = {file["id"] for file in self.files()}
+        for path in (self.folder / "files").iterdir():
+            if path.name not in known:
+                path.unlink()
+
+    # ---- jobs
+
+    def job_folder(self, identity: str) -> Path:
+        """Where a job's data and results stand."""
+        return self.folder / "jobs" / identity
+
+    def add_job(self, job: Mapping[str, Any], key: str | None) -> Job:
+        """Queue a job, or find the one that has its key."""
+        values = {**job, "key": key, "created_at": _now(), "status": Status.QUEUED}
+        for name in ("plan", "request"):
+            values[name] = json.dumps(values[name])
+        columns = ", ".join(values)
+        marks = ", ".join(f":{name}" for name in values)
+        with self._transaction() as connection:
+            connection.execute(f"INSERT OR IGNORE INTO jobs ({columns}) VALUES ({marks})", values)
+        found = self.job_of_key(key) if key is not None else None
+        return found or self.job(str(job["id"]))
+
+    def job_of_key(self, key: str) -> Job | None:
+        """The job that was queued under a key."""
+        found = self._jobs("WHERE key = ?", (key,))
+        return found[0] if found else None
+
+    def job(self, identity: str) -> Job:
+        """A job by its name; `KeyError` where there is none."""
+        found = self._jobs("WHERE id = ?", (identity,))
+        if not found:
+            raise KeyError(identity)
+        return found[0]
+
+    def jobs(self) -> list[Job]:
+        """All jobs, the oldest first."""
+        return self._jobs("ORDER BY number")
+
+    def _jobs(self, rest: str, values: Sequence[Any] = ()) -> list[Job]:
+        found = self._rows(f"SELECT {_COLUMNS} FROM jobs {rest}", values)
+        for row in found:
+            row.update({name: json.loads(row[name]) if row[name] else None for name in _JSON})
+            row["status"], row["is_trained"] = Status(row["status"]), bool(row["is_trained"])
+        return [Job(**row) for row in found]
+
+    def change_job(self, identity: str, *, only: Sequence[Status] = (), **values: Any) -> bool:
+        """Change a job, and say whether that was done.
+
+        Parameters
+        ----------
+        only : Sequence[Status]
+            Statuses in which it is changed; none for any.
+        """
+        if "error" in values:
+            values["error"] = json.dumps(values["error"])
+        if "status" in values and Status(values["status"]).is_over:
+            values.setdefault("finished_at", _now())
+        assignments = ", ".join(f"{name} = ?" for name in values)
+        where = f" AND status IN ({', '.join('?' * len(only))})" if only else ""
+        with self._transaction() as connection:
+            changed = connection.execute(
+                f"UPDATE jobs SET {assignments} WHERE id = ?{where}",
+                (*values.values(), identity, *only),
+            )
+            return changed.rowcount > 0
+
+    # ---- events and checkpoints
+
+    def add_event(
+        self,
+        job: str,
+        message: str,
+        *,
+        level: str = "info",
+        data: Mapping[str, Any] | None = None,
+        step: int | None = None,
+    ) -> None:
+        """Tell something of a job; of a step, once."""
+        with self._transaction() as connection:
+            connection.execute(
+                "INSERT OR IGNORE INTO events (job, created_at, level, type, message, data, step) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(job, _now(), level, "message" if step is None else "metrics"),
+                    *(message, json.dumps(data or {}), step),
+                ),
+            )
+
+    def events(self, job: str) -> list[dict[str, Any]]:
+        """All events of a job, the newest first."""
+        return self._rows("SELECT * FROM events WHERE job = ? ORDER BY number DESC", (job,))
+
+    def add_checkpoint(
+        self, job: Job, step: int, folder: Path, metrics: Mapping[str, float], *, name: str
+    ) -> None:
+        """Tell of a model that a job left on its way."""
+        with self._transaction() as connection:
+            connection.execute(
+                "INSERT OR IGNORE INTO checkpoints "
+                "(id, job, created_at, step, folder, name, metrics) VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(f"ftckpt_{secrets.token_hex(12)}", job.id, _now(), step),
+                    *(str(folder.relative_to(self.folder)), name, json.dumps(dict(metrics))),
+                ),
+            )
+
+    def drop_checkpoints(self, job: str, *, keep: int) -> list[str]:
+        """Forget all but the newest checkpoints of a job, and give the folders of the others."""
+        old = self.checkpoints(job)[keep:]
+        with self._transaction() as connection:
+            connection.executemany(
+                "DELETE FROM checkpoints WHERE id = ?", [(row["id"],) for row in old]
+            )
+        return [row["folder"] for row in old]
+
+    def checkpoints(self, job: str) -> list[dict[str, Any]]:
+        """The checkpoints of a job, the newest first."""
+        return self._rows("SELECT * FROM checkpoints WHERE job = ? ORDER BY step DESC", (job,))
+
+
+def _now() -> int:
+    return int(time.time())
+
+
+def process_start(pid: int) -> str | None:
+    """When a process began, in the system's own unit; None where it is gone or cannot be told.
+
+    With the process id it names a process for good: ids are given anew.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, *rest = text.rpartition(")")[2].split()
+    return None if state == "Z" else rest[18]
+
+
+def is_running(pid: int | None, started: str | None) -> bool:
+    """Whether a process that was noted is still the one of that id."""
+    if pid is None:
+        return False
+    if not Path("/proc").is_dir():
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return False
+        return True
+    return started is not None and process_start(pid) == started

@@ -1,0 +1,132 @@
+"""The base of trainers that hand trajectories with advantages to a training service.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from tensordict import TensorDict
+
+from nip_astra.parameters.conditions import where
+from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.rl_objectives.masked import masked_fill_zero, masked_sum
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.token_losses import (
+    cispo_loss,
+    clipped_loss,
+    importance_sampling_loss,
+)
+from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.trainers.language_model_base import STEP_TOTALS
+from nip_astra.trainers.service.contract import check_trajectories
+from nip_astra.trainers.service.losses import ratio_metrics
+from nip_astra.trainers.service.parameters import RolloutParameters
+from nip_astra.trainers.service.samples import samples_of
+from nip_astra.trainers.service_base import ServiceTrainer
+
+LossFunction = Literal["importance_sampling", "ppo", "cispo", "cross_entropy"]
+"""Losses that services have, by the names of Tinker's protocol."""
+
+
+class ServiceLossParameters(SubParameters):
+    """The loss that the service takes; a sum over all tokens that are learnt."""
+
+    loss_fn: LossFunction = "importance_sampling"
+    """importance_sampling: `-ratio A`; ppo: clipped; cispo: `-clip(ratio) A log pi`; cross_entropy:
+    `-log pi`, without advantages."""
+    clip_low_threshold: Annotated[float, where("loss_fn", "ppo", "cispo")] = Field(
+        default=0.8, ge=0, le=1
+    )
+    """Smallest ratio that is not clipped; Tinker takes 0.8 for ppo and 0 for cispo."""
+    clip_high_threshold: Annotated[float, where("loss_fn", "ppo", "cispo")] = Field(
+        default=1.2, ge=1
+    )
+    """Largest ratio that is not clipped; Tinker takes 1.2 for ppo and 4 for cispo."""
+
+
+class RemoteApiTrainer(ServiceTrainer):
+    """Learn by a service's own loss: a subclass gives `_prepare_trajectories`.
+
+    The loss is a sum over tokens, as services have it, of the whole optimizer step; trajectories
+    whose advantage is 0 throughout are left out and counted.
+    """
+
+    needs_advantage: ClassVar[bool] = True
+    """Whether the hook must set advantages."""
+
+    class Parameters(RolloutParameters):
+        """What is played, and which loss the service takes."""
+
+        service_loss: ServiceLossParameters = ServiceLossParameters()
+        """The loss of the service."""
+
+    @abstractmethod
+    def _prepare_trajectories(
+        self, trajectories: list[Trajectory], metrics: dict[str, Any]
+    ) -> list[Trajectory]:
+        """Set `advantage` of each trajectory, a number or one a token; hook.
+
+        Parameters
+        ----------
+        metrics : dict
+            Numbers to log by name; add to it.
+        """
+
+    def prepare(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
+        metrics: dict[str, Any] = {}
+        if not trajectories:
+            return [], metrics
+        needs_advantage = self._loss_options().loss_fn != "cross_entropy" and self.needs_advantage
+        prepared = self._prepare_trajectories(trajectories, metrics)
+        if not self._is_checked:
+            prepared = check_trajectories(
+                prepared,
+                trainer=type(self).__name__,
+                needs_advantage=needs_advantage,
+                metrics=metrics,
+            )
+            self._is_checked = True
+        if needs_advantage:
+            told = [one for one in prepared if bool(torch.as_tensor(one.advantage).any())]
+        else:
+            told = prepared
+            for one in told:
+                one.advantage = 1.0
+        metrics["rollout/dropped_share"] = 1 - len(told) / max(len(prepared), 1)
+        batch = Batch.from_trajectories(told)
+        if "logprobs" in batch.values:
+            batch.values["old_logprobs"] = batch.values["logprobs"]
+        return samples_of(batch), metrics
+
+    def _loss_options(self) -> ServiceLossParameters:
+        options: ServiceLossParameters = self.parameters.service_loss
+        return options
+
+    def loss(self, batch: TensorDict) -> LossOutput:
+        options = self._loss_options()
+        (logprobs_BT,) = self.policy_logprobs(batch, "response")
+        mask_BT = batch["trained_mask"].to(logprobs_BT.device)
+        metrics = {}
+        if options.loss_fn == "cross_entropy":
+            loss_BT = masked_fill_zero(-logprobs_BT, mask_BT)
+        else:
+            old_BT = batch["old_logprobs"].to(logprobs_BT.device)
+            given = (logprobs_BT, old_BT, batch["advantages"].to(logprobs_BT.device), mask_BT)
+            low, high = options.clip_low_threshold, options.clip_high_threshold
+            if options.loss_fn == "importance_sampling":
+                loss_BT = importance_sampling_loss(*given)
+            elif options.loss_fn == "ppo":
+                loss_BT = clipped_loss(*given, least_ratio=low, most_ratio=high)
+            else:
+                loss_BT = cispo_loss(*given, least_ratio=low, most_ratio=high)
+            metrics = ratio_metrics(logprobs_BT, old_BT, mask_BT)
+        # The loop takes the mean over samples; services take the sum over tokens.
+        num_samples = float(batch[STEP_TOTALS][0, 1])
+        return LossOutput(masked_sum(loss_BT, mask_BT) * num_samples / len(batch), metrics)

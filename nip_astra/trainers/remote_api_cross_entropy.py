@@ -1,0 +1,60 @@
+"""Supervised training on a task's solutions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from nip_astra.errors import DataError
+from nip_astra.parameters.types import TrainerType
+from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
+from nip_astra.scenario_base.conversation.tokens import Turn
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.remote_api_base import RemoteApiTrainer, ServiceLossParameters
+from nip_astra.trainers.service.parameters import RolloutParameters
+
+
+@register_trainer(TrainerType.REMOTE_API_CROSS_ENTROPY)
+class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
+    """Learn the solutions of a task's problems by heart: `-log pi`, summed over their tokens.
+
+    Nothing is sampled in training; `num_runs` and resampling have no use.
+    """
+
+    needs_advantage: ClassVar[bool] = False
+    never_reads: ClassVar[tuple[str, ...]] = (
+        "remote_api_cross_entropy.num_runs",
+        "remote_api_cross_entropy.max_resampling_rounds",
+    )
+
+    class Parameters(RolloutParameters):
+        """Which loss the service takes."""
+
+        service_loss: ServiceLossParameters = ServiceLossParameters(loss_fn="cross_entropy")
+        """The loss of the service."""
+
+    def _prepare_trajectories(
+        self, trajectories: list[Trajectory], metrics: dict[str, Any]
+    ) -> list[Trajectory]:
+        return trajectories
+
+    def _play_iteration(self, iteration: int) -> tuple[list[Trajectory], dict[str, float]]:
+        """The openings of an iteration's problems, each followed by its solution."""
+        count = self.training.num_episodes_per_experience
+        numbers = range(iteration * count, (iteration + 1) * count)
+        return [self._solved(self.problem(number)) for number in numbers], {}
+
+    def _solved(self, problem: int) -> Trajectory:
+        environment = self.task.environment("train", problem)
+        if environment.solution is None:
+            raise DataError(
+                f"the solutions of the task {type(self.task).__name__} were to be learnt, but "
+                f"problem {problem} has none. Choose a task with solutions, or train by reward "
+                "with remote_api_grpo."
+            )
+        agent = self.agent
+        encode = agent.conversation_format.encode
+        turns = [Turn(m.role == "assistant", encode(m.text)) for m in environment.reset()]
+        (context,) = agent.contexts([turns])
+        said = agent.say(environment.solution)
+        spans = [TokenSpan(context), TokenSpan(said, [0.0] * len(said))]
+        return Trajectory.from_spans(spans, reward=1.0, group_id=problem)

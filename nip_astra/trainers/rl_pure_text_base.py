@@ -1,0 +1,374 @@
+"""The loop of trainers whose agents are chat models that play an interaction protocol in words.
+
+An iteration has five stages: play rollouts, log their statistics, test, submit fine-tuning jobs,
+and wait for these. The state is saved after each, answers are kept as they come in, and jobs are
+submitted under names of their own, so that a run that was killed anywhere goes on where it was and
+pays for nothing twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from nip_astra.checkpoints.run_state import RunState
+from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
+from nip_astra.parameters.text import guess_replacement_proportion
+from nip_astra.samplers.text_arrays import rollouts_of
+from nip_astra.samplers.text_rollouts import TextRolloutSampler
+from nip_astra.scenario_base.text.game import TextEpisode
+from nip_astra.scenario_base.text.model_groups import JobPlan
+from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
+from nip_astra.tracking.groups import summary_of
+from nip_astra.tracking.run_directory import RESULTS, RunDirectory
+from nip_astra.trainers.protocol.results import as_of_test
+from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
+from nip_astra.trainers.text.dry_run import estimate_cost
+from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
+from nip_astra.trainers.text.rollout_files import RolloutFiles
+from nip_astra.trainers.text.state import Stage, TextRunState
+from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
+from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+
+logger = logging.getLogger(__name__)
+
+Split = Literal["train", "test"]
+FIRST_LOOK, LONGEST_WAIT = 0.1, 10.0
+"""Seconds before the second look at jobs, and at most between two; each wait is twice the last."""
+NUM_TEST_ROWS = 12
+"""Conversations of a test that are recorded at least, as it is made seldom."""
+
+
+class PureTextRlTrainer(Trainer):
+    """Base of trainers of chat models. A subclass gives `_stage_create_fine_tune_jobs`.
+
+    Hooks: `_sample_rollouts`, `_get_log_stats`, `_stage_create_fine_tune_jobs`, and for what a
+    trainer must remember `trainer_state` and `load_trainer_state`.
+
+    Attributes
+    ----------
+    text_rl : TextRlParameters
+        What all trainers of the family share.
+    instance : PureTextScenarioInstance
+        The built components.
+    agent_names : tuple of str
+        In the order of every dimension `A` of rollouts.
+    shared_model_groups : Mapping of PureTextSharedModelGroup
+        By name; jobs are submitted by them.
+    state : TextRunState
+        How far the run has come.
+    """
+
+    State: ClassVar[type[RunState]] = TextRunState
+    trainer_type: ClassVar[str] = PURE_TEXT
+    parameter_groups: ClassVar[tuple[str, ...] | None] = ("text_rl",)
+    num_branches: int = 1
+    """Ways in which each rollout of training is continued in each round."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        instance = self.scenario_instance
+        if not isinstance(instance, PureTextScenarioInstance):
+            raise ConfigurationError(
+                f"the trainer {self.hyper_params.trainer!r} was asked to train on a scenario of "
+                f"kind {instance.kind!r}, but its agents are no chat models. Choose another "
+                "--scenario."
+            )
+        self.instance, self.game = instance, instance.game
+        self.text_rl = self.hyper_params.text_rl
+        self.agent_names = instance.game.protocol.agent_names
+        self.shared_model_groups = instance.shared_model_groups
+        self.sampler = TextRolloutSampler(instance.game, instance.agents)
+        self.files = RolloutFiles(self.run_directory)
+        self._rollouts: NestedArrayDict | None = None
+
+    # ---- hooks
+
+    def _sample_rollouts(self, split: Split, iteration: int) -> NestedArrayDict:
+        """Play an iteration's rollouts, of training or of a test.
+
+        What was answered before the run was cut off is not asked for again.
+        """
+        num_branches = self.num_branches if split == "train" else 1
+        return self._play(split, iteration, num_branches=num_branches)
+
+    def _get_log_stats(self, rollouts: NestedArrayDict) -> dict[str, float]:
+        """What is logged of rollouts, of training as of tests."""
+        return rollout_statistics(rollouts, self.agent_names, self.instance.groupings)
+
+    @abstractmethod
+    def _stage_create_fine_tune_jobs(self, rollouts: NestedArrayDict) -> None:
+        """Submit jobs for the groups in `shared_model_groups`, from an iteration's rollouts.
+
+        A run that is killed in this stage does it again: it must submit the same jobs, in the same
+        order, which are then found and not repeated.
+        """
+
+    # ---- the job
+
+    def train(self) -> None:
+        """Run all iterations, and write down what was found."""
+        self._set_seed()
+        self._rewind_records()
+        self._prepare_groups()
+        try:
+            with self._open_progress_bar():
+                self._run_train_loop()
+        finally:
+            self._close()
+        self._write_results()
+
+    def rerun_tests(self, base_run: Path) -> None:
+        """Test the trained models of a finished run again and train nothing."""
+        self._set_seed()
+        self._prepare_groups()
+        self.state.groups = _models_of_run(base_run)
+        self._take_up_groups()
+        try:
+            rollouts = self._sample_rollouts("test", 0)
+        finally:
+            self._close()
+        self._keep(rollouts, "test", 0)
+        self.state.after = self._report(rollouts)
+        self._write_results()
+
+    @attach_progress_bar(lambda self: self.text_rl.num_iterations)
+    def _run_train_loop(self, iteration_context: IterationContext) -> None:
+        num_iterations = iteration_context.num_iterations
+        if self.state.update_count == 0:
+            # Before anything is paid for, so that the run's key at its services is known.
+            self._save_checkpoint()
+        for iteration in iteration_context.iterate(self.state.iteration):
+            is_last = iteration == num_iterations - 1
+            # A test run sees that jobs work as well.
+            trains = not is_last or self.settings.test_run
+            while self.state.iteration == iteration:
+                stage = Stage(self.state.stage)
+                iteration_context.set_description(_words(stage))
+                self._run_stage(stage, iteration, is_last=is_last, trains=trains)
+                self.state.advance()
+                self._save_checkpoint()
+                iteration_context.set_postfix(
+                    accuracy=self.state.last.get("mean_accuracy", float("nan")),
+                    **{name: str(count) for name, count in self.state.costs().items()},
+                )
+                self._raise_if_stopped()
+
+    def _run_stage(self, stage: Stage, iteration: int, *, is_last: bool, trains: bool) -> None:
+        if stage == Stage.SAMPLE_ROLLOUTS:
+            self._rollouts = self._sample_rollouts("train", iteration)
+            self._keep(self._rollouts, "train", iteration)
+        elif stage == Stage.LOG_STATS:
+            self._stage_log_stats(iteration)
+        elif stage == Stage.TEST:
+            if self.is_test_due(iteration, is_last=is_last):
+                self._stage_test(iteration)
+        elif stage == Stage.CREATE_FINE_TUNE_JOBS:
+            if trains:
+                self._stage_create_fine_tune_jobs(self._rollouts_of(iteration))
+                self._note_groups()
+        elif trains:
+            self._stage_await_fine_tune_jobs()
+
+    # ---- stages
+
+    def _stage_log_stats(self, iteration: int) -> None:
+        rollouts = self._rollouts_of(iteration)
+        self.state.last = self._get_log_stats(rollouts)
+        figures = {f"cost/{name}": float(count) for name, count in self.state.costs().items()}
+        self.tracker.log_metrics(self.state.last | figures, step=iteration + 1)
+        if iteration % self.settings.rollout_sample_period == 0:
+            self._log_rows(rollouts, "train", iteration + 1, self.settings.num_rollout_samples)
+
+    def is_test_due(self, iteration: int, *, is_last: bool) -> bool:
+        """Whether agents are tested in an iteration."""
+        scheme = self.text_rl.test_scheme
+        if scheme == "first_and_last":
+            return iteration == 0 or is_last
+        return scheme == "all" or (scheme == "last" and is_last)
+
+    def _stage_test(self, iteration: int) -> None:
+        rollouts = self._sample_rollouts("test", iteration)
+        self._keep(rollouts, "test", iteration)
+        report = self._report(rollouts)
+        self.tracker.log_metrics(as_of_test(report), step=iteration + 1)
+        if self.state.before is None and iteration == 0:
+            self.state.before = report
+        self.state.after = report
+        table = "evaluation" if iteration else "before"
+        num_rows = max(self.settings.num_rollout_samples, NUM_TEST_ROWS)
+        self._log_rows(rollouts, table, iteration + 1, num_rows)
+
+    def _stage_await_fine_tune_jobs(self) -> None:
+        """Wait until all jobs are over, and go on with the models that they have made."""
+        wait = FIRST_LOOK
+        while not all(
+            group.get_fine_tune_job_status() in (None, JobStatus.SUCCEEDED)
+            for group in self.shared_model_groups.values()
+        ):
+            self._raise_if_stopped()
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
+        for group in self.shared_model_groups.values():
+            group.switch_to_next_model()
+        self._note_groups()
+
+    # ---- rollouts
+
+    def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
+        """Play rollouts; what is in the journal of this sampling is not asked for again."""
+        journal = self.files.journal(split, iteration)
+        ends = self.instance.loop.run(
+            self.sampler.sample(
+                self.episodes(split, iteration),
+                key=(self.hyper_params.seed, split, iteration),
+                num_branches=num_branches,
+                journal=journal,
+                after_round=lambda number: self._raise_if_stopped(),
+            )
+        )
+        prompt_tokens, completion_tokens = journal.tokens()
+        self.state.num_requests += len(journal)
+        self.state.prompt_tokens += prompt_tokens
+        self.state.completion_tokens += completion_tokens
+        return rollouts_of(self.game, ends)
+
+    def episodes(self, split: Split, iteration: int) -> list[TextEpisode]:
+        """What an iteration's rollouts, of training or of a test, begin with."""
+        seed, count = self.hyper_params.seed, self.text_rl.rollouts_per_iteration
+        if split == "train":
+            return list(train_episodes(self.instance, seed=seed, iteration=iteration, count=count))
+        tested = None if self.text_rl.test_on_whole_dataset else count
+        return list(held_out_episodes(self.instance, seed=seed, count=tested))
+
+    def _split_for_guess_replacement(
+        self, rollouts: NestedArrayDict, iteration: int
+    ) -> tuple[NestedArrayDict, NestedArrayDict]:
+        """The rollouts in which the verifier's guess is replaced for training, and all others."""
+        proportion = guess_replacement_proportion(self.text_rl, iteration)
+        order = shuffled(len(rollouts), self.hyper_params.seed, "guess replacement", iteration)
+        num_replaced = int(proportion * len(rollouts))
+        chosen, others = sorted(order[:num_replaced]), sorted(order[num_replaced:])
+        return (
+            rollouts[np.array(chosen, dtype=np.int64)],
+            rollouts[np.array(others, dtype=np.int64)],
+        )
+
+    def _rollouts_of(self, iteration: int) -> NestedArrayDict:
+        """The training rollouts of this iteration or of one before."""
+        if self._rollouts is not None and iteration == self.state.iteration:
+            return self._rollouts
+        return self.files.load("train", iteration)
+
+    def _keep(self, rollouts: NestedArrayDict, split: Split, iteration: int) -> None:
+        channels = self.game.protocol.message_channel_names
+        self.files.keep(
+            rollouts, split, iteration, agent_names=self.agent_names, channel_names=channels
+        )
+
+    def _report(self, rollouts: NestedArrayDict) -> dict[str, Any]:
+        measured = statistics_with_interval(rollouts, self.agent_names, self.instance.groupings)
+        return measured | self._get_log_stats(rollouts)
+
+    def _log_rows(self, rollouts: NestedArrayDict, table: str, step: int, num_rows: int) -> None:
+        rows = episode_rows(
+            rollouts,
+            self.game,
+            num_episodes=min(num_rows, len(rollouts)),
+            step=step,
+            seed=self.hyper_params.seed,
+        )
+        self.tracker.log_table(table, COLUMNS, rows, step=step)
+
+    # ---- groups
+
+    def _prepare_groups(self) -> None:
+        plan = JobPlan(
+            run_key=self.state.run_key,
+            seed=self.hyper_params.seed,
+            min_examples=self.text_rl.min_fine_tune_examples,
+            options=FineTuningOptions(
+                num_epochs=self.text_rl.num_fine_tune_epochs,
+                batch_size=self.text_rl.fine_tune_batch_size,
+                lr_multiplier=self.text_rl.fine_tune_lr_multiplier,
+            ),
+        )
+        for group in self.shared_model_groups.values():
+            group.plan = plan
+        self._take_up_groups()
+
+    def _take_up_groups(self) -> None:
+        for name, group in self.shared_model_groups.items():
+            if name in self.state.groups:
+                group.set_state(self.state.groups[name])
+
+    def _note_groups(self) -> None:
+        groups = self.shared_model_groups
+        self.state.groups = {name: group.get_state() for name, group in groups.items()}
+        self.state.num_jobs = sum(len(list(filter(None, one.job_ids))) for one in groups.values())
+
+    def _close(self) -> None:
+        async def close() -> None:
+            await asyncio.gather(*(one.close() for one in self.shared_model_groups.values()))
+
+        self.instance.loop.run(close())
+        self.instance.loop.close()
+
+    # ---- saving
+
+    def _write_results(self) -> None:
+        self._note_groups()
+        state = self.state
+        self.results |= {
+            "kind": "interaction_proof",
+            "protocol": self.hyper_params.interaction_protocol,
+            "agents": list(self.agent_names),
+            "before": state.before,
+            # Without a test, what the last rollouts of training show is all that is known.
+            "after": state.after if state.after is not None else state.last,
+            "models": {name: one.model_name for name, one in self.shared_model_groups.items()},
+            "groups": state.groups,
+            "training": {
+                "num_iterations": state.iteration,
+                "last": state.last,
+                **state.costs(),
+            },
+        }
+        for when in ("before", "after"):
+            self.tracker.log_summary(summary_of(when, self.results[when] or {}))
+        if self.run_directory is not None:
+            run_id, folder = self.run_directory.run_id, self.run_directory.rollouts_dir
+            self.tracker.log_artifact(folder, name=f"rollouts-{run_id}", type="rollouts")
+            self.run_directory.write_json(RESULTS, self.results)
+
+    def dry_run(self) -> dict[str, Any]:
+        """Play a few rollouts, and estimate what a whole run would ask of its services."""
+        self._prepare_groups()
+        try:
+            return estimate_cost(self)
+        finally:
+            self._close()
+
+
+def _words(stage: Stage) -> str:
+    return stage.replace("_", " ").capitalize()
+
+
+def _models_of_run(base_run: Path) -> dict[str, Any]:
+    """What a finished run says of its groups of agents."""
+    results = RunDirectory(base_run).read_json(RESULTS)
+    groups = results.get("groups")
+    if not groups:
+        raise ConfigurationError(
+            f"the models of {base_run} were to be tested again, but its {RESULTS} names none. Give "
+            "a finished run of a trainer of chat models."
+        )
+    return dict(groups)

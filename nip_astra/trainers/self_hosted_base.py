@@ -1,0 +1,123 @@
+"""The base of trainers that prepare whole batches and have the weights at hand.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.importance import effective_sample_size, mismatch_weights
+from nip_astra.rl_objectives.kl import kl_estimate
+from nip_astra.rl_objectives.masked import masked_mean
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.trainers.service.contract import check_batch
+from nip_astra.trainers.service.losses import policy_loss
+from nip_astra.trainers.service.parameters import PolicyLossParameters, RolloutParameters
+from nip_astra.trainers.service.samples import samples_of, score_batch
+from nip_astra.trainers.service_base import ServiceTrainer
+
+
+class SelfHostedTrainer(ServiceTrainer):
+    """Learn from batches: a subclass gives `_prepare_batch`, which sets `values["advantages"]`.
+
+    The loss is that of `policy_loss` in the parameters; a subclass may give another `loss` of a
+    batch, which holds each field of tokens of the prepared batch beside `old_logprobs`.
+    """
+
+    class Parameters(RolloutParameters):
+        """What is played, and which loss is taken."""
+
+        policy_loss: PolicyLossParameters = PolicyLossParameters()
+        """The loss of a batch."""
+
+    @abstractmethod
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        """Set the advantages of a batch, and give it back with figures to log; hook.
+
+        Parameters
+        ----------
+        batch : Batch
+            `input_ids`, `attention_mask`, `position_ids`, `loss_mask`, `logprobs` `[B, T]`,
+            `rewards` `[B]`; `metadata["group_ids"]` and `["run_ids"]`.
+
+        Returns
+        -------
+        tuple of Batch and dict
+            The batch with `values["advantages"]`, floating, `[B]` or `[B, T]`, and numbers by name.
+        """
+
+    def prepare(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
+        batch = Batch.from_trajectories(trajectories, global_step=self._iteration)
+        if len(batch) == 0:
+            return [], {}
+        options = self._loss_options()
+        mismatch = self._rescore(batch, options) if options.rescore else {}
+        if options.kl_weight > 0:
+            reference = self.scenario_instance.agents["reference"].language_model
+            batch.values["reference_logprobs"] = self.score(reference, batch)
+        given = self._prepare_batch(batch)
+        if not self._is_checked:
+            given = check_batch(given, trainer=type(self).__name__, num_rows=len(batch))
+            self._is_checked = True
+        batch, metrics = given
+        if "old_logprobs" not in batch.values:
+            batch.values["old_logprobs"] = batch.values["logprobs"]
+        return samples_of(batch), {**mismatch, **metrics}
+
+    def loss(self, batch: TensorDict) -> LossOutput:
+        (logprobs_BT,) = self.policy_logprobs(batch, "response")
+        return policy_loss(
+            logprobs_BT,
+            batch,
+            self._loss_options(),
+            normaliser=self.num_tokens_in_step(batch),
+            max_length=self.agent.sampling.max_new_tokens,
+        )
+
+    def _loss_options(self) -> PolicyLossParameters:
+        options: PolicyLossParameters = self.parameters.policy_loss
+        return options
+
+    def _compute_old_log_probs(self, batch: Batch) -> Tensor:
+        """The policy's own log-probabilities before the update, `[B, T]`, scored again."""
+        return score_batch(batch, self.service.compute_logprobs)
+
+    def _rescore(self, batch: Batch, options: PolicyLossParameters) -> dict[str, float]:
+        """Score again what was sampled, and say how unlike sampler and trainer are."""
+        if "logprobs" not in batch.values:
+            raise ConfigurationError(
+                "what was sampled was to be compared with what the trainer computes (rescore), but "
+                "the trajectories have no log-probabilities. Set policy_loss.rescore to false."
+            )
+        sampled_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
+        scored_BT = self._compute_old_log_probs(batch)
+        batch.values["old_logprobs"] = scored_BT
+        weights_BT = mismatch_weights(
+            scored_BT, sampled_BT, mask_BT, level=options.correction_level, most=torch.inf
+        )
+        if options.correction is not None:
+            batch.values["correction_weights"] = mismatch_weights(
+                scored_BT,
+                sampled_BT,
+                mask_BT,
+                level=options.correction_level,
+                mode=options.correction,
+                most=options.most_mismatch,
+            )
+        kl_BT = kl_estimate(sampled_BT, scored_BT, "k3", mask_BT=mask_BT)
+        gap_BT = (sampled_BT - scored_BT).abs() * mask_BT
+        return {
+            "mismatch/kl": float(masked_mean(kl_BT, mask_BT)),
+            "mismatch/largest_gap": float(gap_BT.max()),
+            "mismatch/effective_sample_size": float(effective_sample_size(weights_BT, mask_BT)),
+        }

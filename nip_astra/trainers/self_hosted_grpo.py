@@ -1,0 +1,67 @@
+"""GRPO of a language model on the problems of a task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives.run_advantages import codes_of, run_advantages
+from nip_astra.rollouts.batch import Batch
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.self_hosted_base import SelfHostedTrainer
+from nip_astra.trainers.service.parameters import GrpoParameters, PolicyLossParameters
+
+
+@register_trainer(TrainerType.SELF_HOSTED_GRPO)
+class SelfHostedGrpoTrainer(SelfHostedTrainer):
+    """Raise the runs that did better than others on the same problem, lower those that did worse.
+
+    With `m_k` the mean reward of run k of a problem, mu and std their mean and unbiased standard
+    deviation, each token of a trajectory has the advantage `A = (r - mu) / (std + 1e-6)` (GRPO,
+    arXiv:2402.03300, with NexRL's count by runs; see `rl_objectives.run_advantages`). The loss is
+    `max(-ratio A, -clip(ratio) A) + kl_weight KL(pi || ref)` in the defaults of `policy_loss`, a
+    mean over the tokens that the policy said.
+    """
+
+    class Parameters(GrpoParameters):
+        """How rewards become advantages, and which loss is taken."""
+
+        policy_loss: PolicyLossParameters = PolicyLossParameters()
+        """The loss of a batch."""
+
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        batch = batch.strip(pad_token_id=self._pad_token_id)
+        batch.values["token_level_scores"] = self._reward_fn(batch)
+        return self._compute_advantage(batch)
+
+    def _reward_fn(self, batch: Batch) -> Tensor:
+        """The reward of each trajectory at the last token that the policy said, `[B, T]`."""
+        mask_BT = batch.values["loss_mask"]
+        place_T = torch.arange(mask_BT.shape[1])
+        last_B = torch.where(mask_BT, place_T, -1).amax(dim=1)
+        is_last_BT = (place_T == last_B[:, None]) & mask_BT
+        return torch.where(is_last_BT, batch.values["rewards"].nan_to_num()[:, None], 0.0)
+
+    def _compute_advantage(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        """Set `advantages`, and leave out trajectories without a reward."""
+        options = self.parameters
+        runs = codes_of(batch.metadata["run_ids"]) if options.use_run_ids else None
+        found = run_advantages(
+            batch.values["rewards"].double(),
+            codes_of(batch.metadata["group_ids"]),
+            runs,
+            baseline=options.baseline,
+            scale=options.scale,
+        )
+        batch.values["advantages"] = found.advantages_N.float()
+        batch.values["row_weights"] = batch.values["row_weights"] * found.is_used_N
+        used = found.advantages_N[found.is_used_N]
+        return batch, {
+            "grpo/advantage_std": float(used.std()) if len(used) > 1 else 0.0,
+            "grpo/zero_variance_share": float(found.is_zero_variance_P.double().mean()),
+            "grpo/group_std_mean": float(found.std_P.mean()),
+            "grpo/num_groups": float(len(found.std_P)),
+        }

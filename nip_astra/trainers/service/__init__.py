@@ -1,0 +1,1 @@
+"""Parts of the trainers that learn from trajectories through a training service."""

@@ -1,0 +1,168 @@
+"""What a trainer of one's own must give back, checked field by field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.trajectory import Trajectory
+
+TOKEN_FIELDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "loss_mask": torch.bool}
+"""What a batch must hold of each token, and of which dtype."""
+
+
+def check_batch(given: Any, *, trainer: str, num_rows: int) -> tuple[Batch, dict[str, float]]:
+    """What `_prepare_batch` gave, where it is as it must be.
+
+    Parameters
+    ----------
+    trainer : str
+        Name of the trainer's class, for the message.
+    num_rows : int
+        Rows that the hook was given.
+
+    Raises
+    ------
+    ConfigurationError
+        With every fault found.
+    """
+    if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Batch)):
+        raise _error(
+            trainer, "_prepare_batch", [f"it gave back {_kind(given)} and not (Batch, dict)"]
+        )
+    batch, metrics = given
+    faults: list[str] = []
+    if len(batch) != num_rows:
+        faults.append(
+            f"the batch has {len(batch)} rows, but it was given {num_rows}; leave a row out by "
+            "giving it the advantage 0 or row_weights 0"
+        )
+    if isinstance(batch.values.get("attention_mask"), Tensor):
+        faults += _token_faults(batch)
+    else:
+        faults.append("values['attention_mask'] is missing")
+    faults += _advantage_faults(batch)
+    faults += _metric_faults(metrics)
+    if faults:
+        raise _error(trainer, "_prepare_batch", faults, fields=[*batch.values, *batch.metadata])
+    return batch, dict(metrics)
+
+
+def check_trajectories(
+    given: Any, *, trainer: str, needs_advantage: bool, metrics: Any
+) -> list[Trajectory]:
+    """What `_prepare_trajectories` gave, where it is as it must be.
+
+    Parameters
+    ----------
+    needs_advantage : bool
+        Whether the loss reads advantages.
+
+    Raises
+    ------
+    ConfigurationError
+        With every fault found, once for all trajectories that have it.
+    """
+    name = "_prepare_trajectories"
+    if not isinstance(given, list) or not all(isinstance(one, Trajectory) for one in given):
+        raise _error(trainer, name, [f"it gave back {_kind(given)} and not list[Trajectory]"])
+    faults: dict[str, int] = {}
+    if needs_advantage:
+        for one in given:
+            fault = _fault_of_advantage(one)
+            if fault:
+                faults[fault] = faults.get(fault, 0) + 1
+    told = [f"{fault} (in {count} of {len(given)})" for fault, count in faults.items()]
+    told += _metric_faults(metrics)
+    if told:
+        fields = sorted({key for one in given for key in one.keys()})  # noqa: SIM118 - no mapping
+        raise _error(trainer, name, told, fields=fields)
+    return given
+
+
+def _token_faults(batch: Batch) -> list[str]:
+    shape = list(batch.values["attention_mask"].shape)
+    faults = []
+    for name, dtype in TOKEN_FIELDS.items():
+        value = batch.values.get(name)
+        if not isinstance(value, Tensor):
+            faults.append(f"values[{name!r}] is {_kind(value)} and must be a tensor {shape}")
+        elif list(value.shape) != shape:
+            faults.append(
+                f"values[{name!r}] has the shape {list(value.shape)} and must have {shape}, that "
+                "of attention_mask"
+            )
+        elif value.dtype != dtype:
+            faults.append(f"values[{name!r}] is {value.dtype} and must be {dtype}")
+    return faults
+
+
+def _advantage_faults(batch: Batch) -> list[str]:
+    value = batch.values.get("advantages")
+    rows, width = len(batch), batch.width if "attention_mask" in batch.values else "T"
+    wanted = f"a floating tensor of shape [{rows}] or [{rows}, {width}]"
+    if value is None:
+        return [f"values['advantages'] is missing and must be {wanted}"]
+    if not isinstance(value, Tensor):
+        return [f"values['advantages'] is {_kind(value)} and must be {wanted}"]
+    if list(value.shape) not in ([rows], [rows, width]):
+        return [f"values['advantages'] has the shape {list(value.shape)} and must be {wanted}"]
+    if not value.is_floating_point():
+        return [f"values['advantages'] is {value.dtype} and must be {wanted}"]
+    is_read = batch.values["loss_mask"].any(dim=1) if "loss_mask" in batch.values else None
+    if value.ndim == 2 and "loss_mask" in batch.values:
+        is_read = batch.values["loss_mask"]
+    if is_read is not None and is_read.shape == value.shape and not value[is_read].isfinite().all():
+        return ["values['advantages'] holds NaN or infinity where tokens are learnt"]
+    return []
+
+
+def _fault_of_advantage(one: Trajectory) -> str | None:
+    value = one.advantage
+    wanted = "and must be a number, or a tensor with one a token"
+    if value is None:
+        return f"trajectory.advantage is missing {wanted}"
+    if isinstance(value, Tensor) and value.ndim == 1:
+        if len(value) != len(one):
+            return f"trajectory.advantage has not one entry a token {wanted}"
+        is_finite = bool(value[one.loss_mask].isfinite().all())
+    elif isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0):
+        is_finite = math.isfinite(float(value))
+    else:
+        return f"trajectory.advantage is {_kind(value)} {wanted}"
+    return None if is_finite else f"trajectory.advantage is NaN or infinite {wanted}"
+
+
+def _metric_faults(metrics: Any) -> list[str]:
+    if not isinstance(metrics, Mapping):
+        return [f"the metrics are {_kind(metrics)} and must be a dict of numbers"]
+    return [
+        f"metrics[{name!r}] is {_kind(value)} and must be a number; write float(...)"
+        for name, value in metrics.items()
+        if not isinstance(value, int | float)
+    ]
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor {list(value.shape)}"
+    if isinstance(value, list) and value:
+        return f"a list of {len(value)} {type(value[0]).__name__}"
+    return "nothing" if value is None else f"a {type(value).__name__}"
+
+
+def _error(
+    trainer: str, hook: str, faults: Sequence[str], *, fields: Sequence[str] = ()
+) -> ConfigurationError:
+    lines = "".join(f"\n  - {fault}" for fault in faults)
+    known = f"\nFields there: {', '.join(fields)}." if fields else ""
+    return ConfigurationError(
+        f"the trainer {trainer} was to learn from what its {hook} gives, but:{lines}{known}\n"
+        f"Change {hook}; the guide custom-training-service-trainers shows a complete one."
+    )

@@ -1,0 +1,119 @@
+"""The loss of a batch of trajectories, from the parameters of a trainer.
+
+Shape suffixes: `B` row, `T` token of the response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.rl_objectives.kl import kl_estimate, straight_through_kl
+from nip_astra.rl_objectives.masked import masked_fill_zero, reduce_loss
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.ratios import bounded
+from nip_astra.rl_objectives.token_losses import (
+    cispo_loss,
+    clipped_loss,
+    gspo_token_loss,
+    importance_sampling_loss,
+    sapo_loss,
+)
+from nip_astra.trainers.service.parameters import PolicyLossParameters
+
+TokenLoss = Callable[..., Tensor]
+TOKEN_LOSSES: Mapping[str, TokenLoss] = MappingProxyType(
+    {
+        "clipped": clipped_loss,
+        "importance_sampling": importance_sampling_loss,
+        "cispo": cispo_loss,
+        "gspo": gspo_token_loss,
+        "sapo": sapo_loss,
+    }
+)
+"""By the names of `PolicyLoss`."""
+BOUNDED = ("clipped", "cispo", "gspo")
+
+
+def policy_loss(
+    logprobs_BT: Tensor,
+    batch: TensorDict,
+    options: PolicyLossParameters,
+    *,
+    normaliser: float | None,
+    max_length: int | None,
+) -> LossOutput:
+    """The loss that the parameters describe, a mean over rows, and figures of it.
+
+    Parameters
+    ----------
+    logprobs_BT : Tensor
+        Of the response's tokens under the policy, with gradient.
+    batch : TensorDict
+        `old_logprobs`, `advantages`, `trained_mask`, and where they are asked for
+        `reference_logprobs` and `correction_weights`.
+    normaliser : float, optional
+        What sums over tokens are divided by, for the reduction "token".
+    max_length : int, optional
+        Longest response, for the reduction "sum_over_length".
+    """
+    mask_BT = batch["trained_mask"].to(logprobs_BT.device)
+    old_BT, advantages_BT = (
+        batch[name].to(logprobs_BT.device) for name in ("old_logprobs", "advantages")
+    )
+    bounds: dict[str, float | None] = {
+        name: value
+        for name, value in (
+            ("least_ratio", options.least_ratio),
+            ("most_ratio", options.most_ratio),
+        )
+        if value is not None and options.loss in BOUNDED
+    }
+    if options.loss == "clipped":
+        bounds["dual_clip"] = options.dual_clip
+    loss_BT = TOKEN_LOSSES[options.loss](logprobs_BT, old_BT, advantages_BT, mask_BT, **bounds)
+    if "correction_weights" in batch:
+        loss_BT = loss_BT * batch["correction_weights"].to(logprobs_BT.device)
+    metrics = ratio_metrics(logprobs_BT, old_BT, mask_BT)
+    if options.kl_weight > 0:
+        reference_BT = batch["reference_logprobs"].to(logprobs_BT.device)
+        kl_BT = straight_through_kl(
+            logprobs_BT,
+            reference_BT,
+            mask_BT,
+            value=options.kl_value,
+            gradient=options.kl_gradient,
+        )
+        loss_BT = loss_BT + options.kl_weight * kl_BT
+        metrics["kl"] = reduce_loss(kl_BT.detach(), mask_BT, "sequence")
+    loss = reduce_loss(
+        loss_BT,
+        mask_BT,
+        options.reduction,
+        normaliser=normaliser if options.reduction == "token" else None,
+        max_length=max_length if options.reduction == "sum_over_length" else None,
+    )
+    return LossOutput(loss, metrics)
+
+
+def ratio_metrics(logprobs_BT: Tensor, old_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:
+    """How far the policy went from the one that sampled: means over tokens, then rows.
+
+    `ratio_mean`, `approx_kl` (k3, nats a token), `outside_share` (of tokens whose ratio is beyond
+    20 % of 1) and `logprob`.
+    """
+    with torch.no_grad():
+        # log(old) is the policy that sampled, so this is k3 of KL(old || policy).
+        kl_BT = kl_estimate(old_BT, logprobs_BT, "k3", mask_BT=mask_BT)
+        ratio_BT = bounded(masked_fill_zero(logprobs_BT - old_BT, mask_BT)).exp()
+        columns = {
+            "ratio_mean": ratio_BT,
+            "approx_kl": kl_BT,
+            "outside_share": ((ratio_BT - 1).abs() > 0.2).to(ratio_BT.dtype),
+            "logprob": logprobs_BT.detach(),
+        }
+        return {name: reduce_loss(x, mask_BT, "sequence") for name, x in columns.items()}

@@ -1,0 +1,81 @@
+"""How well a policy answers problems that it does not learn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nip_astra.samplers.task_episodes import TaskRollout
+from nip_astra.utils.intervals import rate_estimate
+
+
+def pass_at_k(num_right: int, num_runs: int, k: int) -> float:
+    """Chance that at least one of k runs is right, unbiased (arXiv:2107.03374, eq. 1)."""
+    if num_runs - num_right < k:
+        return 1.0
+    return 1.0 - math.comb(num_runs - num_right, k) / math.comb(num_runs, k)
+
+
+RECORD_COLUMNS = ("problem", "reward", "messages")
+"""Of `rollout_rows`."""
+
+
+def rollout_rows(rollout: TaskRollout, problems: Sequence[int], count: int) -> list[list[Any]]:
+    """What was said in the first episodes, and its reward, for records."""
+    num_runs = len(rollout.episodes) // max(len(problems), 1)
+    return [
+        [problems[i // num_runs], one.reward, [[m.role, m.text] for m in one.messages]]
+        for i, one in enumerate(rollout.episodes[:count])
+    ]
+
+
+@dataclass
+class Tally:
+    """Rewards of episodes by problem.
+
+    Attributes
+    ----------
+    success_reward : float
+        Reward from which a run is right.
+    problems, rewards : list
+        Of each run with a reward.
+    """
+
+    success_reward: float
+    problems: list[int] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    num_runs: int = 0
+
+    def add(self, rollout: TaskRollout, problems: Sequence[int], num_runs: int) -> None:
+        """Count the episodes of some problems, of which each has so many beside each other."""
+        for index, episode in enumerate(rollout.episodes):
+            self.num_runs += 1
+            if episode.reward is not None:
+                self.problems.append(problems[index // num_runs])
+                self.rewards.append(episode.reward)
+
+    def report(self, num_runs: int) -> dict[str, Any]:
+        """Share of right runs with its 95 % interval, mean reward, and pass@k for more runs."""
+        is_right = [float(reward >= self.success_reward) for reward in self.rewards]
+        rate = rate_estimate(is_right, self.problems)
+        mean = sum(self.rewards) / len(self.rewards) if self.rewards else math.nan
+        figures: dict[str, Any] = {
+            "accuracy": rate.value,
+            "accuracy_interval": [rate.low, rate.high],
+            "mean_reward": mean,
+            "num_problems": len(set(self.problems)),
+            "num_without_reward": self.num_runs - len(self.rewards),
+        }
+        if num_runs > 1:
+            counts: dict[int, list[float]] = {}
+            for problem, right in zip(self.problems, is_right, strict=True):
+                counts.setdefault(problem, []).append(right)
+            full = [rights for rights in counts.values() if len(rights) == num_runs]
+            k = 1
+            while k <= num_runs and full:
+                values = [pass_at_k(int(sum(rights)), num_runs, k) for rights in full]
+                figures[f"pass_at_{k}"] = sum(values) / len(values)
+                k *= 2
+        return figures

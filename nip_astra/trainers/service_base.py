@@ -1,0 +1,267 @@
+"""The bases of trainers that learn from trajectories, in this process or through a service.
+
+Shape suffixes: `B` row, `T` token.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.base import LanguageModel
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.types import ScenarioType
+from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.samples import Sample
+from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.rollouts.trajectory_advantages import advantages_of
+from nip_astra.samplers.task_episodes import TaskRollout, play_task
+from nip_astra.scenario_base.tasks.base import Split
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
+from nip_astra.trainers.service.configuration import (
+    TrainerConfig,
+    built_of_parts,
+    takes_config_alone,
+)
+from nip_astra.trainers.service.measuring import RECORD_COLUMNS, Tally, rollout_rows
+from nip_astra.trainers.service.metrics import log_rollout_metrics
+from nip_astra.trainers.service.parameters import RolloutParameters
+from nip_astra.trainers.service.samples import collate_trajectories, score_batch
+from nip_astra.utils.seeding import derived_generator
+
+
+class ServiceTrainer(LanguageModelTrainer):
+    """Play problems of a task, learn from the trajectories, measure on held-out problems.
+
+    A subclass gives `prepare`: samples from trajectories. It is built as every trainer is, or, by
+    a class whose `__init__` takes a `config` alone, of a `TrainerConfig`; of a mapping of values
+    alone it is a trainer whose hooks can be tried.
+
+    Attributes
+    ----------
+    config : TrainerConfig
+        Values for trainers of one's own.
+    """
+
+    scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.TASK),)
+    trained_tokens: ClassVar[str] = "trained"
+
+    class Parameters(RolloutParameters):
+        """What is played, and where the policy learns."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        own = vars(cls).get("__init__")
+        if own is not None and takes_config_alone(own):
+            cls.__init__ = built_of_parts(own)  # type: ignore[method-assign]  # see the docstring
+
+    def __init__(
+        self,
+        hyper_params: HyperParameters | TrainerConfig | Mapping[str, Any],
+        scenario_instance: ScenarioInstance | None = None,
+        settings: ExperimentSettings | None = None,
+    ) -> None:
+        if isinstance(hyper_params, HyperParameters):
+            assert scenario_instance is not None
+            hyper_params = TrainerConfig.of_run(hyper_params, scenario_instance, settings)
+        elif not isinstance(hyper_params, TrainerConfig):
+            hyper_params = TrainerConfig(hyper_params)
+        self.config = self._config = hyper_params
+        self._pad_token_id = 0
+        self._is_checked = False
+        if hyper_params.parts is None:
+            # Of values alone: there is no policy, and hooks can be tried.
+            own = type(self).Parameters.model_fields.keys() - {"train_service"}
+            given = {name: value for name, value in self.config.values.items() if name in own}
+            self.parameters = self.Parameters.from_dict(given)
+            self._noted: dict[str, float] = {}
+            return
+        super().__init__(*hyper_params.parts)
+        task = self.scenario_instance.task
+        if task is None:
+            raise ConfigurationError(
+                f"the trainer {self.hyper_params.trainer!r} was asked to train on the scenario "
+                f"{self.hyper_params.scenario!r}, which has no task. Choose one of kind 'task'."
+            )
+        self.task = task
+        self.agent = self.scenario_instance.agents["policy"]
+        self.options = getattr(self.hyper_params, self.scenario_instance.kind)
+        self._pad_token_id = int(self.agent.language_model.tokenizer.pad_token_id or 0)
+
+    # ---- hooks
+
+    @abstractmethod
+    def prepare(self, trajectories: list[Trajectory]) -> tuple[list[Sample], dict[str, float]]:
+        """What is learnt from trajectories, and what to log of it; hook of a family."""
+
+    def build_policy(self) -> LanguageModel:
+        policy: LanguageModel = self.scenario_instance.agents["policy"].language_model
+        return policy
+
+    def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
+        return collate_trajectories(samples)
+
+    # ---- playing
+
+    def collect(self, iteration: int) -> Experience:
+        """Play an iteration's problems and prepare what they teach."""
+        with self.policy.counting() as spent:
+            trajectories, metrics = self._play_iteration(iteration)
+        log_rollout_metrics(trajectories, metrics)
+        self._iteration = iteration
+        known = [one for one in trajectories if one.reward is not None]
+        metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
+        samples, more = self.prepare(known)
+        metrics["tokens/generated"] = float(spent.generated)
+        return Experience(samples, metrics | more)
+
+    def _play_iteration(self, iteration: int) -> tuple[list[Trajectory], dict[str, float]]:
+        """Play problems, in place of those that tell nothing further ones."""
+        wanted = self.training.num_episodes_per_experience
+        rounds = self.parameters.max_resampling_rounds
+        first = iteration * wanted * (rounds + 1)
+        kept: list[Trajectory] = []
+        dead: list[Trajectory] = []
+        num_played = num_live = 0
+        for _ in range(rounds + 1):
+            missing = wanted - num_live
+            problems = [
+                self.problem(first + number) for number in range(num_played, num_played + missing)
+            ]
+            rollout = self._play("train", problems, key=("rollout", iteration))
+            self._record("train", rollout, problems, step=iteration + 1)
+            num_played += missing
+            live, others = _live_groups(rollout.trajectories)
+            num_live += len({one.group_id for one in live})
+            kept += live
+            dead += others
+            if num_live >= wanted:
+                break
+        # Without resampling every problem stays; with it those that tell nothing are left out.
+        told = kept if rounds else [*kept, *dead]
+        return told, {
+            "rollout/played_problems": float(num_played),
+            "rollout/dead_share": 1 - num_live / num_played,
+        }
+
+    def problem(self, number: int) -> int:
+        """Which problem is played as the given one of the run; all of a data set in random order
+        before any is played again.
+        """
+        count = self.task.num_problems("train")
+        if count is None:
+            return number
+        epoch, place = divmod(number, count)
+        generator = derived_generator(self.hyper_params.seed, "problems", epoch)
+        return int(torch.randperm(count, generator=generator)[place])
+
+    def _play(
+        self,
+        split: Split,
+        problems: Sequence[int],
+        *,
+        key: tuple[str, int],
+        num_runs: int | None = None,
+    ) -> TaskRollout:
+        return play_task(
+            self.agent,
+            self.task,
+            problems,
+            split=split,
+            num_runs=num_runs or self.parameters.num_runs,
+            max_turns=self.options.max_turns,
+            key=(self.hyper_params.seed, *key),
+            sample=self.service.sample,
+        )
+
+    def _record(
+        self, table: str, rollout: TaskRollout, problems: Sequence[int], *, step: int
+    ) -> None:
+        """Keep what was said in some episodes, in training every so many iterations."""
+        if table == "train" and (step - 1) % self.settings.rollout_sample_period:
+            return
+        rows = rollout_rows(rollout, problems, self.settings.num_rollout_samples)
+        self.tracker.log_table(table, RECORD_COLUMNS, rows, step=step)
+
+    # ---- measuring
+
+    def _held_out(self, split: Split, asked: int) -> list[int]:
+        count = self.task.num_problems(split)
+        return list(range(asked if count is None else min(asked, count)))
+
+    def num_measure_parts(self) -> int:
+        options = self.options.evaluation
+        size: int = options.batch_size
+        return math.ceil(len(self._held_out("test", options.num_problems)) / size)
+
+    def measure(self, when: str, parts: Iterable[int]) -> dict[str, Any]:
+        """Play the held-out problems, the same with the same randomness before and after."""
+        options = self.options.evaluation
+        problems = self._held_out("test", options.num_problems)
+        tally = Tally(options.success_reward)
+        for part in parts:
+            some = problems[part * options.batch_size : (part + 1) * options.batch_size]
+            rollout = self._play("test", some, key=("evaluation", 0), num_runs=options.num_runs)
+            tally.add(rollout, some, options.num_runs)
+            if part == 0:
+                name = "before" if when == "before" else "evaluation"
+                self._record(name, rollout, some, step=self.state.iteration)
+        return tally.report(options.num_runs)
+
+    def evaluate_dev(self) -> dict[str, float]:
+        options = self.options.evaluation
+        problems = self._held_out("dev", options.num_dev_problems)
+        tally = Tally(options.success_reward)
+        tally.add(self._play("dev", problems, key=("evaluation", 0), num_runs=1), problems, 1)
+        report = tally.report(1)
+        return {name: report[name] for name in ("mean_reward", "accuracy")}
+
+    def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        return {"reward": metrics.get("rollout/reward_mean", math.nan)}
+
+    def _write_results(self) -> None:
+        self.results |= {
+            "before": self.state.before,
+            "num_iterations": self.state.iteration,
+            "num_optimizer_steps": self.state.num_optimizer_steps,
+        }
+        self.results.setdefault("warnings", [])
+        for when in ("before", "after"):
+            figures = self.results.get(when) or {}
+            numbers = {n: v for n, v in figures.items() if isinstance(v, int | float)}
+            self.tracker.log_summary({f"{when}/{name}": value for name, value in numbers.items()})
+        if self.run_directory is not None:
+            self.run_directory.write_json("results.json", self.results)
+
+    # ---- tools of the hooks
+
+    def _log_rollout_metrics(self, batch: Batch | Sequence[Trajectory]) -> None:
+        """Log figures of what was played with those of the iteration."""
+        self.log_metrics(log_rollout_metrics(batch))
+
+    def score(self, model: LanguageModel, batch: Batch) -> Tensor:
+        """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
+        return score_batch(batch, model.logprobs)
+
+
+def _live_groups(
+    trajectories: Sequence[Trajectory],
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Trajectories of groups whose runs differ in reward, and the others."""
+    if not trajectories:
+        return [], []
+    found = advantages_of(trajectories)
+    is_flat = found.is_zero_variance_P.tolist()
+    groups = list(dict.fromkeys(one.group_id for one in trajectories))
+    flat = {group for group, flat in zip(groups, is_flat, strict=True) if flat}
+    live = [one for one in trajectories if one.group_id not in flat]
+    return live, [one for one in trajectories if one.group_id in flat]

@@ -1,0 +1,51 @@
+"""What chat models took: in results, in metrics, and in the estimate of a whole run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from nip_astra.language_models.services.patience import PatientChatModel
+
+
+def services_used(services: Mapping[str, PatientChatModel]) -> dict[str, Any]:
+    """What chat models took, under `services`; nothing where none was asked."""
+    if not services:
+        return {}
+    return {"services": {name: model.use.to_dict() for name, model in services.items()}}
+
+
+def service_metrics(services: Mapping[str, PatientChatModel]) -> dict[str, float]:
+    """What chat models have taken so far, to be logged."""
+    found = {}
+    for name, model in services.items():
+        use, key = model.use, f"services/{name.replace(' ', '_')}"
+        found[f"{key}_requests"] = float(use.num_requests)
+        found[f"{key}_tokens"] = float(use.prompt_tokens + use.completion_tokens)
+        found[f"{key}_refusals"] = float(use.num_refusals)
+        found[f"{key}_failures"] = float(sum(use.failures.values()))
+        if use.cost is not None:
+            found[f"{key}_cost"] = use.cost
+    return found
+
+
+def estimate_services(
+    services: Mapping[str, PatientChatModel], num_episodes: float
+) -> dict[str, Any]:
+    """What chat models would take in a whole run, by what one episode took.
+
+    Parameters
+    ----------
+    num_episodes : float
+        Episodes of the run, those of evaluations included, in episodes of training.
+    """
+    found: dict[str, Any] = {}
+    for name, model in services.items():
+        use = model.use
+        tokens = use.prompt_tokens + use.completion_tokens
+        key = name.replace(" ", "_")
+        found[f"{key}_requests"] = round(use.num_requests * num_episodes)
+        found[f"{key}_tokens"] = round(tokens * num_episodes)
+        found[f"{key}_cost"] = None if use.cost is None else use.cost * num_episodes
+        found[f"{key}_seconds_per_request"] = use.median_seconds
+    return found

@@ -1,0 +1,1 @@
+"""Parts of trainers whose agents are chat models."""

@@ -1,0 +1,55 @@
+"""What a whole run would ask of its services, from a few rollouts."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from nip_astra.samplers.answer_journal import AnswerJournal
+
+if TYPE_CHECKING:
+    from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
+
+NUM_ROLLOUTS = 4
+"""Rollouts that are played."""
+
+
+def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
+    """Play a few rollouts as they are trained on and as they are tested, and extrapolate."""
+    num_iterations = trainer.text_rl.num_iterations
+    num_tests = sum(
+        trainer.is_test_due(number, is_last=number == num_iterations - 1)
+        for number in range(num_iterations)
+    )
+    train = trainer.episodes("train", 0)
+    num_tested = num_tests * len(trainer.episodes("test", 0))
+    parts = [
+        _measure(trainer, trainer.num_branches, num_iterations * len(train)),
+        _measure(trainer, 1, num_tested),
+    ]
+    learning = [one for one in trainer.shared_model_groups.values() if not one.is_frozen]
+    return {
+        "num_iterations": num_iterations,
+        "num_rollouts": num_iterations * len(train) + num_tested,
+        "num_jobs": (num_iterations - 1) * len(learning),
+        **{name: round(sum(part[name] for part in parts)) for name in parts[0] if name != "hours"},
+        "estimated_hours_of_sampling": sum(part["hours"] for part in parts),
+    }
+
+
+def _measure(trainer: PureTextRlTrainer, num_branches: int, count: int) -> dict[str, float]:
+    """What so many rollouts would take."""
+    episodes, journal = trainer.episodes("train", 0)[:NUM_ROLLOUTS], AnswerJournal()
+    key = (trainer.hyper_params.seed, "dry run", num_branches)
+    started = time.perf_counter()
+    trainer.instance.loop.run(
+        trainer.sampler.sample(episodes, key=key, num_branches=num_branches, journal=journal)
+    )
+    factor = count / len(episodes)
+    prompt_tokens, completion_tokens = journal.tokens()
+    return {
+        "num_requests": len(journal) * factor,
+        "prompt_tokens": prompt_tokens * factor,
+        "completion_tokens": completion_tokens * factor,
+        "hours": (time.perf_counter() - started) * factor / 3600,
+    }

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nip_astra.errors import DataError, ServiceError
+from nip_astra.language_models.services.chat import (
+    ChatAnswer,
+    ChatFailure,
+    ChatRequest,
+    FailureReason,
+    FinishReason,
+)
+from nip_astra.samplers.answer_journal import AnswerJournal, KeptAnswers
+from nip_astra.samplers.text_arrays import (
+    active_turns,
+    read_prompt,
+    rollout_spec,
+    rollouts_of,
+    transcripts,
+)
+from nip_astra.samplers.text_rollouts import TextRolloutSampler
+from nip_astra.scenario_base.text.game import TextEpisode, TextGame
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+from tests.text_games import FakeChatModel, FakeSpeaker, build_text_game, play
+
+
+def _say(request: ChatRequest, number: int) -> str:
+    """Something that hangs on the request and the sample alone."""
+    if "decide" in request.messages[-1]["content"]:
+        word = "accept" if (request.seed or 0) % 2 else "reject"
+        return f"Decision: {word}"
+    return f"say {(request.seed or 0) % 1000} {number}"
+
+
+def _starts(game: TextGame, num: int) -> list[TextEpisode]:
+    return [game.start(n, {"y": n % 2, "claim": f"claim {n}"}, n) for n in range(num)]
+
+
+@pytest.fixture
+def adp(tmp_path: Path) -> TextGame:
+    return build_text_game("adp", tmp_path)
+
+
+def test_all_requests_of_a_round_are_in_flight_together(adp: TextGame) -> None:
+    model = FakeChatModel(_say)
+    play(adp, model, _starts(adp, 12))
+    assert model.most_in_flight == 12
+    assert len(model.requests) == 24
+
+
+def test_branches_ask_once_for_several_samples_and_grow_a_tree(tmp_path: Path) -> None:
+    game = build_text_game("nip", tmp_path, nip={"max_message_rounds": 3})
+    model = FakeChatModel(lambda request, number: "Ask" if number else _say(request, number))
+    (start,) = _starts(game, 1)
+    ends = play(game, model, [start], num_branches=2)
+    # The verifier decides at once in branch 0; branch 1 goes on, with two answers of the prover.
+    assert [end.node_id for end in ends] == [
+        "0.0",
+        *("0.1.0.0", "0.1.0.1", "0.1.1.0", "0.1.1.1"),
+    ]
+    assert [end.episode.round for end in ends] == [1, 3, 3, 3, 3]
+    assert all(request.num_samples == 2 for request in model.requests[:2])
+    assert ends[1].path()[0] is ends[4].path()[0]
+
+
+def test_answers_hang_on_key_place_and_attempt_alone(adp: TextGame) -> None:
+    few, many = (play(adp, FakeChatModel(_say), _starts(adp, num)) for num in (3, 9))
+    assert [one.path()[0].moves for one in few] == [one.path()[0].moves for one in many[:3]]
+    first = FakeChatModel(_say)
+    play(adp, first, _starts(adp, 9))
+    seeds = [request.seed for request in first.requests]
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_an_answer_that_cannot_be_used_is_asked_for_again_and_counted(adp: TextGame) -> None:
+    said = iter(["", "hello", "dunno", "dunno", "Decision: accept"])
+    (end,) = play(adp, FakeChatModel(lambda request, number: next(said)))
+    moves = {agent: move for node in end.path() for agent, move in node.moves.items()}
+    assert (moves["prover"].num_retries, moves["prover"].answer) == (1, "hello")
+    assert (moves["verifier"].num_retries, moves["verifier"].is_filled) == (2, False)
+
+
+def test_after_all_retries_an_agent_says_nothing(
+    adp: TextGame, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = FakeChatModel(lambda request, number: "" if "Argue" in str(request) else "dunno")
+    (end,) = play(adp, model)
+    moves = {agent: move for node in end.path() for agent, move in node.moves.items()}
+    assert all(move.is_filled and move.answer == "" for move in moves.values())
+    assert end.outcome is not None
+    assert end.outcome.is_out_of_rounds
+    assert len(model.requests) == 6
+    assert "prover gave no answer that can be used in 3 attempts" in caplog.text
+    assert "since it holds no decision, in the last turn" in caplog.text
+
+
+def test_only_the_samples_that_fail_are_asked_for_again(adp: TextGame) -> None:
+    model = FakeChatModel(lambda request, number: "" if number == 1 else "hi decision: accept")
+    ends = play(adp, model, num_branches=3)
+    assert [request.num_samples for request in model.requests[:2]] == [3, 1]
+    assert [end.path()[0].moves["prover"].num_retries for end in ends[::3]] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ChatFailure(FailureReason.REFUSED, "no"),
+        ChatFailure(FailureReason.MALFORMED, "html"),
+        ChatAnswer("half", FinishReason.CONTENT_FILTER),
+        ChatAnswer("", refusal="I will not"),
+    ],
+)
+def test_a_refused_request_is_data(adp: TextGame, bad: ChatAnswer | ChatFailure) -> None:
+    said = iter([bad, ChatAnswer("hi", FinishReason.LENGTH), ChatAnswer("Decision: reject")])
+    (end,) = play(adp, FakeChatModel(lambda request, number: next(said)))
+    move = end.path()[0].moves["prover"]
+    assert (move.num_retries, move.answer, move.is_cut) == (1, "hi", True)
+
+
+def test_an_unreachable_service_stops_the_sampling_and_loses_no_answer(
+    adp: TextGame, tmp_path: Path
+) -> None:
+    path = tmp_path / "answers.jsonl"
+
+    def script(request: ChatRequest, number: int) -> str | ChatFailure:
+        if "claim 1" in str(request):
+            return ChatFailure(FailureReason.UNAVAILABLE, "no route")
+        return _say(request, number)
+
+    with pytest.raises(ServiceError, match=r"unavailable, no route\. Resume the run"):
+        play(adp, FakeChatModel(script), _starts(adp, 3), journal=AnswerJournal(path))
+    model = FakeChatModel(_say)
+    ends = play(adp, model, _starts(adp, 3), journal=AnswerJournal(path))
+    assert len(model.requests) == 4, "one that had failed, and three of the second round"
+    whole = play(adp, FakeChatModel(_say), _starts(adp, 3))
+    assert rollouts_of(adp, ends) == rollouts_of(adp, whole)
+
+
+@pytest.mark.parametrize("num_before", range(7))
+def test_a_sampling_that_was_cut_off_anywhere_goes_on_and_asks_nothing_twice(
+    adp: TextGame, tmp_path: Path, num_before: int
+) -> None:
+    whole = play(adp, FakeChatModel(_say), _starts(adp, 3))
+    path = tmp_path / "answers.jsonl"
+    play(adp, FakeChatModel(_say), _starts(adp, 3), journal=AnswerJournal(path))
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 6
+    # The process was killed in the middle of a line.
+    half = lines[num_before][:40] if num_before < 6 else b""
+    path.write_bytes(b"".join(lines[:num_before]) + half)
+    model = FakeChatModel(_say)
+    ends = play(adp, model, _starts(adp, 3), journal=AnswerJournal(path))
+    assert len(model.requests) == 6 - num_before
+    assert rollouts_of(adp, ends) == rollouts_of(adp, whole)
+    assert sorted(path.read_bytes().splitlines()) == sorted(b"".join(lines).splitlines())
+
+
+def test_a_stop_between_rounds_leaves_the_rounds_before_in_the_journal(
+    adp: TextGame, tmp_path: Path
+) -> None:
+    journal = AnswerJournal(tmp_path / "answers.jsonl")
+
+    def stop(number: int) -> None:
+        raise KeyboardInterrupt
+
+    names = adp.protocol.agent_names
+    sampler = TextRolloutSampler(adp, dict.fromkeys(names, FakeSpeaker(FakeChatModel(_say))))
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(sampler.sample(_starts(adp, 4), key=("k",), journal=journal, after_round=stop))
+    assert len(AnswerJournal(journal.path)) == 4
+
+
+def test_a_journal_keeps_what_json_finds_hard_and_counts_what_was_paid(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "answers.jsonl"
+    journal = AnswerJournal(path)
+    hard = KeptAnswers(("a\u2028b\n\"'\x00é",), (False,), ("",), 3, 2)
+    journal.put("one/0", hard)
+    journal.put("two", KeptAnswers(("x", ""), (True, False), ("", "no"), 5, 7, is_cached=True))
+    again = AnswerJournal(path)
+    assert again.get("one/0") == hard
+    assert again.get("two") == journal.get("two")
+    assert again.get("three") is None
+    assert again.tokens() == (3, 2)
+    path.write_text('{"id": "x"}\n')
+    with pytest.raises(DataError, match=r"line 1 of .* was to hold answers"):
+        AnswerJournal(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["nip", "adp", "debate", "merlin_arthur", "mnip", "solo_verifier", "multi_channel_test"]
+)
+def test_rollouts_of_every_protocol_come_back_from_disk(name: str, tmp_path: Path) -> None:
+    game = build_text_game(name, tmp_path)
+
+    def script(request: ChatRequest, number: int) -> str:
+        said = _say(request, number)
+        return said if "Decision" in said else f"To prover0: {said}\nTo main: \u2028 {said}"
+
+    ends = play(game, FakeChatModel(script), _starts(game, 3), num_branches=2)
+    rollouts = rollouts_of(game, ends)
+    rollout_spec(game, len(ends)).check(rollouts)
+    rollouts.save(tmp_path / "rollouts.json")
+    assert NestedArrayDict.load(tmp_path / "rollouts.json") == rollouts
+    turns = list(active_turns(rollouts))
+    assert turns
+    for n, r, a in turns:
+        node, agent = ends[n].path()[r], game.protocol.agent_names[a]
+        assert read_prompt(rollouts["agents", "prompt"][n, r, a]) == node.moves[agent].prompt
+        assert rollouts["agents", "raw_message"][n, r, a] == node.moves[agent].answer
+    assert len(turns) == sum(len(node.moves) for end in ends for node in end.path())
+
+
+def test_what_a_rollout_holds_is_what_was_played(adp: TextGame) -> None:
+    (end,) = play(adp, FakeChatModel(_say), _starts(adp, 1))
+    rollouts = rollouts_of(adp, [end])
+    assert end.outcome is not None
+    assert rollouts.batch_size == (1,)
+    assert rollouts["decision"].tolist() == [end.outcome.decision]
+    assert rollouts["num_rounds"].tolist() == [2]
+    assert rollouts["datapoint", "claim"].tolist() == ["claim 0"]
+    assert rollouts["node", "id"].tolist() == [["0.0", "0.0.0"]]
+    assert rollouts["node", "parent"].tolist() == [["0", "0.0"]]
+    assert rollouts["agents", "is_active"].tolist() == [[[True, False], [False, True]]]
+    assert rollouts["agents", "message"][0, :, :, 0].tolist() == [
+        [end.path()[0].moves["prover"].answer, None],
+        [None, None],
+    ]
+    assert np.array_equal(rollouts["agents", "reward"][0, 1], end.outcome.rewards)
+    (told,) = transcripts(rollouts, adp.protocol.agent_names, ("main",))
+    assert [(turn["agent"], turn["decision"]) for turn in told["turns"]] == [
+        ("prover", 2),
+        ("verifier", end.outcome.decision),
+    ]
+    assert json.loads(json.dumps(told)) == told
+
+
+def test_transcripts_name_the_turns_of_each_rollout(adp: TextGame) -> None:
+    rollouts = rollouts_of(adp, play(adp, FakeChatModel(_say), _starts(adp, 3)))
+    told = transcripts(rollouts, adp.protocol.agent_names, ("main",))
+    said = [one["turns"][0]["messages"]["main"] for one in told]
+    assert said == rollouts["agents", "raw_message"][:, 0, 0].tolist()
+    assert len(set(said)) == 3

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra.parameters.content import content_root
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment, run_experiment
+from nip_astra.scenarios.code_validation import CodeValidationScenario
+from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
+from nip_astra.scenarios.secret_word import TEST_WORDS, TRAIN_WORDS, SecretWordScenario
+
+SCRIPTED = '{_type: scripted, answers: ["Decision: accept"]}'
+CODE = content_root() / "scenarios" / "code_validation"
+
+
+def _prepare(scenario: str, *overrides: str) -> PureTextScenarioInstance:
+    resolved = resolve_experiment(
+        trainer="pure_text_ei",
+        scenario=scenario,
+        overrides=[f"{scenario}.agents.default.model={SCRIPTED}", *overrides],
+    )
+    instance = prepare_experiment(resolved, progress=False).scenario_instance
+    assert isinstance(instance, PureTextScenarioInstance)
+    return instance
+
+
+def test_claims_are_true_and_false_alike_and_tests_have_other_words() -> None:
+    parameters = SecretWordScenario.Parameters()
+    datasets = SecretWordScenario.build_datasets(parameters, seed=3, scenario_dir=None)
+    for data, words in zip(datasets, (TRAIN_WORDS, TEST_WORDS), strict=True):
+        assert sorted(Counter(data["y"].tolist()).values()) == [len(data) // 2] * 2
+        assert ((data["word"] == data["claim"]) == data["y"].astype(bool)).all()
+        assert set(data["word"].tolist()) <= set(words)
+    assert not set(TRAIN_WORDS) & set(TEST_WORDS)
+    again = SecretWordScenario.build_datasets(parameters, seed=3, scenario_dir=None)
+    assert again == datasets
+    assert SecretWordScenario.build_datasets(parameters, seed=4, scenario_dir=None) != datasets
+
+
+def test_code_has_as_many_right_as_wrong_solutions_and_no_problem_in_both_splits() -> None:
+    parameters = CodeValidationScenario.Parameters(num_wrong_solutions=2)
+    train, test = CodeValidationScenario.build_datasets(parameters, seed=0, scenario_dir=CODE)
+    for data in (train, test):
+        assert data["y"].mean() == 0.5
+        assert all((mutation == "") == y for mutation, y in zip(data["mutation"], data["y"]))  # noqa: B905
+    assert not set(train["name"].tolist()) & set(test["name"].tolist())
+    assert set(train["level"].tolist()) == {1, 2, 3}
+    easy = CodeValidationScenario.build_datasets(
+        CodeValidationScenario.Parameters(levels=[1]), seed=0, scenario_dir=CODE
+    )
+    assert set(easy.train["level"].tolist()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 1 of"),
+        (json.dumps({"name": "x", "level": 1, "question": "q", "solutions": []}), "solutions"),
+        (json.dumps({"name": "x", "level": "1", "question": "q", "solutions": []}), "level"),
+    ],
+)
+def test_a_broken_problem_is_told_by_its_line(line: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "problems.jsonl").write_text(line)
+    with pytest.raises(DataError, match=message):
+        CodeValidationScenario.build_datasets(
+            CodeValidationScenario.Parameters(), seed=0, scenario_dir=tmp_path
+        )
+    with pytest.raises(DataError, match="Give the path of a file"):
+        CodeValidationScenario.build_datasets(
+            CodeValidationScenario.Parameters(problems="none"), seed=0, scenario_dir=tmp_path
+        )
+
+
+@pytest.mark.parametrize("scenario", ["secret_word", "code_validation"])
+@pytest.mark.parametrize(
+    "protocol",
+    ["nip", "adp", "debate", "merlin_arthur", "mnip", "solo_verifier", "multi_channel_test"],
+)
+def test_a_scenario_has_prompts_for_every_protocol(scenario: str, protocol: str) -> None:
+    instance = _prepare(scenario, f"interaction_protocol={protocol}")
+    game = instance.game
+    row = {name: array[0] for name, array in instance.train_data.items()}
+    seen = set()
+    rounds = range(game.protocol.max_message_rounds)
+    # With either seed, as Merlin and Arthur's protocol lets one prover speak.
+    for number, seed in product(rounds, (0, 1)):
+        at = replace(game.start(0, row | {"y": 1}, seed), round=number)
+        for turn in game.turns(at):
+            messages = game.messages(at, turn)
+            assert messages[-1]["role"] == "user"
+            assert all(message["content"] for message in messages)
+            seen.add(turn.agent)
+            hidden = row["word"] if scenario == "secret_word" else None
+            if hidden is not None and turn.agent == "verifier" and row["claim"] != hidden:
+                assert hidden not in str(messages), "the verifier is not told the word"
+            assert not row.get("mutation") or row["mutation"] not in str(messages)
+    assert seen == set(game.protocol.agent_names)
+
+
+def test_agents_are_grouped_and_an_unknown_one_is_told() -> None:
+    assert list(_prepare("secret_word").shared_model_groups) == ["players"]
+    apart = _prepare("secret_word", "secret_word.agents.verifier.shared_model_group=judges")
+    assert sorted(apart.shared_model_groups) == ["judges", "players"]
+    with pytest.raises(ConfigurationError, match="Did you mean 'prover'"):
+        _prepare("secret_word", "secret_word.agents.provers.top_p=0.5")
+
+
+def test_trainers_of_networks_are_refused() -> None:
+    with pytest.raises(UnknownNameError, match="pure_text"):
+        resolve_experiment(trainer="vanilla_ppo", scenario="secret_word")
+    with pytest.raises(UnknownNameError, match="pure_text"):
+        resolve_experiment(trainer="pure_text_ei", scenario="graph_isomorphism_small")
+
+
+def test_a_scripted_game_runs_to_its_report(tmp_path: Path) -> None:
+    frozen = "secret_word.agents.default.freeze_agent=true"
+    overrides: list[Any] = [f"secret_word.agents.default.model={SCRIPTED}", frozen]
+    resolved = resolve_experiment(
+        trainer="pure_text_ei",
+        overrides=[*overrides, "text_rl.num_iterations=2", "secret_word.num_test=10"],
+    )
+    result = run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False)
+    # The verifier accepts at once, and half of the claims are true.
+    assert result.results["after"]["mean_accuracy"] == 0.5
+    page = (tmp_path / "one" / "report.html").read_text(encoding="utf-8")
+    assert "Requests to models" in page

@@ -1,0 +1,68 @@
+"""The pocket target behind an address is stress-tested as the one in process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from tests.chat_service import behind_an_address, pocket_target
+
+pytest.importorskip("openai")
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def play(scenario: str, folder: Path, *overrides: str) -> Any:
+    small = (
+        *("training.training_steps=2", "training.num_episodes_per_experience=2"),
+        *("ast_chat.evaluation.num_episodes=40", "ast_chat.evaluation.use_random_search=false"),
+    )
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=scenario, overrides=[*small, *overrides]
+    )
+    return run_experiment(resolved, runs_dir=str(folder), run_id=scenario, progress=False).results
+
+
+def test_a_run_against_the_address_ends_near_one_in_process(tmp_path: Path) -> None:
+    inside = play("pocket_chat", tmp_path)
+    with behind_an_address(pocket_target()) as stub:
+        address = f"ast_chat.target.chat_model.base_url={stub.base_url}"
+        outside = play("pocket_chat_api", tmp_path, address)
+        num_requests = len(stub.requests)
+    before = outside["before"]
+    assert before["num_episodes"] == inside["before"]["num_episodes"] == 40
+    # The attacker's words of the first turn are the same; the target draws other numbers.
+    assert abs(before["failure_rate"] - inside["before"]["failure_rate"]) < 0.2
+    assert before["probe_nll"] == pytest.approx(inside["before"]["probe_nll"], rel=0.2)
+    # 2 iterations of 2 trees of 84 probes, and two tables of 40 episodes of 3 turns.
+    use = outside["services"]["target"]
+    # Where the trained attacker opens with the same probe, its answer is remembered.
+    assert use["num_requests"] + use["num_remembered"] == 2 * 2 * 84 + 240
+    assert num_requests == use["num_requests"] < 2 * 2 * 84 + 240
+    assert use["failures"] == {}
+    report = (tmp_path / "pocket_chat_api" / "report.html").read_text()
+    assert "Services" in report
+    assert "pocket" in report
+
+
+def test_parameters_are_those_of_pocket_chat_but_for_the_target() -> None:
+    inside, outside = (
+        resolve_experiment(trainer="ast_dpo", scenario=name).hyper_params.to_dict()
+        for name in ("pocket_chat", "pocket_chat_api")
+    )
+    for values in (inside, outside):
+        values["ast_chat"]["target"].pop("language_model")
+        values["ast_chat"]["target"].pop("chat_model")
+        values["ast_chat"].pop("planted_failures")
+        values.pop("scenario")
+    text = json.dumps(outside).replace("scenario://../pocket_chat/", "scenario://")
+    assert json.loads(text) == inside

@@ -1,0 +1,387 @@
+"""Fine-tuning jobs, as the official client starts and follows them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.serve.engine import EngineLimits
+from nip_astra.serve.job_store import JobStore, Status, is_running
+from nip_astra.serve.local_service import LocalService
+from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.shelf import Shelf
+from nip_astra.serve.state import open_service
+from nip_astra.serve.tuning import TuningPlan, fine_tune
+from nip_astra.serve.tuning_data import read_texts
+from tests.serve.running import Running, running
+
+PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", "good day")]
+FAST = {"n_epochs": 8, "batch_size": 1, "learning_rate_multiplier": 10.0}
+
+
+def supervised() -> bytes:
+    rows = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in PAIRS
+    ]
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+def preferences() -> bytes:
+    rows = [
+        {
+            "input": {"messages": [{"role": "user", "content": a}]},
+            "preferred_output": [{"role": "assistant", "content": b}],
+            "non_preferred_output": [{"role": "assistant", "content": "silly stupid cat"}],
+        }
+        for a, b in PAIRS
+    ]
+    return "\n".join(map(json.dumps, rows)).encode()
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model_dir: Path) -> Iterator[Running]:
+    with running({"tiny": str(tiny_model_dir)}) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def client(service: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
+        yield client
+
+
+def upload(client: openai.OpenAI, content: bytes) -> str:
+    return client.files.create(file=("data.jsonl", content), purpose="fine-tune").id
+
+
+def submit(client: openai.OpenAI, content: bytes, method: str = "supervised", **more: Any) -> Any:
+    options = {"type": method, method: {"hyperparameters": more.pop("options", FAST)}}
+    given = {
+        "model": "tiny",
+        "training_file": upload(client, content),
+        "method": options,
+        "seed": 1,
+    }
+    return client.fine_tuning.jobs.create(**(given | more))  # type: ignore[call-overload]
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+
+
+def finish(client: openai.OpenAI, job: Any) -> Any:
+    over = ("succeeded", "failed", "cancelled")
+    wait_until(lambda: client.fine_tuning.jobs.retrieve(job.id).status in over)
+    return client.fine_tuning.jobs.retrieve(job.id)
+
+
+def say(client: openai.OpenAI, model: str, text: str) -> str:
+    answer = client.chat.completions.create(
+        model=model, messages=[{"role": "user", "content": text}], temperature=0, max_tokens=8
+    )
+    return answer.choices[0].message.content or ""
+
+
+def test_a_supervised_job_teaches_and_equals_training_directly(
+    service: Running, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    job = submit(client, supervised(), suffix="taught", metadata={"run": "one"})
+    assert job.status in ("queued", "running")
+    assert job.fine_tuned_model is None
+    done = finish(client, job)
+    assert done.status == "succeeded", done.error
+    assert done.fine_tuned_model == f"ft:tiny:taught:{job.id[-8:]}"
+    assert done.trained_tokens == 8 * (3 + 5 + 3)
+    assert done.hyperparameters.n_epochs == 8
+    assert [say(client, done.fine_tuned_model, question) for question, _ in PAIRS] == [
+        answer for _, answer in PAIRS
+    ]
+    assert [say(client, "tiny", question) for question, _ in PAIRS] != [b for _, b in PAIRS]
+
+    events = list(client.fine_tuning.jobs.list_events(job.id, limit=7))
+    steps = [event.data["step"] for event in reversed(events) if event.type == "metrics"]  # type: ignore[index]
+    assert steps == list(range(1, 25))
+    kept = client.fine_tuning.jobs.checkpoints.list(job.id).data
+    assert [one.step_number for one in kept] == [24, 21, 18]
+    assert kept[0].fine_tuned_model_checkpoint == done.fine_tuned_model
+    assert say(client, kept[1].fine_tuned_model_checkpoint, "the cat")
+
+    (tmp_path / "data").write_bytes(supervised())
+    plan = TuningPlan(**service.store.job(job.id).plan)
+    fine_tune(plan, read_texts(tmp_path / "data", "supervised"), tmp_path / "direct")
+    direct = load_file(tmp_path / "direct" / "adapter_model.safetensors")
+    folder = service.store.job_folder(job.id) / "model"
+    by_job = load_file(folder / "adapter_model.safetensors")
+    assert direct.keys() == by_job.keys()
+    assert all(torch.equal(direct[name], by_job[name]) for name in direct)
+    assert [one.id for one in client.fine_tuning.jobs.list(metadata={"run": "one"})] == [job.id]
+    assert client.fine_tuning.jobs.list(metadata={"run": "two"}).data == []
+
+
+def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(client: openai.OpenAI) -> None:
+    first = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 2}))
+    held_out = upload(client, preferences())
+    options = FAST | {"beta": 0.5, "n_epochs": 4}
+    job = submit(
+        client,
+        preferences(),
+        "dpo",
+        options=options,
+        model=first.fine_tuned_model,
+        validation_file=held_out,
+    )
+    done = finish(client, job)
+    assert done.status == "succeeded", done.error
+    assert done.fine_tuned_model.startswith("ft:tiny::")
+    assert done.method.dpo.hyperparameters.beta == 0.5
+    metrics = client.fine_tuning.jobs.checkpoints.list(job.id).data[0].metrics
+    assert metrics.train_loss is not None
+    assert metrics.train_loss < 0.3
+    assert metrics.full_valid_loss is not None
+    assert say(client, done.fine_tuned_model, "hello")
+
+
+def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
+    key = {"idempotency_key": "only once"}
+    one, other = (submit(client, supervised(), metadata=key) for _ in range(2))
+    assert one.id == other.id
+    client.fine_tuning.jobs.cancel(one.id)
+
+
+def test_a_job_is_cancelled_paused_and_resumed(service: Running, client: openai.OpenAI) -> None:
+    long = FAST | {"n_epochs": 900}
+    job = submit(client, supervised(), options=long)
+    behind = submit(client, supervised(), options=FAST | {"n_epochs": 1})
+    assert client.fine_tuning.jobs.pause(behind.id).status == "paused"
+    wait_until(lambda: len(service.store.events(job.id)) > 5)
+    assert client.fine_tuning.jobs.pause(job.id).status == "paused"
+    pid = service.store.job(job.id).pid
+    wait_until(lambda: not is_running(pid, service.store.job(job.id).pid_started))
+    number = len(service.store.events(job.id))
+    assert client.fine_tuning.jobs.resume(job.id).status == "queued"
+    wait_until(lambda: len(service.store.events(job.id)) > number + 5)
+    assert client.fine_tuning.jobs.cancel(job.id).status == "cancelled"
+    steps = [row["step"] for row in service.store.events(job.id) if row["step"] is not None]
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    client.fine_tuning.jobs.resume(behind.id)
+    assert finish(client, behind).status == "succeeded"
+    for change in ("cancel", "pause", "resume"):
+        with pytest.raises(openai.ConflictError, match="but it is"):
+            getattr(client.fine_tuning.jobs, change)(job.id)
+
+
+def test_a_killed_worker_goes_on_and_repeats_no_step(
+    service: Running, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    job = submit(client, supervised(), options=FAST | {"n_epochs": 30})
+    wait_until(lambda: len(service.store.events(job.id)) > 10)
+    pid = service.store.job(job.id).pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    done = finish(client, job)
+    assert done.status == "succeeded", done.error
+    events = service.store.events(job.id)
+    steps = [row["step"] for row in events if row["step"] is not None]
+    assert steps == list(range(90, 0, -1))
+    said = " ".join(row["message"] for row in events)
+    assert "was killed by signal 9; the job goes on" in said
+    assert "goes on after step" in said
+    (tmp_path / "data").write_bytes(supervised())
+    plan = TuningPlan(**service.store.job(job.id).plan)
+    fine_tune(plan, read_texts(tmp_path / "data", "supervised"), tmp_path / "direct")
+    direct = load_file(tmp_path / "direct" / "adapter_model.safetensors")
+    killed = load_file(service.store.job_folder(job.id) / "model" / "adapter_model.safetensors")
+    assert all(torch.equal(direct[name], killed[name]) for name in direct)
+
+
+def test_a_job_that_cannot_be_done_fails_with_its_reason(client: openai.OpenAI) -> None:
+    row = json.loads(supervised().splitlines()[0])
+    row["messages"][0]["content"] = "cat " * 200
+    done = finish(client, submit(client, json.dumps(row).encode()))
+    assert done.status == "failed"
+    assert "the model's window holds 96" in done.error.message
+    assert done.fine_tuned_model is None
+    last = client.fine_tuning.jobs.list_events(done.id).data[0]
+    assert last.level == "error"
+
+
+def test_what_is_wrong_with_a_job_is_told_at_once(client: openai.OpenAI) -> None:
+    jobs, right = client.fine_tuning.jobs, upload(client, supervised())
+    with pytest.raises(openai.NotFoundError, match="model 'nothing'"):
+        jobs.create(model="nothing", training_file=right)
+    with pytest.raises(openai.NotFoundError, match="file 'file-nothing'"):
+        jobs.create(model="tiny", training_file="file-nothing")
+    with pytest.raises(openai.NotFoundError, match=r"'\.\./\.\./etc/passwd'"):
+        jobs.create(model="tiny", training_file="../../etc/passwd")
+    with pytest.raises(openai.BadRequestError, match="line 1 is no example of the method dpo"):
+        jobs.create(model="tiny", training_file=right, method={"type": "dpo"})
+    for wrong, text in [
+        ({"method": {"type": "reinforcement"}}, "method.type"),
+        (
+            {"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 1}}}},
+            "beta",
+        ),
+        ({"hyperparameters": {"n_epochs": 0}}, "n_epochs"),
+        ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, "integrations"),
+        ({"suffix": "../up"}, "suffix"),
+    ]:
+        with pytest.raises(openai.BadRequestError, match=text):
+            jobs.create(model="tiny", training_file=right, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(openai.NotFoundError, match="fine-tuning job 'ftjob-none'"):
+        jobs.retrieve("ftjob-none")
+    with pytest.raises(openai.BadRequestError, match="limit"):
+        jobs.list(limit=0)
+    with pytest.raises(openai.BadRequestError, match="no such entry"):
+        jobs.list(after="ftjob-none")
+
+
+def test_files_are_kept_listed_and_deleted(service: Running, client: openai.OpenAI) -> None:
+    made = client.files.create(file=("mine.jsonl", b"{}\n"), purpose="fine-tune")
+    assert (made.filename, made.bytes, made.status) == ("mine.jsonl", 3, "processed")
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).read() == b"{}\n"
+    assert made.id in [one.id for one in client.files.list()]
+    assert client.files.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(made.id)
+    assert not service.store.file_path(made.id).exists()
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "a\\b", "..", "a\u202eb", "x" * 256])
+def test_a_path_is_no_file_name(service: Running, client: openai.OpenAI, name: str) -> None:
+    before = sorted(service.store.folder.rglob("*"))
+    with pytest.raises(openai.BadRequestError):
+        client.files.create(file=(name, b"{}"), purpose="fine-tune")
+    assert sorted(service.store.folder.rglob("*")) == before
+
+
+def test_uploads_of_another_kind_are_json_errors(service: Running, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=("a", b"{}"), purpose="batch")
+    url = f"{service.base_url}/files"
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    for reply in [
+        httpx.post(url, content=b"--x\r\nbroken", headers=form),
+        httpx.post(url, content=b"", headers={"Content-Type": "multipart/form-data"}),
+        httpx.post(url, json={"file": "x"}),
+        httpx.post(url, data={"purpose": "fine-tune"}),
+        httpx.post(url, data={"purpose": "fine-tune", "expires_after": "1"}),
+    ]:
+        assert reply.status_code == 400
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.slow  # several processes, each of which imports torch
+def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> None:
+    with (
+        running({"tiny": str(tiny_model_dir)}, max_full_parameters=10**6) as service,
+        openai.OpenAI(base_url=service.base_url, api_key="any") as client,
+    ):
+        done = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 12}))
+        assert done.status == "succeeded", done.error
+        assert (service.store.job_folder(done.id) / "model" / "model.safetensors").exists()
+        assert say(client, done.fine_tuned_model, "the cat") == "sat on a mat"
+
+
+def start(model: Path, state: Path) -> LocalService:
+    settings = ServiceSettings(port=0, state_dir=str(state))
+    return LocalService({"tiny": str(model)}, settings, num_threads=1)
+
+
+@pytest.mark.slow  # several processes, each of which imports torch
+def test_jobs_and_models_survive_a_kill_of_the_service(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    store = JobStore(tmp_path)
+    service = start(tiny_model_dir, tmp_path)
+    with openai.OpenAI(base_url=service.base_url, api_key="any") as client:
+        done = finish(client, submit(client, supervised()))
+        running_job = submit(client, supervised(), options=FAST | {"n_epochs": 60})
+        waiting = submit(client, supervised(), options=FAST | {"n_epochs": 1})
+        wait_until(lambda: len(store.events(running_job.id)) > 10)
+    os.kill(service.pid, signal.SIGKILL)
+    (tmp_path / "files" / "file-cut.part").write_bytes(b"half an upload")
+    service.stop()
+    service = start(tiny_model_dir, tmp_path)
+    with service, openai.OpenAI(base_url=service.base_url, api_key="any") as client:
+        assert say(client, done.fine_tuned_model, "the cat") == "sat on a mat"
+        assert finish(client, running_job).status == "succeeded"
+        assert finish(client, waiting).status == "succeeded"
+        steps = [row["step"] for row in store.events(running_job.id) if row["step"] is not None]
+        assert steps == list(range(180, 0, -1))
+    assert not (tmp_path / "files" / "file-cut.part").exists()
+
+
+@pytest.mark.slow  # several processes, each of which imports torch
+def test_a_service_that_is_stopped_leaves_its_job_for_the_next(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    store = JobStore(tmp_path)
+    with start(tiny_model_dir, tmp_path) as service:
+        with openai.OpenAI(base_url=service.base_url, api_key="any") as client:
+            job = submit(client, supervised(), options=FAST | {"n_epochs": 200})
+        wait_until(lambda: len(store.events(job.id)) > 5)
+    left = store.job(job.id)
+    assert left.status is Status.QUEUED
+    assert not is_running(left.pid, left.pid_started)
+    assert left.crashes == 0
+
+
+@pytest.mark.slow  # several processes, each of which imports torch
+def test_a_job_whose_process_dies_again_and_again_is_given_up(
+    tiny_model_dir: Path, client: openai.OpenAI, service: Running
+) -> None:
+    job = submit(client, supervised(), options=FAST | {"n_epochs": 900})
+    for crashes in range(3):
+        wait_until(
+            lambda crashes=crashes: (  # type: ignore[misc]
+                service.store.job(job.id).status is Status.RUNNING
+                and service.store.job(job.id).crashes == crashes
+                and service.store.job(job.id).pid is not None
+            )
+        )
+        time.sleep(0.2)
+        os.kill(service.store.job(job.id).pid or 0, signal.SIGKILL)
+    done = finish(client, job)
+    assert done.status == "failed"
+    assert "was killed by signal 9, for the 3rd time" in done.error.message
+
+
+def test_two_services_do_not_share_a_state(tiny_model_dir: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from nip_astra.tracking.run_lock import run_lock\n"
+        "with run_lock(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    shelf = Shelf(device=torch.device("cpu"), limits=EngineLimits())
+    try:
+        with (
+            pytest.raises(ConfigurationError, match="--state-dir"),
+            open_service(shelf, ServiceSettings(state_dir=str(tmp_path))),
+        ):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()

@@ -1,0 +1,120 @@
+"""What a hook gives is checked field by field, and told in one message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.trainers.service.contract import check_batch, check_trajectories
+
+
+def trajectories() -> list[Trajectory]:
+    return [
+        Trajectory([1, 2, 3], [0, 1, 1], logprobs=[0, -1, -1], reward=1.0),
+        Trajectory([1, 2], [0, 1], logprobs=[0, -1], reward=0.0),
+    ]
+
+
+def batch(**values: Any) -> Batch:
+    made = Batch.from_trajectories(trajectories())
+    made.values["advantages"] = torch.tensor([1.0, -1.0])
+    for name, value in values.items():
+        if value is None:
+            del made.values[name]
+        else:
+            made.values[name] = value
+    return made
+
+
+def told(given: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        check_batch(given, trainer="MyTrainer", num_rows=2)
+    return str(caught.value)
+
+
+def test_what_is_right_passes_with_advantages_of_rows_or_of_tokens() -> None:
+    for made in (batch(), batch(advantages=torch.ones(2, 3))):
+        found, metrics = check_batch((made, {"a": 1.0}), trainer="MyTrainer", num_rows=2)
+        assert found is made
+        assert metrics == {"a": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"advantages": None},
+            "values['advantages'] is missing and must be a floating tensor of shape [2] or [2, 3]",
+        ),
+        (
+            {"advantages": [1.0, 2.0, 3.0]},
+            "values['advantages'] has the shape [3] and must be a floating tensor of shape [2]",
+        ),
+        (
+            {"advantages": ["high", "low"]},
+            "values['advantages'] is a list of 2 str and must be a floating tensor",
+        ),
+        ({"advantages": torch.tensor([1, 2])}, "values['advantages'] is torch.int64 and must be"),
+        (
+            {"advantages": torch.tensor([1.0, torch.nan])},
+            "values['advantages'] holds NaN or infinity where tokens are learnt",
+        ),
+        (
+            {"loss_mask": torch.ones(2, 2, dtype=torch.bool)},
+            "values['loss_mask'] has the shape [2, 2] and must have [2, 3], that of attention_mask",
+        ),
+        (
+            {"loss_mask": torch.ones(2, 3)},
+            "values['loss_mask'] is torch.float32 and must be torch.bool",
+        ),
+        ({"input_ids": None}, "values['input_ids'] is nothing and must be a tensor [2, 3]"),
+    ],
+)
+def test_a_field_that_is_wrong_is_named(values: dict[str, Any], message: str) -> None:
+    text = told((batch(**values), {}))
+    assert message in text
+    assert text.startswith("the trainer MyTrainer was to learn from what its _prepare_batch gives")
+    assert "Fields there: " in text
+
+
+def test_all_faults_are_told_at_once() -> None:
+    text = told((batch(advantages=None, loss_mask=None).select([0]), {"kl": torch.tensor(1.0)}))
+    assert "the batch has 1 rows, but it was given 2" in text
+    assert "values['advantages'] is missing" in text
+    assert "values['loss_mask'] is nothing" in text
+    assert "metrics['kl'] is a tensor [] and must be a number; write float(...)" in text
+
+
+def test_what_is_no_batch_with_figures_is_told() -> None:
+    assert "it gave back nothing and not (Batch, dict)" in told(None)
+    assert "it gave back a Batch and not (Batch, dict)" in told(batch())
+    assert "the metrics are nothing and must be a dict" in told((batch(), None))
+
+
+def checked(given: Any, **options: Any) -> list[Trajectory]:
+    options = {"needs_advantage": True, "metrics": {}} | options
+    return check_trajectories(given, trainer="MyRemote", **options)
+
+
+def test_trajectories_need_a_number_or_one_a_token() -> None:
+    right = trajectories()
+    right[0].advantage, right[1].advantage = 0.5, torch.tensor([0.0, 1.0])
+    assert checked(right) is right
+    assert len(checked(trajectories(), needs_advantage=False)) == 2
+    wrong = trajectories()
+    wrong[0].advantage, wrong[1].advantage = torch.ones(2), float("nan")
+    with pytest.raises(ConfigurationError) as caught:
+        checked(wrong, metrics={"x": [1]})
+    text = str(caught.value)
+    assert "trajectory.advantage has not one entry a token" in text
+    assert "trajectory.advantage is NaN or infinite" in text
+    assert "metrics['x'] is a list of 1 int" in text
+    with pytest.raises(ConfigurationError, match=r"advantage is missing .* \(in 2 of 2\)"):
+        checked(trajectories())
+    with pytest.raises(ConfigurationError, match="it gave back nothing and not list"):
+        checked(None)

@@ -1,0 +1,119 @@
+"""Samples, metrics and figures of trainers on trajectories."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.rollouts.trajectory_advantages import compute_grpo_advantage_for_trajectories
+from nip_astra.trainers.service.measuring import Tally, pass_at_k
+from nip_astra.trainers.service.metrics import log_grpo_metrics, log_rollout_metrics
+from nip_astra.trainers.service.samples import collate_trajectories, samples_of, score_batch
+
+
+def trajectories() -> list[Trajectory]:
+    return [
+        Trajectory([1, 2, 3, 4], [0, 1, 0, 1], logprobs=[0, -1, 0, -2], reward=1.0, group_id="a"),
+        Trajectory([1, 5], [0, 1], logprobs=[0, -3], reward=0.0, group_id="a", is_cut=1),
+        Trajectory([6, 7], [0, 0], reward=0.5, group_id="b", logprobs=[0, 0]),
+    ]
+
+
+def test_samples_hold_what_came_before_and_what_is_learnt() -> None:
+    batch = Batch.from_trajectories(trajectories()[:2])
+    batch.values["advantages"] = torch.tensor([0.5, -0.5])
+    batch.values["mine"] = torch.arange(8.0).reshape(2, 4)
+    first, second = samples_of(batch)
+    assert first["context"].tolist() == [1]
+    assert first["response"].tolist() == [2, 3, 4]
+    assert first["is_trained"].tolist() == [True, False, True]
+    assert first["advantages"].tolist() == [0.5, 0.5, 0.5]
+    assert first["mine"].tolist() == [1, 2, 3]
+    together = collate_trajectories([first, second])
+    assert together["trained_mask"].tolist() == [[True, False, True], [True, False, False]]
+
+
+def test_rows_without_weight_or_without_a_token_of_the_policy_give_no_sample() -> None:
+    batch = Batch.from_trajectories(trajectories())
+    assert len(samples_of(batch)) == 2
+    batch.values["row_weights"] = torch.tensor([0.0, 1.0, 1.0])
+    assert len(samples_of(batch)) == 1
+
+
+def test_scores_stand_at_the_tokens_that_they_are_of() -> None:
+    batch = Batch.from_trajectories(trajectories())
+
+    def score(
+        context: torch.Tensor, mask: torch.Tensor, ids: torch.Tensor, ids_mask: torch.Tensor
+    ) -> torch.Tensor:
+        assert context.shape[1] == 1
+        return torch.where(ids_mask, -ids.float(), 0.0)
+
+    found = score_batch(batch, score)
+    assert found.tolist() == [[0, -2, -3, -4], [0, -5, 0, 0], [0, -7, 0, 0]]
+
+
+def test_advantages_are_set_by_group_and_run(caplog: pytest.LogCaptureFixture) -> None:
+    rows = [
+        Trajectory([1, 2], [0, 1], reward=r, group_id="g", run_id=run)
+        for r, run in ((0.0, 0), (1.0, 0), (2.0, 1))
+    ]
+    alone = Trajectory([1, 2], [0, 1], reward=9.0)
+    without = Trajectory([1, 2], [0, 1], group_id="g", run_id=5)
+    logger = logging.getLogger("test")
+    with caplog.at_level(logging.INFO):
+        found = compute_grpo_advantage_for_trajectories(
+            [*rows, alone, without], logger=logger, use_run_ids=True, std_epsilon=0.0
+        )
+    assert found[0] is rows[0]
+    std = 1.5 / 2**0.5
+    assert [one.advantage for one in rows] == pytest.approx([-1.25 / std, -0.25 / std, 0.75 / std])
+    assert (alone.advantage, without.advantage) == (0.0, 0.0)
+    assert "1 of 2 groups have rewards that tell nothing" in caplog.text
+    compute_grpo_advantage_for_trajectories(rows, use_run_ids=False, scale="none")
+    assert [one.advantage for one in rows] == [-1.0, 0.0, 1.0]
+
+
+def test_figures_of_rollouts_are_those_of_trajectories_and_of_their_batch() -> None:
+    rows = trajectories()
+    metrics: dict[str, float] = {"mine": 1.0}
+    found = log_rollout_metrics(rows, metrics)
+    assert found is metrics
+    assert found["rollout/reward_mean"] == pytest.approx(0.5)
+    assert found["rollout/num_groups"] == 2
+    assert found["rollout/prompt_tokens_mean"] == pytest.approx(4 / 3)
+    assert found["rollout/response_tokens_max"] == 2
+    assert found["rollout/cut_share"] == 1.0
+    of_batch = log_rollout_metrics(Batch.from_trajectories(rows))
+    assert of_batch["rollout/reward_std"] == pytest.approx(found["rollout/reward_std"])
+
+
+def test_figures_of_advantages_say_how_many_groups_tell_nothing() -> None:
+    rows = compute_grpo_advantage_for_trajectories(trajectories())
+    metrics = log_grpo_metrics(rows, {})
+    assert metrics["grpo/num_groups"] == 2
+    assert metrics["grpo/zero_variance_share"] == 0.5
+    assert metrics["grpo/advantage_max"] == pytest.approx(0.5**0.5, abs=1e-5)
+    assert log_grpo_metrics([], {}) == {"grpo/num_groups": 0.0}
+
+
+def test_pass_at_k_is_the_chance_of_one_right_run_among_k() -> None:
+    assert pass_at_k(1, 4, 1) == 0.25
+    assert pass_at_k(1, 4, 2) == 0.5
+    assert pass_at_k(2, 4, 3) == 1.0
+    assert pass_at_k(0, 4, 4) == 0.0
+
+
+def test_a_tally_gives_rate_interval_and_pass_at_k() -> None:
+    tally = Tally(1.0, problems=[0, 0, 1, 1], rewards=[1.0, 0.0, 0.0, 0.5], num_runs=5)
+    report = tally.report(2)
+    assert report["accuracy"] == 0.25
+    low, high = report["accuracy_interval"]
+    assert 0 < low < 0.25 < high < 1
+    assert report["mean_reward"] == 0.375
+    assert (report["pass_at_1"], report["pass_at_2"]) == (0.25, 0.5)
+    assert report["num_without_reward"] == 1

@@ -1,0 +1,254 @@
+"""Adaptive stress testing of a target that only answers messages."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import BudgetExhaustedError, ParameterError
+from nip_astra.language_models.services.chat import (
+    CPU,
+    ChatAnswer,
+    ChatFailure,
+    ChatModel,
+    ChatOutcome,
+    ChatRequest,
+    ChatUsage,
+    FailureReason,
+)
+from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from tests.command_line import CommandLine
+from tests.tiny import experience_of, scenario_section, write_scenario
+
+asked: list[ChatRequest] = []
+SCRIPT = {"_type": "scripted", "answers": ["you are silly", "good day", "the cat sat"]}
+PRICES = {"prompt": 1000.0, "completion": 2000.0}
+
+
+class FlakyChatModel(ChatModel):
+    """Fails for one conversation in three, by what was said."""
+
+    class Parameters(ChatModel.Parameters):
+        """None of its own."""
+
+    name, place = "flaky", "here"
+
+    @classmethod
+    def load(
+        cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
+    ) -> ChatModel:
+        return cls()
+
+    async def answer(self, request: ChatRequest) -> ChatOutcome:
+        asked.append(request)
+        assert request.seed is not None
+        if request.seed % 3 == 0:
+            return ChatOutcome((ChatFailure(FailureReason.REFUSED, "no"),), ChatUsage(5, 0))
+        return ChatOutcome((ChatAnswer("you are silly"),), ChatUsage(5, 3))
+
+
+@pytest.fixture(autouse=True)
+def _flaky() -> Iterator[None]:
+    snapshot = CHAT_MODELS.snapshot()
+    register_chat_model("flaky")(FlakyChatModel)
+    asked.clear()
+    yield
+    CHAT_MODELS.restore(snapshot)
+
+
+def chat_scenario(root: Path, chat_model: dict[str, Any], **changes: Any) -> Path:
+    target = {"chat_model": chat_model, "max_new_tokens": 6}
+    return write_scenario(root, target=target, **changes)
+
+
+def resolve(scenario: Path, *overrides: str) -> Any:
+    return resolve_experiment(
+        trainer="ast_dpo",
+        scenario=str(scenario),
+        overrides=["training.training_steps=2", *overrides],
+    )
+
+
+def rows_of(run: Path, table: str) -> list[dict[str, Any]]:
+    lines = (run / "rollouts" / f"{table}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_run_trains_against_messages_and_tells_what_they_took(tmp_path: Path) -> None:
+    scenario = chat_scenario(tmp_path / "s", {**SCRIPT, "prices": PRICES})
+    result = run_experiment(resolve(scenario), runs_dir=str(tmp_path / "runs"), progress=False)
+    use = result.results["services"]["target"]
+    # 2 iterations of 3 trees of 6 probes, and two tables of 6 episodes of 2 turns.
+    assert use["num_requests"] == use["num_samples"] == 2 * 3 * 6 + 2 * 6 * 2
+    assert use["cost"] == pytest.approx(
+        (use["prompt_tokens"] * 1000 + use["completion_tokens"] * 2000) / 1e6
+    )
+    said = {row["response"] for row in rows_of(result.run_directory.path, "evaluation")}
+    assert said <= set(SCRIPT["answers"])
+    metrics = (result.run_directory.path / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(metrics[-1])
+    assert last["services/target_requests"] == 60 - 12
+    assert result.results["after"]["target_queries"] > 0
+
+
+def test_the_target_reads_the_conversation_in_its_own_roles(tmp_path: Path) -> None:
+    target = {
+        "chat_model": {"_type": "flaky"},
+        "system_prompt": "Be kind.",
+        "preamble": "Hello.",
+        "temperature": None,
+        "top_p": 0.9,
+        "max_new_tokens": 7,
+    }
+    scenario = write_scenario(tmp_path / "s", target=target)
+    run_experiment(resolve(scenario), runs_dir=str(tmp_path), progress=False, test_run=True)
+    roles = {tuple(message["role"] for message in request.messages) for request in asked}
+    first = ("system", "user", "assistant", "user")
+    assert roles == {first, (*first, "assistant", "user")}
+    assert {(r.max_tokens, r.temperature, r.top_p) for r in asked} == {(7, None, 0.9)}
+    prompts = (tmp_path / "s" / "train.txt").read_text().splitlines()
+    openings = {request.messages[2]["content"] for request in asked}
+    assert openings & set(prompts)
+    assert len({request.seed for request in asked}) > len(asked) / 2
+
+
+def test_a_level_is_asked_for_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    under_way, most = 0, 0
+    answer = FlakyChatModel.answer
+
+    async def slow(self: FlakyChatModel, request: ChatRequest) -> ChatOutcome:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return await answer(self, request)
+
+    monkeypatch.setattr(FlakyChatModel, "answer", slow)
+    limits = {"concurrency": 100}
+    scenario = chat_scenario(tmp_path / "s", {"_type": "flaky", "limits": limits}, tree_depth=1)
+    prepared = prepare_experiment(resolve(scenario))
+    experience_of(prepared.trainer)  # type: ignore[arg-type]
+    assert most == 3 * 2
+
+
+def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -> None:
+    scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"}, tree_depth=3)
+    result = run_experiment(resolve(scenario), runs_dir=str(tmp_path / "runs"), progress=False)
+    rows = rows_of(result.run_directory.path, "evaluation")
+    by_node = {row["node"]: row for row in rows}
+    assert {row["response_failure"] for row in rows} == {None, "refused", "ended"}
+    for row in rows:
+        parent = by_node.get(row["parent"])
+        is_after = parent is not None and parent["response_failure"] is not None
+        assert is_after is (row["response_failure"] == "ended")
+        is_there = row["response_failure"] is None
+        assert (row["response"] == "you are silly") is is_there
+        assert (row["response_score"] is not None) is is_there
+        assert (row["reward"] is not None) is is_there
+        assert row["is_error"] is (row["response_failure"] == "refused")
+    outcomes = result.results["after"]["outcomes"]
+    assert outcomes["error"] == sum(row["response_failure"] == "refused" for row in rows)
+    assert result.results["services"]["target"]["num_refusals"] > 0
+    assert result.results["services"]["target"]["failures"].keys() == {"refused"}
+
+
+def test_a_run_without_money_stops_is_resumed_with_more_and_pays_nothing_twice(
+    tmp_path: Path,
+) -> None:
+    scenario = chat_scenario(tmp_path / "s", {"_type": "flaky"})
+    whole = run_experiment(
+        resolve(scenario), runs_dir=str(tmp_path / "runs"), run_id="whole", progress=False
+    )
+    num_paid = len(asked)
+    asked.clear()
+    with pytest.raises(BudgetExhaustedError, match="max_service_requests=40"):
+        run_experiment(
+            resolve(scenario),
+            runs_dir=str(tmp_path / "runs"),
+            run_id="cut",
+            progress=False,
+            max_service_requests=40,
+        )
+    assert len(asked) == 40
+    resumed = resume_experiment(
+        tmp_path / "runs" / "cut", progress=False, max_service_requests=None
+    )
+    # Failures are not remembered, so those of the level that was cut off may be asked for again.
+    assert num_paid <= len(asked) <= num_paid + 6
+    assert resumed.results["after"] == whole.results["after"]
+    assert resumed.results["services"]["target"]["num_requests"] == len(asked)
+
+
+def test_a_dry_run_asks_for_one_episode_and_tells_what_the_run_would_cost(tmp_path: Path) -> None:
+    scenario = chat_scenario(tmp_path / "s", {"_type": "flaky", "prices": PRICES})
+    estimate = prepare_experiment(resolve(scenario)).trainer.dry_run()
+    num_asked = len(asked)
+    assert 3 <= num_asked <= 6
+    # 2 iterations of 3 trees of 6 probes, and two tables of 6 episodes of 2 turns: 10 episodes.
+    assert estimate["target_requests"] == num_asked * 10
+    assert 0.05 * num_asked <= estimate["target_cost"] <= 0.11 * num_asked * 1.01
+    assert estimate["training_target_queries"] == 36
+
+
+def test_what_needs_the_targets_logprobs_and_two_or_no_targets_are_refused(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ParameterError, match="does not tell how likely it finds what it reads"):
+        resolve(
+            chat_scenario(tmp_path / "a", SCRIPT, reward={"likelihood_model": "target"}),
+        )
+    both = {**scenario_section(tmp_path / "b")["target"], "chat_model": SCRIPT}  # type: ignore[dict-item]
+    for number, target in enumerate((both, {"max_new_tokens": 3})):
+        with pytest.raises(ParameterError, match="either a language_model or a chat_model"):
+            resolve(write_scenario(tmp_path / f"c{number}", target=target))
+
+
+def test_what_only_a_language_model_reads_is_refused_for_a_chat_model(tmp_path: Path) -> None:
+    scenario = chat_scenario(tmp_path / "s", SCRIPT)
+    with pytest.raises(ParameterError, match=r"is read only where .*language_model is not null"):
+        resolve(scenario, "ast_chat.target.top_k=5")
+
+
+def test_evaluate_score_and_compare_work_and_remember_what_the_run_was_told(
+    cli: CommandLine, tmp_path: Path
+) -> None:
+    scenario = chat_scenario(tmp_path / "s", {**SCRIPT, "prices": PRICES})
+    cli(
+        "--trainer",
+        "ast_dpo",
+        "--scenario",
+        str(scenario),
+        "--run-id",
+        "mine",
+        "--set",
+        "training.training_steps=1",
+    )
+    run = tmp_path / "runs" / "mine"
+    before = num_requests(run / "service_requests.sqlite")
+    said = cli("evaluate", str(run), "--probability-episodes", "0", "--json")
+    assert said.code == 0, said.err
+    figures = json.loads(said.out)
+    assert figures["nll"]["target"] is None, "a chat model tells no likelihoods"
+    use = figures["services"]["target"]
+    assert (use["num_requests"], use["num_remembered"]) == (0, 12)
+    assert num_requests(run / "service_requests.sqlite") == before
+    assert [card["name"] for card in figures["cards"]][1] == "scripted"
+    assert cli("score", str(run)).code == 0
+    more = cli("evaluate", str(run), "--probability-episodes", "4", "--target", "other")
+    assert more.code == 0, more.err
+
+
+def num_requests(ledger: Path) -> int:
+    with sqlite3.connect(ledger) as database:
+        return int(database.execute("SELECT COUNT(*) FROM requests").fetchone()[0])

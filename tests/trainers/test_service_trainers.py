@@ -1,0 +1,216 @@
+"""Trainers on trajectories learn, keep groups together, and refuse what they cannot do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rollouts.batch import Batch
+from nip_astra.run import prepare_experiment
+from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer
+from nip_astra.trainers.service_base import ServiceTrainer
+from tests.tiny import make_language_model
+
+SMALL = (
+    "training.num_episodes_per_experience=8",
+    "training.batch_size=64",
+    "training.training_steps=2",
+    "task.evaluation.num_problems=4",
+)
+
+
+def trainer_of(name: str, *overrides: str) -> Any:
+    resolved = resolve_experiment(trainer=name, overrides=[*SMALL, *overrides])
+    return prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+
+
+def rewards_of(trainer: ServiceTrainer, num_iterations: int) -> list[float]:
+    """The mean reward of each iteration's rollouts, learning in between."""
+    found = []
+    for iteration in range(num_iterations):
+        with torch.no_grad():
+            experience = trainer.collect(iteration)
+        found.append(experience.metrics["rollout/reward_mean"])
+        trainer.state.begin(experience.samples, {})
+        trainer._update(iteration)
+        trainer.state.end()
+    return found
+
+
+LEARN = (
+    "training.num_episodes_per_experience=16",
+    "training.training_steps=30",
+    "training.batch_size=128",
+    "training.lr=1e-3",
+    "task.task.levels=[1]",
+)
+
+
+@pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])
+def test_rewards_rise(name: str) -> None:
+    rewards = rewards_of(trainer_of(name, *LEARN), 30)
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
+
+
+@pytest.mark.parametrize("name", ["self_hosted_opd", "remote_api_opd"])
+def test_a_student_comes_nearer_to_its_teacher(name: str) -> None:
+    trainer = trainer_of(name, *LEARN)
+    gaps = []
+    for iteration in range(20):
+        with torch.no_grad():
+            experience = trainer.collect(iteration)
+        gaps.append(experience.metrics["opd/reverse_kl"])
+        trainer.state.begin(experience.samples, {})
+        trainer._update(iteration)
+        trainer.state.end()
+    assert sum(gaps[-3:]) < sum(gaps[:3]) / 2
+
+
+def test_solutions_are_learnt_by_heart() -> None:
+    trainer = trainer_of("remote_api_cross_entropy", *LEARN)
+    losses = []
+    for iteration in range(30):
+        with torch.no_grad():
+            experience = trainer.collect(iteration)
+        assert all(sample["is_trained"].all() for sample in experience.samples)
+        trainer.state.begin(experience.samples, {})
+        trainer._update(iteration)
+        losses.append(trainer.state.end()["loss"])
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def prepared(*overrides: str, iteration: int = 0) -> tuple[Any, Any]:
+    trainer = trainer_of("self_hosted_grpo", *overrides)
+    with torch.no_grad():
+        return trainer, trainer.collect(iteration)
+
+
+def gradients(trainer: Any, batches: list[TensorDict]) -> list[torch.Tensor]:
+    trainer._write_step_totals(batches)
+    trainer.service.forward_backward(batches, trainer.loss)
+    found = [p.grad.clone() for p in trainer.policy.parameters() if p.grad is not None]
+    trainer.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence", "sequence_sum", "sum_over_length"])
+def test_gradients_do_not_depend_on_how_a_step_is_split(reduction: str) -> None:
+    trainer, experience = prepared(f"self_hosted_grpo.policy_loss.reduction={reduction}")
+    samples = experience.samples
+    whole = gradients(trainer, [trainer.collate_fn(samples)])
+    parts = [trainer.collate_fn(part) for part in (samples[:5], samples[5:6], samples[6:])]
+    for one, other in zip(whole, gradients(trainer, parts), strict=True):
+        assert torch.allclose(one, other, atol=1e-5)
+    assert max(float(one.abs().max()) for one in whole) > 1e-3
+
+
+def test_the_sum_of_a_service_does_not_depend_on_how_a_step_is_split() -> None:
+    trainer = trainer_of("remote_api_grpo")
+    with torch.no_grad():
+        samples = trainer.collect(0).samples
+    whole = gradients(trainer, [trainer.collate_fn(samples)])
+    parts = [trainer.collate_fn(part) for part in (samples[:3], samples[3:])]
+    for one, other in zip(whole, gradients(trainer, parts), strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+
+
+def test_the_policy_that_sampled_has_ratio_one() -> None:
+    trainer, experience = prepared()
+    batch = trainer.collate_fn(experience.samples)
+    trainer._write_step_totals([batch])
+    metrics = trainer.loss(batch).metrics
+    assert metrics["ratio_mean"].item() == pytest.approx(1.0, abs=1e-5)
+    assert metrics["approx_kl"].item() < 1e-8
+
+
+def test_problems_that_tell_nothing_are_replaced_within_the_stated_cost() -> None:
+    _, plain = prepared("self_hosted_grpo.num_runs=2")
+    _, resampled = prepared(
+        "self_hosted_grpo.num_runs=2", "self_hosted_grpo.max_resampling_rounds=3"
+    )
+    assert plain.metrics["rollout/dead_share"] > 0
+    assert plain.metrics["rollout/played_problems"] == 8
+    assert 8 < resampled.metrics["rollout/played_problems"] <= 8 * 4
+    assert resampled.metrics["grpo/zero_variance_share"] == 0
+    assert len(resampled.samples) <= 8 * 2
+
+
+def test_what_is_scored_again_agrees_with_the_sampler() -> None:
+    _, experience = prepared(
+        "self_hosted_grpo.policy_loss.rescore=true",
+        "self_hosted_grpo.policy_loss.correction=truncate",
+    )
+    assert experience.metrics["mismatch/largest_gap"] < 1e-4
+    assert experience.metrics["mismatch/effective_sample_size"] == pytest.approx(1.0, abs=1e-5)
+    weights = torch.cat(
+        [one["correction_weights"][one["is_trained"]] for one in experience.samples]
+    )
+    assert torch.allclose(weights, torch.ones_like(weights), atol=1e-4)
+
+
+def test_the_divergence_from_the_untrained_policy_is_zero_at_first() -> None:
+    trainer, experience = prepared("self_hosted_grpo.policy_loss.kl_weight=0.1")
+    batch = trainer.collate_fn(experience.samples)
+    trainer._write_step_totals([batch])
+    assert trainer.loss(batch).metrics["kl"].item() == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_batch_of_several_turns_learns_what_the_policy_said_alone() -> None:
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo", scenario="guess_number", overrides=SMALL
+    )
+    trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+    with torch.no_grad():
+        samples = trainer.collect(0).samples
+    assert any(not one["is_trained"].all() for one in samples)
+    batch = trainer.collate_fn(samples)
+    trainer._write_step_totals([batch])
+    batch["advantages"] = torch.where(batch["trained_mask"], batch["advantages"], torch.nan)
+    assert torch.isfinite(trainer.loss(batch).loss)
+
+
+def test_a_hook_that_forgets_advantages_is_told_once_and_for_all() -> None:
+    class Forgetful(SelfHostedGrpoTrainer):
+        def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+            return batch, {}
+
+    trainer = trainer_of("self_hosted_grpo")
+    trainer.__class__ = Forgetful
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            ConfigurationError, match=r"(?s)Forgetful .*values\['advantages'\] is missing"
+        ),
+    ):
+        trainer.collect(0)
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    teacher = make_language_model(tmp_path / "teacher")
+    given = json.dumps({"_type": "huggingface", "model": str(teacher)})
+    with pytest.raises(ModelLoadError, match="Choose a teacher with the student's tokenizer"):
+        trainer_of("self_hosted_opd", f"self_hosted_opd.distillation.teacher={given}")
+
+
+def test_data_are_gone_through_before_any_problem_comes_again(tmp_path: Path) -> None:
+    for name, count in (("train", 5), ("test", 2)):
+        rows = [{"prompt": f"{name} {i}", "answer": "1"} for i in range(count)]
+        (tmp_path / name).with_suffix(".jsonl").write_text("\n".join(map(json.dumps, rows)))
+    task = {
+        "_type": "dataset",
+        "train": str(tmp_path / "train.jsonl"),
+        "test": str(tmp_path / "test.jsonl"),
+    }
+    trainer = trainer_of("self_hosted_grpo", f"task.task={json.dumps(task)}")
+    drawn = [trainer.problem(number) for number in range(15)]
+    assert [sorted(drawn[i : i + 5]) for i in (0, 5, 10)] == [list(range(5))] * 3
+    assert drawn[:5] != drawn[5:10] or drawn[:5] != drawn[10:]
+    assert trainer.num_measure_parts() == 1

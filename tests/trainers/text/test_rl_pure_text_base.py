@@ -1,0 +1,419 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nip_astra.errors import ConfigurationError, ServiceError, StopRequested
+from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
+from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobStatus
+from nip_astra.run import _write_report
+from nip_astra.scenario_base.agents import PureTextSharedModelGroup
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
+from nip_astra.trainers.text.state import STAGES, Stage
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+from tests.text_games import (
+    CLAIMS,
+    FakeFineTuning,
+    Script,
+    TextParts,
+    build_text_parts,
+    build_text_trainer,
+)
+
+
+def honest(name: str) -> Script:
+    """The base decides by the request's seed; a tuned verifier is right."""
+
+    def script(request: ChatRequest, number: int) -> str:
+        if "Last turn" not in request.messages[-1]["content"]:
+            return f"said {(request.seed or 0) % 97}"
+        claim = int(str(request.messages[0]["content"]).split("claim ")[1].rstrip("."))
+        right = claim % 2 if name != "base" else (request.seed or 0) % 2
+        return f"Decision: {'accept' if right else 'reject'}"
+
+    return script
+
+
+def _directory(folder: Path, name: str = "one") -> RunDirectory:
+    return RunDirectory.create(folder, name)
+
+
+def _build(folder: Path, **options: Any) -> TextParts:
+    return build_text_parts(folder / "prompts", honest, **options)
+
+
+def test_a_run_tests_learns_and_tests_again(tmp_path: Path) -> None:
+    directory = _directory(tmp_path)
+    parts = _build(tmp_path)
+    trainer = build_text_trainer(parts, directory)
+    trainer.train()
+    results = directory.read_json("results.json")
+    assert results == json.loads(json.dumps(trainer.results))
+    assert results["after"]["mean_accuracy"] == 1.0
+    assert results["before"]["mean_accuracy"] < 1.0
+    assert results["before"]["num_episodes"] == 8
+    assert results["models"] == {
+        agent: f"tuned:{trainer.state.run_key}/{agent}/0" for agent in ("prover", "verifier")
+    }
+    assert results["training"]["num_jobs"] == 2
+    # Two samplings of six and two tests of eight, of two turns each.
+    assert results["training"]["num_requests"] == parts.num_requests == 56
+    assert results["training"]["prompt_tokens"] == 560
+    lines = [json.loads(line) for line in (directory.path / "metrics.jsonl").open()]
+    assert lines[-1]["test_mean_accuracy"] == 1.0
+    assert {"accuracy_where_level_1", "verifier/mean_episode_reward", "cost/num_requests"} <= set(
+        lines[0]
+    )
+
+
+def test_what_was_played_is_kept_with_prompts_and_transcripts(tmp_path: Path) -> None:
+    directory = _directory(tmp_path)
+    trainer = build_text_trainer(_build(tmp_path), directory)
+    trainer.train()
+    folders = sorted(path.name for path in directory.rollouts_dir.iterdir() if path.is_dir())
+    assert folders == ["test_0000", "test_0001", "train_0000", "train_0001"]
+    folder = directory.rollouts_dir / "train_0001"
+    rollouts = NestedArrayDict.load(folder / "rollouts.json")
+    assert trainer._rollouts == rollouts
+    told = json.loads((folder / "transcripts.json").read_text())
+    assert [one["datapoint_id"] for one in told] == rollouts["datapoint_id"].tolist()
+    assert told[0]["turns"][0]["messages"] == {"main": told[0]["turns"][0]["raw_message"]}
+    assert "You are Prover" in rollouts["agents", "prompt"][0, 0, 0]
+
+
+def test_iterations_go_through_the_data_in_passes_and_never_end(tmp_path: Path) -> None:
+    groups = {"text_rl": {"num_iterations": 5, "rollouts_per_iteration": 6, "test_scheme": "none"}}
+    trainer = build_text_trainer(_build(tmp_path, groups=groups))
+    trainer.train()
+    ids = [trainer.files.load("train", number)["datapoint_id"].tolist() for number in range(5)]
+    assert sorted(ids[0] + ids[1]) == sorted(ids[2] + ids[3]) == list(range(12))
+    assert ids[0] + ids[1] != ids[2] + ids[3]
+    # More than the data holds, in one iteration.
+    groups = {"text_rl": {"num_iterations": 1, "rollouts_per_iteration": 30}}
+    many = build_text_trainer(_build(tmp_path, groups=groups))
+    many.train()
+    assert len(many.files.load("train", 0)) == 30
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [("none", []), ("all", [0, 1, 2]), ("last", [2]), ("first_and_last", [0, 2])],
+)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_agents_are_tested_when_the_scheme_says(
+    scheme: str, expected: list[int], is_whole: bool, tmp_path: Path
+) -> None:
+    directory = _directory(tmp_path)
+    text_rl = {"num_iterations": 3, "test_scheme": scheme}
+    if scheme != "none":
+        text_rl["test_on_whole_dataset"] = is_whole
+    trainer = build_text_trainer(_build(tmp_path, groups={"text_rl": text_rl}), directory)
+    trainer.train()
+    tested = sorted(int(path.name[5:]) for path in directory.rollouts_dir.glob("test_*"))
+    assert tested == expected
+    for number in tested:
+        rollouts = trainer.files.load("test", number)
+        assert len(rollouts) == (8 if is_whole else 6)
+        assert sorted(rollouts["datapoint_id"].tolist()) == sorted(
+            trainer.files.load("test", tested[0])["datapoint_id"].tolist()
+        )
+    if scheme == "none":
+        assert trainer.results["after"] == trainer.state.last
+    assert (trainer.results["before"] is None) == (0 not in expected)
+
+
+def test_the_last_iteration_trains_nothing(tmp_path: Path) -> None:
+    parts = _build(tmp_path, groups={"text_rl": {"num_iterations": 1}})
+    build_text_trainer(parts).train()
+    assert parts.service.submitted == []
+    parts = _build(tmp_path, groups={"text_rl": {"num_iterations": 3}})
+    build_text_trainer(parts, test_run=True).train()
+    assert len(parts.service.submitted) == 2, "a test run sees that jobs work"
+
+
+def test_agents_that_share_a_model_share_its_job_and_frozen_ones_have_none(tmp_path: Path) -> None:
+    shared = {"shared_model_group": "both"}
+    parts = _build(tmp_path, agents={"prover": shared, "verifier": shared})
+    trainer = build_text_trainer(parts)
+    trainer.train()
+    ((key, model, examples, options),) = parts.service.submitted
+    assert (key, model) == (f"{trainer.state.run_key}/both/0", "base")
+    speakers = {str(one.messages[0]["content"]).split(".")[0] for one in examples}
+    assert speakers == {"You are Prover", "You are Verifier"}
+    assert options.method == "supervised"
+    frozen = _build(tmp_path, agents={"prover": {"freeze_agent": True}})
+    build_text_trainer(frozen).train()
+    assert [key.split("/")[1] for key, *_ in frozen.service.submitted] == ["verifier"]
+    assert "tuned" not in str([frozen.instance.shared_model_groups["prover"].model_name])
+
+
+@pytest.mark.parametrize("from_scratch", [False, True])
+def test_a_job_starts_from_the_last_model_or_from_the_first(
+    from_scratch: bool, tmp_path: Path
+) -> None:
+    own = {"fine_tune_from_scratch": from_scratch}
+    parts = _build(
+        tmp_path,
+        agents={"prover": {"freeze_agent": True}, "verifier": own},
+        groups={"text_rl": {"num_iterations": 3}},
+    )
+    trainer = build_text_trainer(parts)
+    trainer.train()
+    first = f"tuned:{trainer.state.run_key}/verifier/0"
+    assert [model for _, model, *_ in parts.service.submitted] == [
+        "base",
+        "base" if from_scratch else first,
+    ]
+
+
+def test_members_of_a_group_must_agree(tmp_path: Path) -> None:
+    shared = {"shared_model_group": "both"}
+    with pytest.raises(ConfigurationError, match="freeze_agent of verifier is True, and that of"):
+        _build(tmp_path, agents={"prover": shared, "verifier": shared | {"freeze_agent": True}})
+
+
+def test_with_too_few_examples_the_model_stays_as_it_is(tmp_path: Path) -> None:
+    groups = {"text_rl": {"min_fine_tune_examples": 100}}
+    parts = _build(tmp_path, groups=groups)
+    trainer = build_text_trainer(parts)
+    trainer.train()
+    assert parts.service.submitted == []
+    assert trainer.results["models"] == {"prover": "base", "verifier": "base"}
+    assert trainer.results["training"]["num_jobs"] == 0
+
+
+def test_a_job_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+    class Failing(FakeFineTuning):
+        async def job(self, job_id: str) -> FineTuningJob:
+            return FineTuningJob(job_id, JobStatus.FAILED, error="no memory")
+
+    parts = _build(tmp_path, service=Failing())
+    with pytest.raises(ServiceError, match="it is failed: no memory"):
+        build_text_trainer(parts).train()
+
+
+# ---- cut off and resumed
+
+
+def _final(trainer: PureTextRlTrainer) -> dict[str, Any]:
+    """What a run leaves behind, without the key that is its own."""
+    text = json.dumps([trainer.results, trainer.state.to_dict()])
+    return dict(enumerate(json.loads(text.replace(trainer.state.run_key, "KEY"))))
+
+
+def _rollouts(directory: RunDirectory) -> dict[str, NestedArrayDict]:
+    paths = sorted(directory.rollouts_dir.glob("*/rollouts.json"))
+    return {path.parent.name: NestedArrayDict.load(path) for path in paths}
+
+
+class Killed(BaseException):
+    """The process ends."""
+
+
+def _continue(folder: Path, directory: RunDirectory, parts: TextParts) -> PureTextRlTrainer:
+    """A new process goes on with the same services."""
+    again = build_text_parts(
+        folder / "prompts",
+        honest,
+        service=parts.service,
+        groups={"text_rl": {"num_iterations": 3}},
+    )
+    trainer = build_text_trainer(again, directory)
+    store = trainer._checkpoint_store()
+    assert store is not None
+    latest = store.latest()
+    if latest is not None:
+        trainer.go_on_from(latest)
+    trainer.train()
+    parts.models.update({f"{name} again": model for name, model in again.models.items()})
+    return trainer
+
+
+def _asked(parts: TextParts) -> list[tuple[str, int | None]]:
+    """Every request to any model, by the model and the seed, which names it."""
+    return [
+        (name.removesuffix(" again").partition("/")[2], request.seed)
+        for name, model in parts.models.items()
+        for request in model.requests
+    ]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any, int]:
+    folder = tmp_path_factory.mktemp("unbroken")
+    directory = _directory(folder)
+    parts = _build(folder, groups={"text_rl": {"num_iterations": 3}})
+    trainer = build_text_trainer(parts, directory)
+    trainer.train()
+    assert len(set(_asked(parts))) == parts.num_requests
+    return _final(trainer), _rollouts(directory), parts.num_requests
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("number", range(15))
+def test_a_run_that_is_killed_at_any_stage_ends_as_if_it_was_not(
+    number: int, when: str, unbroken: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = _directory(tmp_path)
+    parts = _build(tmp_path, groups={"text_rl": {"num_iterations": 3}})
+    trainer = build_text_trainer(parts, directory)
+    run_stage, seen = trainer._run_stage, []
+
+    def run_and_die(stage: Stage, *args: Any, **kwargs: Any) -> None:
+        seen.append(stage)
+        if len(seen) == number + 1 and when == "before":
+            raise Killed
+        run_stage(stage, *args, **kwargs)
+        if len(seen) == number + 1:
+            # The stage is done, and the state has not been saved.
+            raise Killed
+
+    monkeypatch.setattr(trainer, "_run_stage", run_and_die)
+    with pytest.raises(Killed):
+        trainer.train()
+    assert seen[-1] == STAGES[number % 5]
+    ended = _continue(tmp_path, directory, parts)
+    final, rollouts, num_requests = unbroken
+    assert _final(ended) == final
+    assert _rollouts(directory) == rollouts
+    assert parts.num_requests == num_requests, "no completion was asked for twice"
+    keys = [key for key, *_ in parts.service.submitted]
+    assert len(keys) == len(set(keys)) == 4, "no job was submitted twice"
+
+
+@pytest.mark.parametrize("number", [0, 5, 6, 13, 30, 60])
+def test_a_run_that_is_killed_between_two_requests_repeats_none(
+    number: int, unbroken: Any, tmp_path: Path
+) -> None:
+    directory = _directory(tmp_path)
+    count = 0
+
+    def dying(name: str) -> Script:
+        script = honest(name)
+
+        def answer(request: ChatRequest, sample: int) -> str:
+            nonlocal count
+            count += 1
+            if count > number:
+                raise Killed
+            return script(request, sample)
+
+        return answer
+
+    parts = build_text_parts(tmp_path / "prompts", dying, groups={"text_rl": {"num_iterations": 3}})
+    with pytest.raises(Killed):
+        build_text_trainer(parts, directory).train()
+    num_answered = number
+    parts.models.clear()
+    ended = _continue(tmp_path, directory, parts)
+    final, rollouts, num_requests = unbroken
+    assert _final(ended) == final
+    assert _rollouts(directory) == rollouts
+    assert num_answered + parts.num_requests == num_requests
+
+
+def test_a_signal_stops_after_the_round_and_keeps_its_answers(tmp_path: Path) -> None:
+    directory = _directory(tmp_path)
+    parts = _build(tmp_path)
+    trainer = build_text_trainer(parts, directory, stop_flag=lambda: "SIGTERM")
+    with pytest.raises(StopRequested):
+        trainer.train()
+    assert parts.num_requests == 6
+    assert trainer._has_checkpoint()
+    assert len(trainer.files.journal("train", 0)) == 6
+
+
+def test_a_service_that_is_down_ends_the_run_so_that_it_can_go_on(
+    tmp_path: Path, unbroken: Any
+) -> None:
+    directory = _directory(tmp_path)
+
+    def down(name: str) -> Script:
+        script = honest(name)
+
+        def answer(request: ChatRequest, sample: int) -> str | ChatFailure:
+            if (request.seed or 0) % 5 == 0:
+                return ChatFailure(FailureReason.TIMEOUT, "no answer in 120 s")
+            return script(request, sample)  # type: ignore[return-value]
+
+        return answer
+
+    parts = build_text_parts(tmp_path / "prompts", down, groups={"text_rl": {"num_iterations": 3}})
+    with pytest.raises(ServiceError, match="timeout, no answer in 120 s"):
+        build_text_trainer(parts, directory).train()
+    ended = _continue(tmp_path, directory, parts)
+    assert _final(ended) == unbroken[0]
+
+
+def test_trained_models_can_be_tested_again(tmp_path: Path) -> None:
+    directory = _directory(tmp_path)
+    build_text_trainer(_build(tmp_path), directory).train()
+    parts = _build(tmp_path)
+    again = build_text_trainer(parts, _directory(tmp_path, "two"))
+    again.rerun_tests(directory.path)
+    assert again.results["after"]["mean_accuracy"] == 1.0
+    assert again.results["before"] is None
+    assert all(name.startswith("tuned:") for name, one in parts.models.items() if one.requests)
+
+
+def test_a_dry_run_prices_the_run(tmp_path: Path) -> None:
+    groups = {"text_rl": {"num_iterations": 4, "test_scheme": "all"}}
+    parts = _build(tmp_path, groups=groups)
+    priced = build_text_trainer(parts).dry_run()
+    assert parts.num_requests == 16
+    run = _build(tmp_path, groups=groups)
+    trainer = build_text_trainer(run)
+    trainer.train()
+    costs = trainer.state.costs()
+    assert {name: priced[name] for name in costs} == costs
+    assert priced["num_rollouts"] == 4 * 6 + 4 * 8
+
+
+def test_the_report_shows_what_was_said(tmp_path: Path) -> None:
+    directory = _directory(tmp_path)
+    trainer = build_text_trainer(_build(tmp_path), directory)
+    directory.write_yaml("hyper_parameters.yaml", trainer.hyper_params.to_dict())
+    trainer.train()
+    _write_report(directory)
+    page = (directory.path / "report.html").read_text(encoding="utf-8")
+    (told, *_) = json.loads((directory.rollouts_dir / "test_0000" / "transcripts.json").read_text())
+    assert told["turns"][0]["raw_message"] in page
+    assert "accepts" in page
+    assert "claim" in page
+
+
+def test_the_groups_are_where_nip_has_them() -> None:
+    assert PureTextSharedModelGroup.__name__ == "PureTextSharedModelGroup"
+    for name in (
+        "create_supervised_fine_tune_job",
+        "create_dpo_fine_tune_job",
+        "get_fine_tune_job_status",
+        "switch_to_next_model",
+        "get_state",
+        "set_state",
+    ):
+        assert callable(getattr(PureTextSharedModelGroup, name))
+
+
+def test_statistics_are_those_of_a_hand_worked_table(tmp_path: Path) -> None:
+    trainer = build_text_trainer(_build(tmp_path))
+    trainer._prepare_groups()
+    rollouts = trainer._sample_rollouts("test", 0)
+    right = rollouts["decision"] == rollouts["y"]
+    found = trainer._get_log_stats(rollouts)
+    assert found["mean_accuracy"] == pytest.approx(right.mean())
+    assert found["accuracy_of_positives"] == pytest.approx(right[rollouts["y"] == 1].mean())
+    assert found["accuracy_where_level_2"] == pytest.approx(
+        right[rollouts["datapoint", "level"] == 2].mean()
+    )
+    verifier = np.where(right, 1.0, -1.0)
+    assert found["verifier/mean_episode_reward"] == pytest.approx(verifier.mean())
+    assert found["verifier/std_episode_reward"] == pytest.approx(verifier.std())
+    assert found["prover/mean_episode_reward"] == pytest.approx((rollouts["decision"] == 1).mean())
+    assert found["share_undecided"] == 0.0
+    assert len(CLAIMS) == 12

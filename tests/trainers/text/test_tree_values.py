@@ -1,0 +1,138 @@
+"""Values and pairs of a small tree, worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nip_astra.trainers.text.tree_values import AnswerPair, preference_pairs, valued_nodes
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+
+AGENTS = ("prover", "verifier")
+TREE: dict[str, tuple[str, int, tuple[float, float], str]] = {
+    # id: (parent, agent that speaks, rewards, answer)
+    "0.0": ("0", 1, (0.0, 0.5), "ask a"),
+    "0.1": ("0", 1, (1.0, 1.0), "accept"),
+    "0.0.0": ("0.0", 0, (0.0, 0.0), "truth"),
+    "0.0.1": ("0.0", 0, (0.0, 0.0), "lie"),
+    "0.0.0.0": ("0.0.0", 1, (1.0, 1.0), "accept"),
+    "0.0.0.1": ("0.0.0", 1, (0.0, -1.0), "reject"),
+    "0.0.1.0": ("0.0.1", 1, (0.0, -1.0), "reject"),
+    "0.0.1.1": ("0.0.1", 1, (0.0, -1.0), "reject"),
+}
+VALUES = {
+    "0.0.0.0": (1.0, 1.0),
+    "0.0.0.1": (0.0, -1.0),
+    "0.0.1.0": (0.0, -1.0),
+    "0.0.1.1": (0.0, -1.0),
+    "0.0.0": (0.5, 0.0),  # the mean of its children
+    "0.0.1": (0.0, -1.0),
+    "0.0": (0.25, 0.5 - 0.5),  # its own reward counts once, in full
+    "0.1": (1.0, 1.0),
+}
+
+
+def _tree(tree: Mapping[str, tuple[str, int, tuple[float, float], str]]) -> NestedArrayDict:
+    """The rollouts of a tree, one for each of its ends."""
+    ends = [name for name in tree if not any(one[0] == name for one in tree.values())]
+    paths: list[list[str]] = []
+    for end in ends:
+        path = [end]
+        while tree[path[0]][0] in tree:
+            path.insert(0, tree[path[0]][0])
+        paths.append(path)
+    n, r, a = len(paths), max(map(len, paths)), len(AGENTS)
+    empty: dict[str, Any] = {
+        "reward": np.zeros((n, r, a)),
+        "is_active": np.zeros((n, r, a), bool),
+        "is_filled": np.zeros((n, r, a), bool),
+        "raw_message": np.full((n, r, a), None, dtype=object),
+        "prompt": np.full((n, r, a), None, dtype=object),
+    }
+    ids, parents = (np.full((n, r), None, dtype=object) for _ in range(2))
+    padding = np.ones((n, r), bool)
+    for place, path in enumerate(paths):
+        for number, name in enumerate(path):
+            parent, agent, rewards, answer = tree[name]
+            ids[place, number], parents[place, number] = name, parent
+            padding[place, number] = False
+            empty["reward"][place, number] = rewards
+            empty["is_active"][place, number, agent] = True
+            empty["raw_message"][place, number, agent] = answer
+            asked = [{"role": "user", "content": f"after {parent}"}]
+            empty["prompt"][place, number, agent] = json.dumps(asked)
+    return NestedArrayDict(
+        {"node": {"id": ids, "parent": parents}, "padding": padding, "agents": empty}, n
+    )
+
+
+def _pairs(rollouts: NestedArrayDict, seed: int = 0) -> list[AnswerPair]:
+    return preference_pairs(rollouts, AGENTS, {"prover": 0.5, "verifier": 0.0}, seed=seed)
+
+
+def _told(pairs: Sequence[AnswerPair]) -> set[tuple[str, str, str, str]]:
+    return {
+        (
+            pair.agent,
+            pair.example.messages[0]["content"],
+            pair.example.preferred,
+            pair.example.rejected,
+        )
+        for pair in pairs
+    }
+
+
+def test_values_are_those_of_the_table() -> None:
+    nodes = valued_nodes(_tree(TREE))
+    assert set(nodes) == set(TREE)
+    for name, node in nodes.items():
+        assert node.values_A == pytest.approx(VALUES[name]), name
+
+
+def test_each_way_on_counts_alike_however_many_ends_it_has() -> None:
+    tree = {
+        "r": ("", 1, (0.0, 0.0), "ask"),
+        "r.a": ("r", 0, (1.0, 0.0), "short"),
+        "r.b": ("r", 0, (0.0, 0.0), "long"),
+        **{f"r.b.{n}": ("r.b", 1, (0.0, 0.0), "end") for n in range(3)},
+    }
+    # A mean over the four ends would be 0.25.
+    assert valued_nodes(_tree(tree))["r"].values_A == pytest.approx((0.5, 0.0))
+
+
+def test_pairs_are_those_of_the_table_and_the_opening_counts() -> None:
+    # After 0: 'ask a' is worth 0.0 to the verifier, which is at its mid-point, so both are good.
+    # After 0.0: 'truth' is worth 0.5 to the prover, 'lie' 0. After 0.0.1 both are bad.
+    assert _told(_pairs(_tree(TREE))) == {
+        ("prover", "after 0.0", "truth", "lie"),
+        ("verifier", "after 0.0.0", "accept", "reject"),
+    }
+    worse = TREE | {"0.0": ("0", 1, (0.0, 0.4), "ask a")}
+    assert ("verifier", "after 0", "accept", "ask a") in _told(_pairs(_tree(worse)))
+
+
+def test_values_of_a_pair_are_those_of_its_nodes() -> None:
+    (pair,) = [one for one in _pairs(_tree(TREE)) if one.agent == "prover"]
+    assert (pair.preferred_value, pair.rejected_value) == (0.5, 0.0)
+
+
+def test_answers_that_are_alike_or_were_not_given_make_no_pair() -> None:
+    alike = TREE | {"0.0.1": ("0.0", 0, (0.0, 0.0), "truth")}
+    assert "prover" not in {pair.agent for pair in _pairs(_tree(alike))}
+    rollouts = _tree(TREE)
+    rollouts["agents", "is_filled"][rollouts["agents", "raw_message"] == "lie"] = True
+    assert "prover" not in {pair.agent for pair in _pairs(rollouts)}
+
+
+def test_of_several_answers_one_is_drawn_by_the_seed() -> None:
+    tree = TREE | {f"0.0.{n}": ("0.0", 0, (1.0, 0.0), f"truth {n}") for n in range(2, 8)}
+    drawn = {
+        next(pair.example.preferred for pair in _pairs(_tree(tree), seed) if pair.agent == "prover")
+        for seed in range(20)
+    }
+    assert len(drawn) > 3
+    assert _pairs(_tree(tree), 1) == _pairs(_tree(tree), 1)

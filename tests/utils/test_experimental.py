@@ -1,0 +1,27 @@
+"""What is experimental is told once, and listed by doctor."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from nip_astra.cli import doctor_checks
+from nip_astra.utils.experimental import Experimental, tell_experimental
+
+
+def test_a_feature_is_told_once_a_process(caplog: pytest.LogCaptureFixture) -> None:
+    tell_experimental.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        tell_experimental(Experimental.DECODE_GRAPHS)
+        tell_experimental(Experimental.DECODE_GRAPHS)
+        tell_experimental(Experimental.VLLM)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert told[0].startswith("experimental: decoding steps captured as CUDA graphs")
+    tell_experimental.cache_clear()
+
+
+def test_doctor_lists_every_feature() -> None:
+    found = {one.name for one in doctor_checks._experimental(None)}
+    assert found == {"decode_graphs", "flex_attention", "vllm"}
