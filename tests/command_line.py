@@ -91,8 +91,10 @@ def plugins_forgotten_after() -> Iterator[None]:
             # What is imported later would be lost: Python imports a module once only.
             registry.get(member)
     snapshots = [(registry, registry.snapshot()) for registry, _ in REGISTRIES]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
-        yield
-    for registry, snapshot in snapshots:
-        registry.restore(snapshot)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
+            yield
+    finally:
+        for registry, snapshot in snapshots:
+            registry.restore(snapshot)
