@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.scorers.registry import SCORERS
 from nip_astra.trainers.registry import TRAINERS
 
+LOGGER = logging.getLogger("nip_astra")
 REGISTRIES = (
     (TRAINERS, TrainerType),
     (SCENARIOS, ScenarioType),
@@ -48,6 +50,8 @@ class CommandLine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "environ", os.environ.copy())
             patch.setattr(sys, "argv", ["nip-astra", *arguments])
+            # A command that serves adds one that writes to this test's standard error.
+            patch.setattr(LOGGER, "handlers", list(LOGGER.handlers))
             with pytest.raises(SystemExit) as caught:
                 main()
         captured = self.capsys.readouterr()
