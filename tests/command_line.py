@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.scorers.registry import SCORERS
 from nip_astra.trainers.registry import TRAINERS
 
+LOGGER = logging.getLogger("nip_astra")
 REGISTRIES = (
     (TRAINERS, TrainerType),
     (SCENARIOS, ScenarioType),
@@ -48,6 +50,8 @@ class CommandLine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "environ", os.environ.copy())
             patch.setattr(sys, "argv", ["nip-astra", *arguments])
+            # A command that serves adds one that writes to this test's standard error.
+            patch.setattr(LOGGER, "handlers", list(LOGGER.handlers))
             with pytest.raises(SystemExit) as caught:
                 main()
         captured = self.capsys.readouterr()
@@ -91,8 +95,10 @@ def plugins_forgotten_after() -> Iterator[None]:
             # What is imported later would be lost: Python imports a module once only.
             registry.get(member)
     snapshots = [(registry, registry.snapshot()) for registry, _ in REGISTRIES]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
-        yield
-    for registry, snapshot in snapshots:
-        registry.restore(snapshot)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
+            yield
+    finally:
+        for registry, snapshot in snapshots:
+            registry.restore(snapshot)

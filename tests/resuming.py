@@ -28,6 +28,8 @@ SERVICE_OVERRIDES = (
     "task.evaluation.num_problems=4",
     "task.evaluation.num_dev_problems=4",
 )
+SHORT_TRAINERS = tuple(str(one) for one in TrainerType if not one.startswith("pure_text_"))
+"""Trainers of short runs; those of chat models are killed at every stage by tests of their own."""
 MORE = {"ast_sft": ("ast_sft.min_score=0.0",), "ast_ppo": ("ast_ppo.kl.target=0.01",)}
 
 

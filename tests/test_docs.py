@@ -26,6 +26,7 @@ SMALL = (
     "training.batch_size=4",
     "ast_chat.tree_depth=2",
     "ast_chat.evaluation.num_episodes=2",
+    "ast_chat.evaluation.use_random_search=false",
 )
 """What is appended to every training command, beside --test-run."""
 SMALL_PROOF = ("rl.frames_per_batch=240",)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from nip_astra.parameters.types import TrainerType
+from tests.resuming import SHORT_TRAINERS
 
 REPOSITORY = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
@@ -44,7 +44,7 @@ def test_runs_are_killed_all_over_and_one_of_each_family_here_and_there(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", ["toy_trainer", *map(str, TrainerType)])
+@pytest.mark.parametrize("trainer", ["toy_trainer", *SHORT_TRAINERS])
 def test_a_run_is_killed_at_every_file_operation(trainer: str, tmp_path: Path) -> None:
     (found,) = killed(tmp_path, **{trainer: 1})
     assert found["kills"] == found["operations"]

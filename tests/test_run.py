@@ -39,6 +39,7 @@ from nip_astra.run import (
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.run_lock import run_lock
 from tests.command_line import CommandLine, plugins_forgotten_after
+from tests.messages import says
 from tests.toy_scenario import toy_scenario_in
 from tests.tracking.wandb_log import WandbLog
 
@@ -242,10 +243,7 @@ def test_a_finished_run_is_not_resumed(run: Any, tmp_path: Path) -> None:
     run("one")
     with pytest.raises(RunDirectoryError) as caught:
         resume_experiment(tmp_path / "one")
-    assert str(caught.value) == (
-        f"the run 'one' was to be resumed, but it has ended: {tmp_path / 'one' / 'results.json'} "
-        "holds its results. Start a new run."
-    )
+    assert says(caught.value, "'one'", "has ended", tmp_path / "one" / "results.json", "new run")
 
 
 def test_what_is_no_run_is_not_resumed(tmp_path: Path) -> None:

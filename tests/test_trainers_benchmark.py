@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from nip_astra.trainers.registry import TRAINERS
+from tests.command_line import CommandLine
 from tests.documents import ROOT
 
 SMALL = ("training.training_steps=1", "ast_chat.evaluation.num_episodes=2")
@@ -19,16 +20,26 @@ SMALL = ("training.training_steps=1", "ast_chat.evaluation.num_episodes=2")
 
 @pytest.fixture(scope="module")
 def benchmark() -> Iterator[ModuleType]:
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(ROOT / "benchmarks"))
+    changes = pytest.MonkeyPatch()
+    changes.syspath_prepend(str(ROOT / "benchmarks"))
     yield importlib.import_module("trainers")
     sys.modules.pop("trainers")
-    patch.undo()
+    changes.undo()
 
 
 def test_every_ast_trainer_is_an_arm(benchmark: ModuleType) -> None:
     ast_trainers = {name for name in TRAINERS.names() if name.startswith("ast_")}
     assert set(benchmark.TRAINERS) == ast_trainers
+
+
+def typed_here(type_command: CommandLine) -> Callable[..., None]:
+    """Runs a command of the program in this process, which has imported it."""
+
+    def run(command: list[str], **_: object) -> None:
+        assert command[:3] == [sys.executable, "-m", "nip_astra"]
+        assert type_command(*command[3:]).code == 0
+
+    return run
 
 
 def test_an_arm_is_trained_and_its_figures_are_those_of_the_run(
@@ -45,6 +56,9 @@ def test_an_arm_is_trained_and_its_figures_are_those_of_the_run(
         *(part for override in SMALL for part in ("--set", override)),
     ]
     monkeypatch.setattr(sys, "argv", ["trainers.py", *arguments])
+    type_command = CommandLine(tmp_path, tiny_scenario, capsys)
+    here = SimpleNamespace(run=typed_here(type_command))
+    monkeypatch.setattr(benchmark, "subprocess", here)
     benchmark.main()
     printed = capsys.readouterr().out
     runs = json.loads(out.read_text())

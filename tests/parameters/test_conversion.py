@@ -19,6 +19,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.version import __version__
+from tests.messages import says
 
 PLAIN = HyperParameters.with_sections({})
 VERSIONS = ("0.0", "0.1")
@@ -70,10 +71,13 @@ def test_a_file_that_cannot_be_converted_is_refused_with_the_reason() -> None:
     register_conversion("0.0", refuse)
     with pytest.raises(ConfigurationError) as caught:
         convert({"package_version": "0.0.3"}, source="a.yaml")
-    assert str(caught.value) == (
-        f"a.yaml was written by nip_astra 0.0.3 and was to be converted for {__version__}, but "
-        "that failed: ConfigurationError: its trees had another reward. Write it anew, or install "
-        "nip_astra 0.0.3."
+    assert says(
+        caught.value,
+        "a.yaml",
+        "0.0.3",
+        __version__,
+        "ConfigurationError: its trees had another reward",
+        "0.0.3",
     )
 
 

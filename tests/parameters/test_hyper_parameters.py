@@ -15,6 +15,7 @@ from nip_astra.parameters.conversion import forget_conversion, register_conversi
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.version import __version__
+from tests.messages import says
 from tests.parameters.groups import Circle, Drawing, Paint
 
 BASE = {"trainer": "mine", "scenario": "here"}
@@ -106,11 +107,7 @@ def test_a_section_may_have_any_identifier_that_is_not_taken(name: str) -> None:
 def test_a_section_named_like_what_hyper_parameters_have_is_refused(name: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         HyperParameters.with_sections({name: Paint})
-    assert str(caught.value) == (
-        f"a section {name!r} was to be added to the hyper-parameters, but that has a meaning there "
-        "already. Register the trainer or scenario kind under another name: letters, digits and "
-        "underscores, starting with a letter."
-    )
+    assert says(caught.value, repr(name), "has a meaning", "another name")
 
 
 @pytest.mark.parametrize("name", ["my-trainer", "", "_mine", "3d"])

@@ -19,6 +19,7 @@ from torch import Tensor
 from nip_astra.errors import ConfigurationError
 from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
 from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
+from tests.messages import says
 from tests.protocols.playing import LETTERS, build, play
 
 ZK = {"simulator_reward_coefficient": 0.5, "aux_prover_reward_coefficient": 3.0}
@@ -350,8 +351,11 @@ def test_moves_without_logits_are_refused() -> None:
     decided = torch.zeros(1, 4, dtype=torch.bool)
     with pytest.raises(ConfigurationError) as caught:
         handler.step(nothing, nothing, nothing, decided, Moves(decided.long()))
-    assert str(caught.value) == (
-        "a zero-knowledge protocol was stepped with moves that have no logits, which its rewards "
-        "compare. Give message_logits_EACPS and decision_logits_EA3 wherever needs_logits is true, "
-        "or set protocol_common.zero_knowledge=false."
+    assert says(
+        caught.value,
+        "no logits",
+        "message_logits_EACPS",
+        "decision_logits_EA3",
+        "needs_logits",
+        "zero_knowledge=false",
     )

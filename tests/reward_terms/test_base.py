@@ -12,6 +12,7 @@ from nip_astra.errors import ParameterError, RewardTermError
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 from nip_astra.reward_terms.registry import REWARD_TERMS, build_reward_terms
+from tests.messages import says
 from tests.reward_terms.rollouts import rollout
 
 
@@ -56,10 +57,7 @@ def test_a_rollout_without_nodes_is_not_asked_about() -> None:
 def test_another_number_of_values_is_refused() -> None:
     with pytest.raises(RewardTermError) as caught:
         given([1.0, 2.0, 3.0]).values(rollout(["a", "b"]))
-    assert str(caught.value) == (
-        "the reward term 'Given' was asked for 2 values and gave a tensor of shape [3]. It must "
-        "give one number a node, in order."
-    )
+    assert says(caught.value, "'Given'", "2 values", "shape [3]", "one number a node")
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf"), 1e39])

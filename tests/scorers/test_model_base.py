@@ -9,6 +9,7 @@ import torch
 
 from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.scorers.model_base import ModelScorer, find_label
+from tests.messages import says
 
 
 class LengthScorer(ModelScorer):
@@ -66,8 +67,6 @@ def test_a_category_that_there_is_not_is_told_with_all() -> None:
     assert find_label("b", ["a", "b"], of="it") == 1
     with pytest.raises(ConfigurationError) as caught:
         find_label("insul", ["toxicity", "insult"], of="the model 'x'", what="category")
-    assert str(caught.value) == (
-        "the scorer's category 'insul' was asked for, but the model 'x' has none of that name. Did "
-        "you mean 'insult'? Its categories: toxicity, insult. Give one of them as the scorer's "
-        "category."
+    assert says(
+        caught.value, "'insul'", "'x'", "'insult'?", "toxicity, insult", "scorer's category"
     )

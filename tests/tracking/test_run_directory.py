@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from nip_astra.errors import RunDirectoryError
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
+from tests.messages import says
 
 
 @pytest.fixture
@@ -92,10 +93,7 @@ def test_a_name_that_no_run_has_is_told_with_the_nearest(directory: RunDirectory
     runs = directory.path.parent
     with pytest.raises(RunDirectoryError) as caught:
         RunDirectory.find("onee", runs)
-    assert str(caught.value) == (
-        f"the run 'onee' was asked for, but {runs} holds no run of that name. Did you mean 'one'? "
-        "Give the name of one of its runs, or the path of a run directory."
-    )
+    assert says(caught.value, "'onee'", runs, "'one'?")
     with pytest.raises(RunDirectoryError, match=r"holds no hyper_parameters.yaml"):
         RunDirectory.find("elsewhere/one", runs)
 

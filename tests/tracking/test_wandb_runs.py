@@ -16,6 +16,7 @@ from nip_astra.tracking.wandb_runs import (
     parse_reference,
     read_config,
 )
+from tests.messages import says
 
 
 class FakeArtifact:
@@ -68,9 +69,8 @@ def test_a_reference_names_entity_project_and_run() -> None:
 def test_what_names_less_or_more_is_refused(reference: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_reference(reference)
-    assert str(caught.value) == (
-        f"{reference!r} was given as a run on W&B, but it does not name entity, project and run. "
-        "Write wandb://entity/project/run_id."
+    assert says(
+        caught.value, repr(reference), "entity, project and run", "wandb://entity/project/run_id"
     )
 
 
@@ -106,9 +106,8 @@ def test_a_run_without_a_model_is_told(api: FakeApi, tmp_path: Path) -> None:
 def test_what_w_and_b_says_is_told_with_what_to_do() -> None:
     with pytest.raises(TrackingError) as caught:
         read_config("wandb://us/proofs/two")
-    assert str(caught.value) == (
-        "wandb://us/proofs/two was to be read from W&B, but that failed: Could not find run "
-        "us/proofs/two. Check the name and the network, or give a run directory."
+    assert says(
+        caught.value, "wandb://us/proofs/two", "Could not find run us/proofs/two", "network"
     )
 
 

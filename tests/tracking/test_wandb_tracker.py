@@ -17,6 +17,7 @@ from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.tracking.wandb_tracker import _cells, offline_runs
+from tests.messages import says
 from tests.tracking.wandb_log import WandbLog
 
 pytest.importorskip("wandb")
@@ -133,10 +134,7 @@ def test_online_without_a_key_says_what_to_do_and_asks_nothing(home: Path, tmp_p
     directory = RunDirectory.create(tmp_path / "runs", "one")
     with pytest.raises(TrackingError) as caught:
         open_tracker(ExperimentSettings(wandb="online"), directory, {})
-    assert str(caught.value) == (
-        "W&B was asked to track the run online, but there is no W&B key on this machine. Log in "
-        "with `wandb login`, set WANDB_API_KEY, or use --wandb offline."
-    )
+    assert says(caught.value, "no W&B key", "wandb login", "WANDB_API_KEY", "--wandb offline")
 
 
 def test_a_failed_start_is_told_and_leaves_the_environment_as_it_was(

@@ -14,13 +14,12 @@ import pytest
 import torch
 
 from nip_astra.errors import CheckpointError
-from nip_astra.parameters.types import TrainerType
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.tracking.local import LocalTracker
 from tests.command_line import plugins_forgotten_after
-from tests.resuming import copy_as_killed_after, short_experiment, what_was_found
+from tests.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment, what_was_found
 from tests.tiny import make_classifier
 
 
@@ -62,7 +61,7 @@ def check_checkpoints(resolved: ResolvedExperiment, folder: Path) -> Path:
 
 
 @pytest.mark.usefixtures("noise")
-@pytest.mark.parametrize("trainer", [str(trainer) for trainer in TrainerType])
+@pytest.mark.parametrize("trainer", SHORT_TRAINERS)
 def test_every_trainer_goes_on_from_any_checkpoint(trainer: str, tmp_path: Path) -> None:
     with plugins_forgotten_after():
         resolved = short_experiment(trainer, tmp_path / "scenario")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,39 +169,6 @@ def test_a_resume_tells_that_layers_are_computed_in_another_way(tmp_path: Path) 
     assert "last digits may differ" in log
     assert "layers was 'compiled: toy.c 12' and is 'torch'" in log
     assert directory.read_json("environment.json")["layers"] == "compiled: toy.c 12"
-
-
-PRINT_NUMBERS = """
-import json, sys
-from tests.toy_protocol_scenario import toy_kind, toy_trainer
-with toy_kind():
-    trainer = toy_trainer(seed=int(sys.argv[1]))
-    trainer.train()
-print(json.dumps([trainer.results["after"], trainer.state.last]))
-"""
-
-
-def numbers_of_a_process(seed: int) -> str:
-    found = subprocess.run(
-        [sys.executable, "-c", PRINT_NUMBERS, str(seed)],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
-    return found.stdout
-
-
-def test_equal_seeds_give_equal_numbers_in_two_processes() -> None:
-    first = numbers_of_a_process(3)
-    trainer = toy_trainer(seed=3)
-    trainer.train()
-    assert json.loads(first) == json.loads(
-        json.dumps([trainer.results["after"], trainer.state.last])
-    )
-    other = toy_trainer(seed=4)
-    other.train()
-    assert other.state.last != trainer.state.last
 
 
 def test_an_agent_starts_from_another_runs_agent(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from nip_astra.scenarios.image_classification import ImageClassificationScenario
 from nip_astra.scenarios.images.bodies import ImageBody
 from nip_astra.scenarios.images.pretrained.embeddings import embedding_key
 from nip_astra.scenarios.images.pretrained.pca import PcaModel
+from tests.messages import says
 
 KIND = "image_classification"
 SMALL: dict[str, Any] = {"dataset": {"max_train_size": 64}, "initial_num_channels": 4}
@@ -111,10 +112,8 @@ def test_what_agents_say_is_a_symbol_more_or_less_for_each_halving() -> None:
 def test_too_many_halvings_are_refused_with_how_many_there_may_be() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(**small(num_block_groups=3))
-    assert str(caught.value) == (
-        "images of 8 x 8 pixels were to be halved 3 times, which leaves 1 of them to point at, "
-        "and a message needs two to choose from. Set image_classification.num_block_groups to 2 "
-        "at most."
+    assert says(
+        caught.value, "8 x 8", "3 times", "leaves 1", "image_classification.num_block_groups", "2"
     )
 
 
