@@ -250,6 +250,8 @@ class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not
         Whether there is a checkpoint to go on from.
     is_at_once : bool
         Whether it stopped without saving, since a second signal came.
+    command : str
+        What goes on with it: "resume" of a run, "sweep" of a sweep.
     """
 
     def __init__(
@@ -259,7 +261,9 @@ class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not
         is_saved: bool = True,
         *,
         is_at_once: bool = False,
+        command: str = "resume",
     ) -> None:
+        self.command = command
         self.signal_name, self.run = signal_name, run
         self.is_saved, self.is_at_once = is_saved, is_at_once
         if not is_saved:
@@ -269,9 +273,10 @@ class StopRequested(NipAstraError, RuntimeError):  # noqa: N818 - a request, not
         else:
             what = "and its work is saved. Go on"
         super().__init__(
-            f"the run was stopped by {signal_name} {what} with: nip-astra resume {run}"
+            f"the {'sweep' if command == 'sweep' else 'run'} was stopped by {signal_name} {what} "
+            f"with: nip-astra {command} {run}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        new = partial(type(self), is_at_once=self.is_at_once)
+        new = partial(type(self), is_at_once=self.is_at_once, command=self.command)
         return new, (self.signal_name, self.run, self.is_saved)

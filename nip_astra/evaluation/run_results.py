@@ -108,7 +108,7 @@ class RunResults:
 
     def figures_frame(self) -> pd.DataFrame:
         """The figures, one a row: `when`, `name`, `value`, `low`, `high`."""
-        frame: pd.DataFrame = _pandas().DataFrame(self.figures, columns=list(Figure._fields))
+        frame: pd.DataFrame = import_pandas().DataFrame(self.figures, columns=list(Figure._fields))
         return frame
 
     def metrics_frame(self) -> pd.DataFrame:
@@ -117,13 +117,13 @@ class RunResults:
         for row in (*self.metrics, *self.timings):
             by_step.setdefault(row["step"], {}).update(row)
         rows = [by_step[step] for step in sorted(by_step)]
-        whole = _pandas().DataFrame(rows or [{"step": None}]).set_index("step")
+        whole = import_pandas().DataFrame(rows or [{"step": None}]).set_index("step")
         frame: pd.DataFrame = whole.iloc[: len(rows)]
         return frame
 
     def conversations_frame(self, table: str) -> pd.DataFrame:
         """The rows of one of the `tables`; groups within a row become columns `a.b`."""
-        frame: pd.DataFrame = _pandas().json_normalize(self.conversations(table))
+        frame: pd.DataFrame = import_pandas().json_normalize(self.conversations(table))
         return frame
 
 
@@ -167,7 +167,14 @@ def _table_name(file: Path) -> str:
     return f"rollouts/{file.stem}" if of_rollouts else f"evaluations/{file.parent.name}"
 
 
-def _pandas() -> Any:
+def import_pandas() -> Any:
+    """The package pandas.
+
+    Raises
+    ------
+    MissingDependencyError
+        When it is not installed.
+    """
     try:
         import pandas
     except ImportError as error:

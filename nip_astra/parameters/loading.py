@@ -108,7 +108,7 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
             )
         asked_by = f", which {layers[0].source} extends," if layers else ""
         chain.append(current.resolve())
-        values = _read_yaml(current, asked_by)
+        values = read_yaml_mapping(current, asked_by)
         parent = values.pop("extends", None)
         label = source if current == path else f"{source} <- {current.name}"
         if stored_in is None and (current.name == HYPER_PARAMETERS or VERSION_KEY in values):
@@ -281,7 +281,14 @@ def _parent_of(path: Path, parent: Any) -> Path:
     return path.parent / Path(parent).expanduser()
 
 
-def _read_yaml(path: Path, asked_by: str) -> dict[str, Any]:
+def read_yaml_mapping(path: Path, asked_by: str = "") -> dict[str, Any]:
+    """The plain values of a YAML file.
+
+    Raises
+    ------
+    ConfigurationError
+        When there is no such file, or it holds no mapping.
+    """
     asked = f"the parameter file {path}{asked_by} was to be read"
     try:
         if path.exists() and not path.is_file():

@@ -1,0 +1,178 @@
+"""Sweeps: what they run, that they go on where they were, and what their tables say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from nip_astra.errors import ConfigurationError, ParameterError, RunDirectoryError
+from nip_astra.sweep.plan import SweepPlan, grid_of, read_plan, seeds_of, shard_of
+from nip_astra.sweep.results import SweepResults, read_sweep
+from nip_astra.sweep.runner import RunStatus, SweepRunner
+
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "training.training_steps=1",
+    "training.num_episodes_per_experience=2",
+    "ast_chat.evaluation.num_episodes=2",
+    "ast_chat.evaluation.use_random_search=false",
+)
+
+
+def plan_of(scenario: Path, **values: Any) -> SweepPlan:
+    given = {"trainers": ["ast_dpo"], "scenarios": [str(scenario)], "overrides": list(SMALL)}
+    return SweepPlan.from_dict(given | values)
+
+
+def test_every_combination_is_run_and_every_arm_comes_before_the_next_seed() -> None:
+    plan = SweepPlan(
+        trainers=["ast_dpo", "ast_ipo"], seeds=[3, 4], grid={"training.lr": ["1e-4", "1e-5"]}
+    )
+    names = [(run.arm.name, run.seed) for run in plan.runs]
+    arms = ["ast_dpo lr=1e-4", "ast_dpo lr=1e-5", "ast_ipo lr=1e-4", "ast_ipo lr=1e-5"]
+    assert names == [(arm, seed) for seed in (3, 4) for arm in arms]
+    assert len({run.run_id for run in plan.runs}) == 8
+    more = plan.model_copy(update={"grid": {"training.lr": ["1e-3", "1e-4", "1e-5"]}})
+    assert {run.run_id for run in plan.runs} < {run.run_id for run in more.runs}
+
+
+def test_values_are_divided_at_commas_outside_brackets_and_quotes() -> None:
+    assert grid_of(["a.b=1,2", "c=[1,2],[3]", "d='x,y',z"]) == {
+        "a.b": ["1", "2"],
+        "c": ["[1,2]", "[3]"],
+        "d": ["'x,y'", "z"],
+    }
+    for wrong in (["a"], ["=1"], ["a=1", "a=2"]):
+        with pytest.raises(ConfigurationError, match="--set"):
+            grid_of(wrong)
+
+
+def test_seeds_are_ranges_and_numbers() -> None:
+    assert seeds_of("0..2,7") == [0, 1, 2, 7]
+    for wrong in ("x", "2..0", "", "1.5"):
+        with pytest.raises(ConfigurationError, match="--seeds"):
+            seeds_of(wrong)
+    with pytest.raises(ParameterError, match="twice"):
+        SweepPlan.from_dict({"trainers": ["ast_dpo"], "seeds": [1, 1]})
+
+
+def test_shards_hold_every_run_once() -> None:
+    runs = SweepPlan(trainers=["ast_dpo"], seeds=list(range(7))).runs
+    parts = [shard_of(runs, f"{k}/3") for k in (1, 2, 3)]
+    assert sorted(run.seed for part in parts for run in part) == list(range(7))
+    assert [len(part) for part in parts] == [3, 2, 2]
+    for wrong in ("0/3", "4/3", "2", "a/b"):
+        with pytest.raises(ConfigurationError, match="--shard"):
+            shard_of(runs, wrong)
+
+
+def test_a_wrong_combination_is_told_before_anything_runs(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.yaml"
+    file.write_text("trainers: [ast_dpo]\ngrid: {training.lr: [1e-5, fast]}\n")
+    with pytest.raises(ParameterError, match=r"training\.lr"):
+        read_plan(file).check()
+    file.write_text("trainer: ast_dpo\n")
+    with pytest.raises(ParameterError, match="trainers"):
+        read_plan(file)
+
+
+def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
+    plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1, 2])
+    values = {"ast_dpo": [0.2, 0.4, 0.9], "ast_ipo": [0.3, 0.7, 0.8]}
+    rows = [
+        {"arm": run.arm.name, "seed": run.seed, "when": "after", "name": "failure_rate"}
+        | {"value": values[run.arm.name][run.seed]}
+        for run in plan.runs
+    ]
+    found = SweepResults(plan, tmp_path, rows)
+    one, two = plan.arms
+    mean = found.over_seeds(one, "failure_rate")
+    assert mean is not None
+    low, high = stats.t.interval(0.95, 2, loc=0.5, scale=stats.sem(values["ast_dpo"]))
+    assert (mean.mean, mean.low, mean.high) == pytest.approx((0.5, low, high))
+    beside = found.difference(two, one, "failure_rate")
+    assert beside is not None
+    assert beside.mean == pytest.approx(0.1)
+    expected = stats.ttest_rel(values["ast_ipo"], values["ast_dpo"]).pvalue
+    assert beside.p == pytest.approx(float(expected))
+    same = SweepResults(plan, tmp_path, [row | {"value": 0.5} for row in rows])
+    assert same.over_seeds(one, "failure_rate")[1:] == (0.5, None, None)  # type: ignore[index]
+
+
+def test_a_sweep_runs_what_is_left_and_tells_what_failed(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    wrong = "training.lr=1e30"
+    plan = plan_of(tiny_scenario, seeds=[0], grid={"training.optimizer": ["adamw", "sgd"]})
+    runner = SweepRunner(plan, tmp_path / "sweep", num_processes=2, settings={"num_threads": 1})
+    finished = runner.run(plan.runs)
+    assert [one.status for one in finished] == [RunStatus.ENDED, RunStatus.ENDED]
+    again = SweepRunner(plan, tmp_path / "sweep").run(plan.runs)
+    assert [(one.status, one.seconds) for one in again] == [(RunStatus.ENDED, 0.0)] * 2
+    found = read_sweep(tmp_path / "sweep")
+    assert {row["training.optimizer"] for row in found.rows} == {"adamw", "sgd"}
+    table = list(csv.DictReader(found.to_csv().splitlines()))
+    assert len(table) == len(found.rows)
+    for run in plan.runs:
+        results = json.loads((tmp_path / "sweep" / run.run_id / "results.json").read_text())
+        mean = found.over_seeds(run.arm, "failure_rate")
+        assert mean is not None
+        assert np.isclose(mean.mean, results["after"]["failure_rate"])
+    broken = plan_of(tiny_scenario, seeds=[1], overrides=[*SMALL, wrong])
+    (failed,) = SweepRunner(broken, tmp_path / "broken").run(broken.runs)
+    assert failed.status is RunStatus.FAILED
+    assert failed.message
+
+
+def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="folder of a sweep"):
+        read_sweep(tmp_path)
+
+
+def test_a_killed_sweep_goes_on_to_the_results_of_single_runs(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(ROOT / "run.py"), "sweep", "--trainer", "ast_dpo", "--seeds"]
+    command += ["0..1", "--scenario", str(tiny_scenario), "--sweep-dir", str(tmp_path / "s")]
+    for one in SMALL:
+        command += ["--set", one]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    run_ids = [run.run_id for run in _stored(tmp_path / "s").runs]
+    first = tmp_path / "s" / run_ids[0]
+    while process.poll() is None and not (first / "hyper_parameters.yaml").exists():
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2/2" in done.stdout
+    single = [sys.executable, str(ROOT / "run.py"), "--trainer", "ast_dpo", "--seed", "0"]
+    single += ["--scenario", str(tiny_scenario), "--runs-dir", str(tmp_path), "--run-id", "alone"]
+    for one in SMALL:
+        single += ["--set", one]
+    subprocess.run(single, env=environment, check=True, capture_output=True)
+    alone, swept = (
+        json.loads((folder / "results.json").read_text())["after"]
+        for folder in (tmp_path / "alone", first)
+    )
+    assert alone == swept
+
+
+def _stored(directory: Path) -> SweepPlan:
+    until = time.monotonic() + 120
+    while not (directory / "sweep.json").exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    return SweepPlan.from_dict(json.loads((directory / "sweep.json").read_text()))
