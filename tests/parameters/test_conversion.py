@@ -117,6 +117,7 @@ NEW_VALUES = {
     "message_regression": {"regressor": {"_type": "linear", "ridge": 0.5}},
     "base_run": {"base_run_type": "parameters", "run": "runs/one"},
     "training": {"lr": 0.5},
+    "text_rl": {"num_iterations": 7},
 }
 
 
