@@ -202,7 +202,7 @@ class NonFiniteOutputError(NipAstraError, ArithmeticError):
     """A model's logits are no numbers; nothing that it said is used."""
 
 
-class HelperProcessError(NipAstraError, RuntimeError):
+class WorkerProcessError(NipAstraError, RuntimeError):
     """A process that was to compute a part of the work failed or ended."""
 
 

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from nip_astra import __version__
 from nip_astra.cli import data, measuring, serving, sweeping
+from nip_astra.cli.notes import NoteHandler
 from nip_astra.cli.options import (
     AsJson,
     Debug,
@@ -284,6 +285,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("nip_astra").addHandler(logging.NullHandler())
+    logging.getLogger("nip_astra.parameters.renamed").addHandler(NoteHandler())
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # A closed stream is none to Python, and half of what writes to it does not ask.

@@ -244,7 +244,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             self.state.before = self.measure("before", parts)
         self._raise_if_stopped()
 
-    @attach_progress_bar(lambda self: self.training.training_steps)
+    @attach_progress_bar(lambda self: self.training.num_iterations)
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Training")
         for iteration in iteration_context.iterate(self.state.iteration):
@@ -299,7 +299,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         return batches_of(
             samples,
             self.collate_fn,
-            size=self.training.batch_size,
+            size=self.training.minibatch_size,
             order=self.training.batch_order,
             key=(self.hyper_params.seed, iteration, epoch),
         )
@@ -325,7 +325,7 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
         """Take one step on the mean loss over the samples of all batches."""
-        progress = self.state.iteration / self.training.training_steps
+        progress = self.state.iteration / self.training.num_iterations
         lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
         self._write_step_totals(batches)
         metrics = self.service.forward_backward(batches, self.loss)
