@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from nip_astra.experiment_settings import ExperimentSettings as ExperimentSettings
     from nip_astra.factory import build_scenario_instance as build_scenario_instance
     from nip_astra.language_models.base import LanguageModel as LanguageModel
+    from nip_astra.language_models.base import Learner as Learner
+    from nip_astra.language_models.base import TokenModel as TokenModel
+    from nip_astra.language_models.base import TokenSampler as TokenSampler
+    from nip_astra.language_models.base import TokenScorer as TokenScorer
     from nip_astra.language_models.embeddings import EmbedderParameters as EmbedderParameters
     from nip_astra.language_models.embeddings import build_embedder as build_embedder
     from nip_astra.language_models.registry import (
@@ -296,6 +300,7 @@ _HOMES = {
     "IterationContext": "nip_astra.progress",
     "LanguageModel": "nip_astra.language_models.base",
     "LanguageModelTrainer": "nip_astra.trainers.language_model_base",
+    "Learner": "nip_astra.language_models.base",
     "LocalService": "nip_astra.serve.local_service",
     "LossOutput": "nip_astra.rl_objectives.outputs",
     "LrFactors": "nip_astra.parameters.agents",
@@ -356,6 +361,9 @@ _HOMES = {
     "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
     "TensorDictTrainer": "nip_astra.trainers.trainer_base",
     "TextDatasets": "nip_astra.scenarios.pure_text_base",
+    "TokenModel": "nip_astra.language_models.base",
+    "TokenSampler": "nip_astra.language_models.base",
+    "TokenScorer": "nip_astra.language_models.base",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",

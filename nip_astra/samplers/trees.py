@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import Generation, GenerationSession, pad_left
+from nip_astra.language_models.base import Generation, GenerationSession, as_sampler, pad_left
 from nip_astra.language_models.finite import refuse_nan
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
@@ -33,6 +33,7 @@ from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 GLUE_TOKENS = 32
 """Allowance for what a chat template puts around a turn."""
+_READ_PROBES = "tell how likely it finds probes"
 
 
 class _Plan(NamedTuple):
@@ -96,9 +97,20 @@ class TreeSampler:
         self.max_cache_bytes = max_cache_bytes
         self.num_parts = num_parts
         self.asks_reference = asks_reference
+        self._check_abilities()
         self._shares_tokens = False
         if not isinstance(target, ChatAgent):
             self._shares_tokens = self.reader.shares_tokens_with(target)
+
+    def _check_abilities(self) -> None:
+        """Refuse models that lack what their role takes, before anything is played."""
+        for agent in (self.attacker, self.target):
+            if isinstance(agent, ConversationAgent):
+                as_sampler(agent.language_model, role=agent.role)
+        if self.asks_reference:
+            self.reference.token_scorer(to=_READ_PROBES)
+        if self.reward.likelihood_model == "target" and isinstance(self.target, ConversationAgent):
+            self.target.token_scorer(to="be the reward's likelihood_model")
 
     def with_attacker(
         self, attacker: ConversationAgent | TextAttacker, *, asks_reference: bool = True
@@ -268,10 +280,10 @@ class TreeSampler:
         sessions = _Sessions(
             None
             if isinstance(self.attacker, TextAttacker)
-            else self.attacker.language_model.open_session(),
+            else self.attacker.token_sampler.open_session(),
             None
             if isinstance(self.target, ChatAgent)
-            else self.target.language_model.open_session(),
+            else self.target.token_sampler.open_session(),
         )
         for depth in range(plan.tree_depth):
             open_conversations = self._grow(sessions, open_conversations, plan, depth, columns)
@@ -453,9 +465,8 @@ class TreeSampler:
             for context in columns.contexts
             for _ in range(len(columns.probes) // len(columns.contexts))
         ]
-        return self.reference.language_model.logprobs(
-            *pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT
-        ).cpu()
+        scorer = self.reference.token_scorer(to=_READ_PROBES)
+        return scorer.logprobs(*pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT).cpu()
 
     def _rate(self, tree: RolloutTree) -> None:
         """Add scores and rewards; the scorer is asked once, about all nodes."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
@@ -105,8 +105,8 @@ class ServiceTrainer(LanguageModelTrainer):
         """What is learnt from trajectories, and what to log of it; hook of a family."""
 
     def build_policy(self) -> LanguageModel:
-        policy: LanguageModel = self.scenario_instance.agents["policy"].language_model
-        return policy
+        model = self.scenario_instance.agents["policy"].language_model
+        return as_language_model(model, role="policy")
 
     def build_service(self) -> TrainingService:
         """What the parameters name as `train_service.backend`."""
@@ -254,7 +254,7 @@ class ServiceTrainer(LanguageModelTrainer):
         """Log figures of what was played with those of the iteration."""
         self.log_metrics(log_rollout_metrics(batch))
 
-    def score(self, model: LanguageModel, batch: Batch) -> Tensor:
+    def score(self, model: TokenScorer, batch: Batch) -> Tensor:
         """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
         return score_batch(batch, model.logprobs)
 
