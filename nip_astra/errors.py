@@ -229,6 +229,26 @@ class ServiceError(NipAstraError, ConnectionError):
     """A service cannot be reached, or refuses what it is asked for."""
 
 
+class ServiceUnreachableError(ServiceError):
+    """A service does not answer: it is not there, has ended, or the connection to it is lost."""
+
+
+class ServiceBusyError(ServiceError):
+    """A service has as much to do as it takes on."""
+
+
+class ServiceRequestError(ServiceError, ValueError):
+    """A service refuses a request as it stands; what it holds is as it was."""
+
+
+class ServiceConflictError(ServiceError):
+    """Another client works on what a service holds for this one."""
+
+
+class ServiceModelError(ServiceError, LookupError):
+    """A service has no such model, or no longer."""
+
+
 class BudgetExhaustedError(NipAstraError, RuntimeError):
     """What may be spent on services is spent; the work so far is kept."""
 
