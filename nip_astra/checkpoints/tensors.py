@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
 from nip_astra.errors import CheckpointError
@@ -63,6 +63,25 @@ def load_state(path: Path) -> Any:
             f"the state {path} was to be read, but it is missing or broken: {error}. Resume from "
             "another checkpoint."
         ) from error
+
+
+def pack_state(state: Any) -> bytes:
+    """Nested state as bytes, which `unpack_state` reads; for other processes.
+
+    Raises
+    ------
+    CheckpointError
+        When a value is of another kind than `save_state` writes.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain = json.dumps(_encode(state, "state", tensors), allow_nan=False).encode()
+    return len(plain).to_bytes(8, "little") + plain + save(tensors)
+
+
+def unpack_state(packed: bytes) -> Any:
+    """Read what `pack_state` gave."""
+    end = 8 + int.from_bytes(packed[:8], "little")
+    return _decode(json.loads(packed[8:end]), load(packed[end:]))
 
 
 def _encode(value: Any, place: str, tensors: dict[str, Tensor]) -> Any:
