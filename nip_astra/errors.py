@@ -206,6 +206,10 @@ class WorkerProcessError(NipAstraError, RuntimeError):
     """A process that was to compute a part of the work failed or ended."""
 
 
+class LostProcessError(HelperProcessError):
+    """A process of those that train a run together has ended, or cannot be reached."""
+
+
 class UnexpectedExitError(NipAstraError, RuntimeError):
     """Code of a plug-in or a library would have ended the program in the middle of its work."""
 
