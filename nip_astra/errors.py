@@ -206,7 +206,7 @@ class WorkerProcessError(NipAstraError, RuntimeError):
     """A process that was to compute a part of the work failed or ended."""
 
 
-class LostProcessError(HelperProcessError):
+class LostProcessError(WorkerProcessError):
     """A process of those that train a run together has ended, or cannot be reached."""
 
 

@@ -130,7 +130,7 @@ class ServiceTrainer(LanguageModelTrainer):
         metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
         samples, more = self.prepare(known)
         metrics["tokens/generated"] = float(spent.generated)
-        return Experience(samples, metrics | more)
+        return Experience(samples, metrics | self._noted | more)
 
     def _play_iteration(self, iteration: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Play problems, in place of those that tell nothing further ones."""
