@@ -18,6 +18,7 @@ from nip_astra.parameters.conversion import convert
 from nip_astra.parameters.faults import show
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.merging import Merger, default_lists
+from nip_astra.parameters.nexrl_layout import from_nexrl_layout, is_nexrl_layout
 from nip_astra.parameters.renamed import with_new_names
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
@@ -117,6 +118,8 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
             stored_in = current
         if stored_in is not None:
             values = literal_layer(label, unescape_references(values)).values
+        if is_nexrl_layout(values):
+            values = from_nexrl_layout(values, folder=current.parent, source=label)
         values = with_new_names(convert(values, source=str(current)), source=str(current))
         layers.insert(0, Layer(label, values, stored_in))
         current = None if parent is None else _parent_of(current, parent)
