@@ -370,7 +370,8 @@ def as_language_model(model: TokenModel, *, role: str) -> LanguageModel:
 
 def _lacks(model: TokenModel, role: str, to: str, ability: str, does: str) -> ModelAbilityError:
     found = [one.__name__ for one in _ABILITIES if isinstance(model, one)]
-    name = getattr(type(model).Parameters, "type_name", "") or type(model).__name__
+    parameters = getattr(type(model), "Parameters", None)
+    name = getattr(parameters, "type_name", "") or type(model).__name__
     return ModelAbilityError(
         f"the {role} was to {to}, for which it takes a model that {does}, a {ability}, but the "
         f"backend {name!r} is {' and '.join(found) or 'none of the abilities'} only. Give the "
