@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Callable, Mapping
 
@@ -13,8 +12,6 @@ from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
 from nip_astra.utils.devices import resolve_device
 
-SECONDS_TO_FINISH = 5
-"""How long requests that are being answered may go on once the service is told to end."""
 _BACKLOG = 1024
 
 
@@ -41,9 +38,7 @@ def serve(
         When a model cannot be loaded.
     """
     require_packages()
-    import uvicorn
-
-    from nip_astra.serve.http_server import HttpServer
+    from nip_astra.serve.http_server import HttpServer, http_config
     from nip_astra.serve.state import open_service
 
     settings.token()  # refused before models are loaded
@@ -58,15 +53,9 @@ def serve(
         try:
             shelf.add_all(models)
             with open_service(shelf, settings) as service:
-                config = uvicorn.Config(
-                    service.app,
-                    log_level=logging.WARNING,
-                    access_log=False,
-                    timeout_graceful_shutdown=SECONDS_TO_FINISH,
-                )
                 listening.listen(_BACKLOG)
                 tell(settings)
-                HttpServer(config).run(sockets=[listening])
+                HttpServer(http_config(service.app)).run(sockets=[listening])
         finally:
             shelf.close()
 

@@ -119,7 +119,9 @@ class OpenAIChatModel(ChatModel):
     async def _open(self) -> OpenAIConnection:
         """The connection, to a service that runs."""
         if self._own is not None:
-            base_url: str = self._own.address or await asyncio.to_thread(self._own.start)
+            base_url = self._own.address
+            if base_url is None:
+                base_url = await asyncio.to_thread(self._own.start)
             if self._connection is None or self._connection.base_url != base_url:
                 self._connection = self._connect(base_url, None)
         assert self._connection is not None
