@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -96,7 +97,10 @@ class OpenAIChatModel(ChatModel):
         messages: Any = list(request.messages)
         try:
             response = await completions.create(
-                model=self.name, messages=messages, extra_body=self._fields(request)
+                model=self.name,
+                messages=messages,
+                extra_body=self._fields(request),
+                extra_headers=_headers(request),
             )
             found = json.loads(response.http_response.text)
         except (ValueError, RecursionError) as error:
@@ -138,6 +142,14 @@ class OpenAIChatModel(ChatModel):
             return None
         seed, first = request.seed, request.first_sample
         return (derive_seed(seed, "sample", first) if first else seed) % NUM_SEEDS
+
+
+def _headers(request: ChatRequest) -> dict[str, str]:
+    """The name of the request, of as many letters as any service takes."""
+    if request.key is None:
+        return {}
+    part = f"{request.key}/{request.first_sample}/{request.num_samples}"
+    return {"Idempotency-Key": hashlib.sha256(part.encode()).hexdigest()}
 
 
 def _failed(request: ChatRequest, reason: FailureReason, message: str) -> ChatOutcome:
