@@ -235,7 +235,7 @@ class PureTextRlTrainer(Trainer):
 
     def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
         """Play rollouts; what is in the journal of this sampling is not asked for again."""
-        journal = self.files.journal(split, iteration)
+        journal = self.files.journal(split, iteration, self.state.run_key)
         ends = self.instance.loop.run(
             self.sampler.sample(
                 self.episodes(split, iteration),
