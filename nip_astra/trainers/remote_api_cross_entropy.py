@@ -57,4 +57,6 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
         (context,) = agent.contexts([turns])
         said = agent.say(environment.solution)
         spans = [TokenSpan(context), TokenSpan(said, [0.0] * len(said))]
-        return Trajectory.from_spans(spans, reward=1.0, group_id=problem)
+        trajectory = Trajectory.from_spans(spans, reward=1.0, group_id=problem)
+        trajectory.logprobs = None  # nothing was sampled
+        return trajectory

@@ -72,6 +72,7 @@ class SelfHostedTrainer(ServiceTrainer):
         batch, metrics = given
         if "old_logprobs" not in batch.values:
             batch.values["old_logprobs"] = batch.values["logprobs"]
+        self.dump("prepared_batch", batch)
         return samples_of(batch), {**mismatch, **metrics}
 
     def loss(self, batch: TensorDict) -> LossOutput:

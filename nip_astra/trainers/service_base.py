@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.checkpoints.dumps import DUMPS, StageDumps
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
@@ -33,7 +34,12 @@ from nip_astra.trainers.service.configuration import (
     built_of_parts,
     takes_config_alone,
 )
-from nip_astra.trainers.service.measuring import RECORD_COLUMNS, Tally, rollout_rows
+from nip_astra.trainers.service.measuring import (
+    RECORD_COLUMNS,
+    Tally,
+    plain_figures,
+    rollout_rows,
+)
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
 from nip_astra.trainers.service.samples import collate_trajectories, score_batch
@@ -79,6 +85,8 @@ class ServiceTrainer(LanguageModelTrainer):
         self.config = self._config = hyper_params
         self._pad_token_id = 0
         self._is_checked = False
+        self._iteration = 0
+        self._dumps = StageDumps(None, period=0)
         if hyper_params.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
             own = type(self).Parameters.model_fields.keys() - {"train_service"}
@@ -96,6 +104,10 @@ class ServiceTrainer(LanguageModelTrainer):
         self.task = task
         self.agent = self.scenario_instance.agents["policy"]
         self.options = getattr(self.hyper_params, self.scenario_instance.kind)
+        directory = self.run_directory
+        self._dumps = StageDumps(
+            None if directory is None else directory.path / DUMPS, period=self.settings.dump_period
+        )
         self._pad_token_id = int(self.agent.language_model.tokenizer.pad_token_id or 0)
 
     # ---- hooks
@@ -116,17 +128,31 @@ class ServiceTrainer(LanguageModelTrainer):
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
         return collate_trajectories(samples)
 
+    def after_backward(self, metrics: Mapping[str, float]) -> None:
+        self.dump("loss", dict(metrics))
+        gradients = [one.grad for one in self.learned if one.grad is not None]
+        self.dump("gradients", {str(i): one for i, one in enumerate(gradients)})
+
+    def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
+        for number, batch in enumerate(batches):
+            self.dump(f"batch_{number}", dict(batch.items()))
+        metrics = super()._optimizer_step(batches)
+        self.dump("weights", {str(i): one for i, one in enumerate(self.learned)})
+        return metrics
+
     # ---- playing
 
     def collect(self, iteration: int) -> Experience:
         """Play an iteration's problems and prepare what they teach."""
+        self._iteration = iteration
         with self.policy.counting() as spent:
             trajectories, metrics = self._play_iteration(iteration)
         log_rollout_metrics(trajectories, metrics)
-        self._iteration = iteration
         known = [one for one in trajectories if one.reward is not None]
+        self.dump("trajectories", Batch.from_trajectories(trajectories))
         metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
         samples, more = self.prepare(known)
+        self.dump("samples", {"samples": samples})
         metrics["tokens/generated"] = float(spent.generated)
         return Experience(samples, metrics | self._noted | more)
 
@@ -227,9 +253,11 @@ class ServiceTrainer(LanguageModelTrainer):
         options = self.options.evaluation
         problems = self._held_out("dev", options.num_dev_problems)
         tally = Tally(options.success_reward)
-        tally.add(self._play("dev", problems, key=("evaluation", 0), num_runs=1), problems, 1)
-        report = tally.report(1)
-        return {name: report[name] for name in ("mean_reward", "accuracy")}
+        num_runs = options.num_dev_runs
+        played = self._play("dev", problems, key=("evaluation", 0), num_runs=num_runs)
+        tally.add(played, problems, num_runs)
+        figures = plain_figures(tally.report(num_runs))
+        return {n: v for n, v in figures.items() if not n.startswith("num_")}
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {"reward": metrics.get("rollout/reward_mean", math.nan)}
@@ -249,6 +277,12 @@ class ServiceTrainer(LanguageModelTrainer):
             self.run_directory.write_json("results.json", self.results)
 
     # ---- tools of the hooks
+
+    def dump(self, stage: str, values: Batch | Mapping[str, Any]) -> None:
+        """Write a stage of the iteration for `compare-dumps`, where `settings.dump_period` asks."""
+        if self._dumps.folder is not None and self._dumps.is_due(self.state.iteration):
+            plain = values.to_plain() if isinstance(values, Batch) else values
+            self._dumps.write(self.state.iteration, stage, plain)
 
     def _log_rollout_metrics(self, batch: Batch | Sequence[Trajectory]) -> None:
         """Log figures of what was played with those of the iteration."""

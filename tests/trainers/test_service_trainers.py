@@ -87,6 +87,31 @@ def test_solutions_are_learnt_by_heart() -> None:
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
+def test_dev_evaluations_tell_pass_at_k_with_intervals() -> None:
+    trainer = trainer_of(
+        "self_hosted_grpo", "task.evaluation.num_dev_problems=6", "task.evaluation.num_dev_runs=4"
+    )
+    with torch.no_grad():
+        figures = trainer.evaluate_dev()
+    assert figures["pass_at_1"] <= figures["pass_at_2"] <= figures["pass_at_4"]
+    assert figures["pass_at_4_low"] <= figures["pass_at_4"] <= figures["pass_at_4_high"]
+    assert figures["pass_at_1"] == pytest.approx(figures["accuracy"])
+
+
+def test_a_task_with_solutions_is_learnt_by_heart() -> None:
+    resolved = resolve_experiment(
+        trainer="remote_api_cross_entropy", scenario="pig_latin", overrides=SMALL
+    )
+    trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+    with torch.no_grad():
+        experience = trainer.collect(0)
+    environment = trainer.task.environment("train", 0)
+    sample = experience.samples[0]
+    said = trainer.agent.language_model.tokenizer.decode(sample["response"])
+    assert said.startswith(environment.solution)
+    assert sample["is_trained"].all()
+
+
 def prepared(*overrides: str, iteration: int = 0) -> tuple[Any, Any]:
     trainer = trainer_of("self_hosted_grpo", *overrides)
     with torch.no_grad():
