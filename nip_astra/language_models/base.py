@@ -6,7 +6,7 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vo
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -377,6 +377,27 @@ class LanguageModel(ABC):
     @abstractmethod
     def frozen_reference(self) -> LanguageModel:
         """A model that stays as this one is now; shares weights where it can."""
+
+    def sampler_copy(self) -> LanguageModel:
+        """A second model that samples as this one does now, and goes its own way.
+
+        Raises
+        ------
+        ModelLoadError
+            When this backend cannot be held twice.
+        """
+        raise ModelLoadError(
+            "a second model that samples while this one learns was asked for, but the backend "
+            f"{type(self).__name__} cannot be held twice. Set max_staleness to 0, or use the "
+            "huggingface backend."
+        )
+
+    def weight_copy(self) -> dict[str, Tensor]:
+        """The weights as they are now, for `take_weights` of a `sampler_copy`."""
+        return {}
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:  # noqa: B027 - not of all
+        """Take weights that `weight_copy` gave."""
 
     def base_for(self, parameters: Any) -> LanguageModel | None:
         """A frozen model on this one's weights where that is what `parameters` describe.

@@ -27,8 +27,9 @@ from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.trainers.language_model_base import STEP_TOTALS
 from nip_astra.trainers.service.contract import check_trajectories
 from nip_astra.trainers.service.losses import clip_share, ratio_metrics
+from nip_astra.trainers.service.mismatch import mismatch_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
-from nip_astra.trainers.service.samples import samples_of
+from nip_astra.trainers.service.samples import samples_of, score_batch
 from nip_astra.trainers.service_base import ServiceTrainer
 
 LossFunction = Literal["importance_sampling", "ppo", "cispo", "cross_entropy"]
@@ -101,6 +102,10 @@ class RemoteApiTrainer(ServiceTrainer):
                 one.advantage = 1.0
         metrics["rollout/dropped_share"] = 1 - len(told) / max(len(prepared), 1)
         batch = Batch.from_trajectories(told)
+        if told and self._ahead is not None:
+            scored_BT = score_batch(batch, self.service.compute_logprobs)
+            values = batch.values
+            metrics |= mismatch_metrics(values["logprobs"], scored_BT, values["loss_mask"])
         if "logprobs" in batch.values:
             batch.values["old_logprobs"] = batch.values["logprobs"]
         self.dump("prepared_trajectories", batch)

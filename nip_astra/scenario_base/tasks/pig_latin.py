@@ -42,12 +42,12 @@ class PigLatinEnvironment(Environment):
 
 @register_task(TaskType.PIG_LATIN)
 class PigLatinTask(GeneratedTask):
-    """Move the consonants before the first vowel of each word to its end, and add "ay"; to a word
-    that begins with a vowel add "way".
+    """Words in Pig Latin; the reward is the share of them that are right.
 
-    Words are made of syllables, so there are many. The reward is the share of words that are right,
-    0 where their number is not. Each problem has a solution, so it is a task for supervised
-    training (`remote_api_cross_entropy`) as well.
+    The consonants before the first vowel of a word move to its end, and "ay" follows; after a word
+    that begins with a vowel it is "way". Words are made of syllables, so there are many. The reward
+    is 0 where their number is not right. Each problem has a solution, so it is a task for
+    supervised training (`remote_api_cross_entropy`) as well.
     """
 
     class Parameters(TaskParameters):
