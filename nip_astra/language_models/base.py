@@ -9,7 +9,7 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -288,6 +288,27 @@ class Learner(TokenModel):
     @abstractmethod
     def frozen_reference(self) -> TokenModel:
         """A model that stays as this one is now; shares weights where it can."""
+
+    def sampler_copy(self) -> LanguageModel:
+        """A second model that samples as this one does now, and goes its own way.
+
+        Raises
+        ------
+        ModelLoadError
+            When this backend cannot be held twice.
+        """
+        raise ModelLoadError(
+            "a second model that samples while this one learns was asked for, but the backend "
+            f"{type(self).__name__} cannot be held twice. Set max_staleness to 0, or use the "
+            "huggingface backend."
+        )
+
+    def weight_copy(self) -> dict[str, Tensor]:
+        """The weights as they are now, for `take_weights` of a `sampler_copy`."""
+        return {}
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take weights that `weight_copy` gave."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:

@@ -167,6 +167,9 @@ class LanguageModelTrainer(TensorDictTrainer):
         """What the leader may ask other processes for while it plays or measures; hook."""
         return {}
 
+    def after_backward(self, metrics: Mapping[str, float]) -> None:
+        """Look at the gradients of a step before it is taken; hook."""
+
     # ---- tools of the hooks
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -352,6 +355,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
         self._write_step_totals(batches)
         metrics = self.service.forward_backward(batches, self.loss)
+        self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
             self._stop_on_non_finite(metrics["loss"], math.nan)
         step = self.service.optim_step(lr=lr, max_grad_norm=self.training.max_grad_norm)
