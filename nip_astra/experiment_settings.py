@@ -43,6 +43,9 @@ class ExperimentSettings(SubParameters):
     many where their losses can be divided. Where small models learn the numbers are the same
     whatever the number of cores; torch cuts the sums of large models by its threads, so that their
     last digits may hang on it."""
+    ray_address: str | None = None
+    """Address of the Ray cluster that a sweep `--on ray`, and `num_actors`, use, or "auto"; null
+    takes RAY_ADDRESS of the environment, and without that starts Ray on this machine."""
     checkpoint_period: int = Field(default=10, ge=0)
     """Iterations between checkpoints; 0 saves at the end and on a signal only."""
     num_checkpoints_kept: int = Field(default=2, ge=1)
@@ -67,6 +70,9 @@ class ExperimentSettings(SubParameters):
     """Whether every loop is cut to one iteration, to see that all parts work."""
     progress: bool = True
     """Whether a progress bar is shown."""
+    progress_path: str | None = None
+    """File that holds how many iterations of how many are done, for whoever keeps several runs
+    going; null writes none."""
 
     run_directory: RunDirectory | None = Field(default=None, exclude=True)
     """Where the run's files go."""

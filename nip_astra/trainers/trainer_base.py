@@ -158,6 +158,7 @@ class Trainer(ABC):
             self.get_total_num_iterations(),
             enabled=self.settings.progress,
             tqdm_func=self.settings.tqdm_func,
+            path=self.settings.progress_path,
         )
         try:
             yield
