@@ -102,19 +102,15 @@ def _table_of(found: SweepResults, name: str) -> Context:
 
 
 def _pairs(found: SweepResults) -> Context | None:
-    arms = [
-        arm for arm in found.arms if any(found.over_seeds(arm, name) for name in found.figure_names)
+    placed: list[_Placed] = list(enumerate(found.arms))
+    pairs = list(combinations(placed, 2))
+    if len(placed) > MAX_COMPARED:
+        pairs = pairs[: len(placed) - 1]
+    tables: list[Context] = [
+        {"name": name, "rows": _tested(found, name, pairs)} for name in headline_figures(found)
     ]
-    if len(arms) < 2:
-        return None
-    pairs = list(combinations(arms, 2))
-    if len(arms) > MAX_COMPARED:
-        pairs = pairs[: len(arms) - 1]
-    return {
-        "tables": [
-            {"name": name, "rows": _tested(found, name, pairs)} for name in headline_figures(found)
-        ]
-    }
+    tables = [table for table in tables if table["rows"]]
+    return {"tables": tables} if tables else None
 
 
 def _tested(

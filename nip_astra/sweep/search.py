@@ -237,11 +237,13 @@ class StudyQueue:
 
     def _write_trials(self) -> None:
         """Keep what reading the sweep needs, so that it does not need Optuna."""
+        states = self._optuna.trial.TrialState
         known = [
             {
                 "number": trial.number,
                 "state": trial.state.name.lower(),
-                "value": trial.value,
+                # Optuna takes the last evaluation for the value of what was pruned.
+                "value": trial.value if trial.state is states.COMPLETE else None,
                 **trial.user_attrs["arm"],
             }
             for trial in self._study.get_trials(deepcopy=False)
