@@ -66,6 +66,9 @@ class ExperimentSettings(SubParameters):
     service_cache: str | None = None
     """File in which answers of chat models are remembered, for instance for several runs; null
     keeps them in the run directory."""
+    process_store: str | None = None
+    """File, on a disk that all see, by which the processes of a run find each other where no port
+    can be used; a new one for every start. null takes the address that torchrun gives."""
     test_run: bool = False
     """Whether every loop is cut to one iteration, to see that all parts work."""
     progress: bool = True
@@ -82,5 +85,7 @@ class ExperimentSettings(SubParameters):
     """Makes the progress bar in place of tqdm."""
     global_tqdm_step_fn: Callable[[], None] | None = Field(default=None, exclude=True)
     """Called once an iteration, for instance by a sweep's own bar."""
+    team: Any = Field(default=None, exclude=True)
+    """The `distributed.team.Team` of processes that train the run together; null for this one."""
     stop_flag: Callable[[], str | None] | None = Field(default=None, exclude=True)
     """The name of the signal that asked the run to stop, or None."""

@@ -2,7 +2,7 @@
 
 A loop of a trainer is decorated with `attach_progress_bar`; it is given an `IterationContext`:
 
-    @attach_progress_bar(lambda self: self.hyper_params.training.training_steps)
+    @attach_progress_bar(lambda self: self.hyper_params.training.num_iterations)
     def _run_train_loop(self, iteration_context):
         for iteration in iteration_context.iterate():
             iteration_context.set_postfix(loss=self._iteration(iteration))

@@ -38,7 +38,7 @@ BUILTINS = {
     "RewardTermError": RuntimeError,
     "NonFiniteLossError": ArithmeticError,
     "NonFiniteOutputError": ArithmeticError,
-    "HelperProcessError": RuntimeError,
+    "WorkerProcessError": RuntimeError,
     "UnexpectedExitError": RuntimeError,
     "ServiceError": ConnectionError,
     "BudgetExhaustedError": RuntimeError,

@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.report import wording
 from nip_astra.report.conversations import MAX_CHARACTERS, MAX_NODES
 from nip_astra.report.curves import group_runs, run_label
@@ -88,7 +88,10 @@ def write_report(
         first = runs[0].path
         output = first / REPORT if len(runs) == 1 else first.resolve().parent / COMPARISON_FILE
     page = render_report(runs, redact=redact)
-    write_atomically(Path(output), page)
+    try:
+        write_atomically(Path(output), page)
+    except RunDirectoryError as error:
+        raise RunDirectoryError(f"{error} Another place is given with --output.") from error
     return Path(output)
 
 

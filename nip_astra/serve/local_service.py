@@ -9,12 +9,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from nip_astra.errors import ServiceError
-from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
 logger = logging.getLogger(__name__)
 
@@ -38,11 +38,15 @@ class LocalService:
         `state_dir` its files, jobs and trained models are gone when it is stopped.
     num_threads : int, optional
         CPU cores that it computes with.
+    protocols : Sequence[TrainingProtocol]
+        By which clients train the models, "http" and "tinker"; without one, the models answer
+        texts.
 
     Attributes
     ----------
     base_url : str
-        What a client is given, for instance `http://127.0.0.1:41234/v1`.
+        What a client is given, for instance `http://127.0.0.1:41234/v1`, or the same without
+        `/v1` for one that trains.
     """
 
     base_url: str
@@ -53,6 +57,7 @@ class LocalService:
         settings: ServiceSettings | None = None,
         *,
         num_threads: int | None = None,
+        protocols: Sequence[TrainingProtocol] = (),
         seconds_to_start: float = SECONDS_TO_START,
     ) -> None:
         settings = settings or ServiceSettings(port=0)
@@ -66,6 +71,7 @@ class LocalService:
             "models": {name: str(path) for name, path in models.items()},
             "settings": settings.to_dict(),
             "num_threads": num_threads,
+            "protocols": list(protocols),
             "told": str(told),
         }
         with self._log.open("wb") as log:
@@ -142,6 +148,7 @@ def start_service(
     settings: ServiceSettings | None = None,
     *,
     num_threads: int | None = None,
+    protocols: Sequence[TrainingProtocol] = (),
 ) -> LocalService:
     """Start a text service on a free port and wait until it answers.
 
@@ -155,4 +162,4 @@ def start_service(
     ServiceError
         When it cannot be started.
     """
-    return LocalService(models, settings, num_threads=num_threads)
+    return LocalService(models, settings, num_threads=num_threads, protocols=protocols)

@@ -305,7 +305,7 @@ class AstTrainer(LanguageModelTrainer):
             "before": state.before,
             "training": {
                 "iterations": state.iteration,
-                "stopped_early": state.iteration < self.training.training_steps,
+                "stopped_early": state.iteration < self.training.num_iterations,
                 "optimizer_steps": state.num_optimizer_steps,
                 "target_queries": found.num_queries,
                 "plants_found": found.num_found if found.planted else None,

@@ -297,7 +297,7 @@ class PureTextRlTrainer(Trainer):
             min_examples=self.text_rl.min_fine_tune_examples,
             options=FineTuningOptions(
                 num_epochs=self.text_rl.num_fine_tune_epochs,
-                batch_size=self.text_rl.fine_tune_batch_size,
+                batch_size=self.text_rl.fine_tune_minibatch_size,
                 lr_multiplier=self.text_rl.fine_tune_lr_multiplier,
             ),
         )

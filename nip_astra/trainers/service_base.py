@@ -33,6 +33,7 @@ from nip_astra.trainers.service.configuration import (
     built_of_parts,
     takes_config_alone,
 )
+from nip_astra.trainers.service.distant import build_distant_service
 from nip_astra.trainers.service.measuring import RECORD_COLUMNS, Tally, rollout_rows
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
@@ -110,8 +111,9 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def build_service(self) -> TrainingService:
         """What the parameters name as `train_service.backend`."""
-        backends = {"local": super().build_service}
-        return backends[self.parameters.train_service.backend]()
+        if self.parameters.train_service.backend == "local":
+            return super().build_service()
+        return build_distant_service(self)
 
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
         return collate_trajectories(samples)
@@ -128,7 +130,7 @@ class ServiceTrainer(LanguageModelTrainer):
         metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
         samples, more = self.prepare(known)
         metrics["tokens/generated"] = float(spent.generated)
-        return Experience(samples, metrics | more)
+        return Experience(samples, metrics | self._noted | more)
 
     def _play_iteration(self, iteration: int) -> tuple[list[Trajectory], dict[str, float]]:
         """Play problems, in place of those that tell nothing further ones."""

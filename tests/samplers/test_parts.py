@@ -11,7 +11,7 @@ import torch
 
 from nip_astra.errors import ContextLengthError
 from nip_astra.evaluation.failure_probability import attacker_at
-from nip_astra.evaluation.strategies import sampler_of
+from nip_astra.evaluation.proposals import sampler_of
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
@@ -269,7 +269,7 @@ def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
         trainer="ast_dpo",
         scenario=str(tiny_scenario),
         overrides=[
-            "training.training_steps=1",
+            "training.num_iterations=1",
             "training.num_episodes_per_experience=3",
             "ast_chat.num_rollout_parts=3",
         ],

@@ -88,7 +88,11 @@ def chat_stub(
         def log_message(self, *args: object) -> None:
             """Say nothing."""
 
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    class Server(ThreadingHTTPServer):
+        # The class's 5 would refuse some of the connections of a level that are opened at once.
+        request_queue_size = 1024
+
+    server = Server(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True

@@ -23,7 +23,7 @@ from nip_astra.sweep.runner import RunStatus, SweepRunner
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
-    "training.training_steps=1",
+    "training.num_iterations=1",
     "training.num_episodes_per_experience=2",
     "ast_chat.evaluation.num_episodes=2",
     "ast_chat.evaluation.use_random_search=false",

@@ -61,7 +61,7 @@ class OwnObjectsLoop(AstTrainer):
 
     scenario_kinds = ()
     # The configuration is given anew; more steps are how training goes on after it has ended.
-    may_change_on_resume = ("training.training_steps",)
+    may_change_on_resume = ("training.num_iterations",)
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class OwnObjectsLoop(AstTrainer):
     # ---- the job
 
     def train(self) -> None:
-        """Train up to `training_steps` iterations; nothing is measured before or after.
+        """Train up to `num_iterations` iterations; nothing is measured before or after.
 
         Raises
         ------
@@ -182,7 +182,7 @@ class OwnObjectsLoop(AstTrainer):
             self._run_train_loop()
 
     def get_total_num_iterations(self) -> int:
-        return self.training.training_steps
+        return self.training.num_iterations
 
     def resume_latest(self) -> None:
         """Take up the latest checkpoint."""

@@ -44,6 +44,10 @@ def test_rows_without_weight_or_without_a_token_of_the_policy_give_no_sample() -
     assert len(samples_of(batch)) == 1
 
 
+def test_no_rows_give_no_samples() -> None:
+    assert samples_of(Batch.from_trajectories([])) == []
+
+
 def test_scores_stand_at_the_tokens_that_they_are_of() -> None:
     batch = Batch.from_trajectories(trajectories())
 

@@ -1,4 +1,4 @@
-"""Play conversations in which reference and attacker take turns by a strategy."""
+"""Play conversations in which reference and attacker take turns by a proposal."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class _TurnsInOrder(GenerationSession):
 
 
 def speaker_of(
-    strategy: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
+    proposal: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
 ) -> ConversationAgent:
-    """An agent whose turns are the attacker's or the reference's, as the strategy says.
+    """An agent whose turns are the attacker's or the reference's, as the proposal says.
 
     It speaks in conversations that do not branch, of `num_turns` turns.
     """
     models = (reference.language_model, attacker.language_model)
-    is_attacker = attacker_turns(strategy, num_turns)
+    is_attacker = attacker_turns(proposal, num_turns)
 
     def open_session() -> GenerationSession:
         sessions = [model.open_session() for model in models]
@@ -110,12 +110,12 @@ def sampled_logprobs(model: LanguageModel, tree: RolloutTree, options: SamplingO
     return logprobs_NT.double().sum(dim=1)
 
 
-def sampler_of(strategy: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
-    """A sampler whose probes come by a strategy; it is not played in parts."""
+def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
+    """A sampler whose probes come by a proposal; it is not played in parts."""
     # An attacker whose probabilities are not known is in no mixture.
     attacker = sampler.attacker if isinstance(sampler.attacker, ConversationAgent) else None
     reference = sampler.reference
-    agent = speaker_of(strategy, attacker or reference, reference, num_turns)
+    agent = speaker_of(proposal, attacker or reference, reference, num_turns)
     found = sampler.with_attacker(agent)
     found.max_cache_bytes = None
     return found
