@@ -231,6 +231,8 @@ class LanguageModel(ABC):
     can_be_forked : bool
         Whether a forked process may generate and score: there is no connection, device or thread
         behind the model, and `token_count` is all that generating changes.
+    can_be_copied : bool
+        Whether a copy in another process, sent there by pickle, may generate and score.
     """
 
     class Parameters(PolymorphicParameters):
@@ -244,6 +246,7 @@ class LanguageModel(ABC):
     token_count: TokenCount
     cache_bytes_per_token: int = 0
     can_be_forked: bool = False
+    can_be_copied: bool = False
 
     @classmethod
     @abstractmethod
@@ -368,6 +371,10 @@ class LanguageModel(ABC):
     @abstractmethod
     def num_parameters(self) -> int:
         """The number of weights, trainable or not."""
+
+    def shared_parts(self) -> list[object]:
+        """What this model may share with others, so that copies of both share it too."""
+        return [self.tokenizer]
 
     @property
     def hidden_size(self) -> int:
