@@ -93,6 +93,7 @@ def prepare_experiment(
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
+    _refuse_idle_actors(resolved.trainer_class, settings)
     with on_behalf_of(resolved.source):
         instance = build_scenario_instance(
             resolved.hyper_params,
@@ -410,6 +411,23 @@ def _warn_of_changed_plugins(directory: RunDirectory) -> None:
                 "those of a run that was not stopped",
                 plugin.spec,
             )
+
+
+def _refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSettings) -> None:
+    if not settings.num_actors:
+        return
+    in_a_team = settings.team is not None and settings.team.size > 1
+    if in_a_team or not trainer_class.plays_on_actors:
+        reason = (
+            "several processes train this run and play their own"
+            if in_a_team
+            else f"the trainer {trainer_class.__name__} plays no rollouts that they could"
+        )
+        raise ConfigurationError(
+            f"rollouts by {settings.num_actors} actors were asked for, but {reason}. Trainers of "
+            "attackers (ast_dpo, ast_ppo, ...) in one process play on actors; leave num_actors 0 "
+            "for others."
+        )
 
 
 def _refuse_unfinished(trainer_class: type[Trainer]) -> None:

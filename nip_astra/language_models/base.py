@@ -47,6 +47,8 @@ class TokenModel(Counted, ABC):
     can_be_forked : bool
         Whether a forked process may generate and score: there is no connection, device or thread
         behind the model, and `token_count` is all that generating changes.
+    can_be_copied : bool
+        Whether a copy in another process, sent there by pickle, may generate and score.
     """
 
     class Parameters(PolymorphicParameters):
@@ -59,6 +61,7 @@ class TokenModel(Counted, ABC):
     end_ids: tuple[int, ...]
     cache_bytes_per_token: int = 0
     can_be_forked: bool = False
+    can_be_copied: bool = False
 
     @classmethod
     @abstractmethod
@@ -70,6 +73,10 @@ class TokenModel(Counted, ABC):
     @abstractmethod
     def num_parameters(self) -> int:
         """The number of weights, trainable or not."""
+
+    def shared_parts(self) -> list[object]:
+        """What this model may share with others, so that copies of both share it too."""
+        return [self.tokenizer]
 
     def base_for(self, parameters: Any) -> TokenModel | None:
         """A frozen model on this one's weights where that is what `parameters` describe.

@@ -44,6 +44,7 @@ from nip_astra.trainers.trainer_base import (
     TensorDictTrainer,
     attach_progress_bar,
 )
+from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
 from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
 
@@ -232,7 +233,8 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Measure the untrained policy, train it, measure it again, save it."""
         self._set_seed()
         self._rewind_records()
-        with self._open_progress_bar():
+        actors = actor_options(self.settings, self.scenario_instance.num_parameters)
+        with self._open_progress_bar(), using_actors(actors):
             with ExitStack() as stack:
                 self._build_test_context(stack)
                 lead(self, self._run_before_loop)

@@ -123,7 +123,7 @@ class ServiceTrainer(LanguageModelTrainer):
                 policy=self.policy,
                 sampler=self._sampler,
                 max_staleness=self.parameters.max_staleness,
-                num_iterations=self.training.training_steps,
+                num_iterations=self.training.num_iterations,
             )
         self._pad_token_id = int(self.agent.language_model.tokenizer.pad_token_id or 0)
 
