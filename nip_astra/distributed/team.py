@@ -289,6 +289,6 @@ def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @torch.no_grad()
 def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    pieces = flat.split([tensor.numel() for tensor in tensors])
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view_as(tensor))

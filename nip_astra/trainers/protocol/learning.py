@@ -148,7 +148,9 @@ class Learner:
             for _ in range(self.num_epochs):
                 for minibatch in self.buffer:
                     metrics = self._gradients(minibatch, names, shared)
-                    self.team.add_up([w.grad for w in self.optimizers.weights if w.grad is not None])
+                    self.team.add_up(
+                        [w.grad for w in self.optimizers.weights if w.grad is not None]
+                    )
                     of_agents = self.optimizers.clip(names)
                     norms += list(of_agents.values())
                     if self.device.type == "cpu":
@@ -162,6 +164,11 @@ class Learner:
         if isinstance(self.loss_module, Objective):
             self.loss_module.finish_iteration()
         return sums.result(), num_steps
+
+    def _add_up_gradients(self) -> None:
+        """Complete the gradients of weights by those that other processes' rows gave."""
+        weights = self.optimizers.weights
+        self.team.add_up([weight.grad for weight in weights if weight.grad is not None])
 
     @contextmanager
     def _rows_divided(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tensordict import TensorDict
@@ -53,7 +53,7 @@ def collect_together(trainer: TensorDictRlTrainer) -> TensorDict:
     if team.size == 1:
         assert batch is not None
         return batch
-    told = None
+    told: dict[str, Any] | None = None
     if batch is not None:
         read = batch.exclude(*getattr(trainer.loss_module, "unread_keys", ()))
         told = {
