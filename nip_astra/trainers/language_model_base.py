@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -273,7 +274,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             started = time.perf_counter()
             seconds: Mapping[str, float] = {}
             if self.state.samples is None:
-                seconds = lead(self, lambda number=iteration: self._collect(number)) or {}
+                seconds = lead(self, partial(self._collect, iteration)) or {}
             collected = time.perf_counter()
             try:
                 self._update(iteration)
@@ -286,7 +287,7 @@ class LanguageModelTrainer(TensorDictTrainer):
                 "time/update_seconds": time.perf_counter() - collected,
             }
             timings |= {f"time/{part}_seconds": spent for part, spent in seconds.items()}
-            lead(self, lambda spent=timings: self._finish_iteration(iteration_context, spent))
+            lead(self, partial(self._finish_iteration, iteration_context, timings))
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
