@@ -9,7 +9,7 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -47,6 +47,8 @@ class TokenModel(Counted, ABC):
     can_be_forked : bool
         Whether a forked process may generate and score: there is no connection, device or thread
         behind the model, and `token_count` is all that generating changes.
+    can_be_copied : bool
+        Whether a copy in another process, sent there by pickle, may generate and score.
     """
 
     class Parameters(PolymorphicParameters):
@@ -59,6 +61,7 @@ class TokenModel(Counted, ABC):
     end_ids: tuple[int, ...]
     cache_bytes_per_token: int = 0
     can_be_forked: bool = False
+    can_be_copied: bool = False
 
     @classmethod
     @abstractmethod
@@ -70,6 +73,10 @@ class TokenModel(Counted, ABC):
     @abstractmethod
     def num_parameters(self) -> int:
         """The number of weights, trainable or not."""
+
+    def shared_parts(self) -> list[object]:
+        """What this model may share with others, so that copies of both share it too."""
+        return [self.tokenizer]
 
     def base_for(self, parameters: Any) -> TokenModel | None:
         """A frozen model on this one's weights where that is what `parameters` describe.
@@ -288,6 +295,27 @@ class Learner(TokenModel):
     @abstractmethod
     def frozen_reference(self) -> TokenModel:
         """A model that stays as this one is now; shares weights where it can."""
+
+    def sampler_copy(self) -> LanguageModel:
+        """A second model that samples as this one does now, and goes its own way.
+
+        Raises
+        ------
+        ModelLoadError
+            When this backend cannot be held twice.
+        """
+        raise ModelLoadError(
+            "a second model that samples while this one learns was asked for, but the backend "
+            f"{type(self).__name__} cannot be held twice. Set max_staleness to 0, or use the "
+            "huggingface backend."
+        )
+
+    def weight_copy(self) -> dict[str, Tensor]:
+        """The weights as they are now, for `take_weights` of a `sampler_copy`."""
+        return {}
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take weights that `weight_copy` gave."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:

@@ -221,12 +221,11 @@ class Objective(LossModule):
         agent = self.agents[name]
         if not agent.shares_body:
             return self.policy_view(name, batch), self.agents.values(name, batch)
-        representation = agent.policy_body(batch)
-        output = agent.policy_head(representation, batch)
+        output, values_B = self.agents.policy_and_values(name, batch)
         evaluation = self.agents.evaluate(name, batch, output)
         is_acting_B = self.agents.is_acting(name, batch)
         view = PolicyView(batch, evaluation, is_acting_B, self.agents.number(name), output)
-        return view, agent.value_head(representation, batch)
+        return view, values_B
 
     def logit_losses(self, name: str, view: PolicyView) -> dict[str, Tensor]:
         """`loss_logits`, minus what the agent's logits earn by themselves, where they do.

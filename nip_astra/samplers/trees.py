@@ -5,6 +5,7 @@ Shape suffixes: `N` node, `T` token.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.dialogue import Dialogue, Plan, Speakers, refuse_nan_of
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
-from nip_astra.samplers.parts import cut_rollout, play_parts
+from nip_astra.samplers.parts import are_played_by_actors, cut_rollout, play_parts
 from nip_astra.samplers.tree_columns import TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import ChatAgent
@@ -197,20 +198,28 @@ class TreeSampler:
         # All parts may be in memory together.
         size = max(at_once // len(parts), 1)
 
+        player = self._without_scorer()
+
         def play(part: range) -> RolloutTree:
-            return self._play(prompts[part.start : part.stop], plan, first_episode + part.start)
+            return player._play(prompts[part.start : part.stop], plan, first_episode + part.start)
 
         pieces = [
             range(start, min(start + size, part.stop))
             for part in parts
             for start in range(part.start, part.stop, size)
         ]
-        if len(pieces) == 1:
+        if len(pieces) == 1 and not are_played_by_actors(agents):
             tree = play(pieces[0])
         else:
             tree = play_parts(play, agents, pieces, most_processes=len(parts))
         self._rate(tree)
         return tree
+
+    def _without_scorer(self) -> TreeSampler:
+        """What plays and does not rate; a scorer may hold what stays in this process."""
+        player = copy.copy(self)
+        del player.scorer
+        return player
 
     def _play(self, prompts: Sequence[str], plan: Plan, first: int) -> RolloutTree:
         """Grow the trees of episodes from number `first` on together; they are yet to be rated."""

@@ -74,6 +74,7 @@ class AstTrainer(LanguageModelTrainer):
 
     State: ClassVar[type[RunState]] = AstState
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.AST_CHAT),)
+    plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "probe"
     policy_role: ClassVar[str] = "attacker"
     compares_with_sampler: ClassVar[bool] = False

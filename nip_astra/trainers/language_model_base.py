@@ -52,6 +52,7 @@ from nip_astra.trainers.trainer_base import (
     TensorDictTrainer,
     attach_progress_bar,
 )
+from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
 from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
 
@@ -153,6 +154,9 @@ class LanguageModelTrainer(TensorDictTrainer):
         """What the leader may ask other processes for while it plays or measures; hook."""
         return {}
 
+    def after_backward(self, metrics: Mapping[str, float]) -> None:
+        """Look at the gradients of a step before it is taken; hook."""
+
     # ---- tools of the hooks
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -186,7 +190,8 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Measure the untrained policy, train it, measure it again, save it."""
         self._set_seed()
         self._rewind_records()
-        with self._open_progress_bar():
+        actors = actor_options(self.settings, self.scenario_instance.num_parameters)
+        with self._open_progress_bar(), using_actors(actors):
             with ExitStack() as stack:
                 self._build_test_context(stack)
                 lead(self, self._run_before_loop)
@@ -309,6 +314,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
         self._write_step_totals(batches)
         metrics = self.service.forward_backward(batches, self.loss)
+        self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
             self._stop_on_non_finite(metrics["loss"], math.nan)
         step = self.service.optim_step(lr=lr, max_grad_norm=self.training.max_grad_norm)

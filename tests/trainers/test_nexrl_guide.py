@@ -73,7 +73,8 @@ def one_iteration(trainer: Any) -> dict[str, float]:
     trainer._collect(0)
     metrics = dict(trainer.state.iteration_metrics)
     trainer._update(0)
-    return metrics | trainer.state.end()
+    found: dict[str, float] = metrics | trainer.state.end()
+    return found
 
 
 def batch_of_two() -> Batch:
