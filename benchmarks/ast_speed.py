@@ -34,6 +34,7 @@ from ast_contest import (
 )
 from ast_report import markdown, ratios
 from ast_work import Setting
+from measuring import shown_command
 from our_ast import PRECISIONS
 
 from nip_astra.tracking.environment import describe_environment
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         figures = measure_memory(_setting(options), options.memory_of, overrides, _effort(options))
         print(json.dumps(figures))
         return
-    Measurement(options, _shown_command(sys.argv[1:] if arguments is None else arguments)).run()
+    Measurement(options, shown_command("ast_speed.py", arguments)).run()
 
 
 @dataclass
@@ -207,17 +208,6 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown: {unknown[0]!r}. Known: {', '.join(known)}")
     return names
-
-
-def _shown_command(arguments: Sequence[str]) -> str:
-    """What was called, without the places of files."""
-    shown: list[str] = []
-    for word in arguments:
-        if shown and shown[-1] in ("--out", "--markdown"):
-            shown.pop()
-        else:
-            shown.append(Path(word).name if Path(word).is_absolute() else word)
-    return " ".join(["python benchmarks/ast_speed.py", *shown])
 
 
 def _only(names: Sequence[str]) -> str:

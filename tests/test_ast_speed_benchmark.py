@@ -239,14 +239,6 @@ def test_the_floor_of_a_chain_is_its_last_context(modules: Modules, sampled: Way
     assert unique["attacker"] == unique["reference"] == read - shared
 
 
-def test_a_token_is_unique_unless_all_before_it_are_the_same_too(modules: Modules) -> None:
-    count = modules.work.count_unique_tokens
-    assert count([]) == 0
-    assert count([[1, 2, 3], [1, 2, 3]]) == 3
-    assert count([[1, 2, 3], [1, 2, 4], [1, 2]]) == 4
-    assert count([[1, 2], [3, 2]]) == 4
-
-
 def test_the_ways_take_turns(modules: Modules) -> None:
     effort = modules.contest.Effort(repeats=4, plain_repeats=2)
     assert [name for name, _ in effort.turns(["a"])] == ["plain", "a", "a", "plain", "a", "a"]
