@@ -213,7 +213,7 @@ def _num_tokens(tokenizer: Any, words: Sequence[str]) -> int:
     return len(tokenizer.encode(" ".join(words), add_special_tokens=False))
 
 
-def build_plain(setting: Setting, files: Files, *, is_autograd_kept: bool) -> PlainAst:
+def build_plain(setting: Setting, files: Files) -> PlainAst:
     """The plain way of a setting: three models of its own and a scorer of its own."""
     attacker = _plain_model(setting, files, "attacker")
     if setting.mode == "lora":
@@ -235,7 +235,6 @@ def build_plain(setting: Setting, files: Files, *, is_autograd_kept: bool) -> Pl
         REWARD,
         lr=LEARNING_RATE,
         beta=BETA,
-        is_autograd_kept=is_autograd_kept,
     )
 
 
