@@ -132,7 +132,7 @@ def _find(pattern: str, text: str) -> str:
 def kill_at_points(
     resolved: ResolvedExperiment, folder: Path, log: Log, points: list[str]
 ) -> list[dict[str, Any]]:
-    """Run once to the end, then kill a run at each point, go on, and tell what was not as before."""
+    """Run once to the end, then kill one at each point, go on, and tell what differs."""
 
     def run(name: str) -> None:
         run_experiment(resolved, runs_dir=str(folder / name), run_id="run", **SETTINGS)
