@@ -26,6 +26,8 @@ from nip_astra.errors import (
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
+from nip_astra.language_models.services.asking import close_all
+from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.report.page import write_report
@@ -91,6 +93,7 @@ def prepare_experiment(
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
+    _refuse_idle_actors(resolved.trainer_class, settings)
     with on_behalf_of(resolved.source):
         instance = build_scenario_instance(
             resolved.hyper_params,
@@ -293,6 +296,7 @@ def _run(
         _remove_leftovers(directory)
         tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
         is_done = False
+        services: list[ChatModel] = []
         try:
             if settings.team is not None:
                 found = "" if checkpoint is None else str(checkpoint.absolute())
@@ -302,6 +306,7 @@ def _run(
             runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
             prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
             built.append(prepared.trainer)
+            services += prepared.scenario_instance.services.values()
             _note_computation(directory, settings, prepared.scenario_instance)
             _train(prepared.trainer, directory, checkpoint)
             is_done = True
@@ -323,6 +328,7 @@ def _run(
             logger.error("the run failed: %s", error)
             raise
         finally:
+            close_all(services)
             tracker.finish(success=is_done)
     return ExperimentResult(directory, prepared.trainer.results)
 
@@ -405,6 +411,23 @@ def _warn_of_changed_plugins(directory: RunDirectory) -> None:
                 "those of a run that was not stopped",
                 plugin.spec,
             )
+
+
+def _refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSettings) -> None:
+    if not settings.num_actors:
+        return
+    in_a_team = settings.team is not None and settings.team.size > 1
+    if in_a_team or not trainer_class.plays_on_actors:
+        reason = (
+            "several processes train this run and play their own"
+            if in_a_team
+            else f"the trainer {trainer_class.__name__} plays no rollouts that they could"
+        )
+        raise ConfigurationError(
+            f"rollouts by {settings.num_actors} actors were asked for, but {reason}. Trainers of "
+            "attackers (ast_dpo, ast_ppo, ...) in one process play on actors; leave num_actors 0 "
+            "for others."
+        )
 
 
 def _refuse_unfinished(trainer_class: type[Trainer]) -> None:

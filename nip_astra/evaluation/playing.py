@@ -17,11 +17,11 @@ from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of, why_ine
 from nip_astra.evaluation.rating import rate_by_others, rate_probes
 from nip_astra.evaluation.rows import Episode, Row, RowFile, episodes_of
 from nip_astra.evaluation.storage import EvaluationFolder
-from nip_astra.language_models.base import Generation
+from nip_astra.language_models.base import Generation, TokenScorer
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.seeding import derived_generator
@@ -194,7 +194,9 @@ class Player:
             return
         for role in ("attacker", "reference"):
             agent = getattr(self.sampler, role)
-            logprobs_N = sampled_logprobs(agent.language_model, tree, agent.sampling)
+            logprobs_N = sampled_logprobs(
+                agent.token_scorer(to="weigh probes"), tree, agent.sampling
+            )
             for row, value in zip(rows, logprobs_N.tolist(), strict=True):
                 row[f"{role}_sampled_logprob"] = value
 
@@ -236,12 +238,17 @@ class _Part:
         }
 
 
+def _tells_likelihood(target: Speaker) -> bool:
+    """Say whether a target tells how likely it finds what it reads; a chat model does not."""
+    return isinstance(target.language_model, TokenScorer)
+
+
 def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
     """A sampler that learns from the target's own pass how likely it finds the probes.
 
-    A chat model does not tell.
+    Where it does not tell, the sampler as it is.
     """
-    if isinstance(sampler.target, ChatAgent):
+    if not _tells_likelihood(sampler.target):
         return sampler
     found = sampler.with_attacker(sampler.attacker)
     found.reward = sampler.reward.model_copy(update={"likelihood_model": "target"})
@@ -254,7 +261,7 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
     The tree was played with the target's likelihood; reward and `probe_nll` become those of the
     scenario's own reward.
     """
-    if isinstance(sampler.target, ChatAgent):
+    if isinstance(sampler.target, ChatAgent) or not _tells_likelihood(sampler.target):
         return {}
     nodes, reward = tree.nodes, sampler.reward
     lengths = _lengths_for_target(tree, sampler.reader, sampler.target)

@@ -97,6 +97,8 @@ class Trainer(ABC):
     """Parameters that may differ from those of the checkpoint that a run goes on from."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
+    plays_on_actors: ClassVar[bool] = False
+    """Whether actors of Ray may play its rollouts."""
     never_reads: ClassVar[tuple[str, ...]] = ()
     """Groups or parameters that no run of this trainer reads, though its scenario may name them;
     `*` stands for any name."""
@@ -170,6 +172,7 @@ class Trainer(ABC):
             self.get_total_num_iterations(),
             enabled=self.settings.progress,
             tqdm_func=self.settings.tqdm_func,
+            path=self.settings.progress_path,
         )
         try:
             yield
