@@ -134,7 +134,7 @@ def _process(folder: Path, trainer: str, service: Service) -> PureTextRlTrainer:
     return build_text_trainer(parts, directory)
 
 
-def _run(folder: Path, trainer: str, service: Service) -> dict[str, Any]:
+def _run(folder: Path, trainer: str, service: Service) -> dict[int, str]:
     """A process that begins a run, or goes on with it; what the run leaves when it has ended."""
     if not (folder / "one").exists():
         RunDirectory.create(folder, "one")
