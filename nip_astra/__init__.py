@@ -235,6 +235,9 @@ if TYPE_CHECKING:
     from nip_astra.utils.diversity import self_bleu as self_bleu
     from nip_astra.utils.diversity import vendi_score as vendi_score
     from nip_astra.utils.nested_array_dict import NestedArrayDict as NestedArrayDict
+    from nip_astra.utils.sandbox import call_in_sandbox as call_in_sandbox
+    from nip_astra.utils.sandbox import run_in_sandbox as run_in_sandbox
+    from nip_astra.utils.sandbox_values import SandboxLimits as SandboxLimits
     from nip_astra.utils.seeding import derive_seed as derive_seed
     from nip_astra.utils.seeding import derived_generator as derived_generator
 
@@ -351,6 +354,7 @@ _HOMES = {
     "RunResults": "nip_astra.evaluation.run_results",
     "SCORERS": "nip_astra.scorers.registry",
     "Sample": "nip_astra.rollouts.samples",
+    "SandboxLimits": "nip_astra.utils.sandbox_values",
     "Scenario": "nip_astra.scenarios.registry",
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",
@@ -390,6 +394,7 @@ _HOMES = {
     "build_protocol_handler": "nip_astra.protocols.registry",
     "build_scenario_instance": "nip_astra.factory",
     "build_scorer": "nip_astra.scorers.registry",
+    "call_in_sandbox": "nip_astra.utils.sandbox",
     "collate": "nip_astra.rollouts.samples",
     "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
     "compute_position_id_with_mask": "nip_astra.rollouts.padding",
@@ -430,6 +435,7 @@ _HOMES = {
     "resume_experiment": "nip_astra.run",
     "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",
     "run_experiment": "nip_astra.run",
+    "run_in_sandbox": "nip_astra.utils.sandbox",
     "self_bleu": "nip_astra.utils.diversity",
     "start_service": "nip_astra.serve.local_service",
     "value_loss": "nip_astra.rl_objectives.policy_gradient",
