@@ -21,7 +21,7 @@ from nip_astra.language_models.base import Generation
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.seeding import derived_generator
@@ -236,12 +236,16 @@ class _Part:
         }
 
 
+def _tells_likelihoods(target: Speaker) -> bool:
+    return not isinstance(target, ChatAgent) and target.language_model.can_score_contexts
+
+
 def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
     """A sampler that learns from the target's own pass how likely it finds the probes.
 
-    A chat model does not tell.
+    A chat model does not tell, nor does an engine that holds an adapter.
     """
-    if isinstance(sampler.target, ChatAgent):
+    if not _tells_likelihoods(sampler.target):
         return sampler
     found = sampler.with_attacker(sampler.attacker)
     found.reward = sampler.reward.model_copy(update={"likelihood_model": "target"})
@@ -254,10 +258,11 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
     The tree was played with the target's likelihood; reward and `probe_nll` become those of the
     scenario's own reward.
     """
-    if isinstance(sampler.target, ChatAgent):
+    target = sampler.target
+    if isinstance(target, ChatAgent) or not _tells_likelihoods(target):
         return {}
     nodes, reward = tree.nodes, sampler.reward
-    lengths = _lengths_for_target(tree, sampler.reader, sampler.target)
+    lengths = _lengths_for_target(tree, sampler.reader, target)
     nll = nodes["probe_nll"].tolist()
     found: dict[str, list[Any]] = {
         "target_logprob": [-n * k for n, k in zip(nll, lengths, strict=True)],

@@ -233,6 +233,8 @@ class LanguageModel(ABC):
         behind the model, and `token_count` is all that generating changes.
     can_be_copied : bool
         Whether a copy in another process, sent there by pickle, may generate and score.
+    can_score_contexts : bool
+        Whether sessions give log-probabilities of spans of what is read.
     """
 
     class Parameters(PolymorphicParameters):
@@ -247,6 +249,7 @@ class LanguageModel(ABC):
     cache_bytes_per_token: int = 0
     can_be_forked: bool = False
     can_be_copied: bool = False
+    can_score_contexts: bool = True
 
     @classmethod
     @abstractmethod

@@ -254,23 +254,13 @@ class Actors:
         weights, references = self._sender.weights(), list(self._sender.references)
         has_grad = torch.is_grad_enabled()
         pool = ActorPool(self._actors)
-        try:
+        with _typed_errors(self._ray):
             return list(
                 pool.map(
                     lambda actor, call: actor.make.remote(references, weights, call, has_grad),
                     written,
                 )
             )
-        except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, NipAstraError):
-                error.cause.add_note(f"raised in an actor:\n{error.traceback_str}")
-                raise error.cause from None
-            raise WorkerProcessError(f"an actor failed:\n{error.traceback_str}") from error
-        except self._ray.exceptions.RayError as error:
-            raise WorkerProcessError(
-                f"an actor died, and those that took its place too: {error}. Look for what ends "
-                "them, for instance memory, or run with --settings num_actors=0."
-            ) from error
 
     def process_ids(self) -> list[int]:
         """The numbers of the actors' processes."""
@@ -281,6 +271,35 @@ class Actors:
         """End the actors."""
         for actor in self._actors:
             self._ray.kill(actor)
+
+
+def results_of(ray: Any, references: Sequence[Any]) -> list[Any]:
+    """The results of calls of actors, in order.
+
+    Raises
+    ------
+    WorkerProcessError
+        When an actor failed, or died again and again.
+    """
+    with _typed_errors(ray):
+        return list(ray.get(list(references)))
+
+
+@contextmanager
+def _typed_errors(ray: Any) -> Iterator[None]:
+    """Raise an error of ours that an actor raised as what it is, and others typed."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, NipAstraError):
+            error.cause.add_note(f"raised in an actor:\n{error.traceback_str}")
+            raise error.cause from None
+        raise WorkerProcessError(f"an actor failed:\n{error.traceback_str}") from error
+    except ray.exceptions.RayError as error:
+        raise WorkerProcessError(
+            f"an actor died, and those that took its place too: {error}. Look for what ends "
+            "them, for instance memory, or use fewer actors."
+        ) from error
 
 
 _asked: ActorOptions | None = None
