@@ -19,7 +19,11 @@ import torch
 from nip_astra.errors import NipAstraError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin, loaded_plugins
-from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
+from nip_astra.utils.processor import (
+    SMALL_MODEL_PARAMETERS,
+    choose_num_threads,
+    keep_freed_memory,
+)
 from nip_astra.utils.ray_cluster import open_ray
 
 MAX_RESTARTS = 3
@@ -51,8 +55,10 @@ class ActorOptions(NamedTuple):
     num_threads: int = 1
 
 
-def actor_options(settings: ExperimentSettings, num_parameters: int) -> ActorOptions:
-    """What the settings ask for, for models with so many parameters."""
+def actor_options(
+    settings: ExperimentSettings, num_parameters: int = SMALL_MODEL_PARAMETERS
+) -> ActorOptions:
+    """What the settings ask for, for models with so many parameters; small ones take a thread."""
     return ActorOptions(
         settings.num_actors,
         settings.ray_address,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,28 +17,15 @@ from nip_astra.run import prepare_experiment, run_experiment
 from nip_astra.samplers import parts
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_instance import ScenarioInstance
-from nip_astra.utils import actors as actors_module
-from nip_astra.utils.actors import (
-    ActorOptions,
-    Actors,
-    _Actor,
-    _Sender,
-    get_actors,
-    using_actors,
-)
+from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
+from tests import actors_here
+from tests.actors_here import ActorsHere
 from tests.samplers.test_parts import counted
 from tests.samplers.test_trees import build
 
 pytest.importorskip("ray")
 
 PROMPTS = ["hello", "good day", "the cat sat", "hello there", "good", "a dog"]
-
-
-class Reference:
-    """A stand-in for an object reference of Ray's."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
 
 
 @pytest.fixture
@@ -65,47 +50,10 @@ def assert_equal(one: RolloutTree, other: RolloutTree) -> None:
     assert one.num_unique_tokens == other.num_unique_tokens
 
 
-class ActorsHere:
-    """`Actors` without Ray: calls are written, and read by actors of this process."""
-
-    def __init__(self, num_actors: int) -> None:
-        self.sent: list[int] = []
-        self.sender = _Sender(self._put)
-        threads = torch.get_num_threads()
-        self.actors = [_Actor(threads, []) for _ in range(num_actors)]
-        self.turn = 0
-
-    def _put(self, value: object) -> Reference:
-        self.sent.append(len(value) if isinstance(value, bytes | list) else 0)
-        return Reference(value)
-
-    def call(self, calls: list[Callable[[], Any]], kept: list[object]) -> list[Any]:
-        self.sender.keep(kept)
-        weights, references = self.sender.weights(), list(self.sender.references)
-        results = []
-        for call in calls:
-            actor = self.actors[self.turn % len(self.actors)]
-            self.turn += 1
-            written = self.sender.written(call)
-            results.append(actor.make(references, weights, written, torch.is_grad_enabled()))
-        return results
-
-    def close(self) -> None:
-        """Nothing was begun."""
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
     """Actors are of this process."""
-    made: list[ActorsHere] = []
-
-    def make(options: ActorOptions) -> ActorsHere:
-        made.append(ActorsHere(options.num_actors))
-        return made[-1]
-
-    monkeypatch.setattr(actors_module, "Actors", make)
-    monkeypatch.setattr("ray.get", lambda reference: reference.value)
-    return made
+    return actors_here.install(monkeypatch)
 
 
 @pytest.mark.parametrize("num_actors", [1, 2, 4])
