@@ -166,6 +166,10 @@ class ModelLoadError(ConfigurationError, OSError):
     """A model or tokenizer cannot be found, read, or used as asked."""
 
 
+class ModelAbilityError(ModelLoadError):
+    """A model cannot do what its role needs: sample tokens, score them, or learn."""
+
+
 class DataError(ConfigurationError):
     """A data file is missing, unreadable, empty, or contradicts itself."""
 

@@ -62,6 +62,9 @@ class ExperimentSettings(SubParameters):
     """Iterations between tables of sample conversations."""
     num_rollout_samples: int = Field(default=2, ge=0)
     """Episodes in a table of sample conversations, with all their nodes, the worst first."""
+    dump_period: int = Field(default=0, ge=0)
+    """Iterations from one dump to the next of what a trainer on trajectories does, stage by stage,
+    for `compare-dumps`; 0 writes none. Dumps take as much room as the weights do."""
     max_service_requests: int | None = Field(default=None, ge=0)
     """Most requests of the run to chat models, attempts that fail included; then it stops, and can
     be resumed with more. null for no bound."""

@@ -26,6 +26,8 @@ from nip_astra.errors import (
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
+from nip_astra.language_models.services.asking import close_all
+from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.report.page import write_report
@@ -294,6 +296,7 @@ def _run(
         _remove_leftovers(directory)
         tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
         is_done = False
+        services: list[ChatModel] = []
         try:
             if settings.team is not None:
                 found = "" if checkpoint is None else str(checkpoint.absolute())
@@ -303,6 +306,7 @@ def _run(
             runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
             prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
             built.append(prepared.trainer)
+            services += prepared.scenario_instance.services.values()
             _note_computation(directory, settings, prepared.scenario_instance)
             _train(prepared.trainer, directory, checkpoint)
             is_done = True
@@ -324,6 +328,7 @@ def _run(
             logger.error("the run failed: %s", error)
             raise
         finally:
+            close_all(services)
             tracker.finish(success=is_done)
     return ExperimentResult(directory, prepared.trainer.results)
 

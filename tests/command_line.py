@@ -16,7 +16,14 @@ import pytest
 from nip_astra import plugins
 from nip_astra.cli.app import main
 from nip_astra.language_models.registry import LANGUAGE_MODELS
-from nip_astra.parameters.types import LanguageModelType, ScenarioType, ScorerType, TrainerType
+from nip_astra.parameters.types import (
+    LanguageModelType,
+    RolloutAnalyserType,
+    ScenarioType,
+    ScorerType,
+    TrainerType,
+)
+from nip_astra.scenario_base.text.analysers.registry import ROLLOUT_ANALYSERS
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.scorers.registry import SCORERS
 from nip_astra.trainers.registry import TRAINERS
@@ -27,6 +34,7 @@ REGISTRIES = (
     (SCENARIOS, ScenarioType),
     (SCORERS, ScorerType),
     (LANGUAGE_MODELS, LanguageModelType),
+    (ROLLOUT_ANALYSERS, RolloutAnalyserType),
 )
 
 

@@ -29,6 +29,7 @@ BUILTINS = {
     "AgentShapeError": ValueError,
     "MissingDependencyError": ImportError,
     "ModelLoadError": OSError,
+    "ModelAbilityError": OSError,
     "DataError": ValueError,
     "ContextLengthError": ValueError,
     "RunDirectoryError": OSError,

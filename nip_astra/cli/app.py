@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from nip_astra import __version__
-from nip_astra.cli import data, measuring, serving, sweeping
+from nip_astra.cli import analysing, comparing, data, measuring, serving, sweeping
 from nip_astra.cli.notes import NoteHandler
 from nip_astra.cli.options import (
     AsJson,
@@ -249,8 +249,10 @@ def schema(
 
 for command in measuring.COMMANDS:
     app.command()(command)
+app.command()(analysing.analyse)
 app.command()(serving.serve)
 app.command()(sweeping.sweep)
+app.command(name="compare-dumps")(comparing.compare_dumps)
 app.add_typer(data.app, name="dataset")
 
 

@@ -27,6 +27,7 @@ from nip_astra.run import (
 REGISTRY_MODULES = (
     "language_models",
     "reward_terms",
+    "scenario_base.text.analysers",
     "scenarios",
     "scenarios.images.pretrained",
     "scorers",

@@ -7,6 +7,7 @@ updates and, while the leader is at work alone, do what it asks them for.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -258,7 +259,8 @@ def _told_as_lost(team: Team) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
+        # "[place in gloo's source] What happened. Some advice."
+        reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].split(". ")[0]
         raise LostProcessError(
             f"the run was trained by {team.size} processes, but one of them has ended or cannot "
             f"be reached ({reason})."
@@ -287,6 +289,6 @@ def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 @torch.no_grad()
 def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    pieces = flat.split([tensor.numel() for tensor in tensors])
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
     for tensor, piece in zip(tensors, pieces, strict=True):
         tensor.copy_(piece.view_as(tensor))

@@ -17,7 +17,7 @@ from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of, why_ine
 from nip_astra.evaluation.rating import rate_by_others, rate_probes
 from nip_astra.evaluation.rows import Episode, Row, RowFile, episodes_of
 from nip_astra.evaluation.storage import EvaluationFolder
-from nip_astra.language_models.base import Generation
+from nip_astra.language_models.base import Generation, TokenScorer
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
@@ -194,7 +194,9 @@ class Player:
             return
         for role in ("attacker", "reference"):
             agent = getattr(self.sampler, role)
-            logprobs_N = sampled_logprobs(agent.language_model, tree, agent.sampling)
+            logprobs_N = sampled_logprobs(
+                agent.token_scorer(to="weigh probes"), tree, agent.sampling
+            )
             for row, value in zip(rows, logprobs_N.tolist(), strict=True):
                 row[f"{role}_sampled_logprob"] = value
 
@@ -236,16 +238,21 @@ class _Part:
         }
 
 
-def _tells_likelihoods(target: Speaker) -> bool:
-    return not isinstance(target, ChatAgent) and target.language_model.can_score_contexts
+def _tells_likelihood(target: Speaker) -> bool:
+    """Say whether a target tells how likely it finds what it reads.
+
+    A chat model does not, nor does an engine that holds an adapter.
+    """
+    model = target.language_model
+    return isinstance(model, TokenScorer) and model.can_score_contexts
 
 
 def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
     """A sampler that learns from the target's own pass how likely it finds the probes.
 
-    A chat model does not tell, nor does an engine that holds an adapter.
+    Where it does not tell, the sampler as it is.
     """
-    if not _tells_likelihoods(sampler.target):
+    if not _tells_likelihood(sampler.target):
         return sampler
     found = sampler.with_attacker(sampler.attacker)
     found.reward = sampler.reward.model_copy(update={"likelihood_model": "target"})
@@ -258,11 +265,10 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
     The tree was played with the target's likelihood; reward and `probe_nll` become those of the
     scenario's own reward.
     """
-    target = sampler.target
-    if isinstance(target, ChatAgent) or not _tells_likelihoods(target):
+    if isinstance(sampler.target, ChatAgent) or not _tells_likelihood(sampler.target):
         return {}
     nodes, reward = tree.nodes, sampler.reward
-    lengths = _lengths_for_target(tree, sampler.reader, target)
+    lengths = _lengths_for_target(tree, sampler.reader, sampler.target)
     nll = nodes["probe_nll"].tolist()
     found: dict[str, list[Any]] = {
         "target_logprob": [-n * k for n, k in zip(nll, lengths, strict=True)],

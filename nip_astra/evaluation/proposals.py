@@ -13,9 +13,10 @@ from torch import Tensor
 from nip_astra.evaluation.failure_probability import attacker_turns
 from nip_astra.language_models.base import (
     GenerationSession,
-    LanguageModel,
     SamplingOptions,
+    TokenScorer,
     Turns,
+    as_sampler,
     pad_left,
 )
 from nip_astra.rollouts.tree import RolloutTree
@@ -57,7 +58,7 @@ def speaker_of(
 
     It speaks in conversations that do not branch, of `num_turns` turns.
     """
-    models = (reference.language_model, attacker.language_model)
+    models = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
     is_attacker = attacker_turns(proposal, num_turns)
 
     def open_session() -> GenerationSession:
@@ -77,6 +78,8 @@ def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | Non
     with_tokens = [agent for agent in agents if isinstance(agent, ConversationAgent)]
     if len(with_tokens) < len(agents):
         return "the attacker gives texts, and not how probable they are"
+    if not all(isinstance(agent.language_model, TokenScorer) for agent in with_tokens):
+        return "the backend of the attacker samples tokens, and does not tell how probable they are"
     first, *others = (agent.sampling for agent in with_tokens)
     if any(other != first for other in others):
         return "attacker and reference are sampled with different options"
@@ -95,7 +98,7 @@ def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | Non
     return None
 
 
-def sampled_logprobs(model: LanguageModel, tree: RolloutTree, options: SamplingOptions) -> Tensor:
+def sampled_logprobs(model: TokenScorer, tree: RolloutTree, options: SamplingOptions) -> Tensor:
     """The log-probability with which a model would have said each probe, `[N]`, nats.
 
     Under the distribution that is sampled from: tokens that are never drawn are left out. NaN

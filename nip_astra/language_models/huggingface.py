@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +225,26 @@ class HuggingFaceLanguageModel(LanguageModel):
             dtype=self.dtype,
             decode_graphs=self._decode_graphs,
         )
+
+    def sampler_copy(self) -> HuggingFaceLanguageModel:
+        return HuggingFaceLanguageModel(
+            copy.deepcopy(self.module),
+            self.tokenizer,
+            device=self.device,
+            trainable=self.trainable,
+            use_adapter=self.use_adapter,
+            max_batch_tokens=self.max_batch_tokens,
+            dtype=self.dtype,
+            decode_graphs=self._decode_graphs,
+        )
+
+    @torch.no_grad()
+    def weight_copy(self) -> dict[str, Tensor]:
+        return {name: one.clone() for name, one in self.module.state_dict().items()}
+
+    @torch.no_grad()
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self.module.load_state_dict(weights)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         if self.trainable:

@@ -22,6 +22,8 @@ from nip_astra.utils.plain_values import text as text
 
 TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""
+ANALYSES = "analyses/*/*.json"
+"""What a judge said of rollouts."""
 MAX_ROWS = 200_000
 """Rows read of one file; a report shows a sample of far fewer."""
 _MAX_LOG_LINES = 12
@@ -103,6 +105,8 @@ class RunRecord:
         `evaluation.json` by the name of its folder.
     transfer : list[dict]
         Cells of the newest transfer matrix, each with attacker, target and failure rate.
+    analyses : list[dict]
+        What a judge said of rollouts, one a file `analyses/<split>_<iteration>/<analyser>.json`.
     log_lines : list[str]
         Warnings and errors of the log.
     notes : list[str]
@@ -121,6 +125,7 @@ class RunRecord:
     episodes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     transfer: list[dict[str, Any]] = field(default_factory=list)
+    analyses: list[dict[str, Any]] = field(default_factory=list)
     log_lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -167,7 +172,14 @@ def read_run(path: str | Path) -> RunRecord:
         run.sources = {RENAMED.get(name, name): str(source) for name, source in sources.items()}
     run.metrics = [row for row in reader.lines(METRICS_FILE) if _step_of(row) is not None]
     run.timings = list(reader.lines(TIMINGS_FILE, is_needed=False))
+    for file in sorted(directory.path.glob(ANALYSES)):
+        if not file.name.endswith(".verdicts.json"):
+            name = file.relative_to(directory.path).as_posix()
+            run.analyses.append(reader.document(name, directory.read_json))
     for file in sorted(directory.rollouts_dir.glob("*.jsonl")):
+        if file.stem == "analyses":
+            # The same as in `analyses`, for trackers.
+            continue
         nodes, episodes = _sorted_by_kind(reader.lines(f"rollouts/{file.name}"))
         if episodes:
             run.episodes[file.stem] = episodes

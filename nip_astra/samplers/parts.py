@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from nip_astra.language_models.base import LanguageModel, TokenCount
+from nip_astra.language_models.base import TokenCount, TokenModel, TokenSampler
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import ChatWork
@@ -75,7 +75,7 @@ def play_parts(
         return merge_trees([play(part) for part in parts])
     for model in _models_of(agents):
         # Weights are laid out here, once for all processes.
-        if not isinstance(model, ChatWork):
+        if isinstance(model, TokenSampler):
             model.open_session().close()
     batches = [parts[run.start : run.stop] for run in _cut(range(len(parts)), num_processes)]
     mine, *others = call_at_once([partial(_play, play, agents, batch) for batch in batches])
@@ -145,7 +145,7 @@ def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
     return type(agent) is ConversationAgent and agent.language_model.can_be_copied
 
 
-def _models_of(agents: Sequence[Speaker | TextAttacker]) -> list[LanguageModel | ChatWork]:
+def _models_of(agents: Sequence[Speaker | TextAttacker]) -> list[TokenModel | ChatWork]:
     """The agents' models, one of those that share a count."""
     models = (agent.language_model for agent in agents)
     return list({id(model.token_count): model for model in models}.values())

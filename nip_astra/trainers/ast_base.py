@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import LanguageModel, TokenScores, pad_left
+from nip_astra.language_models.base import LanguageModel, TokenScores, as_language_model, pad_left
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -167,8 +167,7 @@ class AstTrainer(LanguageModelTrainer):
     def build_policy(self) -> LanguageModel:
         """The attacker's model."""
         self.attacker = self.scenario_instance.agents["attacker"]
-        policy: LanguageModel = self.attacker.language_model
-        return policy
+        return as_language_model(self.attacker.language_model, role="attacker")
 
     def collect(self, iteration: int) -> Experience:
         """Play the iteration's episodes, keep what they teach and count what they found."""
@@ -221,7 +220,7 @@ class AstTrainer(LanguageModelTrainer):
             nodes["probe_logprobs"] = scored_NT
         metrics = gap.take()
         if self.behaviour is not None:
-            reference = self.sampler.reference.language_model
+            reference = self.sampler.reference.token_scorer(to="score probes")
             metrics |= self.behaviour.prepare(tree, self.policy, reference)
         metrics |= self.shaping.apply(tree)
         tree.nodes["credit"] = self.credit(tree)

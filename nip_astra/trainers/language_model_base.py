@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -168,6 +169,9 @@ class LanguageModelTrainer(TensorDictTrainer):
         """What the leader may ask other processes for while it plays or measures; hook."""
         return {}
 
+    def after_backward(self, metrics: Mapping[str, float]) -> None:
+        """Look at the gradients of a step before it is taken; hook."""
+
     # ---- tools of the hooks
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -270,7 +274,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             started = time.perf_counter()
             seconds: Mapping[str, float] = {}
             if self.state.samples is None:
-                seconds = lead(self, lambda number=iteration: self._collect(number)) or {}
+                seconds = lead(self, partial(self._collect, iteration)) or {}
             collected = time.perf_counter()
             try:
                 self._update(iteration)
@@ -283,7 +287,7 @@ class LanguageModelTrainer(TensorDictTrainer):
                 "time/update_seconds": time.perf_counter() - collected,
             }
             timings |= {f"time/{part}_seconds": spent for part, spent in seconds.items()}
-            lead(self, lambda spent=timings: self._finish_iteration(iteration_context, spent))
+            lead(self, partial(self._finish_iteration, iteration_context, timings))
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -354,6 +358,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
         self._write_step_totals(batches)
         metrics = self.service.forward_backward(batches, self.loss)
+        self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
             self._stop_on_non_finite(metrics["loss"], math.nan)
         step = self.service.optim_step(lr=lr, max_grad_norm=self.training.max_grad_norm)

@@ -218,10 +218,33 @@ def test_what_calls_cannot_give_is_an_error(code: str, why: str) -> None:
     assert why in found.error
 
 
-def test_without_bubblewrap_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def _no_bubblewrap(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    check_sandbox.cache_clear()
-    with pytest.raises(SandboxUnavailableError, match="bubblewrap"):
+    sandbox.why_no_bubblewrap.cache_clear()
+    yield
+    sandbox.why_no_bubblewrap.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_bubblewrap")
+def test_without_bubblewrap_no_program_is_run(tmp_path: Path) -> None:
+    with pytest.raises(SandboxUnavailableError, match=r"no `bwrap`.*Install bubblewrap"):
         run_in_sandbox(f"open({str(tmp_path / 'x')!r}, 'w')")
     assert not any(tmp_path.iterdir())
-    check_sandbox.cache_clear()
+
+
+@pytest.mark.usefixtures("_no_bubblewrap")
+def test_without_an_interpreter_either_no_function_is_called(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sandbox, "why_no_interpreter", lambda: "the package p is not installed")
+    code = f"open({str(tmp_path / 'x')!r}, 'w')\ndef f(): pass"
+    with pytest.raises(SandboxUnavailableError, match=r"no `bwrap`.*p is not installed.*\[sandbox"):
+        call_in_sandbox(code, "f", [[]])
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("_no_bubblewrap")
+def test_without_bubblewrap_an_interpreter_calls_functions() -> None:
+    pytest.importorskip("pydantic_monty")
+    assert call_in_sandbox("def f(x): return x * 2", "f", [[2]]) == [CallResult(4)]

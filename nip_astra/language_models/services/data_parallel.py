@@ -51,14 +51,13 @@ class DataParallelService(LocalTrainingService):
             except NipAstraError as error:
                 # All wait for all: what one cannot do ends the step in each of them.
                 failure = error
-        told = self.team.of_all(
-            {
-                "failure": None if failure is None else str(failure),
-                "figures": mine,
-                "has_gradient": [weight.grad is not None for weight in self.learned],
-                "tokens": asdict(spent),
-            }
-        )
+        part: dict[str, Any] = {
+            "failure": None if failure is None else str(failure),
+            "figures": mine,
+            "has_gradient": [weight.grad is not None for weight in self.learned],
+            "tokens": asdict(spent),
+        }
+        told = self.team.of_all(part)
         if failure is not None:
             raise failure
         for rank, one in enumerate(told):

@@ -17,7 +17,13 @@ import torch
 from pydantic import Field
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.base import LanguageModel, SamplingOptions, TokenCount
+from nip_astra.language_models.base import (
+    SamplingOptions,
+    TokenCount,
+    TokenModel,
+    TokenSampler,
+    as_sampler,
+)
 from nip_astra.language_models.finite import refuse_nan
 from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.chat import (
@@ -87,12 +93,12 @@ class LocalChatModel(ChatModel):
     class Parameters(ChatModel.Parameters):
         """Which model, and how many it answers at once."""
 
-        language_model: polymorphic(LANGUAGE_MODELS.get, LanguageModel.Parameters)  # type: ignore[valid-type]
+        language_model: polymorphic(LANGUAGE_MODELS.get, TokenModel.Parameters)  # type: ignore[valid-type]
         """The backend and its weights; its tokenizer needs a chat template."""
         max_batch_size: int = Field(default=64, ge=1)
         """Samples drawn at once. Larger is faster and takes more memory."""
 
-    def __init__(self, model: LanguageModel, *, name: str, max_batch_size: int = 64) -> None:
+    def __init__(self, model: TokenSampler, *, name: str, max_batch_size: int = 64) -> None:
         if not getattr(model.tokenizer, "chat_template", None):
             raise ModelLoadError(
                 f"the language model {name!r} was to answer messages, but its tokenizer has no "
@@ -117,7 +123,8 @@ class LocalChatModel(ChatModel):
             parameters.language_model, device=device, scenario_dir=scenario_dir, trainable=False
         )
         name = str(getattr(parameters.language_model, "model", backend.__name__))
-        return cls(model, name=name, max_batch_size=parameters.max_batch_size)
+        speaker = as_sampler(model, role=f"chat model {name!r}")
+        return cls(speaker, name=name, max_batch_size=parameters.max_batch_size)
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         if request.response_format is not None:
@@ -251,7 +258,7 @@ class LocalChatModel(ChatModel):
 
 
 def _draw(
-    model: LanguageModel,
+    model: TokenSampler,
     options: SamplingOptions,
     asked: Sequence[tuple[list[int], tuple[SeedPart, ...]]],
 ) -> _Drawn:
