@@ -81,6 +81,10 @@ class TokenModel(Counted, ABC):
         """What this model may share with others, so that copies of both share it too."""
         return [self.tokenizer]
 
+    def to_send(self) -> TokenModel:
+        """What is sent in place of the model where it is copied to another process."""
+        return self
+
     def base_for(self, parameters: Any) -> TokenModel | None:
         """A frozen model on this one's weights where that is what `parameters` describe.
 

@@ -95,12 +95,16 @@ class _Sender:
         self._weights: dict[int, _Weights] = {}
 
     def keep(self, parts: Sequence[object]) -> None:
-        """Have actors keep these; later ones may be made of earlier ones."""
+        """Have actors keep these; later ones may be made of earlier ones.
+
+        What has a method `to_send` is written as what that gives.
+        """
         for part in parts:
             if id(part) in self._names:
                 continue
             index = len(self._kept)
-            self.references.append(self._put(self.written(part)))
+            to_send = getattr(part, "to_send", lambda part=part: part)
+            self.references.append(self._put(self.written(to_send())))
             # It is held here, so that no other object gets its id.
             self._kept.append(part)
             if isinstance(part, torch.nn.Module):

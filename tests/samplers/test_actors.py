@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, ContextLengthError
+from nip_astra.language_models import huggingface
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment, run_experiment
@@ -89,6 +90,19 @@ def test_what_was_learnt_reaches_actors_once_a_rollout(
     assert_equal(played, sample(sampler, 2))
     assert_equal(again, sample(sampler.with_attacker(sampler.reference), 2))
     assert played.probes != again.probes
+
+
+def test_a_large_target_whose_matrices_were_freed_is_sent_whole(
+    tiny_scenario: Path, here: list[ActorsHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(huggingface, "SMALLEST_RELEASED", 1)
+    sampler = build(tiny_scenario).sampler
+    assert sampler.target.language_model._snapshot.is_released
+    expected = sample(sampler)
+    with using_actors(ActorOptions(2)):
+        assert_equal(sample(sampler), expected)
+        assert here[0].turn == 3
 
 
 def test_a_fault_in_an_actor_is_raised_as_what_it_is(
