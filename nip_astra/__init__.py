@@ -206,6 +206,9 @@ if TYPE_CHECKING:
     from nip_astra.scorers.registry import register_scorer as register_scorer
     from nip_astra.serve.local_service import LocalService as LocalService
     from nip_astra.serve.local_service import start_service as start_service
+    from nip_astra.sweep.results import read_sweep as read_sweep
+    from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
+    from nip_astra.sweep.sweeping import run_sweep as run_sweep
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
@@ -419,6 +422,8 @@ _HOMES = {
     "prepare_experiment": "nip_astra.run",
     "read_prompts": "nip_astra.scenario_base.conversation.prompts",
     "read_results": "nip_astra.evaluation.run_results",
+    "read_sweep": "nip_astra.sweep.results",
+    "SweepOptions": "nip_astra.sweep.sweeping",
     "register_chat_model": "nip_astra.language_models.services.registry",
     "register_conversion": "nip_astra.parameters.conversion",
     "register_language_model": "nip_astra.language_models.registry",
@@ -436,6 +441,7 @@ _HOMES = {
     "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",
     "run_experiment": "nip_astra.run",
     "run_in_sandbox": "nip_astra.utils.sandbox",
+    "run_sweep": "nip_astra.sweep.sweeping",
     "self_bleu": "nip_astra.utils.diversity",
     "start_service": "nip_astra.serve.local_service",
     "value_loss": "nip_astra.rl_objectives.policy_gradient",

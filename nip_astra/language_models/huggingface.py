@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -139,11 +140,31 @@ class HuggingFaceLanguageModel(LanguageModel):
         self._decode_graphs = decode_graphs
         self._steps = build_fixed_steps(self._decoder, device, decode_graphs)
         self._snapshot = self._new_snapshot()
+        self._load_again: Callable[[], HuggingFaceLanguageModel] | None = None
 
     @classmethod
     def load(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> HuggingFaceLanguageModel:
+        load = partial(
+            cls._load_whole,
+            parameters,
+            device=device,
+            scenario_dir=scenario_dir,
+            trainable=trainable,
+        )
+        model = load()
+        is_large = model._num_parameters >= SMALLEST_RELEASED
+        if not trainable and model._decoder is not None and is_large:
+            model._snapshot.release()
+            model._load_again = load
+        return model
+
+    @classmethod
+    def _load_whole(
+        cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
+    ) -> HuggingFaceLanguageModel:
+        """The model with the matrices of its module, which may be freed afterwards."""
         source = parameters.model, parameters.base_model, scenario_dir
         module = load_model(*source).to(device)
         # Before the weights are rounded, so that it can be checked exactly.
@@ -168,9 +189,6 @@ class HuggingFaceLanguageModel(LanguageModel):
             decode_graphs=parameters.decode_graphs,
         )
         model.source = parameters.model
-        is_large = model._num_parameters >= SMALLEST_RELEASED
-        if not trainable and decoder is not None and is_large:
-            model._snapshot.release()
         return model
 
     @property
@@ -254,11 +272,18 @@ class HuggingFaceLanguageModel(LanguageModel):
     @property
     def can_be_copied(self) -> bool:  # type: ignore[override]  # hangs on what was released
         # Captured graphs, and matrices laid out for one processor, stay where they are.
-        is_whole = self._steps is None and not self._snapshot.is_released
-        return type(self) is HuggingFaceLanguageModel and is_whole
+        is_whole = not self._snapshot.is_released or self._load_again is not None
+        return type(self) is HuggingFaceLanguageModel and self._steps is None and is_whole
 
     def shared_parts(self) -> list[object]:
-        return [self.tokenizer, self.module]
+        # Of a module whose matrices were freed nothing can be made.
+        return [self.tokenizer] if self._snapshot.is_released else [self.tokenizer, self.module]
+
+    def to_send(self) -> HuggingFaceLanguageModel:
+        if not self._snapshot.is_released:
+            return self
+        assert self._load_again is not None
+        return self._load_again()
 
     # ---- sampling
 

@@ -41,6 +41,7 @@ from nip_astra.trainers.text.rollout_files import RolloutFiles
 from nip_astra.trainers.text.state import Stage, TextRunState
 from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
+from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class PureTextRlTrainer(Trainer):
 
     State: ClassVar[type[RunState]] = TextRunState
     trainer_type: ClassVar[str] = PURE_TEXT
+    plays_on_actors: ClassVar[bool] = True
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("text_rl",)
     num_branches: int = 1
     """Ways in which each rollout of training is continued in each round."""
@@ -128,7 +130,7 @@ class PureTextRlTrainer(Trainer):
         self._rewind_records()
         self._prepare_groups()
         try:
-            with self._open_progress_bar():
+            with self._open_progress_bar(), using_actors(actor_options(self.settings)):
                 self._run_train_loop()
         finally:
             self._close()
@@ -141,7 +143,8 @@ class PureTextRlTrainer(Trainer):
         self.state.groups = _models_of_run(base_run)
         self._take_up_groups()
         try:
-            rollouts = self._sample_rollouts("test", 0)
+            with using_actors(actor_options(self.settings)):
+                rollouts = self._sample_rollouts("test", 0)
         finally:
             self._close()
         self._keep(rollouts, "test", 0)
