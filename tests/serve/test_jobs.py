@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +23,12 @@ import torch
 from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.services.asking import ask_all
+from nip_astra.language_models.services.chat import ChatAnswer, ChatOutcome, ChatRequest
+from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.limits import LimitParameters
+from nip_astra.language_models.services.memory import AnswerMemory
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.job_store import JobStore, Status, is_running
 from nip_astra.serve.local_service import LocalService
@@ -301,28 +311,91 @@ def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> Non
         assert say(client, done.fine_tuned_model, "the cat") == "sat on a mat"
 
 
-def start(model: Path, state: Path) -> LocalService:
-    settings = ServiceSettings(port=0, state_dir=str(state))
+def start(model: Path, state: Path, port: int = 0) -> LocalService:
+    settings = ServiceSettings(port=port, state_dir=str(state))
     return LocalService({"tiny": str(model)}, settings, num_threads=1)
 
 
+def half_an_upload(port: int) -> socket.socket:
+    """A connection on which an upload has begun that never ends."""
+    connection = socket.create_connection(("127.0.0.1", port))
+    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="half"\r\n\r\n'
+    head = "POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 3000000\r\n"
+    head += "Content-Type: multipart/form-data; boundary=x\r\n\r\n"
+    connection.sendall(head.encode() + part + b"a" * 2_000_000)
+    return connection
+
+
+class Insistent:
+    """A client side that goes on asking, in a thread, while the service is away."""
+
+    def __init__(self, base_url: str, memory: Path) -> None:
+        parameters = OpenAIChatModel.Parameters(
+            base_url=base_url, model="tiny", samples_per_request=64
+        )
+        self.model = PatientChatModel(
+            OpenAIChatModel(parameters),
+            LimitParameters(num_retries=10_000),
+            memory=AnswerMemory(memory),
+            pause=lambda _: asyncio.sleep(0.2),
+        )
+        self.pool = ThreadPoolExecutor(1)
+
+    def ask(self, **fields: Any) -> Future[ChatOutcome]:
+        asked = ChatRequest(({"role": "user", "content": "hello you"},), **fields)
+        return self.pool.submit(lambda: ask_all(self.model, [asked])[0])
+
+
 @pytest.mark.slow  # several processes, each of which imports torch
-def test_jobs_and_models_survive_a_kill_of_the_service(
-    tiny_model_dir: Path, tmp_path: Path
+def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_finished(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     store = JobStore(tmp_path)
-    service = start(tiny_model_dir, tmp_path)
-    with openai.OpenAI(base_url=service.base_url, api_key="any") as client:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    service = start(tiny_model_dir, tmp_path, port)
+    insistent = Insistent(service.base_url, tmp_path / "answers.sqlite")
+    finished = insistent.ask(seed=1, max_tokens=8).result()
+    with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
         done = finish(client, submit(client, supervised()))
         running_job = submit(client, supervised(), options=FAST | {"n_epochs": 60})
         waiting = submit(client, supervised(), options=FAST | {"n_epochs": 1})
+        kept = client.files.create(file=("kept", b"whole"), purpose="fine-tune").id
         wait_until(lambda: len(store.events(running_job.id)) > 10)
-    os.kill(service.pid, signal.SIGKILL)
+        uploading = half_an_upload(port)
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hello"}],
+            n=100,
+            max_tokens=85,
+            temperature=0,
+            stream=True,
+        )
+        next(iter(stream))
+        cut = insistent.ask(seed=2, num_samples=64, max_tokens=80)
+        os.kill(service.pid, signal.SIGKILL)
+        with pytest.raises((openai.APIConnectionError, httpx.TransportError)):
+            list(stream)
+    with suppress(ConnectionError):
+        assert uploading.recv(1) == b""
+    uploading.close()
     (tmp_path / "files" / "file-cut.part").write_bytes(b"half an upload")
     service.stop()
-    service = start(tiny_model_dir, tmp_path)
+    service = start(tiny_model_dir, tmp_path, port)
     with service, openai.OpenAI(base_url=service.base_url, api_key="any") as client:
         assert say(client, done.fine_tuned_model, "the cat") == "sat on a mat"
+        assert client.files.content(kept).read() == b"whole"
+        assert "half" not in [file.filename for file in client.files.list()]
+        outcome = cut.result(timeout=120)
+        assert all(isinstance(one, ChatAnswer) for one in outcome.samples)
+        assert insistent.model.use.failures.keys() == {"unavailable"}
+        num_requests = insistent.model.use.num_requests
+        again = insistent.ask(seed=1, max_tokens=8).result()
+        assert again.is_cached
+        assert again.samples == finished.samples
+        assert insistent.model.use.num_requests == num_requests
         assert finish(client, running_job).status == "succeeded"
         assert finish(client, waiting).status == "succeeded"
         steps = [row["step"] for row in store.events(running_job.id) if row["step"] is not None]
