@@ -45,7 +45,10 @@ class Server:
 KNOWN: dict[str, dict[str, str]] = {
     "ours": {},
     "transformers": {},
-    "vllm": {},
+    "vllm": {
+        "no content": "answers a message that says nothing",
+        "unknown options": "ignores options that it does not know",
+    },
 }
 
 

@@ -32,7 +32,9 @@ SERVERS = [pytest.param(kind, marks=[] if kind == "ours" else [pytest.mark.slow]
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # vLLM knows no heads smaller than 32 on a CPU.
-    folder = make_language_model(tmp_path_factory.mktemp("served") / "model", head_size=32)
+    place = tmp_path_factory.mktemp("served") / "model"
+    # Of this seed no two words are nearly as likely as each other in a greedy answer.
+    folder = make_language_model(place, head_size=32, seed=4)
     module = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     specials = AutoTokenizer.from_pretrained(folder).all_special_ids
     with torch.no_grad():
@@ -158,7 +160,7 @@ def test_equal_seeds_answer_alike_and_others_do_not(server: Server) -> None:
 def test_a_low_temperature_says_the_likeliest(
     server: Server, greedy: tuple[list[str], list[float]]
 ) -> None:
-    cold = [saying("hello you", temperature=0.001, seed=n, max_tokens=8) for n in range(4)]
+    cold = [saying("hello you", temperature=0.01, seed=n, max_tokens=8) for n in range(4)]
     assert {tuple(texts(one)[0].split()) for one in ask(client(server), *cold)} == {
         tuple(greedy[0])
     }
@@ -254,10 +256,16 @@ def test_what_is_too_long_is_refused_as_data(server: Server) -> None:
 
 
 @about("malformed messages")
-@pytest.mark.parametrize("messages", ["hello", [{"role": "user"}], [{"content": 3}], [[]]], ids=str)
+@pytest.mark.parametrize("messages", ["hello", [{"content": 3}], [[]]], ids=str)
 def test_malformed_messages_are_a_wrong_request(server: Server, messages: Any) -> None:
     with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
         create(server, messages=messages)
+
+
+@about("no content")
+def test_a_message_without_content_is_a_wrong_request(server: Server) -> None:
+    with pytest.raises((openai.BadRequestError, openai.UnprocessableEntityError)):
+        create(server, messages=[{"role": "user"}])
 
 
 @about("unknown options")
