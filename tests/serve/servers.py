@@ -44,7 +44,18 @@ class Server:
 
 KNOWN: dict[str, dict[str, str]] = {
     "ours": {},
-    "transformers": {},
+    "transformers": {
+        "models": "lists the hub's cache, and not what it serves",
+        "logprobs": "gives none",
+        "seed": "always says the likeliest, so that all seeds answer alike",
+        "temperature": "always says the likeliest",
+        "n": "gives one answer",
+        "stop": "fails with status 500",
+        "unknown model": "answers for any name",
+        "too long": "answers beyond the model's window",
+        "malformed messages": "fails with status 500",
+        "no content": "answers a message that says nothing",
+    },
     "vllm": {
         "no content": "answers a message that says nothing",
         "unknown options": "ignores options that it does not know",
@@ -64,7 +75,9 @@ def server_of(kind: str, model: Path, log: Path) -> Iterator[Server]:
     if kind == "transformers":
         command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model)]
         command += ["--port", port, "--device", "cpu"]
-        name, more = str(model), {}
+        # It looks into the cache of the hub, which must be there.
+        (log.parent / "hub").mkdir()
+        name, more = str(model), {"HF_HUB_CACHE": str(log.parent / "hub")}
     else:
         found = os.environ.get(VLLM) or shutil.which("vllm")
         if found is None:
@@ -102,8 +115,8 @@ def _wait_until_there(process: subprocess.Popen[bytes], base_url: str, log: Path
     while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()[-3000:]
         try:
-            if httpx.get(f"{base_url}/models", timeout=5).status_code == 200:
-                return
+            httpx.get(f"{base_url}/models", timeout=5)
+            return
         except httpx.HTTPError:
             time.sleep(0.5)
     raise AssertionError(log.read_text()[-3000:])
