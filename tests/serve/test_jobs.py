@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,28 @@ from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
 from nip_astra.serve.state import open_service
-from nip_astra.serve.tuning import TuningPlan, fine_tune
-from nip_astra.serve.tuning_data import read_texts
+from nip_astra.serve.tuning import Tuning, TuningPlan, fine_tune
+from nip_astra.serve.tuning_data import TrainingText, read_texts
 from tests.serve.running import Running, running
 
 PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", "good day")]
 FAST = {"n_epochs": 8, "batch_size": 1, "learning_rate_multiplier": 10.0}
+
+
+HELD_OUT = [("you are how", "fine thanks"), ("a cat", "sat on a mat"), ("hello hello", "good day")]
+"""Others than those that jobs learn from, with answers of the same kind."""
+
+
+def held_out(*others: str) -> list[TrainingText]:
+    """Conversations to measure a model by, with the answer that is wanted and others."""
+    return [TrainingText(({"role": "user", "content": a},), (b, *others)) for a, b in HELD_OUT]
+
+
+def trained(service: Running, job: Any) -> TuningPlan:
+    """What goes on training the result of a job; before its first step it is that result."""
+    plan = TuningPlan(**service.store.job(job.id).plan)
+    folder = service.store.job_folder(job.id) / "model"
+    return replace(plan, lora_rank=None, start_from=str(folder))
 
 
 def supervised() -> bytes:
@@ -142,13 +159,17 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
     by_job = load_file(folder / "adapter_model.safetensors")
     assert direct.keys() == by_job.keys()
     assert all(torch.equal(direct[name], by_job[name]) for name in direct)
+    nll = [Tuning(one, held_out()).evaluate(held_out()) for one in (plan, trained(service, job))]
+    assert nll[1] < nll[0] - 0.5, "held-out answers have become likelier"
     assert [one.id for one in client.fine_tuning.jobs.list(metadata={"run": "one"})] == [job.id]
     assert client.fine_tuning.jobs.list(metadata={"run": "two"}).data == []
 
 
-def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(client: openai.OpenAI) -> None:
+def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
+    service: Running, client: openai.OpenAI, tmp_path: Path
+) -> None:
     first = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 2}))
-    held_out = upload(client, preferences())
+    validation = upload(client, preferences())
     options = FAST | {"beta": 0.5, "n_epochs": 4}
     job = submit(
         client,
@@ -156,7 +177,7 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(client: openai.OpenAI) -> 
         "dpo",
         options=options,
         model=first.fine_tuned_model,
-        validation_file=held_out,
+        validation_file=validation,
     )
     done = finish(client, job)
     assert done.status == "succeeded", done.error
@@ -167,6 +188,16 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(client: openai.OpenAI) -> 
     assert metrics.train_loss < 0.3
     assert metrics.full_valid_loss is not None
     assert say(client, done.fine_tuned_model, "hello")
+    plan = TuningPlan(**service.store.job(job.id).plan)
+    pairs = held_out("silly stupid cat")
+    before, after = (Tuning(one, pairs).reference for one in (plan, trained(service, job)))
+    assert all(new > old for old, new in zip(before, after, strict=True)), "held-out preferences"
+    (tmp_path / "data").write_bytes(preferences())
+    fine_tune(plan, read_texts(tmp_path / "data", "dpo"), tmp_path / "direct")
+    direct = load_file(tmp_path / "direct" / "adapter_model.safetensors")
+    by_job = load_file(service.store.job_folder(job.id) / "model" / "adapter_model.safetensors")
+    assert direct.keys() == by_job.keys()
+    assert all(torch.equal(direct[name], by_job[name]) for name in direct)
 
 
 def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
