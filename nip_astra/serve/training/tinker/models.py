@@ -68,7 +68,7 @@ class TinkerModel:
         sizes = [one.numel() for one in logprobs]
         elementwise = [
             part.reshape(one.shape)
-            for part, one in zip(loss_N.detach().split(sizes), logprobs, strict=True)
+            for part, one in zip(torch.split(loss_N.detach(), sizes), logprobs, strict=True)
         ]
         return loss_outputs(
             {"logprobs": logprobs, "elementwise_loss": elementwise},

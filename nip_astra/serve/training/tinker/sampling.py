@@ -288,7 +288,7 @@ def _with_prompt(
 def _chosen(parts: Sequence[Tensor], ids_TK: Tensor) -> Tensor:
     sizes = [len(part) for part in parts]
     return torch.cat(
-        [part.gather(1, ids) for part, ids in zip(parts, ids_TK.split(sizes), strict=True)]
+        [part.gather(1, ids) for part, ids in zip(parts, torch.split(ids_TK, sizes), strict=True)]
     )
 
 

@@ -66,7 +66,7 @@ def hidden_states(policy: HuggingFaceLanguageModel, texts: Sequence[Sequence[int
 @torch.no_grad()
 def logprobs_after(policy: HuggingFaceLanguageModel, hidden_TX: Tensor) -> list[Tensor]:
     """Log-probabilities of all tokens after each place, `[N, V]` a part of the places."""
-    parts = hidden_TX.split(PLACES_AT_ONCE)
+    parts = torch.split(hidden_TX, PLACES_AT_ONCE)
     return [policy.logits_of(part).log_softmax(dim=-1).cpu() for part in parts]
 
 
