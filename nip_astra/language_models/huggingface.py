@@ -77,6 +77,11 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     The module is kept in eval mode always: dropout would make the log-probabilities of the policy
     and of the reference differ by noise.
+
+    Parameters
+    ----------
+    is_unbridled : bool
+        Any token may be drawn, special ones too, and none ends a turn by itself.
     """
 
     class Parameters(LanguageModel.Parameters):
@@ -115,6 +120,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         dtype: torch.dtype | None = None,
         decoder: Decoder | None = None,
         decode_graphs: DecodeGraphs = "auto",
+        is_unbridled: bool = False,
     ) -> None:
         self.module = module.to(device).eval()
         self.tokenizer = tokenizer
@@ -127,6 +133,9 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
         banned_ids = find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
+        if is_unbridled:
+            # Whoever asks says which tokens end a turn.
+            banned_ids, self.end_ids = [], ()
         self.token_draw = TokenDraw(banned_ids, self.end_ids, device)
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
@@ -382,6 +391,14 @@ class HuggingFaceLanguageModel(LanguageModel):
                     )
         self.token_count.add(spent)
         return found
+
+    def logits_of(self, hidden_NX: Tensor) -> Tensor:
+        """Logits `[N, V]`, float32, of hidden states that `token_scores` gave; with gradient."""
+        if self._decoder is None:
+            with adapter_state(self.module, is_on=self.use_adapter):
+                logits: Tensor = self._causal_lm.get_output_embeddings()(hidden_NX.to(self.dtype))
+            return logits.float()
+        return self._weights_for_scoring().head(hidden_NX.to(self.dtype)).float()
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference always by the same path: others differ by rounding.
