@@ -68,8 +68,12 @@ class Work:
 
     @property
     def num_unique(self) -> int:
-        """Tokens with those that answers share counted once."""
-        return sum(map(len, self.prompts)) + sum(map(len, self.answers))
+        """Tokens with those that rows share, from their beginning on, counted once."""
+        found = set()
+        for index, answer in enumerate(self.answers):
+            row = (*self.prompts[index // self.group_size], *answer)
+            found |= {row[:end] for end in range(1, len(row) + 1)}
+        return len(found)
 
     @property
     def num_rows(self) -> int:
@@ -104,6 +108,8 @@ def make_work(tokenizer: Any, groups: int, size: int, longest: int, seed: int = 
 
 class Ours:
     """A step of `self_hosted_grpo`."""
+
+    trainer: Any
 
     def __init__(self, work: Work, model: str, precision: str) -> None:
         policy = json.dumps({"_type": "huggingface", "model": model, "dtype": precision})
