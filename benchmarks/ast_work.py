@@ -164,7 +164,7 @@ def write_scenario(setting: Setting, root: Path) -> Files:
     }
     training = {
         "lr": LEARNING_RATE,
-        "batch_size": setting.num_pairs,
+        "minibatch_size": setting.num_pairs,
         "num_episodes_per_experience": setting.episodes,
         "eval_period": 0,
     }

@@ -118,7 +118,7 @@ class Ours:
             overrides=[
                 f"task.policy.language_model={policy}",
                 f"training.lr={LR}",
-                f"training.batch_size={len(work.answers)}",
+                f"training.minibatch_size={len(work.answers)}",
                 f"training.max_grad_norm={MAX_GRAD_NORM}",
             ],
         )

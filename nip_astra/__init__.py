@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from nip_astra.experiment_settings import ExperimentSettings as ExperimentSettings
     from nip_astra.factory import build_scenario_instance as build_scenario_instance
     from nip_astra.language_models.base import LanguageModel as LanguageModel
+    from nip_astra.language_models.base import Learner as Learner
+    from nip_astra.language_models.base import TokenModel as TokenModel
+    from nip_astra.language_models.base import TokenSampler as TokenSampler
+    from nip_astra.language_models.base import TokenScorer as TokenScorer
     from nip_astra.language_models.embeddings import EmbedderParameters as EmbedderParameters
     from nip_astra.language_models.embeddings import build_embedder as build_embedder
     from nip_astra.language_models.registry import (
@@ -105,6 +109,7 @@ if TYPE_CHECKING:
     from nip_astra.protocols.registry import register_protocol_handler as register_protocol_handler
     from nip_astra.registry import Registry as Registry
     from nip_astra.report.page import write_report as write_report
+    from nip_astra.resolving.analysing import analyse_run as analyse_run
     from nip_astra.resolving.resolution import ResolvedExperiment as ResolvedExperiment
     from nip_astra.resolving.resolution import resolve_experiment as resolve_experiment
     from nip_astra.reward_terms.base import RatedProbes as RatedProbes
@@ -162,6 +167,11 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import Reaction as Reaction
     from nip_astra.scenario_base.tasks.base import Task as Task
     from nip_astra.scenario_base.tasks.registry import register_task as register_task
+    from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser as RolloutAnalyser
+    from nip_astra.scenario_base.text.analysers.base import Subject as Subject
+    from nip_astra.scenario_base.text.analysers.registry import (
+        register_rollout_analyser as register_rollout_analyser,
+    )
     from nip_astra.scenario_instance import ConversationInstance as ConversationInstance
     from nip_astra.scenario_instance import ProtocolInstance as ProtocolInstance
     from nip_astra.scenario_instance import ScenarioInstance as ScenarioInstance
@@ -296,6 +306,7 @@ _HOMES = {
     "IterationContext": "nip_astra.progress",
     "LanguageModel": "nip_astra.language_models.base",
     "LanguageModelTrainer": "nip_astra.trainers.language_model_base",
+    "Learner": "nip_astra.language_models.base",
     "LocalService": "nip_astra.serve.local_service",
     "LossOutput": "nip_astra.rl_objectives.outputs",
     "LrFactors": "nip_astra.parameters.agents",
@@ -333,6 +344,7 @@ _HOMES = {
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
+    "RolloutAnalyser": "nip_astra.scenario_base.text.analysers.base",
     "RolloutTree": "nip_astra.rollouts.tree",
     "RoundResult": "nip_astra.protocols.protocol_base",
     "RunDirectory": "nip_astra.tracking.run_directory",
@@ -350,12 +362,16 @@ _HOMES = {
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
     "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
     "SubParameters": "nip_astra.parameters.parameters_base",
+    "Subject": "nip_astra.scenario_base.text.analysers.base",
     "Task": "nip_astra.scenario_base.tasks.base",
     "TaskInstance": "nip_astra.scenario_instance",
     "TensorDictRlTrainer": "nip_astra.trainers.rl_tensordict_base",
     "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
     "TensorDictTrainer": "nip_astra.trainers.trainer_base",
     "TextDatasets": "nip_astra.scenarios.pure_text_base",
+    "TokenModel": "nip_astra.language_models.base",
+    "TokenSampler": "nip_astra.language_models.base",
+    "TokenScorer": "nip_astra.language_models.base",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
@@ -366,6 +382,7 @@ _HOMES = {
     "UnknownNameError": "nip_astra.errors",
     "VanillaPpoTrainer": "nip_astra.trainers.vanilla_ppo",
     "ZkProtocolParameters": "nip_astra.parameters.protocols",
+    "analyse_run": "nip_astra.resolving.analysing",
     "attach_progress_bar": "nip_astra.progress",
     "bleu_against": "nip_astra.utils.diversity",
     "build_embedder": "nip_astra.language_models.embeddings",
@@ -404,6 +421,7 @@ _HOMES = {
     "register_pretrained_model": "nip_astra.scenarios.images.pretrained.registry",
     "register_protocol_handler": "nip_astra.protocols.registry",
     "register_reward_term": "nip_astra.reward_terms.registry",
+    "register_rollout_analyser": "nip_astra.scenario_base.text.analysers.registry",
     "register_scenario": "nip_astra.scenarios.registry",
     "register_scorer": "nip_astra.scorers.registry",
     "register_task": "nip_astra.scenario_base.tasks.registry",

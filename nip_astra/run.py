@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
+    LostProcessError,
     NipAstraError,
     RunDirectoryError,
     StopRequested,
@@ -24,6 +26,8 @@ from nip_astra.errors import (
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
+from nip_astra.language_models.services.asking import close_all
+from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.report.page import write_report
@@ -89,6 +93,7 @@ def prepare_experiment(
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
+    _refuse_idle_actors(resolved.trainer_class, settings)
     with on_behalf_of(resolved.source):
         instance = build_scenario_instance(
             resolved.hyper_params,
@@ -118,6 +123,13 @@ def run_experiment(
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
+    with _team_of(settings) as team:
+        settings = settings.model_copy(update={"team": team})
+        return _begin(resolved, settings) if team.is_leader else _take_part(resolved, settings)
+
+
+def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
+    """Make a run directory, and train."""
     hyper_params = resolved.hyper_params
     device = resolve_device(settings.device).type
     run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
@@ -179,22 +191,64 @@ def resume_experiment(
     """
     runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
     directory = RunDirectory.find(run, runs_dir)
-    with run_lock(directory.path):
-        if (directory.path / files.RESULTS).exists():
-            return _finish_ended(directory)
-        resolved = resolve_experiment(
-            parameter_file=directory.path / files.HYPER_PARAMETERS,
-            plugins=plugins,
-            is_trusted=is_trusted,
-        )
-        stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
-        if stored.wandb == "online" and "wandb" not in settings_fields and resolved.source:
-            resolved.source.check("this user's account of W&B", "written to")
-        if stored.service_cache and "service_cache" not in settings_fields and resolved.source:
-            resolved.source.check(f"the file {stored.service_cache}", "written to")
-        settings = _settings(stored, settings_fields)
-        checkpoint = _checkpoint_to_go_on_from(directory)
-        return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
+    stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
+    # The file by which processes met was for that start alone.
+    settings = _settings(stored.model_copy(update={"process_store": None}), settings_fields)
+    with _team_of(settings) as team:
+        settings = settings.model_copy(update={"team": team})
+        if team.is_leader:
+            with run_lock(directory.path):
+                if (directory.path / files.RESULTS).exists():
+                    return _finish_ended(directory)
+                resolved = _resolved_again(directory, plugins, is_trusted)
+                _check_destinations(resolved, stored, settings_fields)
+                checkpoint = _checkpoint_to_go_on_from(directory)
+                return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
+        return _take_part(_resolved_again(directory, plugins, is_trusted), settings)
+
+
+def _resolved_again(
+    directory: RunDirectory, plugins: Sequence[str], is_trusted: bool
+) -> ResolvedExperiment:
+    return resolve_experiment(
+        parameter_file=directory.path / files.HYPER_PARAMETERS,
+        plugins=plugins,
+        is_trusted=is_trusted,
+    )
+
+
+def _check_destinations(
+    resolved: ResolvedExperiment, stored: ExperimentSettings, given: dict[str, Any]
+) -> None:
+    """Ask whether a run of others may write where its settings, and not the user's, say."""
+    if stored.wandb == "online" and "wandb" not in given and resolved.source:
+        resolved.source.check("this user's account of W&B", "written to")
+    if stored.service_cache and "service_cache" not in given and resolved.source:
+        resolved.source.check(f"the file {stored.service_cache}", "written to")
+
+
+@contextmanager
+def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
+    """The processes that a launcher started, which do not hear signals but for the leader."""
+    with open_team(resolve_device(settings.device), settings.process_store) as team:
+        if team.is_leader:
+            yield team
+            return
+        with _signals_left_to_leader():
+            yield team
+
+
+def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
+    """Train as one of several processes of which another leads; write, track and show nothing."""
+    told = settings.team.from_leader({"run": "", "checkpoint": ""})
+    silent = {"progress": False, "run_directory": None, "tracker": None, "stop_flag": None}
+    prepared = prepare_experiment(resolved, settings.model_copy(update=silent))
+    trainer = prepared.trainer
+    if trainer.hyper_params.base_run.base_run_type != RERUN_TESTS:
+        if told["checkpoint"]:
+            trainer.go_on_from(Path(told["checkpoint"]))
+        trainer.train()
+    return ExperimentResult(RunDirectory(Path(told["run"])), trainer.results)
 
 
 def _finish_ended(directory: RunDirectory) -> ExperimentResult:
@@ -242,10 +296,17 @@ def _run(
         _remove_leftovers(directory)
         tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
         is_done = False
+        services: list[ChatModel] = []
         try:
+            if settings.team is not None:
+                found = "" if checkpoint is None else str(checkpoint.absolute())
+                settings.team.from_leader(
+                    {"run": str(directory.path.absolute()), "checkpoint": found}
+                )
             runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
             prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
             built.append(prepared.trainer)
+            services += prepared.scenario_instance.services.values()
             _note_computation(directory, settings, prepared.scenario_instance)
             _train(prepared.trainer, directory, checkpoint)
             is_done = True
@@ -257,6 +318,9 @@ def _run(
             raise StopRequested(
                 stop_flag() or name, str(directory.path), is_saved, is_at_once=is_at_once
             ) from None
+        except LostProcessError as error:
+            logger.error("the run failed: %s", error)
+            raise LostProcessError(f"{error} {_how_to_go_on(directory)}") from error
         except SystemExit as error:
             logger.error("the run failed: sys.exit(%r) was called", error.code)
             raise UnexpectedExitError(error.code) from error
@@ -264,8 +328,19 @@ def _run(
             logger.error("the run failed: %s", error)
             raise
         finally:
+            close_all(services)
             tracker.finish(success=is_done)
     return ExperimentResult(directory, prepared.trainer.results)
+
+
+def _how_to_go_on(directory: RunDirectory) -> str:
+    latest = CheckpointStore(directory.checkpoints_dir).latest()
+    if latest is None:
+        return "It had saved nothing yet: start it again."
+    return (
+        f"Its work is saved in {latest.name}; go on with it, in any number of processes, by "
+        f"`nip-astra resume {directory.path}`."
+    )
 
 
 def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -> None:
@@ -338,6 +413,23 @@ def _warn_of_changed_plugins(directory: RunDirectory) -> None:
             )
 
 
+def _refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSettings) -> None:
+    if not settings.num_actors:
+        return
+    in_a_team = settings.team is not None and settings.team.size > 1
+    if in_a_team or not trainer_class.plays_on_actors:
+        reason = (
+            "several processes train this run and play their own"
+            if in_a_team
+            else f"the trainer {trainer_class.__name__} plays no rollouts that they could"
+        )
+        raise ConfigurationError(
+            f"rollouts by {settings.num_actors} actors were asked for, but {reason}. Trainers of "
+            "attackers (ast_dpo, ast_ppo, ...) in one process play on actors; leave num_actors 0 "
+            "for others."
+        )
+
+
 def _refuse_unfinished(trainer_class: type[Trainer]) -> None:
     missing = sorted(getattr(trainer_class, "__abstractmethods__", ()))
     if missing:
@@ -402,6 +494,21 @@ def _stop_on_signals() -> Iterator[Callable[[], str | None]]:
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: received[0] if received else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _signals_left_to_leader() -> Iterator[None]:
+    """Hear neither SIGINT nor SIGTERM: the process that leads stops all others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    stopping = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in stopping}
+    try:
+        yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

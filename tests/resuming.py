@@ -23,7 +23,7 @@ AST_OVERRIDES = (
 SERVICE_TRAINERS = tuple(one for one in TrainerType if one.startswith(("self_", "remote_")))
 SERVICE_OVERRIDES = (
     "training.num_episodes_per_experience=4",
-    "training.batch_size=8",
+    "training.minibatch_size=8",
     "training.eval_period=2",
     "task.evaluation.num_problems=4",
     "task.evaluation.num_dev_problems=4",
@@ -39,18 +39,18 @@ def short_experiment(
     """A run of a trainer that takes about a second, over models written into a new folder."""
     if trainer.startswith("ast_"):
         folder.mkdir(parents=True)
-        length = f"training.training_steps={num_iterations}"
+        length = f"training.num_iterations={num_iterations}"
         overrides = [*AST_OVERRIDES, length, *MORE.get(trainer, ()), *more]
         scenario = write_scenario(folder)
         return resolve_experiment(trainer=trainer, scenario=str(scenario), overrides=overrides)
     if trainer in SERVICE_TRAINERS:
-        length = f"training.training_steps={num_iterations}"
+        length = f"training.num_iterations={num_iterations}"
         return resolve_experiment(trainer=trainer, overrides=[*SERVICE_OVERRIDES, length, *more])
     scenario = toy_scenario_folder(folder)
     values = SMALL | {"trainer": trainer, "scenario": str(scenario)}
     if trainer == TrainerType.SOLO_AGENT:
         del values["rl"], values["nip"], values["protocol_common"]
-        values["solo_agent"] = {"num_epochs": num_iterations, "batch_size": 16}
+        values["solo_agent"] = {"num_epochs": num_iterations, "minibatch_size": 16}
     else:
         values["rl"] = values["rl"] | {"num_iterations": num_iterations}
     (folder / "parameters.yaml").write_text(json.dumps(values))

@@ -17,6 +17,7 @@ from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.storage import EVALUATIONS, weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
+from nip_astra.language_models.base import as_learner
 from nip_astra.language_models.services.patience import MEMORY_FILE
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
@@ -234,7 +235,7 @@ def load_attacker(
             checkpoint = _newest_checkpoint(run)
         CheckpointStore(checkpoint.parent).verify(checkpoint)
         agent, source = instance.agents["attacker"], checkpoint / ATTACKER_DIR
-        agent.language_model.restore(source)
+        as_learner(agent.language_model, role="attacker", to="be restored").restore(source)
         label, suffix = f"{name} {checkpoint.name}", checkpoint.name
     instance.sampler = instance.sampler.with_attacker(agent)
     weights = weights_hash(source) if source is not None else None
@@ -373,7 +374,7 @@ def _of_model_folder(
     agent: ConversationAgent = instance.agents["attacker"]
     parameters = section.attacker.language_model
     if getattr(parameters, "lora", None) is None and (folder / "model.safetensors").is_file():
-        agent.language_model.restore(folder)
+        as_learner(agent.language_model, role="attacker", to="be restored").restore(folder)
         return agent
     # An adapter was merged into the weights, or they are in several files.
     changes = {"model": str(folder.resolve()), "lora": None}

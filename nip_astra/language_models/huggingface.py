@@ -253,6 +253,15 @@ class HuggingFaceLanguageModel(LanguageModel):
     def num_parameters(self) -> int:
         return self._num_parameters
 
+    @property
+    def can_be_copied(self) -> bool:  # type: ignore[override]  # hangs on what was released
+        # Captured graphs, and matrices laid out for one processor, stay where they are.
+        is_whole = self._steps is None and not self._snapshot.is_released
+        return type(self) is HuggingFaceLanguageModel and is_whole
+
+    def shared_parts(self) -> list[object]:
+        return [self.tokenizer, self.module]
+
     # ---- sampling
 
     def open_session(self) -> GenerationSession:

@@ -19,7 +19,7 @@ SCENARIO = "arithmetic"
 _BACKENDS = {"self-hosted": "local", "direct-zmq": "local", "mock": "local"}
 _OF_A_CLUSTER = ("world_size", "resource", "identifier", "role")
 _TRAINER = {
-    "total_train_steps": "training.training_steps",
+    "total_train_steps": "training.num_iterations",
     "save_freq": "settings.checkpoint_period",
 }
 _SERVICE_CONFIG = {

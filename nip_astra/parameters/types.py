@@ -181,3 +181,16 @@ class PretrainedModelType(StrEnum):
     """An image model of transformers."""
     PCA = "pca"
     """Principal components of parts of the images to train on."""
+
+
+class RolloutAnalyserType(StrEnum):
+    """Questions about what agents said in words, which a judge answers."""
+
+    PROVER_ROLE_CONFORMANCE = "prover_role_conformance"
+    """Whether a prover argues for its side and keeps to its role."""
+    DIRECT_QUOTATION = "direct_quotation"
+    """Whether a prover quotes the datapoint word for word."""
+    ACCURATE_QUOTATION = "accurate_quotation"
+    """Whether what a prover gives as a quotation stands in the datapoint."""
+    FOLLOW_UP = "follow_up"
+    """Whether a verifier takes up what it was answered."""

@@ -53,6 +53,9 @@ class PlayingAgents(Protocol):
     def values(self, name: str, frames: Any) -> Tensor:
         """An agent's values, [B]."""
 
+    def policy_and_values(self, name: str, frames: Any) -> tuple[Any, Tensor]:
+        """Both, from one pass of the body that they share."""
+
     def is_acting(self, name: str, frames: Any) -> Tensor:
         """The frames in which an agent may move, [B] bool."""
 
@@ -302,12 +305,11 @@ class Objective(LossModule):
         agent = self.agents[name]
         if not agent.shares_body:
             return self.policy_view(name, batch), self.agents.values(name, batch)
-        representation = agent.policy_body(batch)
-        output = agent.policy_head(representation, batch)
+        output, values_B = self.agents.policy_and_values(name, batch)
         evaluation = self.agents.evaluate(name, batch, output)
         is_acting_B = self.agents.is_acting(name, batch)
         view = PolicyView(batch, evaluation, is_acting_B, self.agents.number(name), output)
-        return view, agent.value_head(representation, batch)
+        return view, values_B
 
     def logit_losses(self, name: str, view: PolicyView) -> dict[str, Tensor]:
         """`loss_logits`, minus what the agent's logits earn by themselves, where they do.
@@ -404,9 +406,9 @@ def frames_of(batch: TensorDictBase) -> Frames:
 
 
 class SomeFrames(Mapping[Any, Tensor]):
-    """Some rows of frames; a tensor's rows are taken when it is first asked for."""
+    """Some rows of frames, by number or a slice; taken when a tensor is first asked for."""
 
-    def __init__(self, frames: Frames, rows: Tensor) -> None:
+    def __init__(self, frames: Frames, rows: Tensor | slice) -> None:
         self._frames = frames
         self._rows = rows
         self._taken: dict[Any, Tensor] = {}
@@ -414,7 +416,9 @@ class SomeFrames(Mapping[Any, Tensor]):
     def __getitem__(self, key: Any) -> Tensor:
         found = self._taken.get(key)
         if found is None:
-            found = self._taken[key] = self._frames[key].index_select(0, self._rows)
+            whole, rows = self._frames[key], self._rows
+            found = whole[rows] if isinstance(rows, slice) else whole.index_select(0, rows)
+            self._taken[key] = found
         return found
 
     def __iter__(self) -> Iterator[Any]:

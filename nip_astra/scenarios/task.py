@@ -14,6 +14,7 @@ from nip_astra.parameters.types import ScenarioType
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
     build_agent,
+    build_reference,
     load_language_model,
 )
 from nip_astra.scenario_base.tasks.base import TaskParameters
@@ -79,7 +80,7 @@ class TaskScenario(Scenario):
             trainable=True,
         )
         policy = build_agent("policy", parameters.policy, model)
-        reference = build_agent("reference", parameters.policy, model.frozen_reference())
+        reference = build_reference(parameters.policy, model)
         return TaskInstance(
             kind=str(ScenarioType.TASK),
             agents={"policy": policy, "reference": reference},

@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,12 +25,19 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.run_state import RunState
-from nip_astra.errors import BudgetExhaustedError, NonFiniteLossError, StopRequested
+from nip_astra.distributed.team import Handler
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    LostProcessError,
+    NonFiniteLossError,
+    StopRequested,
+)
 from nip_astra.language_models.base import LanguageModel, TokenCount
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
+from nip_astra.trainers.language_model.processes import divided, lead
 from nip_astra.trainers.language_model.state import LanguageModelState
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
 from nip_astra.trainers.trainer_base import (
@@ -37,6 +45,7 @@ from nip_astra.trainers.trainer_base import (
     TensorDictTrainer,
     attach_progress_bar,
 )
+from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
 from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
 
@@ -84,6 +93,7 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     State: ClassVar[type[RunState]] = LanguageModelState
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("training",)
+    learns_in_processes: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "tokens"
     """The column of a batch whose tokens are learnt; its mask says which they are."""
     policy_role: ClassVar[str] = "policy"
@@ -100,7 +110,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         self.optimizer = build_optimizer(
             self.training, policy, more=[(modules, self.modules_lr_factor)]
         )
-        self.service = self.build_service()
+        self.service = divided(self.build_service(), self.team)
 
     # ---- hooks
 
@@ -153,6 +163,10 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """What the bar shows of an iteration beside loss and speed; hook."""
+        return {}
+
+    def handlers(self) -> dict[str, Handler]:
+        """What the leader may ask other processes for while it plays or measures; hook."""
         return {}
 
     def after_backward(self, metrics: Mapping[str, float]) -> None:
@@ -210,7 +224,9 @@ class LanguageModelTrainer(TensorDictTrainer):
     @contextmanager
     def _threads(self) -> Iterator[None]:
         asked = self.scenario_instance.num_parameters, self.settings.num_threads
-        with super()._threads(), using_processes(choose_num_processes(*asked)):
+        # Of several processes of a run none forks more: they share the cores, and connections.
+        count = choose_num_processes(*asked) if self.team.size == 1 else 1
+        with super()._threads(), using_processes(count):
             self.results["num_processes"] = get_num_processes()
             yield
 
@@ -218,10 +234,11 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Measure the untrained policy, train it, measure it again, save it."""
         self._set_seed()
         self._rewind_records()
-        with self._open_progress_bar():
+        actors = actor_options(self.settings, self.scenario_instance.num_parameters)
+        with self._open_progress_bar(), using_actors(actors):
             with ExitStack() as stack:
                 self._build_test_context(stack)
-                self._run_before_loop()
+                lead(self, self._run_before_loop)
             with ExitStack() as stack:
                 self._build_train_context(stack)
                 self._run_train_loop()
@@ -230,9 +247,10 @@ class LanguageModelTrainer(TensorDictTrainer):
                 if self.state.best_dev_value is not None:
                     # The weights that did best on the dev prompts.
                     self._restore_best()
-                self._measure_after()
-        self._save_models()
-        self._write_results()
+                lead(self, self._measure_after)
+        if self.team.is_leader:
+            self._save_models()
+            self._write_results()
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_before_loop(self, iteration_context: IterationContext) -> None:
@@ -247,22 +265,29 @@ class LanguageModelTrainer(TensorDictTrainer):
             self.state.before = self.measure("before", parts)
         self._raise_if_stopped()
 
-    @attach_progress_bar(lambda self: self.training.training_steps)
+    @attach_progress_bar(lambda self: self.training.num_iterations)
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Training")
         for iteration in iteration_context.iterate(self.state.iteration):
             if self._has_stopped_early():
                 break
             started = time.perf_counter()
-            seconds = self._collect(iteration) if self.state.samples is None else {}
+            seconds: Mapping[str, float] = {}
+            if self.state.samples is None:
+                seconds = lead(self, partial(self._collect, iteration)) or {}
             collected = time.perf_counter()
-            self._update(iteration)
+            try:
+                self._update(iteration)
+            except LostProcessError:
+                # No step was taken on a part of the gradients.
+                self._save_checkpoint()
+                raise
             timings = {
                 "time/collect_seconds": collected - started,
                 "time/update_seconds": time.perf_counter() - collected,
             }
             timings |= {f"time/{part}_seconds": spent for part, spent in seconds.items()}
-            self._finish_iteration(iteration_context, timings)
+            lead(self, partial(self._finish_iteration, iteration_context, timings))
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -302,7 +327,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         return batches_of(
             samples,
             self.collate_fn,
-            size=self.training.batch_size,
+            size=self.training.minibatch_size,
             order=self.training.batch_order,
             key=(self.hyper_params.seed, iteration, epoch),
         )
@@ -315,9 +340,10 @@ class LanguageModelTrainer(TensorDictTrainer):
             with self.policy.counting() as spent:
                 metrics = self._optimizer_step(group)
             self.state.count_step(metrics | _token_metrics(spent))
-            if self.settings.stop_flag and self.settings.stop_flag():
+            asked = self.settings.stop_flag() if self.settings.stop_flag else None
+            if asked := self.team.from_leader(asked):
                 self._save_checkpoint()
-                self._raise_if_stopped()
+                raise StopRequested(asked)
 
     def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
         """The batches of each optimizer step; the last group of an epoch may be smaller."""
@@ -328,7 +354,7 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
         """Take one step on the mean loss over the samples of all batches."""
-        progress = self.state.iteration / self.training.training_steps
+        progress = self.state.iteration / self.training.num_iterations
         lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
         self._write_step_totals(batches)
         metrics = self.service.forward_backward(batches, self.loss)
@@ -423,10 +449,10 @@ class LanguageModelTrainer(TensorDictTrainer):
             When it is lost or corrupt.
         """
         store = self._checkpoint_store()
-        if store is not None:
-            best = store.open_best()
-            self.service.load_state(best)
-            logger.info("restored the best checkpoint %s", best.name)
+        best = self.team.from_leader("" if store is None else str(store.open_best()))
+        if best:
+            self.service.load_state(Path(best))
+            logger.info("restored the best checkpoint %s", Path(best).name)
 
     def _save_models(self) -> None:
         """Write the trained policy in Hugging Face layout, and hand it to the tracker."""

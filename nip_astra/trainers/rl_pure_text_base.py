@@ -29,6 +29,11 @@ from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstan
 from nip_astra.tracking.groups import summary_of
 from nip_astra.tracking.run_directory import RESULTS, RunDirectory
 from nip_astra.trainers.protocol.results import as_of_test
+from nip_astra.trainers.text.analysis import (
+    log_analyses,
+    log_analyses_artifact,
+    open_analyses,
+)
 from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
 from nip_astra.trainers.text.dry_run import estimate_cost
 from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
@@ -63,6 +68,8 @@ class PureTextRlTrainer(Trainer):
         In the order of every dimension `A` of rollouts.
     shared_model_groups : Mapping of PureTextSharedModelGroup
         By name; jobs are submitted by them.
+    analyses : RolloutAnalyses or None
+        What a judge is asked about rollouts, where the parameters ask for it.
     state : TextRunState
         How far the run has come.
     """
@@ -88,6 +95,7 @@ class PureTextRlTrainer(Trainer):
         self.shared_model_groups = instance.shared_model_groups
         self.sampler = TextRolloutSampler(instance.game, instance.agents)
         self.files = RolloutFiles(self.run_directory)
+        self.analyses = open_analyses(instance, self.settings)
         self._rollouts: NestedArrayDict | None = None
 
     # ---- hooks
@@ -137,7 +145,7 @@ class PureTextRlTrainer(Trainer):
         finally:
             self._close()
         self._keep(rollouts, "test", 0)
-        self.state.after = self._report(rollouts)
+        self.state.after = self._report(rollouts) | self._analyse(rollouts, "test", 0)
         self._write_results()
 
     @attach_progress_bar(lambda self: self.text_rl.num_iterations)
@@ -183,6 +191,8 @@ class PureTextRlTrainer(Trainer):
     def _stage_log_stats(self, iteration: int) -> None:
         rollouts = self._rollouts_of(iteration)
         self.state.last = self._get_log_stats(rollouts)
+        if self.instance.analysis is not None and self.instance.analysis.are_train_rollouts_judged:
+            self.state.last |= self._analyse(rollouts, "train", iteration)
         figures = {f"cost/{name}": float(count) for name, count in self.state.costs().items()}
         self.tracker.log_metrics(self.state.last | figures, step=iteration + 1)
         if iteration % self.settings.rollout_sample_period == 0:
@@ -198,7 +208,7 @@ class PureTextRlTrainer(Trainer):
     def _stage_test(self, iteration: int) -> None:
         rollouts = self._sample_rollouts("test", iteration)
         self._keep(rollouts, "test", iteration)
-        report = self._report(rollouts)
+        report = self._report(rollouts) | self._analyse(rollouts, "test", iteration)
         self.tracker.log_metrics(as_of_test(report), step=iteration + 1)
         if self.state.before is None and iteration == 0:
             self.state.before = report
@@ -225,7 +235,7 @@ class PureTextRlTrainer(Trainer):
 
     def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
         """Play rollouts; what is in the journal of this sampling is not asked for again."""
-        journal = self.files.journal(split, iteration)
+        journal = self.files.journal(split, iteration, self.state.run_key)
         ends = self.instance.loop.run(
             self.sampler.sample(
                 self.episodes(split, iteration),
@@ -278,6 +288,15 @@ class PureTextRlTrainer(Trainer):
         measured = statistics_with_interval(rollouts, self.agent_names, self.instance.groupings)
         return measured | self._get_log_stats(rollouts)
 
+    def _analyse(self, rollouts: NestedArrayDict, split: Split, iteration: int) -> dict[str, float]:
+        """Figures of what the judge says of rollouts; nothing where none is asked."""
+        if self.analyses is None:
+            return {}
+        # A resumed run does a stage again, and may have another judge by then.
+        found = self.analyses.analyse(rollouts, split, iteration, is_overwritten=True)
+        log_analyses(found, self.tracker, step=iteration + 1)
+        return {name: value for one in found for name, value in one.figures.items()}
+
     def _log_rows(self, rollouts: NestedArrayDict, table: str, step: int, num_rows: int) -> None:
         rows = episode_rows(
             rollouts,
@@ -297,7 +316,7 @@ class PureTextRlTrainer(Trainer):
             min_examples=self.text_rl.min_fine_tune_examples,
             options=FineTuningOptions(
                 num_epochs=self.text_rl.num_fine_tune_epochs,
-                batch_size=self.text_rl.fine_tune_batch_size,
+                batch_size=self.text_rl.fine_tune_minibatch_size,
                 lr_multiplier=self.text_rl.fine_tune_lr_multiplier,
             ),
         )
@@ -347,6 +366,7 @@ class PureTextRlTrainer(Trainer):
         if self.run_directory is not None:
             run_id, folder = self.run_directory.run_id, self.run_directory.rollouts_dir
             self.tracker.log_artifact(folder, name=f"rollouts-{run_id}", type="rollouts")
+            log_analyses_artifact(self.tracker, self.run_directory)
             self.run_directory.write_json(RESULTS, self.results)
 
     def dry_run(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.trainers.service.contract import check_batch
 from nip_astra.trainers.service.losses import policy_loss
 from nip_astra.trainers.service.mismatch import mismatch_metrics
@@ -63,7 +64,8 @@ class SelfHostedTrainer(ServiceTrainer):
         if options.rescore or self.parameters.max_staleness:
             mismatch = self._rescore(batch, options)
         if options.kl_weight > 0:
-            reference = self.scenario_instance.agents["reference"].language_model
+            agent: ConversationAgent = self.scenario_instance.agents["reference"]
+            reference = agent.token_scorer(to="tell how far the policy has gone from it")
             batch.values["reference_logprobs"] = self.score(reference, batch)
         given = self._prepare_batch(batch)
         if not self._is_checked:

@@ -18,7 +18,7 @@ from nip_astra.checkpoints.dumps import DUMPS, StageDumps
 from nip_astra.checkpoints.run_state import Part
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
@@ -37,6 +37,7 @@ from nip_astra.trainers.service.configuration import (
     built_of_parts,
     takes_config_alone,
 )
+from nip_astra.trainers.service.distant import build_distant_service
 from nip_astra.trainers.service.measuring import (
     RECORD_COLUMNS,
     Tally,
@@ -122,7 +123,7 @@ class ServiceTrainer(LanguageModelTrainer):
                 policy=self.policy,
                 sampler=self._sampler,
                 max_staleness=self.parameters.max_staleness,
-                num_iterations=self.training.training_steps,
+                num_iterations=self.training.num_iterations,
             )
         self._pad_token_id = int(self.agent.language_model.tokenizer.pad_token_id or 0)
 
@@ -133,13 +134,14 @@ class ServiceTrainer(LanguageModelTrainer):
         """What is learnt from trajectories, and what to log of it; hook of a family."""
 
     def build_policy(self) -> LanguageModel:
-        policy: LanguageModel = self.scenario_instance.agents["policy"].language_model
-        return policy
+        model = self.scenario_instance.agents["policy"].language_model
+        return as_language_model(model, role="policy")
 
     def build_service(self) -> TrainingService:
         """What the parameters name as `train_service.backend`."""
-        backends = {"local": super().build_service}
-        return backends[self.parameters.train_service.backend]()
+        if self.parameters.train_service.backend == "local":
+            return super().build_service()
+        return build_distant_service(self)
 
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
         return collate_trajectories(samples)
@@ -340,7 +342,7 @@ class ServiceTrainer(LanguageModelTrainer):
         """Log figures of what was played with those of the iteration."""
         self.log_metrics(log_rollout_metrics(batch))
 
-    def score(self, model: LanguageModel, batch: Batch) -> Tensor:
+    def score(self, model: TokenScorer, batch: Batch) -> Tensor:
         """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
         return score_batch(batch, model.logprobs)
 

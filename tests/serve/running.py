@@ -14,6 +14,7 @@ import torch
 import uvicorn
 
 from nip_astra.serve.engine import EngineLimits
+from nip_astra.serve.http_server import http_config
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
@@ -53,8 +54,7 @@ def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
         shelf = Shelf(device=torch.device("cpu"), limits=EngineLimits(max_rows=given.max_rows))
         shelf.add_all(models)
         with open_service(shelf, given) as service:
-            config = uvicorn.Config(service.app, log_level="warning", access_log=False)
-            server = uvicorn.Server(config)
+            server = uvicorn.Server(http_config(service.app))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
             thread.start()
             while not server.started:

@@ -42,8 +42,8 @@ KL, VALUES, NSTEP, FIELDS, METRICS, EDGES, UTILITIES, UNIT_TEST = BLOCKS[7:15]
 INTEGRATION, OF_GRPO, OF_REMOTE_GRPO = BLOCKS[16:]
 SMALL = (
     "training.num_episodes_per_experience=4",
-    "training.batch_size=32",
-    "training.training_steps=1",
+    "training.minibatch_size=32",
+    "training.num_iterations=1",
     "task.evaluation.num_problems=2",
 )
 
@@ -120,7 +120,7 @@ def test_the_file_says_how_many_steps(recipe: Path) -> None:
     (recipe / "my_trainer.py").write_text(ours(TRAINER))
     (recipe / "test_config.yaml").write_text(INTEGRATION)
     resolved = resolve_experiment(parameter_file=recipe / "test_config.yaml")
-    assert resolved.hyper_params.training.training_steps == 2
+    assert resolved.hyper_params.training.num_iterations == 2
     assert one_iteration(trainer_of(recipe / "test_config.yaml"))["num_samples"] > 0
 
 
@@ -253,7 +253,7 @@ def test_values_of_the_built_in_ones_have_their_places(recipe: Path) -> None:
         "  algorithm: {do_old_log_prob_compute: true}\n"
     )
     resolved = resolve_experiment(parameter_file=recipe / "built_in.yaml")
-    assert resolved.hyper_params.training.training_steps == 7
+    assert resolved.hyper_params.training.num_iterations == 7
     assert resolved.settings.checkpoint_period == 3
     assert resolved.hyper_params.get("self_hosted_grpo.policy_loss.rescore") is True
 

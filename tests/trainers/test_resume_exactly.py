@@ -151,7 +151,7 @@ class Walk(TensorDictTrainer):
             self._walk()
         self.results["place"] = self.place
 
-    @attach_progress_bar(lambda self: self.hyper_params.training.training_steps)
+    @attach_progress_bar(lambda self: self.hyper_params.training.num_iterations)
     def _walk(self, iteration_context):
         for number in iteration_context.iterate(self.num_done):
             self.place += np.random.rand() + random.random() + float(torch.randn(()))
@@ -178,7 +178,7 @@ def test_a_trainer_of_ones_own_that_draws_from_global_generators_goes_on_exactly
 ) -> None:
     plugin = tmp_path / "own.py"
     plugin.write_text(OWN_TRAINERS)
-    overrides = ["training.training_steps=4"]
+    overrides = ["training.num_iterations=4"]
     if trainer == "noisy_dpo":
         overrides += ["ast_chat.evaluation.use_random_search=false"]
     with plugins_forgotten_after():

@@ -21,8 +21,8 @@ from tests.tiny import make_language_model
 
 SMALL = (
     "training.num_episodes_per_experience=8",
-    "training.batch_size=64",
-    "training.training_steps=2",
+    "training.minibatch_size=64",
+    "training.num_iterations=2",
     "task.evaluation.num_problems=4",
 )
 
@@ -47,8 +47,8 @@ def rewards_of(trainer: ServiceTrainer, num_iterations: int) -> list[float]:
 
 LEARN = (
     "training.num_episodes_per_experience=16",
-    "training.training_steps=30",
-    "training.batch_size=128",
+    "training.num_iterations=30",
+    "training.minibatch_size=128",
     "training.lr=1e-3",
     "task.task.levels=[1]",
 )

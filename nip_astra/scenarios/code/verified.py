@@ -17,7 +17,7 @@ from nip_astra.scenarios.code.mutations import (
     normal_form,
     special_cases,
 )
-from nip_astra.utils.sandbox import SandboxLimits, call_in_sandbox
+from nip_astra.utils.sandbox import CallResult, SandboxLimits, call_in_sandbox
 
 Item = TypeVar("Item")
 
@@ -94,11 +94,16 @@ def varied(cases: Iterable[Case], count: int) -> list[Case]:
 def share_passed(code: str, function: str, cases: Sequence[Case]) -> float:
     """The share of tests that a program passes, run in the sandbox; from 0 to 1."""
     results = call_in_sandbox(code, function, [case.arguments for case in cases], LIMITS)
-    passed = [
+    passed = passed_of(results, cases)
+    return sum(passed) / len(passed)
+
+
+def passed_of(results: Sequence[CallResult], cases: Sequence[Case]) -> list[bool]:
+    """Whether each test is passed: the call ended, with the expected value and its type."""
+    return [
         not result.error and _is_same(result.value, case.expected)
         for result, case in zip(results, cases, strict=True)
     ]
-    return sum(passed) / len(passed)
 
 
 def solutions(

@@ -142,7 +142,8 @@ class GivenProbes:
         contexts = [tree.contexts[episode] for episode in episodes]
         cpu = torch.device("cpu")
         ids, mask = pad_right(chosen, cpu)
-        scored = self.reference.language_model.logprobs(*pad_left(contexts, cpu), ids, mask).cpu()
+        scorer = self.reference.token_scorer(to="score given probes")
+        scored = scorer.logprobs(*pad_left(contexts, cpu), ids, mask).cpu()
         normalised = pairs.length_normalised
         chosen_P = sequence_logprobs(scored, mask, length_normalised=normalised)
         probe, probe_mask = tree.nodes["probe"][worst], tree.nodes["probe_mask"][worst]

@@ -171,8 +171,8 @@ def test_a_policy_learns_a_taskset(taskset: Path) -> None:
         scenario=f"verifiers:{taskset}",
         overrides=[
             "training.num_episodes_per_experience=16",
-            "training.training_steps=25",
-            "training.batch_size=128",
+            "training.num_iterations=25",
+            "training.minibatch_size=128",
             "training.lr=1e-3",
             "task.task.num_test=10",
             "task.task.num_dev=5",

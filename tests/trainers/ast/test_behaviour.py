@@ -28,7 +28,7 @@ CUT = (*TEMPERED, "ast_chat.attacker.top_p=0.9")
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
     "ast_chat.evaluation.num_episodes=2",
-    "training.training_steps=2",
+    "training.num_iterations=2",
 )
 
 

@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.base import LanguageModel, SamplingOptions
+from nip_astra.language_models.base import SamplingOptions, TokenModel, TokenSampler, as_sampler
 from nip_astra.language_models.finite import refuse_nan
 from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.chat import (
@@ -73,12 +73,12 @@ class LocalChatModel(ChatModel):
     class Parameters(ChatModel.Parameters):
         """Which model, and how many it answers at once."""
 
-        language_model: polymorphic(LANGUAGE_MODELS.get, LanguageModel.Parameters)  # type: ignore[valid-type]
+        language_model: polymorphic(LANGUAGE_MODELS.get, TokenModel.Parameters)  # type: ignore[valid-type]
         """The backend and its weights; its tokenizer needs a chat template."""
         max_batch_size: int = Field(default=64, ge=1)
         """Samples drawn at once. Larger is faster and takes more memory."""
 
-    def __init__(self, model: LanguageModel, *, name: str, max_batch_size: int = 64) -> None:
+    def __init__(self, model: TokenSampler, *, name: str, max_batch_size: int = 64) -> None:
         if not getattr(model.tokenizer, "chat_template", None):
             raise ModelLoadError(
                 f"the language model {name!r} was to answer messages, but its tokenizer has no "
@@ -89,6 +89,8 @@ class LocalChatModel(ChatModel):
         self.max_batch_size = max_batch_size
         self._waiting: list[_Row] = []
         self._worker: asyncio.Task[None] | None = None
+        # Event loops of several threads may ask.
+        self._line = threading.Lock()
         # Whoever asks from another event loop waits here: the model samples one batch at a time.
         self._lock = threading.Lock()
 
@@ -101,7 +103,8 @@ class LocalChatModel(ChatModel):
             parameters.language_model, device=device, scenario_dir=scenario_dir, trainable=False
         )
         name = str(getattr(parameters.language_model, "model", backend.__name__))
-        return cls(model, name=name, max_batch_size=parameters.max_batch_size)
+        speaker = as_sampler(model, role=f"chat model {name!r}")
+        return cls(speaker, name=name, max_batch_size=parameters.max_batch_size)
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         if request.response_format is not None:
@@ -126,7 +129,8 @@ class LocalChatModel(ChatModel):
             _Row(context, options, (seed, "sample", number), loop.create_future())
             for number in request.sample_numbers
         ]
-        self._waiting += rows
+        with self._line:
+            self._waiting += rows
         if self._worker is None or self._worker.done() or self._worker.get_loop() is not loop:
             self._worker = loop.create_task(self._work())
         said = await asyncio.gather(*(row.said for row in rows))
@@ -156,13 +160,9 @@ class LocalChatModel(ChatModel):
         while True:
             for _ in range(TURNS_TO_GATHER):
                 await asyncio.sleep(0)
-            mine = [row for row in self._waiting if row.said.get_loop() is loop]
-            if not mine:
+            batch = self._take_batch(loop)
+            if not batch:
                 return
-            alike = [row for row in mine if row.options == mine[0].options]
-            batch = alike[: self.max_batch_size]
-            taken = set(map(id, batch))
-            self._waiting = [row for row in self._waiting if id(row) not in taken]
             try:
                 said = await asyncio.to_thread(self._generate, batch)
             except Exception as error:
@@ -173,6 +173,16 @@ class LocalChatModel(ChatModel):
             for row, one in zip(batch, said, strict=True):
                 if not row.said.done():
                     row.said.set_result(one)
+
+    def _take_batch(self, loop: asyncio.AbstractEventLoop) -> list[_Row]:
+        """The next rows of an event loop that are drawn alike, out of those that wait."""
+        with self._line:
+            mine = [row for row in self._waiting if row.said.get_loop() is loop]
+            alike = [row for row in mine if row.options == mine[0].options]
+            batch = alike[: self.max_batch_size]
+            taken = set(map(id, batch))
+            self._waiting = [row for row in self._waiting if id(row) not in taken]
+        return batch
 
     def _generate(self, batch: Sequence[_Row]) -> list[tuple[list[int], list[float]]]:
         """Each row's tokens and their log-probabilities, nats; the end token included."""
