@@ -6,7 +6,7 @@ A step on groups of answers to one prompt each: loss, gradients, clipping, optim
 from the same weights in the same precision, take turns, and must agree in loss and gradient norm at
 the first step. The ratio is that of each round's pair, so that other work on the machine weighs on
 both; the median of the rounds counts. Preparing (advantages, batches) is part of our time, and not
-of TRL's.
+of TRL's, which reads as many rows at once as its configuration has by default.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class Ours:
 class Trls:
     """A step of TRL's GRPOTrainer, its loss and backward pass as they are."""
 
-    def __init__(self, work: Work, model: str, precision: str) -> None:
+    def __init__(self, work: Work, model: str, precision: str, *, rows_at_once: int) -> None:
         os.environ.setdefault("WANDB_MODE", "disabled")
         warnings.filterwarnings("ignore")
         import trl
@@ -181,7 +181,8 @@ class Trls:
             reward_funcs=lambda completions, **_: [0.0] * len(completions),
             args=config(
                 output_dir=self.folder.name,
-                per_device_train_batch_size=len(work.answers),
+                per_device_train_batch_size=rows_at_once,
+                gradient_accumulation_steps=len(work.answers) // rows_at_once,
                 num_generations=work.group_size,
                 learning_rate=LR,
                 max_grad_norm=MAX_GRAD_NORM,
@@ -195,8 +196,15 @@ class Trls:
         )
         self.trainer.create_optimizer()
         self.module = self.trainer.model.train()
-        self.inputs = self._inputs(work)
-        self.trainer._prepare_inputs = lambda _: self.inputs
+        whole = self._inputs(work)
+        self.parts = [
+            {
+                name: value[start : start + rows_at_once] if value.ndim else value
+                for name, value in whole.items()
+            }
+            for start in range(0, len(work.answers), rows_at_once)
+        ]
+        self.trainer._prepare_inputs = lambda given: given
         self.trainer.current_gradient_accumulation_steps = 1
         self.first: tuple[float, float] | None = None
 
@@ -218,13 +226,14 @@ class Trls:
 
     def __call__(self) -> None:
         """Take a step."""
-        loss = self.trainer.training_step(
-            self.module, self.inputs, self.inputs["num_items_in_batch"]
-        )
+        loss = 0.0
+        for part in self.parts:
+            given = self.module, part, part["num_items_in_batch"]
+            loss += float(self.trainer.training_step(*given))
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
         self.trainer.optimizer.step()
         self.trainer.optimizer.zero_grad()
-        self.first = self.first or (float(loss), float(norm))
+        self.first = self.first or (loss, float(norm))
 
 
 def _padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,13 +267,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--answer-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trl-rows", type=int, default=8, help="rows that TRL reads at once")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(*resolve_model(options.model, None))
     work = make_work(tokenizer, options.groups, options.group_size, options.answer_tokens)
     given = work, options.model, options.precision
-    ours, theirs = Ours(*given), Trls(*given)
+    ours, theirs = Ours(*given), Trls(*given, rows_at_once=options.trl_rows)
     # The first steps, which set up optimizers, are compared and not timed.
     ours()
     theirs()
