@@ -357,7 +357,6 @@ def test_the_report_shows_what_was_said(tmp_path: Path) -> None:
 
 
 def test_the_groups_are_where_nip_has_them() -> None:
-    assert PureTextSharedModelGroup.__name__ == "PureTextSharedModelGroup"
     for name in (
         "create_supervised_fine_tune_job",
         "create_dpo_fine_tune_job",
