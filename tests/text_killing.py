@@ -110,8 +110,11 @@ def what_was_left(run: Path) -> dict[str, Any]:
     """What must not hang on whether a run was killed; names of jobs, which are its own, are out."""
     latest = (run / "checkpoints" / "latest").read_text().strip()
     state = json.loads((run / "checkpoints" / latest / "state.json").read_text())
-    files = [run / "results.json", run / "metrics.jsonl", *run.glob("rollouts/*/rollouts.json")]
+    files = [run / "metrics.jsonl", *run.glob("rollouts/*/rollouts.json")]
     texts = {str(file.relative_to(run)): file.read_text() for file in sorted(files)}
+    # How long services took is measured.
+    results = json.loads((run / "results.json").read_text())
+    texts["results"] = json.dumps(results | {"services": None})
     texts["state"] = json.dumps(state, sort_keys=True)
     # A process cannot know in which order answers come in.
     for journal in sorted(run.glob("rollouts/*/answers.jsonl")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import random
+import runpy
 from pathlib import Path
 
 import pytest
@@ -125,3 +126,16 @@ def test_programs_of_the_data_do_what_is_said_of_them() -> None:
         for solution in row["solutions"]:
             found = share_passed(solution["code"], row["name"], cases)
             assert found == pytest.approx(solution["share_passed"])
+
+
+def test_the_data_are_of_the_problems_that_ship() -> None:
+    """The whole build takes minutes; what people edit is questions and right solutions."""
+    problems = {
+        one.name: one for one in runpy.run_path(str(DATA.parent / "problems.py"))["PROBLEMS"]
+    }
+    for line in DATA.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        problem = problems[row["name"]]
+        assert row["question"] == " ".join(problem.question.split())
+        assert row["level"] == problem.level
+        assert row["solutions"][0]["code"] == normal_form(problem.solution)

