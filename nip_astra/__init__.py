@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from nip_astra.experiment_settings import ExperimentSettings as ExperimentSettings
     from nip_astra.factory import build_scenario_instance as build_scenario_instance
     from nip_astra.language_models.base import LanguageModel as LanguageModel
+    from nip_astra.language_models.base import Learner as Learner
+    from nip_astra.language_models.base import TokenModel as TokenModel
+    from nip_astra.language_models.base import TokenSampler as TokenSampler
+    from nip_astra.language_models.base import TokenScorer as TokenScorer
     from nip_astra.language_models.embeddings import EmbedderParameters as EmbedderParameters
     from nip_astra.language_models.embeddings import build_embedder as build_embedder
     from nip_astra.language_models.registry import (
@@ -208,6 +212,9 @@ if TYPE_CHECKING:
     from nip_astra.scorers.registry import register_scorer as register_scorer
     from nip_astra.serve.local_service import LocalService as LocalService
     from nip_astra.serve.local_service import start_service as start_service
+    from nip_astra.sweep.results import read_sweep as read_sweep
+    from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
+    from nip_astra.sweep.sweeping import run_sweep as run_sweep
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
@@ -239,6 +246,9 @@ if TYPE_CHECKING:
     from nip_astra.utils.diversity import self_bleu as self_bleu
     from nip_astra.utils.diversity import vendi_score as vendi_score
     from nip_astra.utils.nested_array_dict import NestedArrayDict as NestedArrayDict
+    from nip_astra.utils.sandbox import call_in_sandbox as call_in_sandbox
+    from nip_astra.utils.sandbox import run_in_sandbox as run_in_sandbox
+    from nip_astra.utils.sandbox_values import SandboxLimits as SandboxLimits
     from nip_astra.utils.seeding import derive_seed as derive_seed
     from nip_astra.utils.seeding import derived_generator as derived_generator
 
@@ -320,6 +330,7 @@ _HOMES = {
     "IterationContext": "nip_astra.progress",
     "LanguageModel": "nip_astra.language_models.base",
     "LanguageModelTrainer": "nip_astra.trainers.language_model_base",
+    "Learner": "nip_astra.language_models.base",
     "LocalService": "nip_astra.serve.local_service",
     "LossOutput": "nip_astra.rl_objectives.outputs",
     "LrFactors": "nip_astra.parameters.agents",
@@ -367,6 +378,7 @@ _HOMES = {
     "RunResults": "nip_astra.evaluation.run_results",
     "SCORERS": "nip_astra.scorers.registry",
     "Sample": "nip_astra.rollouts.samples",
+    "SandboxLimits": "nip_astra.utils.sandbox_values",
     "Scenario": "nip_astra.scenarios.registry",
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",
@@ -385,6 +397,9 @@ _HOMES = {
     "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
     "TensorDictTrainer": "nip_astra.trainers.trainer_base",
     "TextDatasets": "nip_astra.scenarios.pure_text_base",
+    "TokenModel": "nip_astra.language_models.base",
+    "TokenSampler": "nip_astra.language_models.base",
+    "TokenScorer": "nip_astra.language_models.base",
     "TextRlParameters": "nip_astra.parameters.text",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
@@ -404,6 +419,7 @@ _HOMES = {
     "build_protocol_handler": "nip_astra.protocols.registry",
     "build_scenario_instance": "nip_astra.factory",
     "build_scorer": "nip_astra.scorers.registry",
+    "call_in_sandbox": "nip_astra.utils.sandbox",
     "collate": "nip_astra.rollouts.samples",
     "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
     "compute_position_id_with_mask": "nip_astra.rollouts.padding",
@@ -428,6 +444,8 @@ _HOMES = {
     "prepare_experiment": "nip_astra.run",
     "read_prompts": "nip_astra.scenario_base.conversation.prompts",
     "read_results": "nip_astra.evaluation.run_results",
+    "read_sweep": "nip_astra.sweep.results",
+    "SweepOptions": "nip_astra.sweep.sweeping",
     "register_chat_model": "nip_astra.language_models.services.registry",
     "register_conversion": "nip_astra.parameters.conversion",
     "register_language_model": "nip_astra.language_models.registry",
@@ -444,6 +462,8 @@ _HOMES = {
     "resume_experiment": "nip_astra.run",
     "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",
     "run_experiment": "nip_astra.run",
+    "run_in_sandbox": "nip_astra.utils.sandbox",
+    "run_sweep": "nip_astra.sweep.sweeping",
     "self_bleu": "nip_astra.utils.diversity",
     "start_service": "nip_astra.serve.local_service",
     "value_loss": "nip_astra.rl_objectives.policy_gradient",

@@ -67,7 +67,7 @@ class CommandLine:
 
     def run(self, *arguments: str, overrides: tuple[str, ...] = ()) -> Said:
         """Run the tiny scenario as the run `one`, with changes; a trainer given last wins."""
-        small = ("ast_chat.evaluation.use_random_search=false", "training.training_steps=2")
+        small = ("ast_chat.evaluation.use_random_search=false", "training.num_iterations=2")
         sets = [part for item in (*small, *overrides) for part in ("--set", item)]
         return self(
             *("--trainer", "ast_dpo", "--scenario", str(self.scenario), "--run-id", "one"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import RunDirectoryError
+from nip_astra.parameters.renamed import RENAMED, with_new_names
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory
@@ -158,7 +159,8 @@ def read_run(path: str | Path) -> RunRecord:
         )
     run = RunRecord(directory.path)
     reader = _Reader(run)
-    run.hyper_params = reader.document(files.HYPER_PARAMETERS, directory.read_yaml)
+    stored = reader.document(files.HYPER_PARAMETERS, directory.read_yaml)
+    run.hyper_params = with_new_names(stored, source=str(directory.path / files.HYPER_PARAMETERS))
     run.settings = reader.document(files.SETTINGS, directory.read_yaml)
     run.environment = reader.document(files.ENVIRONMENT, directory.read_json)
     if (directory.path / files.RESULTS).exists():
@@ -167,7 +169,7 @@ def read_run(path: str | Path) -> RunRecord:
         run.notes.append("The run has not ended: there is no results.json yet.")
     if (directory.path / files.PARAMETER_SOURCES).exists():
         sources = reader.document(files.PARAMETER_SOURCES, directory.read_json)
-        run.sources = {name: str(source) for name, source in sources.items()}
+        run.sources = {RENAMED.get(name, name): str(source) for name, source in sources.items()}
     run.metrics = [row for row in reader.lines(METRICS_FILE) if _step_of(row) is not None]
     run.timings = list(reader.lines(TIMINGS_FILE, is_needed=False))
     for file in sorted(directory.path.glob(ANALYSES)):

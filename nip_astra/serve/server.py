@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.packages import require_packages
-from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.shelf import Shelf
 from nip_astra.utils.devices import resolve_device
 
-SECONDS_TO_FINISH = 5
-"""How long requests that are being answered may go on once the service is told to end."""
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
 _BACKLOG = 1024
 
 
@@ -23,6 +25,7 @@ def serve(
     settings: ServiceSettings,
     *,
     tell: Callable[[ServiceSettings], None],
+    protocols: Collection[TrainingProtocol] = (),
 ) -> None:
     """Serve models until SIGINT or SIGTERM.
 
@@ -32,6 +35,8 @@ def serve(
         Folder, hub id or `.gguf` file by name.
     tell : Callable
         Called with the settings, the port filled in, once connections are taken.
+    protocols : Collection[TrainingProtocol]
+        By which clients train the models; without one, the models answer texts.
 
     Raises
     ------
@@ -41,34 +46,42 @@ def serve(
         When a model cannot be loaded.
     """
     require_packages()
-    import uvicorn
-
-    from nip_astra.serve.http_server import HttpServer
-    from nip_astra.serve.state import open_service
+    from nip_astra.serve.http_server import HttpServer, http_config
 
     settings.token()  # refused before models are loaded
     if not models:
         raise ConfigurationError(
-            "a text service was to be started without a model. Name one or several: "
-            "--model NAME=PATH."
+            "a service was to be started without a model. Name one or several: --model NAME=PATH."
         )
     with _open_socket(settings) as listening:
         settings = settings.model_copy(update={"port": listening.getsockname()[1]})
-        shelf = _new_shelf(settings)
-        try:
-            shelf.add_all(models)
-            with open_service(shelf, settings) as service:
-                config = uvicorn.Config(
-                    service.app,
-                    log_level=logging.WARNING,
-                    access_log=False,
-                    timeout_graceful_shutdown=SECONDS_TO_FINISH,
-                )
-                listening.listen(_BACKLOG)
-                tell(settings)
-                HttpServer(config).run(sockets=[listening])
-        finally:
-            shelf.close()
+        with _open_app(models, settings, protocols) as app:
+            listening.listen(_BACKLOG)
+            tell(settings)
+            HttpServer(http_config(app)).run(sockets=[listening])
+
+
+@contextmanager
+def _open_app(
+    models: Mapping[str, str],
+    settings: ServiceSettings,
+    protocols: Collection[TrainingProtocol],
+) -> Iterator[FastAPI]:
+    """The application within the block, its models loaded and its threads at work."""
+    from nip_astra.serve.state import open_service
+    from nip_astra.serve.training.service import open_training
+
+    if protocols:
+        with open_training(models, settings, protocols) as app:
+            yield app
+        return
+    shelf = _new_shelf(settings)
+    try:
+        shelf.add_all(models)
+        with open_service(shelf, settings) as service:
+            yield service.app
+    finally:
+        shelf.close()
 
 
 def _new_shelf(settings: ServiceSettings) -> Shelf:

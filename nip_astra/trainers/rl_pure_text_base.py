@@ -45,6 +45,7 @@ from nip_astra.trainers.text.rollout_files import RolloutFiles, models_of_run
 from nip_astra.trainers.text.state import Stage, TextRunState
 from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
+from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class PureTextRlTrainer(Trainer):
 
     State: ClassVar[type[RunState]] = TextRunState
     trainer_type: ClassVar[str] = PURE_TEXT
+    plays_on_actors: ClassVar[bool] = True
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("text_rl",)
     num_branches: int = 1
     """Ways in which each rollout of training is continued in each round."""
@@ -133,7 +135,7 @@ class PureTextRlTrainer(Trainer):
         self._rewind_records()
         self._prepare_groups()
         try:
-            with self._open_progress_bar():
+            with self._open_progress_bar(), using_actors(actor_options(self.settings)):
                 self._run_train_loop()
         finally:
             self.close()
@@ -146,7 +148,8 @@ class PureTextRlTrainer(Trainer):
         # As the base run was tested last, so that the same models give the same figures.
         self.state.iteration = self.text_rl.num_iterations - 1
         try:
-            self._stage_test(self.state.iteration)
+            with using_actors(actor_options(self.settings)):
+                self._stage_test(self.state.iteration)
         finally:
             self.close()
         self._write_results()
@@ -244,7 +247,7 @@ class PureTextRlTrainer(Trainer):
 
     def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
         """Play rollouts; what is in the journal of this sampling is not asked for again."""
-        journal = self.files.journal(split, iteration)
+        journal = self.files.journal(split, iteration, self.state.run_key)
         ends = self.instance.loop.run(
             self.sampler.sample(
                 self.episodes(split, iteration),
@@ -326,7 +329,7 @@ class PureTextRlTrainer(Trainer):
             min_examples=self.text_rl.min_fine_tune_examples,
             options=FineTuningOptions(
                 num_epochs=self.text_rl.num_fine_tune_epochs,
-                batch_size=self.text_rl.fine_tune_batch_size,
+                batch_size=self.text_rl.fine_tune_minibatch_size,
                 lr_multiplier=self.text_rl.fine_tune_lr_multiplier,
             ),
         )

@@ -347,7 +347,7 @@ def test_a_run_that_cannot_be_written_to_says_how_its_page_is_had(
         return opened(self, mode, *rest, **more)
 
     monkeypatch.setattr(Path, "open", read_only)
-    with pytest.raises(RunDirectoryError, match="Read-only file system.*--output"):
+    with pytest.raises(RunDirectoryError, match=r"Read-only file system.*--output"):
         write_report([run])
     elsewhere = tmp_path.with_name("elsewhere.html")
     assert write_report([run], elsewhere).exists()

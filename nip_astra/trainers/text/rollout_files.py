@@ -35,10 +35,10 @@ class RolloutFiles:
             return None
         return self.run_directory.rollouts_dir / f"{split}_{iteration:04d}"
 
-    def journal(self, split: str, iteration: int) -> AnswerJournal:
-        """What was answered in a sampling so far."""
+    def journal(self, split: str, iteration: int, run_key: str | None = None) -> AnswerJournal:
+        """What was answered in a sampling so far; `run_key` names the run at its services."""
         folder = self.folder(split, iteration)
-        return AnswerJournal(None if folder is None else folder / ANSWERS)
+        return AnswerJournal(None if folder is None else folder / ANSWERS, run_key)
 
     def keep(
         self,
