@@ -152,10 +152,8 @@ class NestedArrayDict:
 
     def get(self, key: Key, default: Any = None) -> Any:
         """The array or dictionary under a key, `default` where there is none."""
-        try:
-            return self._find(names_of(key))
-        except KeyError:
-            return default
+        found = self._look(names_of(key))
+        return default if found is None else found
 
     def keys(self, include_nested: bool = False, leaves_only: bool = False) -> KeysView[Any]:
         """The keys, in the order in which they were set; nested ones are tuples."""
@@ -254,12 +252,19 @@ class NestedArrayDict:
         return result
 
     def _find(self, names: tuple[str, ...]) -> Value:
-        value: Value = self
+        found = self._look(names)
+        if found is None:
+            known = list(self.keys(include_nested=True, leaves_only=True))
+            raise KeyError(f"no {names!r} in a NestedArrayDict with the keys {known}")
+        return found
+
+    def _look(self, names: tuple[str, ...]) -> Value | None:
+        """What is under a key; None where there is nothing. Takes a step a name."""
+        value: Value | None = self
         for name in names:
-            if not isinstance(value, NestedArrayDict) or name not in value._values:
-                known = list(self.keys(include_nested=True, leaves_only=True))
-                raise KeyError(f"no {names!r} in a NestedArrayDict with the keys {known}")
-            value = value._values[name]
+            if not isinstance(value, NestedArrayDict):
+                return None
+            value = value._values.get(name)
         return value
 
     def _put(self, names: tuple[str, ...], value: Any) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,10 +193,16 @@ def test_a_journal_keeps_what_json_finds_hard_and_counts_what_was_paid(tmp_path:
 
 
 @pytest.mark.parametrize(
-    "name", ["nip", "adp", "debate", "merlin_arthur", "mnip", "solo_verifier", "multi_channel_test"]
+    "name",
+    [
+        *("nip", "adp", "debate", "debate in turn", "merlin_arthur", "mnip", "solo_verifier"),
+        "multi_channel_test",
+    ],
 )
 def test_rollouts_of_every_protocol_come_back_from_disk(name: str, tmp_path: Path) -> None:
-    game = build_text_game(name, tmp_path)
+    in_turn: dict[str, Any] = {"debate": {"max_message_rounds": 6, "sequential": True}}
+    protocol, _, kind = name.partition(" ")
+    game = build_text_game(protocol, tmp_path, **(in_turn if kind else {}))
 
     def script(request: ChatRequest, number: int) -> str:
         said = _say(request, number)

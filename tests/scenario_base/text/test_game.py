@@ -12,8 +12,10 @@ from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.language_models.services.chat import ChatRequest
 from nip_astra.protocols.protocol_base import ACCEPT, CONTINUE, REJECT, Moves
 from nip_astra.samplers.text_rollouts import TextNode
+from nip_astra.scenario_base.protocol.combined import JointMoves
 from nip_astra.scenario_base.text.game import GO_ON, TextGame, random_stance
 from nip_astra.scenario_base.text.templates import load_prompts
+from tests.protocol_games import build_game
 from tests.text_games import PROMPTS, FakeChatModel, build_text_game, play
 
 SEQUENTIAL = {"max_message_rounds": 6, "sequential": True}
@@ -109,6 +111,11 @@ REWARDS = [
     ("mnip", "accept", 1, (1, 1, 1)),
     ("mnip", "accept", 0, (1, 1, -1)),
     ("mnip", "reject", 0, (0, 0, 1)),
+    ("merlin_arthur", "accept", 1, (0, 1, 1)),
+    ("merlin_arthur", "accept", 0, (0, 1, -1)),
+    ("merlin_arthur", "reject", 0, (1, 0, 1)),
+    ("debate", "reject", 1, (1, 0, -1)),
+    ("mnip", "reject", 1, (0, 0, -1)),
     ("multi_channel_test", "accept", 1, (1, 1, 1, 1)),
 ]
 
@@ -189,26 +196,91 @@ def _check_against_tensors(game: TextGame, end: TextNode, label: int, seed: int)
         active_AC = protocol.active_mask(*at, decided_EA)[0]
         speaking = [protocol.agent_names[a] for a in active_AC.any(-1).nonzero().flatten().tolist()]
         assert sorted(node.moves) == sorted(speaking)
-        decisions = [
-            node.moves[agent].parsed.decision if agent in node.moves else CONTINUE
-            for agent in protocol.agent_names
-        ]
-        step = protocol.step(
-            *at, torch.tensor([label]), decided_EA, Moves(torch.tensor([decisions]))
-        )
+        step = protocol.step(*at, torch.tensor([label]), decided_EA, Moves(_decisions(game, node)))
         assert tuple(step.reward_EA[0].tolist()) == node.outcome.rewards
         assert bool(step.is_done[0]) == node.episode.is_done
         decided_EA = step.agent_decided_EA
     assert end.episode.is_done
 
 
+def _decisions(game: TextGame, node: TextNode) -> torch.Tensor:
+    names = game.protocol.agent_names
+    moves = [node.moves[agent].parsed.decision if agent in node.moves else None for agent in names]
+    return torch.tensor([[CONTINUE if one is None else one for one in moves]])
+
+
+@pytest.mark.parametrize(("name", "groups", "_"), TURNS.values(), ids=TURNS)
+def test_the_environment_of_tensors_plays_a_conversation_as_it_was_in_words(
+    name: str, groups: dict[str, Any], _: Any, tmp_path: Path
+) -> None:
+    """The same decisions, put into the environment that networks play in."""
+    game = build_text_game(name, tmp_path, **groups)
+    environment = build_game(name, **groups).train_environment
+    labels_E = environment.first_frames(torch.arange(8))["y"].squeeze(-1)
+    seeds = list(range(8))
+    starts = [
+        game.start(0, {"y": int(label), "claim": "x"}, seed)
+        for label, seed in zip(labels_E.tolist(), seeds, strict=True)
+    ]
+    drawn = iter(torch.randint(3, (99,), generator=torch.Generator().manual_seed(7)).tolist())
+    words = {REJECT: "Decision: reject", ACCEPT: "Decision: accept"}
+
+    def script(request: ChatRequest, number: int) -> str:
+        turn = request.messages[-1]["content"]
+        if "decide" not in turn:
+            return _talk(request, number)
+        decision = next(drawn)
+        decision = ACCEPT if "Last turn" in turn and decision == CONTINUE else decision
+        return words.get(decision, _talk(request, number))
+
+    for place, end in enumerate(play(game, FakeChatModel(script), starts)):
+        frame = environment.first_frames(torch.tensor([place]), torch.tensor([seeds[place]]))
+        for node in end.path():
+            assert node.outcome is not None
+            moves = _symbols(game, node, environment.space.num_symbols)
+            active_AC = frame["active_mask"][0]
+            moved = environment.advance(frame, moves)
+            frame = moved.observation
+            assert tuple(moved.step.reward_EA[0].tolist()) == node.outcome.rewards
+            assert bool(moved.is_done_E[0]) == node.episode.is_done
+            heard_C = frame["message"][0].sum(dim=(-1, -2)) > 0
+            for agent, move in node.moves.items():
+                a = game.protocol.agent_names.index(agent)
+                assert active_AC[a].any()
+                for channel in move.parsed.messages:
+                    assert heard_C[game.protocol.message_channel_names.index(channel)]
+        decided = int(frame["decided"][0])
+        assert decided == end.outcome.decision  # type: ignore[union-attr]
+
+
+def _symbols(game: TextGame, node: TextNode, num_symbols: int) -> JointMoves:
+    """The moves of a round as networks make them: everybody sends the first symbol."""
+    a, c = game.protocol.num_agents, game.protocol.num_channels
+    return JointMoves(
+        decision_BA=_decisions(game, node),
+        message_BACP=torch.zeros(1, a, c, 1, dtype=torch.long),
+        logprobs_BA=torch.zeros(1, a),
+        message_logits_BACPS=torch.zeros(1, a, c, 1, num_symbols),
+        decision_logits_BA3=torch.zeros(1, a, 3),
+    )
+
+
 SEES = {
+    "adp": {"verifier": {"Prover"}, "prover": set[str]()},
+    "solo_verifier": {"verifier": set[str]()},
     "nip": {"verifier": {"Prover"}, "prover": {"Verifier"}},
     "debate": {
         "verifier": {"Prover0", "Prover1"},
         "prover0": {"Verifier", "Prover1"},
         "prover1": {"Verifier", "Prover0"},
     },
+    "debate in turn": {
+        "verifier": {"Prover0", "Prover1"},
+        "prover0": {"Verifier", "Prover1"},
+        "prover1": {"Verifier", "Prover0"},
+    },
+    # With the seed 0, prover0 is who speaks.
+    "merlin_arthur": {"verifier": {"Prover0"}, "prover0": set[str]()},
     "mnip": {
         "verifier": {"Prover0", "Prover1"},
         "prover0": {"Verifier"},
@@ -228,7 +300,8 @@ SEES = {
 def test_an_agent_reads_what_is_said_in_its_channels_and_nothing_else(
     name: str, tmp_path: Path
 ) -> None:
-    game = build_text_game(name, tmp_path)
+    protocol, groups, _ = TURNS[name] if " " in name else (name, {}, [])
+    game = build_text_game(protocol, tmp_path, **groups)
     (end,) = play(game, FakeChatModel(_talk))
     heard: dict[str, set[str]] = {}
     for node in end.path():

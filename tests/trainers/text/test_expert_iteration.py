@@ -1,0 +1,106 @@
+"""What expert iteration submits: whose rollouts, which of them, and with which answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nip_astra.language_models.services.chat import ChatRequest
+from nip_astra.trainers.text.statistics import episode_returns
+from tests.text_games import Script, TextParts, build_text_parts, build_text_trainer
+
+
+def _always_accepts(name: str) -> Script:
+    def script(request: ChatRequest, number: int) -> str:
+        is_last = "Last turn" in request.messages[-1]["content"]
+        return "Decision: accept" if is_last else f"said {(request.seed or 0) % 97}"
+
+    return script
+
+
+def _trained(tmp_path: Path, *, num_iterations: int = 2, **groups: Any) -> TextParts:
+    text_rl = {"num_iterations": num_iterations, "test_scheme": "none"} | groups.pop("text_rl", {})
+    parts = build_text_parts(tmp_path, _always_accepts, groups=groups | {"text_rl": text_rl})
+    trainer = build_text_trainer(parts)
+    trainer.train()
+    return parts
+
+
+def _examples(parts: TextParts, agent: str) -> list[list[str]]:
+    """The answers that each job of an agent's model was to imitate."""
+    return [
+        [example.messages[-1]["content"] for example in examples]
+        for key, _, examples, _ in parts.service.submitted
+        if f"/{agent}/" in key
+    ]
+
+
+def test_an_agent_imitates_what_it_was_paid_for(tmp_path: Path) -> None:
+    parts = _trained(tmp_path)
+    # Accepting always pays the prover, and the verifier for the three true claims of six.
+    assert [len(job) for job in _examples(parts, "prover")] == [6]
+    assert _examples(parts, "verifier") == [["Decision: accept"] * 3]
+
+
+@pytest.mark.parametrize(("uses_all", "expected"), [(False, [6, 6]), (True, [6, 12])])
+def test_rollouts_of_this_iteration_or_of_all_so_far_are_chosen_from(
+    uses_all: bool, expected: list[int], tmp_path: Path
+) -> None:
+    ei = {"fine_tune_on_all_previous_rollouts": uses_all}
+    parts = _trained(tmp_path, num_iterations=3, pure_text_ei=ei)
+    assert [len(job) for job in _examples(parts, "prover")] == expected
+
+
+def test_the_verifier_learns_the_right_decision_where_its_guess_is_replaced(
+    tmp_path: Path,
+) -> None:
+    replacement = {
+        "verifier_guess_replacement_proportion": 1.0,
+        "verifier_guess_replacement_annealing": "linear",
+        "verifier_guess_replacement_annealing_rate": 0.5,
+    }
+    parts = _trained(tmp_path, num_iterations=3, text_rl=replacement)
+    first, second = _examples(parts, "verifier")
+    # All six guesses are replaced at first, half of the claims being true.
+    assert sorted(first) == ["Decision: accept"] * 3 + ["Decision: reject"] * 3
+    # Then three are, and of the other three those that were right are imitated.
+    assert len(second) >= 3
+    assert set(second) <= {"Decision: accept", "Decision: reject"}
+    assert second.count("Decision: reject") <= 3
+    # A prover's answers stay its own.
+    assert all(answer.startswith("said") for answer in _examples(parts, "prover")[0])
+
+
+def test_a_weighted_sample_leans_to_good_returns_and_is_the_same_again(tmp_path: Path) -> None:
+    ei = {
+        "rollout_selection_method": "weighted_sampling",
+        "weighting_epsilon": 0.0,
+        "weighting_sample_size_factor": 2.0,
+    }
+    drawn = []
+    for name in ("one", "two"):
+        parts = _trained(tmp_path / name, pure_text_ei=ei)
+        (job,) = _examples(parts, "verifier")
+        # Twelve draws from six rollouts; without epsilon none of the wrong ones has a chance.
+        assert len(job) == 12
+        drawn.append(_prompts(parts))
+    assert drawn[0] == drawn[1]
+    claims = {int(one.split("claim ")[1].rstrip(".")) % 2 for one in drawn[0]}
+    assert claims == {1}, "only true claims are rightly accepted"
+
+
+def _prompts(parts: TextParts) -> list[str]:
+    (examples,) = [one for key, _, one, _ in parts.service.submitted if "/verifier/" in key]
+    return [example.messages[0]["content"] for example in examples]
+
+
+def test_returns_are_sums_over_rounds(tmp_path: Path) -> None:
+    parts = build_text_parts(tmp_path, _always_accepts)
+    trainer = build_text_trainer(parts)
+    trainer._prepare_groups()
+    rollouts = trainer._sample_rollouts("train", 0)
+    expected = np.stack([np.ones(6), np.where(rollouts["y"] == 1, 1.0, -1.0)], axis=1)
+    assert (episode_returns(rollouts) == expected).all()
