@@ -205,7 +205,7 @@ class Trls:
             for start in range(0, len(work.answers), rows_at_once)
         ]
         self.trainer._prepare_inputs = lambda given: given
-        self.trainer.current_gradient_accumulation_steps = 1
+        self.trainer.current_gradient_accumulation_steps = len(self.parts)
         self.first: tuple[float, float] | None = None
 
     def _inputs(self, work: Work) -> dict[str, Any]:

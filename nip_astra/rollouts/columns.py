@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.rollouts.padding import compute_position_id_with_mask, length_mask, pad_rows
+from nip_astra.rollouts.padding import length_mask, pad_rows
 from nip_astra.rollouts.trajectory import Trajectory
 
 
@@ -22,12 +22,16 @@ def columns_of(trajectories: Sequence[Trajectory]) -> tuple[TensorDict, dict[str
         "group_ids": _ids(trajectories, "group_id"),
         "run_ids": _ids(trajectories, "run_id"),
     }
-    mask_BT = length_mask([len(one) for one in trajectories])
+    lengths_B = torch.tensor([len(one) for one in trajectories], dtype=torch.int64)
+    mask_BT = length_mask(lengths_B)
     nan = float("nan")
     columns = {
         "input_ids": pad_rows([one.tokens for one in trajectories], mask_BT).to(torch.int64),
         "attention_mask": mask_BT,
-        "position_ids": compute_position_id_with_mask(mask_BT),
+        # Padding is on the right, so that nothing need be counted.
+        "position_ids": torch.minimum(
+            torch.arange(mask_BT.shape[1]), (lengths_B - 1).clamp(min=0).unsqueeze(1)
+        ),
         "loss_mask": pad_rows([one.loss_mask for one in trajectories], mask_BT).to(torch.bool),
         "rewards": torch.tensor([nan if o.reward is None else o.reward for o in trajectories]),
         "row_weights": torch.ones(len(trajectories)),

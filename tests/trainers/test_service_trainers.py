@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.batch import Batch
@@ -290,3 +290,12 @@ def test_data_are_gone_through_before_any_problem_comes_again(tmp_path: Path) ->
     assert [sorted(drawn[i : i + 5]) for i in (0, 5, 10)] == [list(range(5))] * 3
     assert drawn[:5] != drawn[5:10] or drawn[:5] != drawn[10:]
     assert trainer.num_measure_parts() == 1
+
+
+def test_rollouts_ahead_of_weights_that_are_elsewhere_are_refused() -> None:
+    with pytest.raises(ParameterError, match="which the backend http holds elsewhere"):
+        trainer_of(
+            "self_hosted_grpo",
+            "self_hosted_grpo.max_staleness=1",
+            "self_hosted_grpo.train_service={backend: http, base_url: 'http://127.0.0.1:1'}",
+        )

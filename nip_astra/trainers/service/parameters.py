@@ -66,6 +66,17 @@ class RolloutParameters(SubParameters):
     algorithm: dict[str, JsonValue] = {}
     """Values for a trainer of one's own, which reads them as `self.config.algorithm`."""
 
+    @model_validator(mode="after")
+    def _can_be_played_ahead(self) -> Self:
+        backend = self.train_service.backend
+        if self.max_staleness and backend != "local":
+            raise ValueError(
+                f"max_staleness {self.max_staleness} has rollouts played by a copy of the weights, "
+                f"which the backend {backend} holds elsewhere; set it to 0, or train_service."
+                "backend to local"
+            )
+        return self
+
 
 class GrpoParameters(RolloutParameters):
     """How rewards become advantages."""
