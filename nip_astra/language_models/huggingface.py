@@ -76,6 +76,11 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     The module is kept in eval mode always: dropout would make the log-probabilities of the policy
     and of the reference differ by noise.
+
+    Parameters
+    ----------
+    is_unbridled : bool
+        Any token may be drawn, special ones too, and none ends a turn by itself.
     """
 
     class Parameters(LanguageModel.Parameters):
@@ -114,6 +119,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         dtype: torch.dtype | None = None,
         decoder: Decoder | None = None,
         decode_graphs: DecodeGraphs = "auto",
+        is_unbridled: bool = False,
     ) -> None:
         self.module = module.to(device).eval()
         self.tokenizer = tokenizer
@@ -125,9 +131,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.token_count = TokenCount()
         self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
-        self._banned_ids = torch.tensor(
-            find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size), device=device
-        )
+        banned = find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
+        if is_unbridled:
+            # Whoever asks says which tokens end a turn.
+            banned, self.end_ids = [], ()
+        self._banned_ids = torch.tensor(banned, dtype=torch.long, device=device)
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
             self.module.requires_grad_(False)
@@ -354,6 +362,14 @@ class HuggingFaceLanguageModel(LanguageModel):
                     )
         self.token_count.add(spent)
         return found
+
+    def logits_of(self, hidden_NX: Tensor) -> Tensor:
+        """The logits `[N, V]`, float32, of hidden states that `token_scores` gave, with gradient."""
+        if self._decoder is None:
+            with adapter_state(self.module, is_on=self.use_adapter):
+                logits: Tensor = self._causal_lm.get_output_embeddings()(hidden_NX.to(self.dtype))
+            return logits.float()
+        return self._weights_for_scoring().head(hidden_NX.to(self.dtype)).float()
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference always by the same path: others differ by rounding.
