@@ -364,7 +364,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return found
 
     def logits_of(self, hidden_NX: Tensor) -> Tensor:
-        """The logits `[N, V]`, float32, of hidden states that `token_scores` gave, with gradient."""
+        """The logits `[N, V]`, float32, of hidden states of `token_scores`, with gradient."""
         if self._decoder is None:
             with adapter_state(self.module, is_on=self.use_adapter):
                 logits: Tensor = self._causal_lm.get_output_embeddings()(hidden_NX.to(self.dtype))
