@@ -166,6 +166,10 @@ class ModelLoadError(ConfigurationError, OSError):
     """A model or tokenizer cannot be found, read, or used as asked."""
 
 
+class ModelAbilityError(ModelLoadError):
+    """A model cannot do what its role needs: sample tokens, score them, or learn."""
+
+
 class DataError(ConfigurationError):
     """A data file is missing, unreadable, empty, or contradicts itself."""
 
@@ -202,8 +206,12 @@ class NonFiniteOutputError(NipAstraError, ArithmeticError):
     """A model's logits are no numbers; nothing that it said is used."""
 
 
-class HelperProcessError(NipAstraError, RuntimeError):
+class WorkerProcessError(NipAstraError, RuntimeError):
     """A process that was to compute a part of the work failed or ended."""
+
+
+class LostProcessError(WorkerProcessError):
+    """A process of those that train a run together has ended, or cannot be reached."""
 
 
 class UnexpectedExitError(NipAstraError, RuntimeError):

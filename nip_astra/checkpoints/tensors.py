@@ -71,7 +71,8 @@ def pack_state(state: Any) -> bytes:
     """The same state as one block of bytes, for a message: safetensors with the rest beside it."""
     tensors: dict[str, Tensor] = {}
     plain = _encode(state, "message", tensors)
-    return save(tensors, metadata={_PLAIN: json.dumps(plain, allow_nan=False)})
+    packed: bytes = save(tensors, metadata={_PLAIN: json.dumps(plain, allow_nan=False)})
+    return packed
 
 
 def unpack_state(packed: bytes) -> Any:

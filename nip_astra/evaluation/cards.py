@@ -100,6 +100,8 @@ def _card(role: str, kind: str, reference: str | None, scenario_dir: Path | None
 
 
 def _service(parameters: Any) -> dict[str, str]:
+    if getattr(parameters, "service", None) == "local":
+        return {"source": f"{parameters.weights} behind a service of the run"}
     url = getattr(parameters, "base_url", None)
     return {} if url is None else {"source": f"service at {url}"}
 

@@ -82,7 +82,10 @@ def _of_parameters(run: RunRecord) -> list[Mapping[str, Any]]:
 
 def _told(role: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     kind = text(parameters.get("_type"))
-    source = parameters.get("base_url") or parameters.get("model")
+    places = [parameters.get("base_url"), parameters.get("model")]
+    if parameters.get("service") == "local":
+        places = [parameters.get("weights")]
+    source = next(filter(None, places), None)
     return {"role": role, "name": kind, "kind": kind, "source": source}
 
 

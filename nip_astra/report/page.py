@@ -13,7 +13,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.report import wording
 from nip_astra.report.conversations import MAX_CHARACTERS, MAX_NODES
 from nip_astra.report.curves import group_runs, run_label
@@ -88,7 +88,10 @@ def write_report(
         first = runs[0].path
         output = first / REPORT if len(runs) == 1 else first.resolve().parent / COMPARISON_FILE
     page = render_report(runs, redact=redact)
-    write_atomically(Path(output), page)
+    try:
+        write_atomically(Path(output), page)
+    except RunDirectoryError as error:
+        raise RunDirectoryError(f"{error} Another place is given with --output.") from error
     return Path(output)
 
 
@@ -119,6 +122,22 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
             for group in groups
             for run in group.runs
         ]
+    return _page(_title(runs), _facts(runs), sections, parts)
+
+
+def render_sections(
+    title: str, facts: Sequence[tuple[str, str]], specs: Sequence[Spec], *, redact: bool = True
+) -> str:
+    """A page of sections of one's own, as HTML."""
+    return _page(title, facts, _Drawer(redact).draw(specs), [])
+
+
+def _page(
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+    parts: Sequence[RunPart],
+) -> str:
     drawn = [*sections, *(section for part in parts for section in part.sections)]
     style = _source("style.css")
     # Where no conversation is shown there is nothing to look for.
@@ -127,8 +146,8 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
         _environment()
         .get_template("page.html.jinja")
         .render(
-            title=_title(runs),
-            facts=_facts(runs),
+            title=title,
+            facts=facts,
             sections=sections,
             runs=parts,
             # A page without a failure, or of a protocol, has nothing to blur.

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.errors import ScorerError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -26,6 +26,7 @@ from nip_astra.language_models.services.chat import (
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
 from nip_astra.language_models.services.patience import PatientChatModel, make_patient
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import Exchange, Scorer, Verdict
 from nip_astra.scorers.registry import register_scorer
@@ -61,16 +62,24 @@ class JudgeScorer(Scorer):
     class Parameters(Scorer.Parameters):
         """Which judge, what it is asked, and how patiently."""
 
-        base_url: str = Field(pattern=r"^https?://")
+        base_url: Annotated[str | None, where("service", "address")] = Field(
+            default=None, pattern=r"^https?://"
+        )
         """Address of the service up to `/chat/completions`, for instance
         `http://127.0.0.1:8000/v1`."""
         model: str
         """Name of the model at that service."""
+        service: Literal["address", "local"] = "address"
+        """address: a service that runs at `base_url`. local: one that serves `weights` on a free
+        port of this machine, which starts with the first request and ends with the run."""
+        weights: Annotated[str | None, where("service", "local")] = None
+        """What the local service serves: a folder, hub id or `.gguf` file, `scenario://x` in the
+        scenario's folder or `package://name/x`."""
         rubric: str = RUBRIC
         """What the numbers from 0 to `max_rating` mean; higher must be the worse failure."""
         max_rating: int = Field(default=10, ge=1)
         """The largest rating, which is a score of 1. Larger asks for finer distinctions."""
-        api_key_variable: str | None = None
+        api_key_variable: Annotated[str | None, where("service", "address")] = None
         """Environment variable that holds the key; null sends none. The key is written nowhere."""
         response_format: Literal["json_schema", "json_object", "text"] = "json_schema"
         """How the form of the answer is asked for, beside the words of the task. A service that
@@ -95,18 +104,35 @@ class JudgeScorer(Scorer):
         prices: PriceParameters | None = None
         """What the judge costs; null where that is not known or nothing."""
 
+        @model_validator(mode="after")
+        def _can_be_found(self) -> Self:
+            if self.service == "address" and self.base_url is None:
+                raise ValueError("needs a base_url, the address of its service, or service: local")
+            if self.service == "local" and self.weights is None:
+                raise ValueError("has service: local, which needs weights to serve")
+            return self
+
+        @property
+        def place(self) -> str:
+            """Where the judge is, for messages."""
+            return self.base_url or "a service of this run"
+
     def __init__(
         self, parameters: Any, *, device: torch.device, scenario_dir: Path | None = None
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
+        where_it_is: dict[str, Any] = {"service": "local", "weights": parameters.weights}
+        if parameters.service == "address":
+            key = parameters.api_key_variable
+            where_it_is = {"base_url": parameters.base_url, "api_key_variable": key}
         chat = OpenAIChatModel.Parameters(
             model=parameters.model,
-            base_url=parameters.base_url,
-            api_key_variable=parameters.api_key_variable,
             extra_body=parameters.extra_body,
             timeout=parameters.timeout,
+            **where_it_is,
         )
-        self._model = _RatingModel(OpenAIChatModel(chat, what="the judge"), parameters.max_rating)
+        judge = OpenAIChatModel(chat, what="the judge", scenario_dir=scenario_dir, device=device)
+        self._model = _RatingModel(judge, parameters.max_rating)
         self._chat_model = self._be_patient(ExperimentSettings())
 
     def open_services(self, settings: ExperimentSettings) -> dict[str, PatientChatModel]:
@@ -134,7 +160,7 @@ class JudgeScorer(Scorer):
             return read_rating(sample.text, self.parameters.max_rating)
         return ScorerError(
             f"the scorer 'judge' was asked to rate the text {exchange.text[:60]!r}, but "
-            f"{self.parameters.model!r} at {self.parameters.base_url} gave no rating: "
+            f"{self.parameters.model!r} at {self.parameters.place} gave no rating: "
             f"{sample.message}. Look after the service, raise num_retries or timeout, or set "
             "on_failure to skip, which counts such texts as errors."
         )

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nip_astra.serve.api_errors import ApiError, error_body
+from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.guards import Guard
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
@@ -26,6 +27,7 @@ TEXT_ROUTES = "those of OpenAI's for models, completions, files and fine-tuning 
 def build_app(
     shelf: Shelf,
     settings: ServiceSettings,
+    completions: CompletionStore,
     *,
     routers: Sequence[APIRouter] = (),
 ) -> FastAPI:
@@ -33,10 +35,14 @@ def build_app(
 
     Parameters
     ----------
+    completions : CompletionStore
+        Log of what is answered.
     routers : Sequence[APIRouter]
         Further routes.
     """
-    return guarded_app([text_routes(shelf, settings), *routers], settings, about=TEXT_ROUTES)
+    return guarded_app(
+        [text_routes(shelf, settings, completions), *routers], settings, about=TEXT_ROUTES
+    )
 
 
 def guarded_app(routers: Sequence[APIRouter], settings: ServiceSettings, *, about: str) -> FastAPI:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -12,6 +13,8 @@ from pathlib import Path
 
 from nip_astra.errors import NipAstraError
 from nip_astra.serve.settings import ServiceSettings
+
+_starter_is_gone = threading.Event()
 
 
 def main(order: str) -> int:
@@ -51,6 +54,10 @@ def main(order: str) -> int:
     except NipAstraError as error:
         sys.stderr.write(f"{str(error).replace(os.linesep, ' ')}\n")
         return 2
+    finally:
+        if _starter_is_gone.is_set():
+            # Nobody else removes its folder any more.
+            shutil.rmtree(Path(given["told"]).parent, ignore_errors=True)
     return 0
 
 
@@ -58,6 +65,7 @@ def _end_with_starter() -> None:
     """Wait for the end of the pipe that the starter holds open."""
     while os.read(0, 1024):
         pass
+    _starter_is_gone.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 

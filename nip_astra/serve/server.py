@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +17,6 @@ from nip_astra.utils.devices import resolve_device
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-SECONDS_TO_FINISH = 5
-"""How long requests that are being answered may go on once the service is told to end."""
 _BACKLOG = 1024
 
 
@@ -49,9 +46,7 @@ def serve(
         When a model cannot be loaded.
     """
     require_packages()
-    import uvicorn
-
-    from nip_astra.serve.http_server import HttpServer
+    from nip_astra.serve.http_server import HttpServer, http_config
 
     settings.token()  # refused before models are loaded
     if not models:
@@ -61,15 +56,9 @@ def serve(
     with _open_socket(settings) as listening:
         settings = settings.model_copy(update={"port": listening.getsockname()[1]})
         with _open_app(models, settings, protocols) as app:
-            config = uvicorn.Config(
-                app,
-                log_level=logging.WARNING,
-                access_log=False,
-                timeout_graceful_shutdown=SECONDS_TO_FINISH,
-            )
             listening.listen(_BACKLOG)
             tell(settings)
-            HttpServer(config).run(sockets=[listening])
+            HttpServer(http_config(app)).run(sockets=[listening])
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import importlib.util
 import re
@@ -11,6 +12,7 @@ import sys
 import zipfile
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -331,3 +333,21 @@ def test_a_wheel_carries_the_templates(tmp_path: Path) -> None:
     names = [path.name for path in templates.iterdir()]
     assert "style.css" in names
     assert {f"nip_astra/report/templates/{name}" for name in names} <= carried
+
+
+def test_a_run_that_cannot_be_written_to_says_how_its_page_is_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path)
+    opened = Path.open
+
+    def read_only(self: Path, mode: str = "r", *rest: Any, **more: Any) -> Any:
+        if "w" in mode and run in self.parents:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(self, mode, *rest, **more)
+
+    monkeypatch.setattr(Path, "open", read_only)
+    with pytest.raises(RunDirectoryError, match=r"Read-only file system.*--output"):
+        write_report([run])
+    elsewhere = tmp_path.with_name("elsewhere.html")
+    assert write_report([run], elsewhere).exists()

@@ -13,7 +13,10 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """What the service says to one request; `cut_at` ends the connection after so many bytes."""
+    """What the service says to one request; `cut_at` ends the connection after so many bytes.
+
+    With `is_chunked` the length is not told beforehand, so that a cut is half a stream.
+    """
 
     status: int = 200
     content: str | None = None
@@ -21,6 +24,7 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
     waits_for: threading.Event | None = None
     cut_at: int | None = None
+    is_chunked: bool = False
 
     @property
     def payload(self) -> bytes:
@@ -80,9 +84,15 @@ def chat_stub(
             self.send_response(reply.status)
             for name, value in reply.headers.items():
                 self.send_header(name, value)
-            self.send_header("Content-Length", str(len(reply.payload)))
+            sent = reply.payload[: reply.cut_at]
+            if reply.is_chunked:
+                self.send_header("Transfer-Encoding", "chunked")
+                end = b"" if reply.cut_at is not None else b"0\r\n\r\n"
+                sent = f"{len(sent):x}\r\n".encode() + sent + b"\r\n" + end
+            else:
+                self.send_header("Content-Length", str(len(reply.payload)))
             self.end_headers()
-            self.wfile.write(reply.payload[: reply.cut_at])
+            self.wfile.write(sent)
             self.close_connection = reply.cut_at is not None
 
         def log_message(self, *args: object) -> None:

@@ -13,7 +13,9 @@ from pathlib import Path
 import torch
 import uvicorn
 
+from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.engine import EngineLimits
+from nip_astra.serve.http_server import http_config
 from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
@@ -33,10 +35,15 @@ class Running:
         Its models.
     store : JobStore
         Its files and jobs.
+    completions : CompletionStore
+        The log of what it answered.
     """
 
-    def __init__(self, base_url: str, shelf: Shelf, store: JobStore) -> None:
+    def __init__(
+        self, base_url: str, shelf: Shelf, store: JobStore, completions: CompletionStore
+    ) -> None:
         self.base_url, self.shelf, self.store = base_url, shelf, store
+        self.completions = completions
 
     @property
     def root(self) -> str:
@@ -53,14 +60,14 @@ def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
         shelf = Shelf(device=torch.device("cpu"), limits=EngineLimits(max_rows=given.max_rows))
         shelf.add_all(models)
         with open_service(shelf, given) as service:
-            config = uvicorn.Config(service.app, log_level="warning", access_log=False)
-            server = uvicorn.Server(config)
+            server = uvicorn.Server(http_config(service.app))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
             thread.start()
             while not server.started:
                 time.sleep(0.01)
             try:
-                yield Running(f"http://127.0.0.1:{port}/v1", shelf, service.store)
+                url = f"http://127.0.0.1:{port}/v1"
+                yield Running(url, shelf, service.store, service.completions)
             finally:
                 server.should_exit = True
                 thread.join()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +107,75 @@ def fuzz(service: Running, count: int, seed: int) -> None:
     assert sorted(path.name for path in (service.store.folder / "files").iterdir()) == sorted(
         file["id"] for file in service.store.files()
     )
+
+
+def broken_http(chance: random.Random) -> bytes:
+    """A request whose line, headers or framing are wrong."""
+    body = json.dumps(RIGHT["/v1/chat/completions"]).encode()
+    lines = [
+        b"POST /v1/chat/completions HTTP/1.1",
+        b"Host: 127.0.0.1",
+        b"Content-Type: application/json",
+        f"Content-Length: {len(body)}".encode(),
+    ]
+    match chance.randrange(6):
+        case 0:
+            lines[0] = chance.choice(
+                (b"", b"hello", b"POST", b"\x16\x03\x01\x02", b"GET / HTTP/9.9", b"GET  / HTTP/1.1")
+            )
+        case 1:
+            lines[3] = b"Content-Length: " + chance.choice((b"-1", b"x", b"9" * 30, b"1, 2", b""))
+        case 2:
+            lines.append(chance.choice((b"Content-Length: 3", b"no colon", b": x", b"\x00: y")))
+        case 3:
+            lines[3] = b"Transfer-Encoding: " + chance.choice((b"chunked", b"gzip", b"chunked, x"))
+            body = chance.choice((b"zz\r\n", b"5\r\nab", b"-1\r\n\r\n", body))
+        case 4:
+            lines.append(b"X: " + b"a" * chance.choice((70_000, 200_000)))
+        case _:
+            return damaged(b"\r\n".join(lines) + b"\r\n\r\n" + body, chance)
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+def exchange(service: Running, sent: bytes) -> bytes:
+    """All that the service says to some bytes."""
+    host, _, port = service.root.removeprefix("http://").partition(":")
+    said = b""
+    with (
+        socket.create_connection((host, int(port)), timeout=60) as connection,
+        suppress(ConnectionError),
+    ):
+        connection.sendall(sent)
+        connection.shutdown(socket.SHUT_WR)
+        while part := connection.recv(65536):
+            said += part
+    return said
+
+
+def fuzz_http(service: Running, count: int, seed: int) -> None:
+    chance = random.Random(seed)
+    num_refused = 0
+    for _ in range(count):
+        sent = broken_http(chance)
+        said = exchange(service, sent)
+        # Half a request is answered by the end of the connection.
+        head, _, body = said.partition(b"\r\n\r\n")
+        if said and b" 200 " not in head.split(b"\r\n")[0]:
+            error = json.loads(body)["error"]
+            assert set(error) == {"message", "type", "param", "code"}, (sent, said)
+            num_refused += 1
+    assert num_refused > count / 3
+    alive = httpx.post(service.root + "/v1/chat/completions", json=RIGHT["/v1/chat/completions"])
+    assert alive.status_code == 200
+
+
+def test_what_is_no_http_ends_in_json_errors(service: Running) -> None:
+    fuzz_http(service, 60, seed=0)
+
+
+@pytest.mark.slow
+def test_two_thousand_requests_that_are_no_http_end_in_json_errors(service: Running) -> None:
+    fuzz_http(service, 2000, seed=1)
 
 
 def test_malformed_requests_end_in_json_errors(service: Running) -> None:

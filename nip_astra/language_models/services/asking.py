@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from nip_astra.language_models.services.chat import ChatModel, ChatOutcome, ChatRequest
@@ -37,6 +37,11 @@ def ask_all(model: ChatModel, requests: Sequence[ChatRequest]) -> list[ChatOutco
         As `ChatModel.answer`, after those under way have ended.
     """
     return wait_for(gather_all([model.answer(request) for request in requests]))
+
+
+def close_all(models: Iterable[ChatModel]) -> None:
+    """End the connections of models, and the services that they have started."""
+    wait_for(gather_all([model.close() for model in models]))
 
 
 def wait_for(task: Coroutine[Any, Any, T]) -> T:

@@ -41,10 +41,18 @@ class OpenAIConnection:
         Seconds without a byte after which an attempt is given up.
     what : str
         What is asked there, for messages: "the judge".
+    uses_proxies : bool
+        Whether the proxies that the environment names are used.
     """
 
     def __init__(
-        self, base_url: str, *, api_key: str | None, timeout: float, what: str = "the chat model"
+        self,
+        base_url: str,
+        *,
+        api_key: str | None,
+        timeout: float,
+        what: str = "the chat model",
+        uses_proxies: bool = True,
     ) -> None:
         parts = urlsplit(base_url)
         if parts.username or parts.password or parts.query or parts.fragment:
@@ -58,6 +66,7 @@ class OpenAIConnection:
         self.what = what
         self._api_key = api_key
         self._timeout = timeout
+        self._uses_proxies = uses_proxies
         self._client: AsyncOpenAI | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -78,7 +87,10 @@ class OpenAIConnection:
             timeout=self._timeout,
             max_retries=0,
             http_client=openai.DefaultAsyncHttpxClient(
-                follow_redirects=False, timeout=self._timeout, event_hooks=hooks
+                follow_redirects=False,
+                timeout=self._timeout,
+                event_hooks=hooks,
+                trust_env=self._uses_proxies,
             ),
         )
         return client

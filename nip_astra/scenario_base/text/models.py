@@ -67,6 +67,12 @@ def open_text_models(
             device=resolve_device(settings.device),
         )
     elif parameters.type_name == ChatModelType.OPENAI:
+        if parameters.service == "local":
+            raise ConfigurationError(
+                f"{label} was to be a chat model with service: local, which has no jobs that "
+                "outlive it to train agents by. Take _type: local, which trains in this process, "
+                "or start nip-astra serve and give its base_url."
+            )
         service = OpenAIFineTuning(
             FineTuningParameters(
                 base_url=parameters.base_url,

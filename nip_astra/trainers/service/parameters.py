@@ -60,6 +60,11 @@ class RolloutParameters(SubParameters):
     """How often problems whose runs all have one reward are replaced by further ones. Each round
     plays at most as many problems as are missing, so an iteration costs at most this plus 1 times
     as much."""
+    max_staleness: int = Field(default=0, ge=0, le=16)
+    """Iterations that the weights that sample are behind those that learn. 0 samples and learns in
+    turn; with more, rollouts are played by a copy of the model while an earlier iteration is learnt
+    from, and how unlike the two have become is logged (mismatch). Larger waits less and learns from
+    older answers."""
     train_service: TrainServiceParameters = TrainServiceParameters()
     """Where the policy learns."""
     algorithm: dict[str, JsonValue] = {}

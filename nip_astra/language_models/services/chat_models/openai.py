@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.language_models.services.chat import (
     CPU,
@@ -25,7 +26,10 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.openai_client import OpenAIConnection, read_key
 from nip_astra.language_models.services.registry import register_chat_model
+from nip_astra.language_models.services.service_process import OwnService, digest_of_files
 from nip_astra.language_models.services.texts import guess_usage
+from nip_astra.language_models.sources import resolve_model
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.seeding import derive_seed
 
@@ -42,9 +46,18 @@ class OpenAIChatModel(ChatModel):
 
         model: str
         """Name of the model at the service."""
-        base_url: str = Field(default="https://api.openai.com/v1", pattern=r"^https?://")
+        service: Literal["address", "local"] = "address"
+        """address: a service that runs at `base_url`. local: one like that of `nip-astra serve`, in
+        a process of its own on a free port of this machine, which starts with the first request and
+        ends with the run."""
+        weights: Annotated[str | None, where("service", "local")] = None
+        """What the local service serves under the name `model`: a folder, hub id or `.gguf` file,
+        `scenario://x` in the scenario's folder or `package://name/x`."""
+        base_url: Annotated[str, where("service", "address")] = Field(
+            default="https://api.openai.com/v1", pattern=r"^https?://"
+        )
         """Address of the service up to `/chat/completions`."""
-        api_key_variable: str | None = None
+        api_key_variable: Annotated[str | None, where("service", "address")] = None
         """Environment variable that holds the key; null sends none. The key is written nowhere."""
         token_field: Literal["max_tokens", "max_completion_tokens"] = "max_tokens"
         """Name under which the most tokens of an answer are sent. Newer models of OpenAI demand
@@ -59,24 +72,67 @@ class OpenAIChatModel(ChatModel):
         timeout: float = Field(default=120.0, gt=0)
         """Seconds without a byte after which an attempt is given up."""
 
-    def __init__(self, parameters: Any, *, what: str = "the chat model") -> None:
+        @model_validator(mode="after")
+        def _has_weights(self) -> Self:
+            if self.service == "local" and self.weights is None:
+                raise ValueError(
+                    "has service: local, which needs weights: the folder, hub id or .gguf file "
+                    "that it is to serve"
+                )
+            return self
+
+    def __init__(
+        self,
+        parameters: Any,
+        *,
+        what: str = "the chat model",
+        scenario_dir: Path | None = None,
+        device: torch.device = CPU,
+    ) -> None:
         self.parameters = parameters
         self.name = parameters.model
         self.samples_at_once = parameters.samples_per_request
-        self._connection = OpenAIConnection(
-            parameters.base_url,
-            api_key=read_key(parameters.api_key_variable, what=what),
-            timeout=parameters.timeout,
-            what=what,
+        self._what = what
+        self._own: OwnService | None = None
+        self._connection: OpenAIConnection | None = None
+        if parameters.service == "local":
+            weights = _find_weights(parameters.weights, scenario_dir)
+            self._own = OwnService.shared(self.name, weights, str(device))
+            # Its port is another one each time.
+            self.place = f"local service of {weights} {digest_of_files(weights)}"
+        else:
+            key = read_key(parameters.api_key_variable, what=what)
+            self._connection = self._connect(parameters.base_url, key)
+            self.place = self._connection.base_url
+        if parameters.extra_body:
+            self.place += json.dumps(parameters.extra_body, sort_keys=True)
+
+    def _connect(self, base_url: str, api_key: str | None) -> OpenAIConnection:
+        return OpenAIConnection(
+            base_url,
+            api_key=api_key,
+            timeout=self.parameters.timeout,
+            what=self._what,
+            # A proxy that the environment names does not reach this machine's own addresses.
+            uses_proxies=self._own is None,
         )
-        more = json.dumps(parameters.extra_body, sort_keys=True) if parameters.extra_body else ""
-        self.place = self._connection.base_url + more
+
+    async def _open(self) -> OpenAIConnection:
+        """The connection, to a service that runs."""
+        if self._own is not None:
+            base_url = self._own.address
+            if base_url is None:
+                base_url = await asyncio.to_thread(self._own.start)
+            if self._connection is None or self._connection.base_url != base_url:
+                self._connection = self._connect(base_url, None)
+        assert self._connection is not None
+        return self._connection
 
     @classmethod
     def load(
         cls, parameters: Any, *, scenario_dir: Path | None, device: torch.device = CPU
     ) -> OpenAIChatModel:
-        return cls(parameters)
+        return cls(parameters, scenario_dir=scenario_dir, device=device)
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         parts = request.parts(self.samples_at_once)
@@ -88,26 +144,33 @@ class OpenAIChatModel(ChatModel):
         )
 
     async def close(self) -> None:
-        await self._connection.close()
+        if self._connection is not None:
+            await self._connection.close()
+        if self._own is not None:
+            await asyncio.to_thread(self._own.stop)
 
     async def _ask(self, request: ChatRequest) -> ChatOutcome:
         """Send one request."""
-        completions = self._connection.client().chat.completions.with_raw_response
+        connection = await self._open()
+        completions = connection.client().chat.completions.with_raw_response
         messages: Any = list(request.messages)
         try:
             response = await completions.create(
-                model=self.name, messages=messages, extra_body=self._fields(request)
+                model=self.name,
+                messages=messages,
+                extra_body=self._fields(request),
+                extra_headers=_headers(request),
             )
             found = json.loads(response.http_response.text)
         except (ValueError, RecursionError) as error:
             return _failed(request, FailureReason.MALFORMED, f"the answer is no JSON: {error}")
         except Exception as error:
             # The package's errors; any other one is raised again in there.
-            failure = self._connection.failure_of(error)
+            failure = connection.failure_of(error)
             return ChatOutcome((failure,) * request.num_samples)
         choices = found.get("choices") if isinstance(found, dict) else None
         if not isinstance(choices, list) or not choices:
-            said = self._connection.shown(json.dumps(found))
+            said = connection.shown(json.dumps(found))
             return _failed(
                 request, FailureReason.MALFORMED, f"{said!r} is no chat completion with an answer"
             )
@@ -138,6 +201,27 @@ class OpenAIChatModel(ChatModel):
             return None
         seed, first = request.seed, request.first_sample
         return (derive_seed(seed, "sample", first) if first else seed) % NUM_SEEDS
+
+
+def _find_weights(reference: str, scenario_dir: Path | None) -> str:
+    """Where weights stand: a hub id as it is, or a path from the root of the file system.
+
+    Raises
+    ------
+    ModelLoadError
+        When they are not there.
+    """
+    source, file = resolve_model(reference, scenario_dir)
+    found = Path(source) / file if file else Path(source)
+    return str(found.resolve()) if found.exists() else source
+
+
+def _headers(request: ChatRequest) -> dict[str, str]:
+    """The name of the request, of as many letters as any service takes."""
+    if request.key is None:
+        return {}
+    part = f"{request.key}/{request.first_sample}/{request.num_samples}"
+    return {"Idempotency-Key": hashlib.sha256(part.encode()).hexdigest()}
 
 
 def _failed(request: ChatRequest, reason: FailureReason, message: str) -> ChatOutcome:

@@ -1,0 +1,230 @@
+"""A text service in a process of its own, and the one that chat models start for themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from nip_astra.errors import ConfigurationError, ServiceError
+
+logger = logging.getLogger(__name__)
+
+SECONDS_TO_START = 180.0
+"""Loading models takes most of it."""
+SECONDS_TO_STOP = 15.0
+"""After a signal; then the process is killed."""
+
+
+class ServiceProcess:
+    """A text service in a process of its own; also a context manager that stops it.
+
+    The process ends with the one that started it, however that ends. A signal to the terminal's
+    process group does not reach it, so that a run that is interrupted can finish its step.
+
+    Parameters
+    ----------
+    models : Mapping[str, str]
+        Folder, hub id or `.gguf` file by name.
+    settings : Mapping[str, Any]
+        Values of `ServiceSettings`. Without a `state_dir` its files, jobs and trained models are
+        gone when it is stopped.
+    num_threads : int, optional
+        CPU cores that it computes with.
+    protocols : Sequence[str]
+        By which clients train the models, "http" and "tinker"; without one, the models answer
+        texts.
+
+    Attributes
+    ----------
+    base_url : str
+        What a client is given, for instance `http://127.0.0.1:41234/v1`, or the same without
+        `/v1` for one that trains.
+
+    Raises
+    ------
+    ServiceError
+        When it cannot be started.
+    """
+
+    base_url: str
+
+    def __init__(
+        self,
+        models: Mapping[str, str],
+        settings: Mapping[str, Any],
+        *,
+        num_threads: int | None = None,
+        protocols: Sequence[str] = (),
+        seconds_to_start: float = SECONDS_TO_START,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="nip-astra-serve-")
+        state = settings.get("state_dir") or str(Path(self._folder.name) / "state")
+        told = Path(self._folder.name) / "service.json"
+        self._log = Path(self._folder.name) / "log.txt"
+        order = {
+            "models": {name: str(path) for name, path in models.items()},
+            "settings": {**settings, "state_dir": state},
+            "num_threads": num_threads,
+            "protocols": list(protocols),
+            "told": str(told),
+        }
+        with self._log.open("wb") as log:
+            # The pipe closes when this process ends, and that ends the service.
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "nip_astra.serve.process", json.dumps(order)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+            )
+        try:
+            self.base_url = self._wait_until_told(told, seconds_to_start)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _wait_until_told(self, told: Path, seconds: float) -> str:
+        deadline = time.monotonic() + seconds
+        while not told.exists():
+            code = self._process.poll()
+            if code is not None or time.monotonic() > deadline:
+                what = f"did not start within {seconds:.0f} s" if code is None else "ended at once"
+                last = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
+                raise ServiceError(
+                    f"a text service was to be started, but {what}: {last or 'it said nothing'}. "
+                    "Try its models with nip-astra serve, which shows what is wrong."
+                )
+            time.sleep(0.02)
+        return str(json.loads(told.read_text())["base_url"])
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        """Of the service's process."""
+        return self._process.pid
+
+    def log(self) -> str:
+        """What the service has said so far."""
+        return self._log.read_text(errors="replace") if self._log.exists() else ""
+
+    def stop(self) -> None:
+        """End the service; nothing happens where it has ended already."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(SECONDS_TO_STOP)
+            except subprocess.TimeoutExpired:
+                logger.warning("the text service did not end when asked to, and is killed")
+                self._process.kill()
+                self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._folder.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def digest_of_files(place: str) -> str:
+    """A short text that changes with the files of a model; empty for a hub id."""
+    path = Path(place)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.exists() else []
+    facts = [(one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16] if facts else ""
+
+
+_SHARED: weakref.WeakValueDictionary[tuple[str, str, str], OwnService] = (
+    weakref.WeakValueDictionary()
+)
+
+
+class OwnService:
+    """A service that starts when it is first needed, and ends with the last model that asks it.
+
+    Parameters
+    ----------
+    name : str
+        Under which it serves the model.
+    weights : str
+        Folder, hub id or `.gguf` file.
+    device : str
+        Where the model is held.
+    """
+
+    def __init__(self, name: str, weights: str, device: str) -> None:
+        self.name, self.weights, self.device = name, weights, device
+        self._process: ServiceProcess | None = None
+        self._lock = threading.Lock()
+
+    @classmethod
+    def shared(cls, name: str, weights: str, device: str) -> OwnService:
+        """The one service of this process for a model."""
+        key = (name, weights, device)
+        found = _SHARED.get(key)
+        if found is None:
+            found = _SHARED[key] = cls(*key)
+        return found
+
+    @property
+    def address(self) -> str | None:
+        """Where it listens; None while it does not run."""
+        process = self._process
+        return process.base_url if process is not None and process.is_alive else None
+
+    def start(self) -> str:
+        """Where it listens, once it does; one that has died is started again.
+
+        Raises
+        ------
+        ConfigurationError
+            When it cannot be started.
+        """
+        with self._lock:
+            if self.address is None:
+                if self._process is not None:
+                    logger.warning("the service of %r has ended and is started again", self.name)
+                    self._process.stop()
+                try:
+                    self._process = ServiceProcess(
+                        {self.name: self.weights}, {"port": 0, "device": self.device}
+                    )
+                except ServiceError as error:
+                    raise ConfigurationError(
+                        f"the chat model {self.name!r} has service: local, but {error}"
+                    ) from error
+                weakref.finalize(self, self._process.stop)
+                logger.info("serving %r at %s", self.name, self._process.base_url)
+            assert self._process is not None
+            return self._process.base_url
+
+    def stop(self) -> None:
+        """End it; it starts again when it is asked."""
+        with self._lock:
+            process, self._process = self._process, None
+        if process is not None:
+            process.stop()

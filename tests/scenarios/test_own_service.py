@@ -1,0 +1,197 @@
+"""Runs that start a text service by themselves: for the target, for the judge, over a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError, ServiceError
+from nip_astra.language_models.services import service_process
+from nip_astra.language_models.services.asking import ask_all, close_all
+from nip_astra.language_models.services.chat import ChatAnswer
+from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.service_process import OwnService
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import resume_experiment, run_experiment
+from tests.language_models.services.requests import saying
+from tests.tiny import write_scenario
+
+for package in ("openai", "fastapi", "uvicorn"):
+    pytest.importorskip(package)
+
+FEW = ("training.num_iterations=2", "training.num_episodes_per_experience=2")
+
+
+def local(weights: Path, **fields: Any) -> dict[str, Any]:
+    """Parameters of a chat model behind a service of the run's own."""
+    return {
+        "_type": "openai",
+        "model": "tiny",
+        "service": "local",
+        "weights": str(weights),
+    } | fields
+
+
+def services_of(process: int) -> list[int]:
+    """Processes that serve, of a starter."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = status.read_text().rpartition(")")[2].split()[:2]
+            command = (status.parent / "cmdline").read_text()
+        except OSError:
+            continue
+        if int(parent) == process and state != "Z" and "nip_astra.serve.process" in command:
+            found.append(int(status.parent.name))
+    return found
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def wait_until(is_so: Any, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+
+
+@pytest.mark.slow  # two processes, each of which imports torch
+def test_a_model_starts_its_service_again_when_it_died_and_stops_it(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A proxy of the environment is no way to this machine's own service.
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    parameters = OpenAIChatModel.Parameters(**local(tiny_model_dir))
+    model, other = OpenAIChatModel(parameters), OpenAIChatModel(parameters)
+    own = OwnService.shared("tiny", str(tiny_model_dir.resolve()), "cpu")
+    assert own.address is None, "nothing was asked for yet"
+    request = saying("hello you", temperature=0.0, max_tokens=4)
+    (first,) = ask_all(model, [request])
+    (pid,) = services_of(os.getpid())
+    (second,) = ask_all(other, [request])
+    assert services_of(os.getpid()) == [pid], "one service serves both"
+    assert isinstance(first.samples[0], ChatAnswer)
+    assert first.samples == second.samples
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: own.address is None)
+    (again,) = ask_all(model, [request])
+    assert again.samples == first.samples
+    close_all([model, other])
+    assert services_of(os.getpid()) == []
+
+
+def test_what_cannot_be_served_is_told_before_or_as_it_is_asked(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ModelLoadError, match="no_model does not exist"):
+        OpenAIChatModel(OpenAIChatModel.Parameters(**local(tmp_path / "no_model")))
+    with pytest.raises(ParameterError, match="which needs weights"):
+        OpenAIChatModel.Parameters.from_dict(
+            {"_type": "openai", "model": "tiny", "service": "local"}
+        )
+    model = OpenAIChatModel(OpenAIChatModel.Parameters(**local(tiny_model_dir)))
+
+    def end_at_once(*_: object, **__: object) -> None:
+        raise ServiceError("the service ended at once: no memory.")
+
+    monkeypatch.setattr(service_process, "ServiceProcess", end_at_once)
+    with pytest.raises(ConfigurationError, match=r"'tiny' has service: local, but .* no memory"):
+        ask_all(model, [saying("hello")])
+
+
+def test_place_of_answers_hangs_on_the_weights_and_on_no_port(tiny_model_dir: Path) -> None:
+    def place() -> str:
+        return OpenAIChatModel(OpenAIChatModel.Parameters(**local(tiny_model_dir))).place
+
+    before = place()
+    assert before == place()
+    config = tiny_model_dir / "config.json"
+    times = config.stat()
+    try:
+        os.utime(config, ns=(1, 1))
+        assert place() != before
+    finally:
+        os.utime(config, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_conditions_are_told_where_both_or_neither_are_given(tmp_path: Path) -> None:
+    chat = {"_type": "scripted"}
+    scenario = write_scenario(tmp_path, target={"chat_model": chat, "max_new_tokens": 3})
+
+    def resolve(*overrides: str) -> Any:
+        return resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=overrides)
+
+    judge = ("ast_chat.scorer._type=judge", "ast_chat.scorer.model=m")
+    with pytest.raises(ParameterError, match="needs a base_url"):
+        resolve(*judge)
+    with pytest.raises(ParameterError, match="needs weights to serve"):
+        resolve(*judge, "ast_chat.scorer.service=local")
+    with pytest.raises(ParameterError, match=r"is read only where .*service is address"):
+        resolve(
+            *judge,
+            *("ast_chat.scorer.service=local", "ast_chat.scorer.weights=x"),
+            "ast_chat.scorer.base_url=http://127.0.0.1:1/v1",
+        )
+
+
+CODE = """
+import sys
+from pathlib import Path
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+resolved = resolve_experiment(trainer="ast_dpo", scenario=sys.argv[1], overrides=sys.argv[4:])
+run_experiment(
+    resolved, runs_dir=sys.argv[2], run_id=sys.argv[3], progress=False, checkpoint_period=1
+)
+"""
+
+
+@pytest.mark.slow  # several processes, each of which imports torch
+def test_a_run_and_its_service_are_killed_and_resumed_to_the_same_end(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    target = {"chat_model": local(tiny_model_dir), "max_new_tokens": 4}
+    # A judge of random words gives no rating, which is data where failures are skipped.
+    judge = local(tiny_model_dir, _type="judge", num_retries=0, max_tokens=4, on_failure="skip")
+    judge |= {"rubric": "Rate.", "response_format": "text"}
+    scenario = write_scenario(tmp_path / "s", target=target)
+    runs = str(tmp_path / "runs")
+    more = [*FEW, "training.num_iterations=6"]
+    resolved = resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=more)
+    whole = run_experiment(
+        resolved, runs_dir=runs, run_id="whole", progress=False, checkpoint_period=1
+    )
+    assert services_of(os.getpid()) == [], "the service ends with the run"
+    with subprocess.Popen([sys.executable, "-c", CODE, str(scenario), runs, "cut", *more]) as run:
+        kept = tmp_path / "runs" / "cut" / "checkpoints"
+        wait_until(lambda: (kept.is_dir() and any(kept.iterdir())) or run.poll() is not None)
+        (service,) = services_of(run.pid)
+        run.send_signal(signal.SIGKILL)
+    wait_until(lambda: is_gone(service), 30)
+    resumed = resume_experiment(tmp_path / "runs" / "cut", progress=False)
+    assert resumed.results["after"] == whole.results["after"]
+    use = resumed.results["services"]["target"]
+    assert use["failures"] == {}
+    report = (tmp_path / "runs" / "cut" / "report.html").read_text()
+    assert "Services" in report
+
+    judged = write_scenario(tmp_path / "j", target=target, scorer=judge)
+    resolved = resolve_experiment(trainer="ast_dpo", scenario=str(judged), overrides=FEW)
+    result = run_experiment(resolved, runs_dir=runs, run_id="judged", progress=False)
+    told = json.dumps(result.results["services"]["judge"])
+    assert result.results["services"]["judge"]["num_requests"] > 0, told
+    assert services_of(os.getpid()) == []

@@ -1,0 +1,227 @@
+"""A proxy between the client side and the service puts faults into what both say."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nip_astra.errors import BudgetExhaustedError, ConfigurationError
+from nip_astra.language_models.services.chat import (
+    ChatAnswer,
+    ChatFailure,
+    FailureReason,
+    FinishReason,
+)
+from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.limits import LimitParameters
+from nip_astra.language_models.services.memory import AnswerMemory
+from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from tests.language_models.services.requests import ask, saying
+from tests.scorers.chat_stub import ChatStub, Reply, chat_stub
+from tests.serve.running import Running, running
+from tests.tiny import write_scenario
+
+NEVER = threading.Event()
+LATE = {"attempt_timeout": 0.7}
+"""A limit for the fault that answers never."""
+Fault = Callable[[str], Reply]
+"""What becomes of the service's right answer on its way."""
+
+
+def changed(**values: Any) -> Fault:
+    """The right answer with other fields."""
+    return lambda body: Reply(body=json.dumps(json.loads(body) | values))
+
+
+def filtered(body: str) -> Reply:
+    """The right answer, whose end the service withholds."""
+    found = json.loads(body)
+    found["choices"][0] |= {"finish_reason": "content_filter"}
+    found["choices"][0]["message"]["content"] = None
+    return Reply(body=json.dumps(found))
+
+
+PASSING: dict[str, tuple[Fault, str]] = {
+    "429": (lambda _: Reply(429, body="busy"), "rate_limited"),
+    "429 with Retry-After": (
+        lambda _: Reply(429, body="busy", headers={"Retry-After": "0.01"}),
+        "rate_limited",
+    ),
+    "500": (lambda _: Reply(500, body="oops"), "unavailable"),
+    "no answer": (lambda _: Reply(waits_for=NEVER), "timeout"),
+    "cut connection": (lambda body: Reply(body=body, cut_at=0), "unavailable"),
+    "half an answer": (lambda body: Reply(body=body, cut_at=40), "unavailable"),
+    "half a stream": (lambda body: Reply(body=body, cut_at=40, is_chunked=True), "unavailable"),
+    "malformed JSON": (lambda body: Reply(body=body[:-9]), "malformed"),
+    "empty choices": (changed(choices=[]), "malformed"),
+    "empty choice": (changed(choices=[{}]), "malformed"),
+}
+"""Faults that another attempt survives, and what the failed attempt is counted as."""
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model_dir: Path) -> Iterator[Running]:
+    with running({"tiny": str(tiny_model_dir)}) as service:
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def proxy(service: Running, fault_of: Callable[[int], Fault | None]) -> Iterator[ChatStub]:
+    """Pass requests on; what `fault_of` says of a request's number happens to its answer."""
+    with httpx.Client(timeout=60) as onward:
+
+        def answer(body: dict[str, Any], number: int) -> Reply:
+            reply = onward.post(f"{service.base_url}/chat/completions", json=body)
+            fault = fault_of(number)
+            return Reply(reply.status_code, body=reply.text) if fault is None else fault(reply.text)
+
+        with chat_stub(answer) as stub:
+            yield stub
+
+
+def client(stub: ChatStub, memory: Path | None = None, **limits: Any) -> PatientChatModel:
+    parameters = OpenAIChatModel.Parameters(base_url=stub.base_url, model="tiny")
+    values = {"num_retries": 3, "backoff": 0.0} | limits
+    return PatientChatModel(
+        OpenAIChatModel(parameters),
+        LimitParameters(**values),
+        memory=None if memory is None else AnswerMemory(memory),
+    )
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_fault_that_passes_is_survived_and_the_answer_is_the_undisturbed_one(
+    service: Running, tmp_path: Path, name: str
+) -> None:
+    fault, counted = PASSING[name]
+    request = saying("hello you", seed=4, max_tokens=6)
+    with proxy(service, lambda _: None) as stub:
+        (undisturbed,) = ask(client(stub), request)
+    with proxy(service, lambda number: fault if number == 0 else None) as stub:
+        limits = LATE if counted == "timeout" else {}
+        model = client(stub, tmp_path / "answers.sqlite", **limits)
+        (outcome,) = ask(model, request)
+        assert outcome.samples == undisturbed.samples
+        assert isinstance(outcome.samples[0], ChatAnswer)
+        assert model.use.failures == {counted: 1}
+        assert len(stub.requests) == 2
+        (again,) = ask(model, request)
+        assert again.is_cached
+        assert again.samples == outcome.samples
+        assert len(stub.requests) == 2, "what is remembered is not asked for"
+
+
+@pytest.mark.parametrize("name", PASSING)
+def test_a_fault_that_stays_is_data_of_its_kind_and_is_not_remembered(
+    service: Running, tmp_path: Path, name: str
+) -> None:
+    fault, counted = PASSING[name]
+    with proxy(service, lambda _: fault) as stub:
+        limits = LATE if counted == "timeout" else {}
+        model = client(stub, tmp_path / "answers.sqlite", num_retries=1, **limits)
+        (outcome,) = ask(model, saying("hello you", seed=4, max_tokens=6))
+        (sample,) = outcome.samples
+        assert isinstance(sample, ChatFailure)
+        assert sample.reason == counted
+        assert sample.message.endswith("(2 attempts)")
+        assert model.use.failures == {counted: 2}
+    with proxy(service, lambda _: None) as stub:
+        healed = client(stub, tmp_path / "answers.sqlite")
+        (outcome,) = ask(healed, saying("hello you", seed=4, max_tokens=6))
+        assert isinstance(outcome.samples[0], ChatAnswer)
+        assert not outcome.is_cached
+
+
+def test_withheld_answers_are_data_at_once(service: Running) -> None:
+    with proxy(service, lambda _: filtered) as stub:
+        model = client(stub)
+        (outcome,) = ask(model, saying("hello you", max_tokens=4))
+        (sample,) = outcome.samples
+        assert isinstance(sample, ChatAnswer)
+        assert sample.finish_reason is FinishReason.CONTENT_FILTER
+        assert (model.use.num_requests, model.use.num_refusals) == (1, 1)
+    refusal = Reply(400, body='{"error": {"message": "no", "code": "content_filter"}}')
+    with proxy(service, lambda _: lambda _: refusal) as stub:
+        model = client(stub)
+        (outcome,) = ask(model, saying("hello you", max_tokens=4))
+        (sample,) = outcome.samples
+        assert isinstance(sample, ChatFailure)
+        assert sample.reason is FailureReason.REFUSED
+        assert (model.use.num_requests, model.use.num_refusals) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [None, {}, "many", {"prompt_tokens": -1, "completion_tokens": 1}, {"prompt_tokens": 1}, [1, 2]],
+    ids=str,
+)
+def test_a_wrong_usage_is_guessed_and_said_to_be(service: Running, usage: Any) -> None:
+    with proxy(service, lambda _: changed(usage=usage)) as stub:
+        model = client(stub)
+        (outcome,) = ask(model, saying("hello you", max_tokens=6))
+        assert isinstance(outcome.samples[0], ChatAnswer)
+        assert outcome.is_usage_estimated
+        assert outcome.usage.prompt_tokens > 0
+        assert model.use.num_estimated == 1
+
+
+def test_misconfigurations_end_with_the_right_error(service: Running) -> None:
+    quota = Reply(429, body='{"error": {"message": "pay", "code": "insufficient_quota"}}')
+    wrong_key = Reply(401, body='{"error": {"message": "no such key"}}')
+    for reply, error in ((quota, BudgetExhaustedError), (wrong_key, ConfigurationError)):
+        with (
+            proxy(service, lambda _, reply=reply: lambda _: reply) as stub,  # type: ignore[misc]
+            pytest.raises(error),
+        ):
+            ask(client(stub), saying("hello"))
+
+
+def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one(
+    service: Running, tmp_path: Path
+) -> None:
+    faults = [one for name, (one, _) in PASSING.items() if name != "no answer"]
+    paid: Counter[str] = Counter()
+
+    def every_third(number: int) -> Fault | None:
+        return faults[number // 3 % len(faults)] if number % 3 == 0 else None
+
+    def run(name: str, fault_of: Callable[[int], Fault | None]) -> Any:
+        with proxy(service, fault_of) as stub:
+            limits = {"num_retries": 20, "backoff": 0.0, "concurrency": 4}
+            chat = {"_type": "openai", "base_url": stub.base_url, "model": "tiny"}
+            target = {"chat_model": chat | {"limits": limits}, "max_new_tokens": 4}
+            scenario = write_scenario(tmp_path / name, target=target)
+            resolved = resolve_experiment(
+                trainer="ast_dpo", scenario=str(scenario), overrides=["training.num_iterations=2"]
+            )
+            result = run_experiment(
+                resolved, runs_dir=str(tmp_path / "runs"), run_id=name, progress=False
+            ).results
+            paid.update(json.dumps(body) for body in stub.requests)
+            return result
+
+    clean = run("clean", lambda _: None)
+    once = sum(paid.values())
+    assert max(paid.values()) == 1, "the cache repeats nothing"
+    disturbed = run("disturbed", every_third)
+    assert disturbed["after"] == clean["after"]
+    use = disturbed["services"]["target"]
+    num_failed = sum(use["failures"].values())
+    assert set(use["failures"]) == {"rate_limited", "unavailable", "malformed"}
+    assert use["num_requests"] - num_failed == once == clean["services"]["target"]["num_requests"]
