@@ -44,7 +44,7 @@ class Base:
     @property
     def tokenizer_source(self) -> str:
         """Where a client on this machine finds the tokenizer."""
-        return str(self.tokenizer.name_or_path or self.source)
+        return self.source
 
     @property
     def context_window(self) -> int:

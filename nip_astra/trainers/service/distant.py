@@ -9,6 +9,10 @@ from nip_astra.language_models.services.http_training import (
     HttpTrainingOptions,
     HttpTrainingService,
 )
+from nip_astra.language_models.services.tinker_training import (
+    TinkerOptions,
+    TinkerTrainingService,
+)
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.language_models.services.training_connection import TrainingConnection
 from nip_astra.parameters.content import resolve_reference
@@ -36,6 +40,20 @@ def build_distant_service(trainer: ServiceTrainer) -> TrainingService:
             f"{options.backend!r}, but it also trains {', '.join(trainer.modules)} on the policy's "
             "hidden states, which services do not give. Set train_service.backend to local."
         )
+    seed = derive_seed(trainer.hyper_params.seed, "adapter")
+    if options.backend == "tinker":
+        return TinkerTrainingService(
+            trainer.policy,
+            TinkerOptions(
+                base_url=options.base_url,
+                token_variable=options.token_variable,
+                model=options.model or _model_of(trainer),
+                optimizer=trainer.training.optimizer,
+                weight_decay=trainer.training.weight_decay,
+                seed=seed,
+                patience_seconds=options.patience_seconds,
+            ),
+        )
     assert options.base_url is not None
     connection = TrainingConnection(
         options.base_url,
@@ -49,7 +67,7 @@ def build_distant_service(trainer: ServiceTrainer) -> TrainingService:
             model=options.model or _model_of(trainer),
             optimizer=trainer.training.optimizer,
             weight_decay=trainer.training.weight_decay,
-            seed=derive_seed(trainer.hyper_params.seed, "adapter"),
+            seed=seed,
             role=trainer.policy_role,
         ),
     )

@@ -21,17 +21,21 @@ PolicyLoss = Literal["clipped", "importance_sampling", "cispo", "gspo", "sapo"]
 class TrainServiceParameters(SubParameters):
     """Where the policy learns and samples."""
 
-    backend: Literal["local", "http"] = "local"
+    backend: Literal["local", "http", "tinker"] = "local"
     """local: in this process, on the settings' device. http: at a service that `nip-astra serve
-    --train` runs, which has the weights of the policy's model."""
-    base_url: Annotated[str | None, where("backend", "http")] = None
-    """Address of the service, for instance http://127.0.0.1:8000."""
-    model: Annotated[str | None, where("backend", "http")] = None
+    --train` runs, which has the weights of the policy's model. tinker: at Tinker, or at what
+    `nip-astra serve --tinker` runs; it trains adapters (lora.alpha 32) and samples without
+    min_new_tokens."""
+    base_url: Annotated[str | None, where("backend", "http", "tinker")] = None
+    """Address of the service, for instance http://127.0.0.1:8000; null for that of Tinker."""
+    model: Annotated[str | None, where("backend", "http", "tinker")] = None
     """Name of the policy's model at the service; null for the path by which the policy names it."""
-    token_variable: Annotated[str | None, where("backend", "http")] = None
+    token_variable: Annotated[str | None, where("backend", "http", "tinker")] = None
     """Environment variable with the token that the service asks for; null where it asks for
     none."""
-    patience_seconds: Annotated[float, where("backend", "http")] = Field(default=60.0, ge=0)
+    patience_seconds: Annotated[float, where("backend", "http", "tinker")] = Field(
+        default=60.0, ge=0
+    )
     """How long a service that does not answer, or is full, is asked again before the run ends."""
 
     @model_validator(mode="after")

@@ -117,7 +117,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
 
 
 def _parsed(body: bytes) -> Any:
-    from google.protobuf.message import DecodeError
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]  # has no stubs
 
     message = schema().ForwardBackwardRequest()
     try:

@@ -171,9 +171,9 @@ class _RestRoutes:
     async def sampler(self, name: str) -> Response:
         source = self.host.sampler(name)
         path = None if source.checkpoint is None else source.checkpoint.path
-        return JSONResponse(
-            {"sampler_id": name, "base_model": source.base.name, "model_path": path}
-        )
+        # The SDK loads the tokenizer by this name.
+        base_model = source.base.tokenizer_source
+        return JSONResponse({"sampler_id": name, "base_model": base_model, "model_path": path})
 
 
 def _cursor(offset: int, limit: int, total: int) -> dict[str, int]:

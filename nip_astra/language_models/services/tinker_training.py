@@ -1,0 +1,364 @@
+"""Tinker, or a local server of its protocol, as a training service, through Tinker's own SDK.
+
+Shape suffixes: `B` row, `C` context position, `T` continuation position.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from nip_astra.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingDependencyError,
+    ServiceBusyError,
+    ServiceError,
+    ServiceModelError,
+    ServiceRequestError,
+    ServiceUnreachableError,
+)
+from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
+from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
+
+ADDRESS = "tinker.json"
+"""Name of the file that says where the service keeps what was saved."""
+LORA_ALPHA = 32.0
+"""Of all adapters of Tinker's."""
+DEFAULT_KEY = "tml-local"
+"""Brought where no key is named; a local server without a token asks for none."""
+
+
+@dataclass(frozen=True)
+class TinkerOptions:
+    """What a service is to train, and how.
+
+    Attributes
+    ----------
+    base_url : str or None
+        None for the one in the SDK's environment variable.
+    token_variable : str or None
+        Name of the environment variable with the API key; None for the SDK's own.
+    model : str
+        Name of the model at the service.
+    seed : int
+        Of the adapter's first weights.
+    """
+
+    base_url: str | None
+    token_variable: str | None
+    model: str
+    optimizer: str
+    weight_decay: float
+    seed: int
+    patience_seconds: float = 60.0
+
+
+class TinkerTrainingService(TrainingService):
+    """Trains an adapter at a service of Tinker's protocol.
+
+    Any loss of log-probabilities goes: they come from the service, and the gradients go back as
+    weights of its cross-entropy. What a checkpoint holds is the address of the state there.
+
+    Parameters
+    ----------
+    policy : LanguageModel
+        Whose tokenizer the service's model has; its adapter says how large the service's is.
+
+    Raises
+    ------
+    ConfigurationError
+        When it is to be trained as services of Tinker's do not train.
+    ServiceError
+        When the service cannot be reached, or refuses the model.
+    """
+
+    def __init__(self, policy: LanguageModel, options: TinkerOptions) -> None:
+        self._tinker = _sdk()
+        self.policy, self.options = policy, options
+        self._handed_out = HandedOut(policy)
+        self._sampling: Any = None
+        shape = _adapter_shape(policy)
+        if options.optimizer != "adamw":
+            raise ConfigurationError(
+                f"a policy was to be trained through Tinker's protocol with the optimizer "
+                f"{options.optimizer!r}, but that has adamw alone. Set training.optimizer to adamw."
+            )
+        os.environ.setdefault("TINKER_TELEMETRY", "0")
+        key = _key(options.token_variable)
+        self._client = self._told(
+            lambda: self._tinker.ServiceClient(base_url=options.base_url, api_key=key)
+        )
+        self._training = self._asked(
+            lambda: self._client.create_lora_training_client(
+                options.model, seed=options.seed % (1 << 62), **shape
+            )
+        )
+
+    # ---- training
+
+    def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
+        data: list[Any] = []
+
+        def send(asked: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
+            # The service adds the gradient of -weights * logprobs.
+            data.extend(self._data(asked, -gradient_BT))
+
+        found = mean_loss(batches, loss, self._handed_out, send)
+        self._asked(lambda: self._training.forward_backward(data, "cross_entropy"))
+        return found
+
+    def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
+        # The rest are torch's defaults, as of the local service.
+        params = self._tinker.AdamParams(
+            learning_rate=lr,
+            beta1=0.9,
+            beta2=0.999,
+            eps=1e-8,
+            weight_decay=self.options.weight_decay,
+            grad_clip_norm=max_grad_norm or 0.0,
+        )
+        self._sampling = None
+        try:
+            found = self._asked(lambda: self._training.optim_step(params))
+        except ServiceRequestError as error:
+            if "not finite" in str(error):
+                return OptimizerFigures(float("nan"), was_taken=False)
+            raise
+        metrics = found.metrics or {}
+        # Tinker's own service does not tell it.
+        return OptimizerFigures(metrics.get("grad_norm:mean", float("nan")), was_taken=True)
+
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        asked = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
+        found_BT = torch.zeros(ids_BT.shape)
+        if bool(asked[3].any()):
+            data = self._data(asked, torch.zeros(ids_BT.shape))
+            output = self._asked(lambda: self._training.forward(data, "cross_entropy"))
+            rows = asked[3].any(dim=1).nonzero().squeeze(1).tolist()
+            for row, one in zip(rows, output.loss_fn_outputs, strict=True):
+                length = int(asked[3][row].sum())
+                found_BT[row, :length] = one["logprobs"].to_torch().float()[-length:]
+        return self._handed_out.leaf(asked, found_BT)
+
+    def _data(self, asked: tuple[Tensor, ...], weights_BT: Tensor) -> list[Any]:
+        """Rows with something to score, as the SDK takes them."""
+        data = []
+        for context, context_mask, ids, mask, weights in zip(*asked, weights_BT, strict=True):
+            said = ids[mask]
+            if len(said) == 0:
+                continue
+            tokens = torch.cat([context[context_mask], said])
+            before = torch.zeros(len(tokens) - 1 - len(said))
+            inputs = {
+                "target_tokens": tokens[1:],
+                "weights": torch.cat([before, weights[mask].float()]),
+            }
+            data.append(
+                self._tinker.Datum(
+                    model_input=self._tinker.ModelInput.from_ints(tokens[:-1].tolist()),
+                    loss_fn_inputs=inputs,
+                )
+            )
+        return data
+
+    # ---- sampling
+
+    def sample(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
+        if options.min_new_tokens:
+            raise ConfigurationError(
+                f"answers of at least {options.min_new_tokens} tokens were to be sampled through "
+                "Tinker's protocol, which has no least length. Set the policy's min_new_tokens "
+                "to 0."
+            )
+        if self._sampling is None:
+            self._sampling = self._asked(self._training.save_weights_and_get_sampling_client)
+        ends = sorted({*self.policy.end_ids, *options.end_ids})
+        futures = []
+        for place, context in enumerate(contexts):
+            first = uniforms_BT[place * rows_per_context].double()
+            params = self._tinker.SamplingParams(
+                max_tokens=options.max_new_tokens,
+                # Each place of a uniform number adds bits, so that equal seeds are no accident.
+                seed=int((first[:4].cumsum(0)[-1] / 4) * (1 << 53)) % (1 << 53),
+                stop=ends,
+                temperature=options.temperature,
+                top_k=-1 if options.top_k is None else options.top_k,
+                top_p=options.top_p,
+            )
+            prompt = self._tinker.ModelInput.from_ints(list(context))
+            futures.append(self._told(self._sampling.sample, prompt, rows_per_context, params))
+        answers = [self._result(one) for one in futures]
+        return self._generation([one for answer in answers for one in answer.sequences], options)
+
+    def _generation(self, sequences: Sequence[Any], options: SamplingOptions) -> Generation:
+        width = options.max_new_tokens
+        ids = [torch.tensor(list(one.tokens), dtype=torch.long) for one in sequences]
+        logprobs = [torch.tensor(list(one.logprobs), dtype=torch.float32) for one in sequences]
+        lengths = torch.tensor([len(one) for one in ids])
+        self.policy.token_count.generated += int(lengths.sum())
+
+        def padded(rows: list[Tensor]) -> Tensor:
+            found = pad_sequence(rows, batch_first=True)
+            return torch.nn.functional.pad(found, (0, width - found.shape[1]))
+
+        mask_BT = torch.arange(width) < lengths[:, None]
+        return Generation(padded(ids), mask_BT, padded(logprobs))
+
+    # ---- saving
+
+    def save_state(self, directory: Path) -> None:
+        saved = self._asked(lambda: self._training.save_state(uuid.uuid4().hex))
+        _write_address(directory, saved.path)
+
+    def load_state(self, directory: Path) -> None:
+        path = _read_address(directory)
+        self._sampling = None
+        self._training = self._asked(
+            lambda: self._client.create_training_client_from_state_with_optimizer(path)
+        )
+
+    def save_weights_for_sampler(self, directory: Path) -> None:
+        """Write the tokenizer, and where the service keeps the adapter: it hands out no weights."""
+        saved = self._asked(lambda: self._training.save_weights_for_sampler(uuid.uuid4().hex))
+        _write_address(directory, saved.path)
+        self.policy.tokenizer.save_pretrained(directory)
+
+    # ---- asking
+
+    def _asked(self, ask: Callable[[], Any]) -> Any:
+        """Ask, and wait for what comes of it."""
+        return self._result(self._told(ask))
+
+    def _result(self, future: Any) -> Any:
+        """What comes of a request; one that takes long is waited for as long as anyone answers."""
+        while True:
+            try:
+                return self._told(future.result, self.options.patience_seconds)
+            except ServiceUnreachableError as error:
+                if not isinstance(error.__cause__, TimeoutError) or not self._is_alive():
+                    raise
+
+    def _is_alive(self) -> bool:
+        import httpx
+
+        url = str(self._client.holder._base_url).rstrip("/")
+        try:
+            return httpx.get(f"{url}/api/v1/healthz", timeout=10.0).status_code < 500
+        except httpx.HTTPError:
+            return False
+
+    def _told(self, ask: Callable[..., Any], *arguments: Any) -> Any:
+        """Ask, and turn the SDK's errors into ours."""
+        sdk = self._tinker
+        try:
+            return ask(*arguments)
+        except (TimeoutError, sdk.APIConnectionError) as error:
+            raise ServiceUnreachableError(
+                f"the service {self.options.base_url or 'of Tinker'} was asked for something, but "
+                f"does not answer: {str(error) or type(error).__name__}. Start it again, and go on "
+                "from the last checkpoint with: nip-astra resume RUN."
+            ) from error
+        except sdk.TinkerError as error:
+            raise self._error(error)(f"the service refused a request: {error}") from error
+        except (ValueError, RuntimeError) as error:
+            raise ServiceError(f"the SDK of Tinker's gave up a request: {error}") from error
+
+    def _error(self, error: Exception) -> type[ServiceError]:
+        sdk = self._tinker
+        if isinstance(error, sdk.NotFoundError) or "started anew" in str(error):
+            return ServiceModelError
+        if isinstance(error, sdk.RateLimitError):
+            return ServiceBusyError
+        if isinstance(error, sdk.RequestFailedError | sdk.BadRequestError):
+            return ServiceRequestError
+        return ServiceError
+
+
+def _sdk() -> Any:
+    try:
+        import tinker
+    except ImportError as error:
+        raise MissingDependencyError(
+            "a policy was to be trained through Tinker's protocol, and it needs the package "
+            "tinker. Install it with: pip install 'nip_astra[tinker]'."
+        ) from error
+    return tinker
+
+
+def _key(token_variable: str | None) -> str | None:
+    if token_variable is None:
+        return None if os.environ.get("TINKER_API_KEY") else DEFAULT_KEY
+    key = os.environ.get(token_variable, "")
+    if not key:
+        raise ConfigurationError(
+            f"the API key of Tinker's protocol was to be taken from the environment variable "
+            f"{token_variable}, which is not set or empty. Set it."
+        )
+    return key
+
+
+def _adapter_shape(policy: LanguageModel) -> dict[str, Any]:
+    """Size and place of the policy's adapter, in the words of the protocol."""
+    module: Any = getattr(policy, "module", None)
+    config = module.peft_config[module.active_adapter] if hasattr(module, "peft_config") else None
+    if config is None or config.lora_alpha != LORA_ALPHA:
+        raise ConfigurationError(
+            "a policy was to be trained through Tinker's protocol, which trains adapters of the "
+            f"scale {LORA_ALPHA:g}, but it is trained "
+            f"{'in full' if config is None else f'with lora.alpha {config.lora_alpha:g}'}. Set "
+            f"the policy's language_model.lora to {{rank: 32, alpha: {LORA_ALPHA:g}}}."
+        )
+    head = module.get_base_model().get_output_embeddings()
+    parts: dict[str, set[bool]] = {"train_attn": set(), "train_mlp": set(), "train_unembed": set()}
+    for name, layer in module.get_base_model().named_modules():
+        is_adapted = hasattr(layer, "lora_A")
+        if not (is_adapted or isinstance(layer, torch.nn.Linear)) or "lora_" in name:
+            continue
+        if name.endswith("base_layer"):
+            continue
+        is_attention = "attn" in name or "attention" in name
+        part = "train_attn" if is_attention else "train_mlp"
+        parts["train_unembed" if layer is head else part].add(is_adapted)
+    mixed = [part for part, found in parts.items() if len(found) > 1]
+    if mixed:
+        raise ConfigurationError(
+            "a policy was to be trained through Tinker's protocol, which adapts all attention, all "
+            f"MLPs or the head, but the adapter is on a part of them ({', '.join(mixed)}). Set "
+            "lora.target_modules to all-linear."
+        )
+    return {"rank": config.r, **{part: True in found for part, found in parts.items()}}
+
+
+def _write_address(directory: Path, path: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / ADDRESS).write_text(json.dumps({"path": path}), encoding="utf-8")
+
+
+def _read_address(directory: Path) -> str:
+    try:
+        return str(json.loads((directory / ADDRESS).read_text(encoding="utf-8"))["path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the state in {directory} was to be read, but it says nothing of where a service of "
+            f"Tinker's protocol keeps it: {error}. Resume with the service that wrote it."
+        ) from error

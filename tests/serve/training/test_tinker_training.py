@@ -1,0 +1,123 @@
+"""Our trainers learn through Tinker's protocol, with the numbers of the local service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+pytest.importorskip("tinker")
+
+from nip_astra.errors import (
+    ConfigurationError,
+    ServiceModelError,
+    ServiceUnreachableError,
+)
+from nip_astra.utils.seeding import derive_seed
+from tests.serve.training.running import Server, training_server
+from tests.serve.training.test_http_training import SHORT, iterate
+from tests.trainers.test_service_trainers import trainer_of
+
+ADAPTED = (
+    *SHORT,
+    "task.policy.language_model.lora.rank=4",
+    "task.policy.language_model.lora.alpha=32",
+    "task.policy.min_new_tokens=0",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with training_server(["tinker", "http"], max_training_models=64) as running:
+        yield running
+
+
+def trainer_at(server: Server, backend: str, *overrides: str) -> Any:
+    section = "remote_api_grpo.train_service"
+    options = [f"{section}.backend={backend}"]
+    if backend != "local":
+        options += [f"{section}.base_url={server.url}", f"{section}.model=policy"]
+        options += [f"{section}.patience_seconds=2"]
+    seed = trainer_of("remote_api_grpo", *ADAPTED).hyper_params.seed
+    # The service draws an adapter's first weights from its seed in this way.
+    torch.manual_seed(derive_seed(derive_seed(seed, "adapter") % (1 << 62), "adapter"))
+    return trainer_of("remote_api_grpo", *ADAPTED, *options, *overrides)
+
+
+def learn(trainer: Any, samples: list[Any]) -> list[float]:
+    """The losses of steps on given samples."""
+    losses = []
+    for _ in range(3):
+        trainer.state.begin(samples, {})
+        trainer._update(trainer.state.iteration)
+        losses.append(trainer.state.end()["loss"])
+    return losses
+
+
+def scores(trainer: Any, samples: list[Any]) -> torch.Tensor:
+    """What the trained weights think of the samples."""
+    batch = trainer.collate_fn(samples)
+    rows = (batch[name] for name in ("context", "context_mask", "response", "response_mask"))
+    found: torch.Tensor = trainer.service.compute_logprobs(*rows)
+    return found
+
+
+def test_losses_and_weights_are_those_of_the_local_service_and_of_ours(server: Server) -> None:
+    trainers = {name: trainer_at(server, name) for name in ("local", "http", "tinker")}
+    with torch.no_grad():
+        samples = trainers["local"].collect(0).samples
+    before = scores(trainers["local"], samples)
+    losses = {name: learn(trainer, samples) for name, trainer in trainers.items()}
+    after = {name: scores(trainer, samples) for name, trainer in trainers.items()}
+    assert (after["local"] - before).abs().max() > 0.01
+    for name in ("http", "tinker"):
+        assert losses[name] == pytest.approx(losses["local"], rel=1e-5, abs=1e-5)
+        torch.testing.assert_close(after[name], after["local"], atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_names_the_state_of_the_service_and_goes_on(
+    server: Server, tmp_path: Path
+) -> None:
+    first = trainer_at(server, "tinker")
+    iterate(first, 1)
+    first.service.save_state(tmp_path)
+    with torch.no_grad():
+        samples = first.collect(1).samples
+    expected = learn(first, samples)
+    again = trainer_at(server, "tinker")
+    again.service.load_state(tmp_path)
+    again.state.iteration = 1
+    assert learn(again, samples) == expected
+
+
+def test_what_the_protocol_cannot_honour_is_refused(server: Server) -> None:
+    with pytest.raises(ConfigurationError, match=r"lora\.alpha 8"):
+        trainer_at(server, "tinker", "task.policy.language_model.lora.alpha=8")
+    with pytest.raises(ConfigurationError, match="adamw alone"):
+        trainer_at(server, "tinker", "training.optimizer=sgd")
+    with pytest.raises(ConfigurationError, match="min_new_tokens"):
+        iterate(trainer_at(server, "tinker", "task.policy.min_new_tokens=1"), 1)
+    with pytest.raises(ServiceModelError, match="nowhere"):
+        trainer_at(server, "tinker", "remote_api_grpo.train_service.model=nowhere")
+
+
+def test_a_server_that_dies_is_told_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
+    with training_server(["tinker"]) as server:
+        trainer = trainer_at(server, "tinker")
+        iterate(trainer, 1)
+        trainer.service.save_state(tmp_path)
+        with torch.no_grad():
+            samples = trainer.collect(1).samples
+        expected = learn(trainer, samples)
+        server.stop()
+        with pytest.raises(ServiceUnreachableError, match="nip-astra resume"):
+            learn(trainer, samples)
+        server.start()
+        again = trainer_at(server, "tinker")
+        again.service.load_state(tmp_path)
+        again.state.iteration = 1
+        assert learn(again, samples) == expected
