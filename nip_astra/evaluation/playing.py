@@ -239,8 +239,12 @@ class _Part:
 
 
 def _tells_likelihood(target: Speaker) -> bool:
-    """Say whether a target tells how likely it finds what it reads; a chat model does not."""
-    return isinstance(target.language_model, TokenScorer)
+    """Say whether a target tells how likely it finds what it reads.
+
+    A chat model does not, nor does an engine that holds an adapter.
+    """
+    model = target.language_model
+    return isinstance(model, TokenScorer) and model.can_score_contexts
 
 
 def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:

@@ -49,6 +49,8 @@ class TokenModel(Counted, ABC):
         behind the model, and `token_count` is all that generating changes.
     can_be_copied : bool
         Whether a copy in another process, sent there by pickle, may generate and score.
+    can_score_contexts : bool
+        Whether sessions give log-probabilities of spans of what is read.
     """
 
     class Parameters(PolymorphicParameters):
@@ -62,6 +64,7 @@ class TokenModel(Counted, ABC):
     cache_bytes_per_token: int = 0
     can_be_forked: bool = False
     can_be_copied: bool = False
+    can_score_contexts: bool = True
 
     @classmethod
     @abstractmethod
@@ -77,6 +80,10 @@ class TokenModel(Counted, ABC):
     def shared_parts(self) -> list[object]:
         """What this model may share with others, so that copies of both share it too."""
         return [self.tokenizer]
+
+    def to_send(self) -> TokenModel:
+        """What is sent in place of the model where it is copied to another process."""
+        return self
 
     def base_for(self, parameters: Any) -> TokenModel | None:
         """A frozen model on this one's weights where that is what `parameters` describe.

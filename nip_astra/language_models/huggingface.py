@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,11 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     The module is kept in eval mode always: dropout would make the log-probabilities of the policy
     and of the reference differ by noise.
+
+    Parameters
+    ----------
+    is_unbridled : bool
+        Any token may be drawn, special ones too, and none ends a turn by itself.
     """
 
     class Parameters(WeightsParameters):
@@ -92,6 +98,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         dtype: torch.dtype | None = None,
         decoder: Decoder | None = None,
         decode_graphs: DecodeGraphs = "auto",
+        is_unbridled: bool = False,
     ) -> None:
         self.module = module.to(device).eval()
         self.tokenizer = tokenizer
@@ -104,6 +111,9 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
         banned_ids = find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
+        if is_unbridled:
+            # Whoever asks says which tokens end a turn.
+            banned_ids, self.end_ids = [], ()
         self.token_draw = TokenDraw(banned_ids, self.end_ids, device)
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
@@ -117,11 +127,31 @@ class HuggingFaceLanguageModel(LanguageModel):
         self._decode_graphs = decode_graphs
         self._steps = build_fixed_steps(self._decoder, device, decode_graphs)
         self._snapshot = self._new_snapshot()
+        self._load_again: Callable[[], HuggingFaceLanguageModel] | None = None
 
     @classmethod
     def load(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> HuggingFaceLanguageModel:
+        load = partial(
+            cls._load_whole,
+            parameters,
+            device=device,
+            scenario_dir=scenario_dir,
+            trainable=trainable,
+        )
+        model = load()
+        is_large = model._num_parameters >= SMALLEST_RELEASED
+        if not trainable and model._decoder is not None and is_large:
+            model._snapshot.release()
+            model._load_again = load
+        return model
+
+    @classmethod
+    def _load_whole(
+        cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
+    ) -> HuggingFaceLanguageModel:
+        """The model with the matrices of its module, which may be freed afterwards."""
         source = parameters.model, parameters.base_model, scenario_dir
         module = load_model(*source).to(device)
         # Before the weights are rounded, so that it can be checked exactly.
@@ -146,9 +176,6 @@ class HuggingFaceLanguageModel(LanguageModel):
             decode_graphs=parameters.decode_graphs,
         )
         model.source = parameters.model
-        is_large = model._num_parameters >= SMALLEST_RELEASED
-        if not trainable and decoder is not None and is_large:
-            model._snapshot.release()
         return model
 
     @property
@@ -232,11 +259,18 @@ class HuggingFaceLanguageModel(LanguageModel):
     @property
     def can_be_copied(self) -> bool:  # type: ignore[override]  # hangs on what was released
         # Captured graphs, and matrices laid out for one processor, stay where they are.
-        is_whole = self._steps is None and not self._snapshot.is_released
-        return type(self) is HuggingFaceLanguageModel and is_whole
+        is_whole = not self._snapshot.is_released or self._load_again is not None
+        return type(self) is HuggingFaceLanguageModel and self._steps is None and is_whole
 
     def shared_parts(self) -> list[object]:
-        return [self.tokenizer, self.module]
+        # Of a module whose matrices were freed nothing can be made.
+        return [self.tokenizer] if self._snapshot.is_released else [self.tokenizer, self.module]
+
+    def to_send(self) -> HuggingFaceLanguageModel:
+        if not self._snapshot.is_released:
+            return self
+        assert self._load_again is not None
+        return self._load_again()
 
     # ---- sampling
 
@@ -335,6 +369,14 @@ class HuggingFaceLanguageModel(LanguageModel):
                     )
         self.token_count.add(spent)
         return found
+
+    def logits_of(self, hidden_NX: Tensor) -> Tensor:
+        """Logits `[N, V]`, float32, of hidden states that `token_scores` gave; with gradient."""
+        if self._decoder is None:
+            with adapter_state(self.module, is_on=self.use_adapter):
+                logits: Tensor = self._causal_lm.get_output_embeddings()(hidden_NX.to(self.dtype))
+            return logits.float()
+        return self._weights_for_scoring().head(hidden_NX.to(self.dtype)).float()
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference always by the same path: others differ by rounding.

@@ -6,9 +6,10 @@ the rows that a batch has. How many processes play the parts depends on the mach
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -20,6 +21,8 @@ from nip_astra.scenario_base.text_attackers import TextAttacker
 from nip_astra.utils.actors import are_actors_used, get_actors
 from nip_astra.utils.forked import call_at_once, get_num_processes
 from nip_astra.utils.processor import SMALL_MODEL_PARAMETERS
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_PART = 64
 """Nodes for which it is worth to fork a process, which takes as long as some of them do."""
@@ -85,7 +88,21 @@ def play_parts(
 
 def are_played_by_actors(agents: Sequence[Speaker | TextAttacker]) -> bool:
     """Say whether actors play what these agents say; they cannot, where one has a connection."""
-    return are_actors_used() and all(map(_can_be_copied, agents))
+    if not are_actors_used():
+        return False
+    others = [agent.role for agent in agents if not _can_be_copied(agent)]
+    if others:
+        _warn_once(", ".join(dict.fromkeys(others)))
+    return not others
+
+
+@cache
+def _warn_once(roles: str) -> None:
+    logger.warning(
+        "rollouts are played in this process, though actors were asked for: a copy of the %s "
+        "cannot speak in another one. Requests to a local chat model are divided all the same",
+        roles,
+    )
 
 
 def _call_actors(

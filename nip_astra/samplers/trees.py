@@ -65,12 +65,8 @@ class TreeSampler:
         num_parts: int = 1,
         asks_reference: bool = True,
     ) -> None:
-        if isinstance(target, ChatAgent) and reward.likelihood_model == "target":
-            raise ConfigurationError(
-                f"the likelihood of probes under the target {target.chat_model.name!r} was asked "
-                "for, but a chat model does not tell how likely it finds what it reads. Set the "
-                "reward's likelihood_model to reference."
-            )
+        if reward.likelihood_model == "target":
+            _check_likelihood(target)
         self.attacker = attacker
         # Whose tokens and format probes are counted and read in.
         self.reader = reference if isinstance(attacker, TextAttacker) else attacker
@@ -311,4 +307,21 @@ class TreeSampler:
             w_combined=self.reward.w_combined,
             w_likelihood=self.reward.w_likelihood,
             empty_nll=math.log(len(likelihood_agent.language_model.tokenizer)),
+        )
+
+
+def _check_likelihood(target: Speaker) -> None:
+    """Refuse a target that cannot tell how likely it finds probes."""
+    asked = "the likelihood of probes under the target"
+    if isinstance(target, ChatAgent):
+        raise ConfigurationError(
+            f"{asked} {target.chat_model.name!r} was asked for, but a chat model does not tell how "
+            "likely it finds what it reads. Set the reward's likelihood_model to reference."
+        )
+    if not target.language_model.can_score_contexts:
+        raise ConfigurationError(
+            f"{asked} was asked for, but target and attacker share a vLLM engine with a LoRA "
+            "adapter, which cannot tell how likely it finds what it reads. Set the reward's "
+            "likelihood_model to reference, or give the target an engine of its own: another "
+            "max_model_len, or _type huggingface."
         )

@@ -19,7 +19,11 @@ import torch
 from nip_astra.errors import NipAstraError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin, loaded_plugins
-from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
+from nip_astra.utils.processor import (
+    SMALL_MODEL_PARAMETERS,
+    choose_num_threads,
+    keep_freed_memory,
+)
 from nip_astra.utils.ray_cluster import open_ray
 
 MAX_RESTARTS = 3
@@ -51,8 +55,10 @@ class ActorOptions(NamedTuple):
     num_threads: int = 1
 
 
-def actor_options(settings: ExperimentSettings, num_parameters: int) -> ActorOptions:
-    """What the settings ask for, for models with so many parameters."""
+def actor_options(
+    settings: ExperimentSettings, num_parameters: int = SMALL_MODEL_PARAMETERS
+) -> ActorOptions:
+    """What the settings ask for, for models with so many parameters; small ones take a thread."""
     return ActorOptions(
         settings.num_actors,
         settings.ray_address,
@@ -89,12 +95,16 @@ class _Sender:
         self._weights: dict[int, _Weights] = {}
 
     def keep(self, parts: Sequence[object]) -> None:
-        """Have actors keep these; later ones may be made of earlier ones."""
+        """Have actors keep these; later ones may be made of earlier ones.
+
+        What has a method `to_send` is written as what that gives.
+        """
         for part in parts:
             if id(part) in self._names:
                 continue
             index = len(self._kept)
-            self.references.append(self._put(self.written(part)))
+            to_send = getattr(part, "to_send", lambda part=part: part)
+            self.references.append(self._put(self.written(to_send())))
             # It is held here, so that no other object gets its id.
             self._kept.append(part)
             if isinstance(part, torch.nn.Module):
@@ -254,23 +264,13 @@ class Actors:
         weights, references = self._sender.weights(), list(self._sender.references)
         has_grad = torch.is_grad_enabled()
         pool = ActorPool(self._actors)
-        try:
+        with _typed_errors(self._ray):
             return list(
                 pool.map(
                     lambda actor, call: actor.make.remote(references, weights, call, has_grad),
                     written,
                 )
             )
-        except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, NipAstraError):
-                error.cause.add_note(f"raised in an actor:\n{error.traceback_str}")
-                raise error.cause from None
-            raise WorkerProcessError(f"an actor failed:\n{error.traceback_str}") from error
-        except self._ray.exceptions.RayError as error:
-            raise WorkerProcessError(
-                f"an actor died, and those that took its place too: {error}. Look for what ends "
-                "them, for instance memory, or run with --settings num_actors=0."
-            ) from error
 
     def process_ids(self) -> list[int]:
         """The numbers of the actors' processes."""
@@ -281,6 +281,35 @@ class Actors:
         """End the actors."""
         for actor in self._actors:
             self._ray.kill(actor)
+
+
+def results_of(ray: Any, references: Sequence[Any]) -> list[Any]:
+    """The results of calls of actors, in order.
+
+    Raises
+    ------
+    WorkerProcessError
+        When an actor failed, or died again and again.
+    """
+    with _typed_errors(ray):
+        return list(ray.get(list(references)))
+
+
+@contextmanager
+def _typed_errors(ray: Any) -> Iterator[None]:
+    """Raise an error of ours that an actor raised as what it is, and others typed."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, NipAstraError):
+            error.cause.add_note(f"raised in an actor:\n{error.traceback_str}")
+            raise error.cause from None
+        raise WorkerProcessError(f"an actor failed:\n{error.traceback_str}") from error
+    except ray.exceptions.RayError as error:
+        raise WorkerProcessError(
+            f"an actor died, and those that took its place too: {error}. Look for what ends "
+            "them, for instance memory, or use fewer actors."
+        ) from error
 
 
 _asked: ActorOptions | None = None

@@ -13,6 +13,7 @@ from nip_astra.errors import ConfigurationError, MissingDependencyError
 from nip_astra.utils.processor import num_cores
 
 _USAGE = "RAY_USAGE_STATS_ENABLED"
+_NICENESS = "RAY_worker_niceness"
 _GPU_RULE = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
 
 
@@ -37,6 +38,8 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
     # Ray would tell its makers about the machine; whoever wants that sets the variable.
     os.environ.setdefault(_USAGE, "0")
     os.environ.setdefault(_GPU_RULE, "0")
+    # Workers that Ray begins here would give way to every other process of the machine.
+    os.environ.setdefault(_NICENESS, "0")
     try:
         import ray
     except ImportError as error:

@@ -4,43 +4,29 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError, ContextLengthError
+from nip_astra.language_models import huggingface
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment, run_experiment
 from nip_astra.samplers import parts
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_instance import ScenarioInstance
-from nip_astra.utils import actors as actors_module
-from nip_astra.utils.actors import (
-    ActorOptions,
-    Actors,
-    _Actor,
-    _Sender,
-    get_actors,
-    using_actors,
-)
+from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
+from tests import actors_here
+from tests.actors_here import ActorsHere
 from tests.samplers.test_parts import counted
 from tests.samplers.test_trees import build
 
 pytest.importorskip("ray")
 
 PROMPTS = ["hello", "good day", "the cat sat", "hello there", "good", "a dog"]
-
-
-class Reference:
-    """A stand-in for an object reference of Ray's."""
-
-    def __init__(self, value: object) -> None:
-        self.value = value
 
 
 @pytest.fixture
@@ -65,47 +51,10 @@ def assert_equal(one: RolloutTree, other: RolloutTree) -> None:
     assert one.num_unique_tokens == other.num_unique_tokens
 
 
-class ActorsHere:
-    """`Actors` without Ray: calls are written, and read by actors of this process."""
-
-    def __init__(self, num_actors: int) -> None:
-        self.sent: list[int] = []
-        self.sender = _Sender(self._put)
-        threads = torch.get_num_threads()
-        self.actors = [_Actor(threads, []) for _ in range(num_actors)]
-        self.turn = 0
-
-    def _put(self, value: object) -> Reference:
-        self.sent.append(len(value) if isinstance(value, bytes | list) else 0)
-        return Reference(value)
-
-    def call(self, calls: list[Callable[[], Any]], kept: list[object]) -> list[Any]:
-        self.sender.keep(kept)
-        weights, references = self.sender.weights(), list(self.sender.references)
-        results = []
-        for call in calls:
-            actor = self.actors[self.turn % len(self.actors)]
-            self.turn += 1
-            written = self.sender.written(call)
-            results.append(actor.make(references, weights, written, torch.is_grad_enabled()))
-        return results
-
-    def close(self) -> None:
-        """Nothing was begun."""
-
-
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
     """Actors are of this process."""
-    made: list[ActorsHere] = []
-
-    def make(options: ActorOptions) -> ActorsHere:
-        made.append(ActorsHere(options.num_actors))
-        return made[-1]
-
-    monkeypatch.setattr(actors_module, "Actors", make)
-    monkeypatch.setattr("ray.get", lambda reference: reference.value)
-    return made
+    return actors_here.install(monkeypatch)
 
 
 @pytest.mark.parametrize("num_actors", [1, 2, 4])
@@ -141,6 +90,19 @@ def test_what_was_learnt_reaches_actors_once_a_rollout(
     assert_equal(played, sample(sampler, 2))
     assert_equal(again, sample(sampler.with_attacker(sampler.reference), 2))
     assert played.probes != again.probes
+
+
+def test_a_large_target_whose_matrices_were_freed_is_sent_whole(
+    tiny_scenario: Path, here: list[ActorsHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(huggingface, "SMALLEST_RELEASED", 1)
+    sampler = build(tiny_scenario).sampler
+    assert sampler.target.language_model._snapshot.is_released
+    expected = sample(sampler)
+    with using_actors(ActorOptions(2)):
+        assert_equal(sample(sampler), expected)
+        assert here[0].turn == 3
 
 
 def test_a_fault_in_an_actor_is_raised_as_what_it_is(
