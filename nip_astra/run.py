@@ -13,7 +13,6 @@ from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import (
     CheckpointError,
-    ConfigurationError,
     LostProcessError,
     NipAstraError,
     RunDirectoryError,
@@ -38,6 +37,7 @@ from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker
+from nip_astra.trainers.fitness import refuse_idle_actors, refuse_unfinished
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import SIGNATURE, on_behalf_of, sign
 from nip_astra.utils.devices import resolve_device
@@ -91,7 +91,7 @@ def prepare_experiment(
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
-    _refuse_idle_actors(resolved.trainer_class, settings)
+    refuse_idle_actors(resolved.trainer_class, settings)
     with on_behalf_of(resolved.source):
         instance = build_scenario_instance(
             resolved.hyper_params,
@@ -100,7 +100,7 @@ def prepare_experiment(
             scenario_dir=resolved.scenario_dir,
             trainer_type=resolved.trainer_class.trainer_type,
         )
-        _refuse_unfinished(resolved.trainer_class)
+        refuse_unfinished(resolved.trainer_class)
         trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
     return PreparedExperiment(instance, trainer, trainer.get_total_num_iterations())
 
@@ -373,32 +373,6 @@ def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> No
             tracker.log_report(path)
     except NipAstraError as error:
         logger.warning("the report was not written: %s", error)
-
-
-def _refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSettings) -> None:
-    if not settings.num_actors:
-        return
-    in_a_team = settings.team is not None and settings.team.size > 1
-    if in_a_team or not trainer_class.plays_on_actors:
-        reason = (
-            "several processes train this run and play their own"
-            if in_a_team
-            else f"the trainer {trainer_class.__name__} plays no rollouts that they could"
-        )
-        raise ConfigurationError(
-            f"rollouts by {settings.num_actors} actors were asked for, but {reason}. Trainers of "
-            "attackers (ast_dpo, ast_ppo, ...) in one process play on actors; leave num_actors 0 "
-            "for others."
-        )
-
-
-def _refuse_unfinished(trainer_class: type[Trainer]) -> None:
-    missing = sorted(getattr(trainer_class, "__abstractmethods__", ()))
-    if missing:
-        raise ConfigurationError(
-            f"the trainer {trainer_class.__name__} was to be built, but it leaves out "
-            f"{', '.join(missing)}. Define what its base class asks for."
-        )
 
 
 def _resolved(experiment: HyperParameters | ResolvedExperiment) -> ResolvedExperiment:

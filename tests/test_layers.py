@@ -14,7 +14,16 @@ PACKAGE = "nip_astra"
 PACKAGE_DIR = Path(__file__).resolve().parents[1] / PACKAGE
 FLOORS = [
     [
-        *("errors", "version", "lazy", "registry", "plugins", "progress", "tracking"),
+        *(
+            "errors",
+            "version",
+            "lazy",
+            "registry",
+            "plugins",
+            "progress",
+            "progress_displays",
+            "tracking",
+        ),
         *("safe_text", "safe_console", "trust"),
     ],
     ["parameters", "experiment_settings"],

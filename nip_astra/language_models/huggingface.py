@@ -17,15 +17,13 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.adapters import (
-    LoraParameters,
     adapter_state,
     add_adapter,
     merged_copy,
@@ -63,6 +61,7 @@ from nip_astra.language_models.tree_engine.tree_scores import (
 )
 from nip_astra.language_models.tree_engine.weight_snapshot import WeightSnapshot
 from nip_astra.language_models.tree_engine.weights import Weights, live_weights
+from nip_astra.language_models.weights_parameters import WeightsParameters
 from nip_astra.parameters.types import LanguageModelType
 
 logger = logging.getLogger(__name__)
@@ -84,29 +83,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         Any token may be drawn, special ones too, and none ends a turn by itself.
     """
 
-    class Parameters(LanguageModel.Parameters):
+    class Parameters(WeightsParameters):
         """Where the model comes from and how it is held."""
-
-        model: str
-        """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`. An adapter's
-        folder, as peft writes it, is added into its base's weights."""
-        base_model: str | None = None
-        """What the model was before training: where the tokenizer comes from if `model` holds none,
-        and the weights under an adapter; null for what the adapter names."""
-        dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-        """What is computed in. auto: bfloat16 for a model that learns, has 50 M weights or more and
-        runs where bfloat16 is computed natively; else float32, so that a target answers exactly as
-        published. Weights that are trained in full are kept in float32 either way."""
-        lora: LoraParameters | None = None
-        """Train a low-rank adapter instead of the weights; the base stays as it is and serves as
-        the reference, and as the target where that is the same model."""
-        max_batch_tokens: int = Field(default=8192, ge=256)
-        """Most positions in one forward pass without gradients, on a GPU with them too. Larger is
-        faster there and takes more memory."""
-        decode_graphs: DecodeGraphs = "auto"
-        """Whether decoding steps are captured as CUDA graphs. auto: on a GPU, where that can be
-        done; always: demanded; never. It changes speed, and log-probabilities by rounding.
-        Experimental: not run on a GPU yet."""
 
     def __init__(
         self,

@@ -28,7 +28,6 @@ from nip_astra.language_models.base import (
     SamplingOptions,
     TokenCount,
     TokenScores,
-    Turns,
     pad_left,
 )
 from nip_astra.language_models.drawn import KeptTokens
@@ -49,13 +48,11 @@ from nip_astra.language_models.vllm_backend.remote_engines import start_remote_e
 from nip_astra.language_models.vllm_backend.requests import (
     Reply,
     Request,
-    padded_rows,
-    padded_turns,
     sampling_arguments,
     scoring_request,
-    seed_of,
 )
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
+from nip_astra.language_models.vllm_backend.session import VllmSession
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.types import LanguageModelType
 from nip_astra.utils.experimental import Experimental, tell_experimental
@@ -244,7 +241,7 @@ class VllmLanguageModel(LanguageModel):
     # ---- sampling
 
     def open_session(self) -> GenerationSession:
-        return _VllmSession(self)
+        return VllmSession(self)
 
     def generate(
         self,
@@ -412,39 +409,3 @@ class VllmLanguageModel(LanguageModel):
                 "are in vLLM alone. Copy the files that it was loaded from."
             )
         return self.scorer
-
-
-class _VllmSession(GenerationSession):
-    """Turns by vLLM, whose prefix cache takes the place of caches of our own."""
-
-    def __init__(self, model: VllmLanguageModel) -> None:
-        self.model = model
-
-    def generate(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-        *,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
-    ) -> Turns:
-        # A request a row: with vLLM's n, siblings would have neighbouring seeds instead of theirs.
-        seeds = [seed_of(row_T) for row_T in uniforms_RT]
-        requests = [
-            Request(
-                contexts[row // rows_per_context],
-                seed,
-                scores_context=spans is not None and row % rows_per_context == 0,
-            )
-            for row, seed in enumerate(seeds)
-        ]
-        replies = self.model.ask(requests, options)
-        said = padded_turns(replies, options.max_new_tokens)
-        self.model.token_count.generated += int(said.mask_BT.sum())
-        scores = None
-        if spans is not None:
-            read = zip(replies[::rows_per_context], spans, strict=True)
-            scores = padded_rows([(reply.context_logprobs or [])[a:b] for reply, (a, b) in read])
-        return Turns(self.model.rescored(contexts, rows_per_context, said), scores)

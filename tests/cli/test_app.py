@@ -180,7 +180,7 @@ def test_a_second_interrupt_ends_the_program_without_a_traceback(
             ["--trainer", "ast_dpo", "--set", "ast_chat.scorer._type=clasifier"],
             "ast_chat.scorer._type: unknown scorer 'clasifier'. Did you mean 'classifier'?",
         ),
-        (["rnu"], "unknown command 'rnu'. Did you mean 'run'? Known commands: compare, "),
+        (["rnu"], "unknown command 'rnu'. Did you mean 'run'? Known commands: analyse, "),
         (["list", "trainrs"], "unknown kind 'trainrs'. Did you mean 'trainers'?"),
         ([], "no trainer was given. Known trainers: "),
         (["--trainer", "ast_dpo", "--parameters", "no.yaml"], "the parameter file no.yaml"),

@@ -212,7 +212,7 @@ def test_two_followers_of_a_debate_are_foreseen_together() -> None:
         assert figures["prover0"]["shaping_norm"] == figures["prover1"]["shaping_norm"] == 0
 
 
-def test_foreseen_steps_are_learning_rates_of_now() -> None:
+def test_opponent_steps_are_learning_rates_of_now() -> None:
     trainer = spg_trainer(
         spg={"variant": "lola", "opponent_step_factor": 3.0},
         rl={"lr": 0.1, "anneal_lr": True, "num_iterations": 4},

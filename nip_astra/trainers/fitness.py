@@ -1,0 +1,35 @@
+"""Whether a trainer can do what a run asks of it."""
+
+from __future__ import annotations
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.trainers.trainer_base import Trainer
+
+
+def refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSettings) -> None:
+    """Refuse actors that a trainer would not play on."""
+    if not settings.num_actors:
+        return
+    in_a_team = settings.team is not None and settings.team.size > 1
+    if in_a_team or not trainer_class.plays_on_actors:
+        reason = (
+            "several processes train this run and play their own"
+            if in_a_team
+            else f"the trainer {trainer_class.__name__} plays no rollouts that they could"
+        )
+        raise ConfigurationError(
+            f"rollouts by {settings.num_actors} actors were asked for, but {reason}. Trainers of "
+            "attackers (ast_dpo, ast_ppo, ...) in one process play on actors; leave num_actors 0 "
+            "for others."
+        )
+
+
+def refuse_unfinished(trainer_class: type[Trainer]) -> None:
+    """Refuse a class that leaves out what its base class asks for."""
+    missing = sorted(getattr(trainer_class, "__abstractmethods__", ()))
+    if missing:
+        raise ConfigurationError(
+            f"the trainer {trainer_class.__name__} was to be built, but it leaves out "
+            f"{', '.join(missing)}. Define what its base class asks for."
+        )
