@@ -31,14 +31,14 @@ from nip_astra.evaluation.failure_probability import (
     importance_sampling,
     monte_carlo,
 )
-from nip_astra.evaluation.strategies import sampled_logprobs, sampler_of
+from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of
 from nip_astra.experiment_settings import ExperimentSettings
 
 BATCH = 600
 
 
 class Episodes:
-    """Episodes of one strategy: log-ratios, first failures and prompts, in order."""
+    """Episodes of one proposal: log-ratios, first failures and prompts, in order."""
 
     def __init__(self, log_ratio: Any, first: Any, prompts: Any) -> None:
         self.log_ratio, self.first, self.prompts = log_ratio, first, prompts
@@ -50,12 +50,12 @@ class Episodes:
 
 @torch.no_grad()
 def play(
-    attacker: LoadedAttacker, strategy: str, prompts: Sequence[int], key: Any, *, weigh: bool
+    attacker: LoadedAttacker, proposal: str, prompts: Sequence[int], key: Any, *, weigh: bool
 ) -> Episodes:
     """Play one episode a prompt number."""
     depth, threshold = attacker.section.tree_depth, attacker.section.failure_threshold
     texts = attacker.instance.datasets["test"]
-    sampler = sampler_of(strategy, attacker.sampler, num_turns=depth)
+    sampler = sampler_of(proposal, attacker.sampler, num_turns=depth)
     ratios, first = [], []
     for start in range(0, len(prompts), BATCH):
         numbers = prompts[start : start + BATCH]
@@ -89,7 +89,7 @@ def brute_force(attacker: LoadedAttacker, num_episodes: int, seed: int) -> Any:
 
 
 def weighed(parts: dict[str, Episodes]) -> dict[str, Any]:
-    """The importance-sampling estimate from parts of several strategies."""
+    """The importance-sampling estimate from parts of several proposals."""
     return importance_sampling(
         WeighedEpisodes(
             np.concatenate([part.log_ratio for part in parts.values()]),

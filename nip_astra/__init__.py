@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from nip_astra.experiment_settings import ExperimentSettings as ExperimentSettings
     from nip_astra.factory import build_scenario_instance as build_scenario_instance
     from nip_astra.language_models.base import LanguageModel as LanguageModel
+    from nip_astra.language_models.base import Learner as Learner
+    from nip_astra.language_models.base import TokenModel as TokenModel
+    from nip_astra.language_models.base import TokenSampler as TokenSampler
+    from nip_astra.language_models.base import TokenScorer as TokenScorer
     from nip_astra.language_models.embeddings import EmbedderParameters as EmbedderParameters
     from nip_astra.language_models.embeddings import build_embedder as build_embedder
     from nip_astra.language_models.registry import (
@@ -68,6 +72,7 @@ if TYPE_CHECKING:
     from nip_astra.parameters.protocols import BaseRunParameters as BaseRunParameters
     from nip_astra.parameters.protocols import CommonProtocolParameters as CommonProtocolParameters
     from nip_astra.parameters.protocols import ZkProtocolParameters as ZkProtocolParameters
+    from nip_astra.parameters.text import TextRlParameters as TextRlParameters
     from nip_astra.parameters.trainers import CommonPpoParameters as CommonPpoParameters
     from nip_astra.parameters.trainers import RlTrainerParameters as RlTrainerParameters
     from nip_astra.parameters.training import TrainingConfiguration as TrainingConfiguration
@@ -105,6 +110,7 @@ if TYPE_CHECKING:
     from nip_astra.protocols.registry import register_protocol_handler as register_protocol_handler
     from nip_astra.registry import Registry as Registry
     from nip_astra.report.page import write_report as write_report
+    from nip_astra.resolving.analysing import analyse_run as analyse_run
     from nip_astra.resolving.resolution import ResolvedExperiment as ResolvedExperiment
     from nip_astra.resolving.resolution import resolve_experiment as resolve_experiment
     from nip_astra.reward_terms.base import RatedProbes as RatedProbes
@@ -162,10 +168,20 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.base import Reaction as Reaction
     from nip_astra.scenario_base.tasks.base import Task as Task
     from nip_astra.scenario_base.tasks.registry import register_task as register_task
+    from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser as RolloutAnalyser
+    from nip_astra.scenario_base.text.analysers.base import Subject as Subject
+    from nip_astra.scenario_base.text.analysers.judging import (
+        AnalysisParameters as AnalysisParameters,
+    )
+    from nip_astra.scenario_base.text.analysers.registry import (
+        register_rollout_analyser as register_rollout_analyser,
+    )
+    from nip_astra.scenario_base.text.parameters import TextAgentParameters
     from nip_astra.scenario_instance import ConversationInstance as ConversationInstance
     from nip_astra.scenario_instance import ProtocolInstance as ProtocolInstance
     from nip_astra.scenario_instance import ScenarioInstance as ScenarioInstance
     from nip_astra.scenario_instance import TaskInstance as TaskInstance
+    from nip_astra.scenarios.code_validation import CodeValidationScenario
     from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
     from nip_astra.scenarios.graphs.agent_parameters import (
         GraphIsomorphismAgentParameters as GraphIsomorphismAgentParameters,
@@ -196,6 +212,9 @@ if TYPE_CHECKING:
     from nip_astra.scorers.registry import register_scorer as register_scorer
     from nip_astra.serve.local_service import LocalService as LocalService
     from nip_astra.serve.local_service import start_service as start_service
+    from nip_astra.sweep.results import read_sweep as read_sweep
+    from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
+    from nip_astra.sweep.sweeping import run_sweep as run_sweep
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
     from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
@@ -204,6 +223,8 @@ if TYPE_CHECKING:
     from nip_astra.trainers.ast_ppo import AstPpoTrainer as AstPpoTrainer
     from nip_astra.trainers.language_model_base import LanguageModelTrainer as LanguageModelTrainer
     from nip_astra.trainers.optimization import build_optimizer as build_optimizer
+    from nip_astra.trainers.pure_text_ei import PureTextEiTrainer
+    from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
     from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
@@ -225,12 +246,20 @@ if TYPE_CHECKING:
     from nip_astra.utils.diversity import self_bleu as self_bleu
     from nip_astra.utils.diversity import vendi_score as vendi_score
     from nip_astra.utils.nested_array_dict import NestedArrayDict as NestedArrayDict
+    from nip_astra.utils.sandbox import call_in_sandbox as call_in_sandbox
+    from nip_astra.utils.sandbox import run_in_sandbox as run_in_sandbox
+    from nip_astra.utils.sandbox_values import SandboxLimits as SandboxLimits
     from nip_astra.utils.seeding import derive_seed as derive_seed
     from nip_astra.utils.seeding import derived_generator as derived_generator
 
     GraphIsomorphismParameters = GraphIsomorphismScenario.Parameters
     ImageClassificationParameters = ImageClassificationScenario.Parameters
     ReinforceParameters = ReinforceTrainer.Parameters
+    CodeValidationAgentParameters = TextAgentParameters
+    CodeValidationParameters = CodeValidationScenario.Parameters
+    PureTextAgentParameters = TextAgentParameters
+    PureTextEiParameters = PureTextEiTrainer.Parameters
+    PureTextMaltParameters = PureTextMaltTrainer.Parameters
     SoloAgentParameters = SoloAgentTrainer.Parameters
     SpgParameters = SpgTrainer.Parameters
 
@@ -243,6 +272,7 @@ _HOMES = {
     "AgentValueHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentsParameters": "nip_astra.parameters.agents",
     "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
+    "AnalysisParameters": "nip_astra.scenario_base.text.analysers.judging",
     "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
     "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
     "AstPpoTrainer": "nip_astra.trainers.ast_ppo",
@@ -258,6 +288,10 @@ _HOMES = {
     "ChatRequest": "nip_astra.language_models.services.chat",
     "ChatUsage": "nip_astra.language_models.services.usage",
     "Choice": "nip_astra.scenario_base.protocol.datapoint_views",
+    "CodeValidationAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
+    "CodeValidationParameters": (
+        "nip_astra.scenarios.code_validation:CodeValidationScenario.Parameters"
+    ),
     "CombinedAgents": "nip_astra.scenario_base.protocol.combined",
     "CommonPpoParameters": "nip_astra.parameters.trainers",
     "CommonProtocolParameters": "nip_astra.parameters.protocols",
@@ -296,6 +330,7 @@ _HOMES = {
     "IterationContext": "nip_astra.progress",
     "LanguageModel": "nip_astra.language_models.base",
     "LanguageModelTrainer": "nip_astra.trainers.language_model_base",
+    "Learner": "nip_astra.language_models.base",
     "LocalService": "nip_astra.serve.local_service",
     "LossOutput": "nip_astra.rl_objectives.outputs",
     "LrFactors": "nip_astra.parameters.agents",
@@ -319,6 +354,9 @@ _HOMES = {
     "PretrainedModel": "nip_astra.scenarios.images.pretrained.base",
     "ProtocolHandler": "nip_astra.protocols.protocol_base",
     "ProtocolInstance": "nip_astra.scenario_instance",
+    "PureTextAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
+    "PureTextEiParameters": "nip_astra.trainers.pure_text_ei:PureTextEiTrainer.Parameters",
+    "PureTextMaltParameters": "nip_astra.trainers.pure_text_malt:PureTextMaltTrainer.Parameters",
     "PureTextRlTrainer": "nip_astra.trainers.rl_pure_text_base",
     "PureTextScenario": "nip_astra.scenarios.pure_text_base",
     "PureTextSharedModelGroup": "nip_astra.scenario_base.agents",
@@ -333,12 +371,14 @@ _HOMES = {
     "ResolvedExperiment": "nip_astra.resolving.resolution",
     "RewardTerm": "nip_astra.reward_terms.base",
     "RlTrainerParameters": "nip_astra.parameters.trainers",
+    "RolloutAnalyser": "nip_astra.scenario_base.text.analysers.base",
     "RolloutTree": "nip_astra.rollouts.tree",
     "RoundResult": "nip_astra.protocols.protocol_base",
     "RunDirectory": "nip_astra.tracking.run_directory",
     "RunResults": "nip_astra.evaluation.run_results",
     "SCORERS": "nip_astra.scorers.registry",
     "Sample": "nip_astra.rollouts.samples",
+    "SandboxLimits": "nip_astra.utils.sandbox_values",
     "Scenario": "nip_astra.scenarios.registry",
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",
@@ -350,12 +390,17 @@ _HOMES = {
     "SoloAgentTrainer": "nip_astra.trainers.solo_agent",
     "SpgParameters": "nip_astra.trainers.spg:SpgTrainer.Parameters",
     "SubParameters": "nip_astra.parameters.parameters_base",
+    "Subject": "nip_astra.scenario_base.text.analysers.base",
     "Task": "nip_astra.scenario_base.tasks.base",
     "TaskInstance": "nip_astra.scenario_instance",
     "TensorDictRlTrainer": "nip_astra.trainers.rl_tensordict_base",
     "TensorDictScenario": "nip_astra.scenarios.tensordict_base",
     "TensorDictTrainer": "nip_astra.trainers.trainer_base",
     "TextDatasets": "nip_astra.scenarios.pure_text_base",
+    "TokenModel": "nip_astra.language_models.base",
+    "TokenSampler": "nip_astra.language_models.base",
+    "TokenScorer": "nip_astra.language_models.base",
+    "TextRlParameters": "nip_astra.parameters.text",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
@@ -366,6 +411,7 @@ _HOMES = {
     "UnknownNameError": "nip_astra.errors",
     "VanillaPpoTrainer": "nip_astra.trainers.vanilla_ppo",
     "ZkProtocolParameters": "nip_astra.parameters.protocols",
+    "analyse_run": "nip_astra.resolving.analysing",
     "attach_progress_bar": "nip_astra.progress",
     "bleu_against": "nip_astra.utils.diversity",
     "build_embedder": "nip_astra.language_models.embeddings",
@@ -373,6 +419,7 @@ _HOMES = {
     "build_protocol_handler": "nip_astra.protocols.registry",
     "build_scenario_instance": "nip_astra.factory",
     "build_scorer": "nip_astra.scorers.registry",
+    "call_in_sandbox": "nip_astra.utils.sandbox",
     "collate": "nip_astra.rollouts.samples",
     "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
     "compute_position_id_with_mask": "nip_astra.rollouts.padding",
@@ -397,6 +444,8 @@ _HOMES = {
     "prepare_experiment": "nip_astra.run",
     "read_prompts": "nip_astra.scenario_base.conversation.prompts",
     "read_results": "nip_astra.evaluation.run_results",
+    "read_sweep": "nip_astra.sweep.results",
+    "SweepOptions": "nip_astra.sweep.sweeping",
     "register_chat_model": "nip_astra.language_models.services.registry",
     "register_conversion": "nip_astra.parameters.conversion",
     "register_language_model": "nip_astra.language_models.registry",
@@ -404,6 +453,7 @@ _HOMES = {
     "register_pretrained_model": "nip_astra.scenarios.images.pretrained.registry",
     "register_protocol_handler": "nip_astra.protocols.registry",
     "register_reward_term": "nip_astra.reward_terms.registry",
+    "register_rollout_analyser": "nip_astra.scenario_base.text.analysers.registry",
     "register_scenario": "nip_astra.scenarios.registry",
     "register_scorer": "nip_astra.scorers.registry",
     "register_task": "nip_astra.scenario_base.tasks.registry",
@@ -412,6 +462,8 @@ _HOMES = {
     "resume_experiment": "nip_astra.run",
     "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",
     "run_experiment": "nip_astra.run",
+    "run_in_sandbox": "nip_astra.utils.sandbox",
+    "run_sweep": "nip_astra.sweep.sweeping",
     "self_bleu": "nip_astra.utils.diversity",
     "start_service": "nip_astra.serve.local_service",
     "value_loss": "nip_astra.rl_objectives.policy_gradient",

@@ -166,6 +166,10 @@ class ModelLoadError(ConfigurationError, OSError):
     """A model or tokenizer cannot be found, read, or used as asked."""
 
 
+class ModelAbilityError(ModelLoadError):
+    """A model cannot do what its role needs: sample tokens, score them, or learn."""
+
+
 class DataError(ConfigurationError):
     """A data file is missing, unreadable, empty, or contradicts itself."""
 
@@ -202,8 +206,12 @@ class NonFiniteOutputError(NipAstraError, ArithmeticError):
     """A model's logits are no numbers; nothing that it said is used."""
 
 
-class HelperProcessError(NipAstraError, RuntimeError):
+class WorkerProcessError(NipAstraError, RuntimeError):
     """A process that was to compute a part of the work failed or ended."""
+
+
+class LostProcessError(WorkerProcessError):
+    """A process of those that train a run together has ended, or cannot be reached."""
 
 
 class UnexpectedExitError(NipAstraError, RuntimeError):
@@ -227,6 +235,26 @@ class SandboxUnavailableError(NipAstraError, RuntimeError):
 
 class ServiceError(NipAstraError, ConnectionError):
     """A service cannot be reached, or refuses what it is asked for."""
+
+
+class ServiceUnreachableError(ServiceError):
+    """A service does not answer: it is not there, has ended, or the connection to it is lost."""
+
+
+class ServiceBusyError(ServiceError):
+    """A service has as much to do as it takes on."""
+
+
+class ServiceRequestError(ServiceError, ValueError):
+    """A service refuses a request as it stands; what it holds is as it was."""
+
+
+class ServiceConflictError(ServiceError):
+    """Another client works on what a service holds for this one."""
+
+
+class ServiceModelError(ServiceError, LookupError):
+    """A service has no such model, or no longer."""
 
 
 class BudgetExhaustedError(NipAstraError, RuntimeError):

@@ -43,6 +43,17 @@ class ExperimentSettings(SubParameters):
     many where their losses can be divided. Where small models learn the numbers are the same
     whatever the number of cores; torch cuts the sums of large models by its threads, so that their
     last digits may hang on it."""
+    num_actors: int = Field(default=0, ge=0, le=1024)
+    """Actors of Ray, on one machine or many, that play the parts of a rollout or an evaluation in
+    place of processes of this one; 0 for none. How many there are changes no number. More than
+    `num_rollout_parts` have nothing to do. Needs the extra `ray`."""
+    actor_cpus: float = Field(default=1, ge=0)
+    """CPU cores that an actor takes of a cluster, and threads of torch where models are large."""
+    actor_gpus: float = Field(default=0, ge=0)
+    """GPUs that an actor takes of a cluster."""
+    ray_address: str | None = None
+    """Address of the Ray cluster that a sweep `--on ray`, and `num_actors`, use, or "auto"; null
+    takes RAY_ADDRESS of the environment, and without that starts Ray on this machine."""
     checkpoint_period: int = Field(default=10, ge=0)
     """Iterations between checkpoints; 0 saves at the end and on a signal only."""
     num_checkpoints_kept: int = Field(default=2, ge=1)
@@ -51,6 +62,9 @@ class ExperimentSettings(SubParameters):
     """Iterations between tables of sample conversations."""
     num_rollout_samples: int = Field(default=2, ge=0)
     """Episodes in a table of sample conversations, with all their nodes, the worst first."""
+    dump_period: int = Field(default=0, ge=0)
+    """Iterations from one dump to the next of what a trainer on trajectories does, stage by stage,
+    for `compare-dumps`; 0 writes none. Dumps take as much room as the weights do."""
     max_service_requests: int | None = Field(default=None, ge=0)
     """Most requests of the run to chat models, attempts that fail included; then it stops, and can
     be resumed with more. null for no bound."""
@@ -63,10 +77,16 @@ class ExperimentSettings(SubParameters):
     service_cache: str | None = None
     """File in which answers of chat models are remembered, for instance for several runs; null
     keeps them in the run directory."""
+    process_store: str | None = None
+    """File, on a disk that all see, by which the processes of a run find each other where no port
+    can be used; a new one for every start. null takes the address that torchrun gives."""
     test_run: bool = False
     """Whether every loop is cut to one iteration, to see that all parts work."""
     progress: bool = True
     """Whether a progress bar is shown."""
+    progress_path: str | None = None
+    """File that holds how many iterations of how many are done, for whoever keeps several runs
+    going; null writes none."""
 
     run_directory: RunDirectory | None = Field(default=None, exclude=True)
     """Where the run's files go."""
@@ -76,5 +96,7 @@ class ExperimentSettings(SubParameters):
     """Makes the progress bar in place of tqdm."""
     global_tqdm_step_fn: Callable[[], None] | None = Field(default=None, exclude=True)
     """Called once an iteration, for instance by a sweep's own bar."""
+    team: Any = Field(default=None, exclude=True)
+    """The `distributed.team.Team` of processes that train the run together; null for this one."""
     stop_flag: Callable[[], str | None] | None = Field(default=None, exclude=True)
     """The name of the signal that asked the run to stop, or None."""

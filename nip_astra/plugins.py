@@ -131,7 +131,10 @@ def _module_name(path: Path) -> str:
 
 
 def _execute(name: str, path: Path) -> None:
-    spec = importlib.util.spec_from_file_location(name, path)
+    # With the folder as a package's, `from .neighbour import x` finds the files beside it.
+    spec = importlib.util.spec_from_file_location(
+        name, path, submodule_search_locations=[str(path.parent)]
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -231,8 +234,5 @@ def _advice(error: BaseException, path: Path | None) -> str:
         return ""
     neighbour = path.parent / error.name.partition(".")[0]
     if neighbour.with_suffix(".py").is_file() or neighbour.is_dir():
-        return (
-            " A plug-in of several files must be a package that can be imported; give its name in "
-            "place of the file."
-        )
+        return f" Import a file beside the plug-in by `from .{neighbour.stem} import ...`."
     return ""

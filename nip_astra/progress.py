@@ -2,7 +2,7 @@
 
 A loop of a trainer is decorated with `attach_progress_bar`; it is given an `IterationContext`:
 
-    @attach_progress_bar(lambda self: self.hyper_params.training.training_steps)
+    @attach_progress_bar(lambda self: self.hyper_params.training.num_iterations)
     def _run_train_loop(self, iteration_context):
         for iteration in iteration_context.iterate():
             iteration_context.set_postfix(loss=self._iteration(iteration))
@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TextIO, TypeVar, cast
 
 from tqdm import tqdm
@@ -58,6 +61,9 @@ SelfT = TypeVar("SelfT", bound=ProgressOwner)
 
 TEST_RUN_NUM_ITERATIONS = 1
 """How many iterations a loop has where the settings ask for a test run."""
+
+SECONDS_BETWEEN_WRITES = 0.5
+"""How often a file of a run's progress is written at most."""
 
 NUM_PLAIN_LINES = 10
 """How many lines a whole run prints at most where standard error is no terminal."""
@@ -173,6 +179,46 @@ class _SilentDisplay:
         """There is nothing to close."""
 
 
+class _FileDisplay:
+    """A file with the numbers of iterations done and to be done, beside another display."""
+
+    def __init__(self, total: int, path: Path, display: ProgressDisplay) -> None:
+        self._total, self._path, self._display = total, path, display
+        self._num_done = 0
+        self._written = -math.inf
+        self._write()
+
+    def update(self, num_iterations: int, *, is_resumed: bool) -> None:
+        self._num_done += num_iterations
+        self._write()
+        self._display.update(num_iterations, is_resumed=is_resumed)
+
+    def lengthen(self, num_iterations: int) -> None:
+        self._total += num_iterations
+        self._display.lengthen(num_iterations)
+
+    def describe(self, description: str, position: str = "") -> None:
+        self._display.describe(description, position)
+
+    def postfix(self, values: Mapping[str, str]) -> None:
+        self._display.postfix(values)
+
+    def close(self) -> None:
+        self._written = -math.inf
+        self._write()
+        self._display.close()
+
+    def _write(self) -> None:
+        if time.monotonic() - self._written < SECONDS_BETWEEN_WRITES:
+            return
+        self._written = time.monotonic()
+        new = self._path.with_name(f"{self._path.name}.new")
+        # A run does not fail because nobody can see how far it is.
+        with suppress(OSError):
+            new.write_text(f"{self._num_done} {self._total}\n", encoding="utf-8")
+            new.replace(self._path)
+
+
 class ProgressBar:
     """How far a run has come. Made by `open_progress`; several loops may share one.
 
@@ -228,7 +274,11 @@ class ProgressBar:
 
 
 def open_progress(
-    total: int, enabled: bool = True, tqdm_func: Callable[..., Any] | None = None
+    total: int,
+    enabled: bool = True,
+    tqdm_func: Callable[..., Any] | None = None,
+    *,
+    path: str | None = None,
 ) -> ProgressBar:
     """The bar of a run.
 
@@ -241,12 +291,26 @@ def open_progress(
     tqdm_func : Callable, optional
         Makes the bar in place of tqdm, with tqdm's arguments. Without it, a standard error that is
         no terminal gets at most ten plain lines instead of a bar.
+    path : str, optional
+        File that holds the numbers of iterations done and to be done; see `read_progress`.
     """
+    display: ProgressDisplay
     if not enabled:
-        return ProgressBar(total, _SilentDisplay())
-    if tqdm_func is None and not sys.stderr.isatty():
-        return ProgressBar(total, _LineDisplay(total, sys.stderr))
-    return ProgressBar(total, _TqdmDisplay(total, tqdm_func or tqdm))
+        display = _SilentDisplay()
+    elif tqdm_func is None and not sys.stderr.isatty():
+        display = _LineDisplay(total, sys.stderr)
+    else:
+        display = _TqdmDisplay(total, tqdm_func or tqdm)
+    return ProgressBar(total, display if path is None else _FileDisplay(total, Path(path), display))
+
+
+def read_progress(path: Path) -> tuple[int, int] | None:
+    """Iterations done and to be done, as a run has written them; None where it has not yet."""
+    try:
+        num_done, total = path.read_text(encoding="utf-8").split()
+        return int(num_done), int(total)
+    except (OSError, ValueError):
+        return None
 
 
 class IterationContext:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
+    LostProcessError,
     NipAstraError,
     RunDirectoryError,
     StopRequested,
@@ -27,14 +26,14 @@ from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.services.asking import close_all
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.plugins import loaded_plugins
 from nip_astra.report.page import write_report
 from nip_astra.resolving.base_runs import RERUN_TESTS, fetch_base_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.safe_text import SafeFormatter
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking import run_directory as files
-from nip_astra.tracking.environment import changes_of_rounding, describe_environment
+from nip_astra.tracking.changes import note_computation, warn_of_changed_plugins
+from nip_astra.tracking.environment import describe_environment
+from nip_astra.tracking.log_file import log_file
 from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
@@ -42,6 +41,7 @@ from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import SIGNATURE, on_behalf_of, sign
 from nip_astra.utils.devices import resolve_device
+from nip_astra.utils.stop_signals import signals_left_to_leader, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,7 @@ def prepare_experiment(
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
+    _refuse_idle_actors(resolved.trainer_class, settings)
     with on_behalf_of(resolved.source):
         instance = build_scenario_instance(
             resolved.hyper_params,
@@ -120,6 +121,13 @@ def run_experiment(
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
+    with _team_of(settings) as team:
+        settings = settings.model_copy(update={"team": team})
+        return _begin(resolved, settings) if team.is_leader else _take_part(resolved, settings)
+
+
+def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
+    """Make a run directory, and train."""
     hyper_params = resolved.hyper_params
     device = resolve_device(settings.device).type
     run_id = settings.run_id or new_run_id(hyper_params.trainer, hyper_params.scenario)
@@ -181,22 +189,64 @@ def resume_experiment(
     """
     runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
     directory = RunDirectory.find(run, runs_dir)
-    with run_lock(directory.path):
-        if (directory.path / files.RESULTS).exists():
-            return _finish_ended(directory)
-        resolved = resolve_experiment(
-            parameter_file=directory.path / files.HYPER_PARAMETERS,
-            plugins=plugins,
-            is_trusted=is_trusted,
-        )
-        stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
-        if stored.wandb == "online" and "wandb" not in settings_fields and resolved.source:
-            resolved.source.check("this user's account of W&B", "written to")
-        if stored.service_cache and "service_cache" not in settings_fields and resolved.source:
-            resolved.source.check(f"the file {stored.service_cache}", "written to")
-        settings = _settings(stored, settings_fields)
-        checkpoint = _checkpoint_to_go_on_from(directory)
-        return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
+    stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
+    # The file by which processes met was for that start alone.
+    settings = _settings(stored.model_copy(update={"process_store": None}), settings_fields)
+    with _team_of(settings) as team:
+        settings = settings.model_copy(update={"team": team})
+        if team.is_leader:
+            with run_lock(directory.path):
+                if (directory.path / files.RESULTS).exists():
+                    return _finish_ended(directory)
+                resolved = _resolved_again(directory, plugins, is_trusted)
+                _check_destinations(resolved, stored, settings_fields)
+                checkpoint = _checkpoint_to_go_on_from(directory)
+                return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
+        return _take_part(_resolved_again(directory, plugins, is_trusted), settings)
+
+
+def _resolved_again(
+    directory: RunDirectory, plugins: Sequence[str], is_trusted: bool
+) -> ResolvedExperiment:
+    return resolve_experiment(
+        parameter_file=directory.path / files.HYPER_PARAMETERS,
+        plugins=plugins,
+        is_trusted=is_trusted,
+    )
+
+
+def _check_destinations(
+    resolved: ResolvedExperiment, stored: ExperimentSettings, given: dict[str, Any]
+) -> None:
+    """Ask whether a run of others may write where its settings, and not the user's, say."""
+    if stored.wandb == "online" and "wandb" not in given and resolved.source:
+        resolved.source.check("this user's account of W&B", "written to")
+    if stored.service_cache and "service_cache" not in given and resolved.source:
+        resolved.source.check(f"the file {stored.service_cache}", "written to")
+
+
+@contextmanager
+def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
+    """The processes that a launcher started, which do not hear signals but for the leader."""
+    with open_team(resolve_device(settings.device), settings.process_store) as team:
+        if team.is_leader:
+            yield team
+            return
+        with signals_left_to_leader():
+            yield team
+
+
+def _take_part(resolved: ResolvedExperiment, settings: ExperimentSettings) -> ExperimentResult:
+    """Train as one of several processes of which another leads; write, track and show nothing."""
+    told = settings.team.from_leader({"run": "", "checkpoint": ""})
+    silent = {"progress": False, "run_directory": None, "tracker": None, "stop_flag": None}
+    prepared = prepare_experiment(resolved, settings.model_copy(update=silent))
+    trainer = prepared.trainer
+    if trainer.hyper_params.base_run.base_run_type != RERUN_TESTS:
+        if told["checkpoint"]:
+            trainer.go_on_from(Path(told["checkpoint"]))
+        trainer.train()
+    return ExperimentResult(RunDirectory(Path(told["run"])), trainer.results)
 
 
 def _finish_ended(directory: RunDirectory) -> ExperimentResult:
@@ -240,17 +290,28 @@ def _run(
     built: list[Trainer],
 ) -> ExperimentResult:
     """Build and train; the trainer is put into `built` as soon as it is there."""
-    with _log_file(directory), _stop_on_signals() as stop_flag:
+    with log_file(directory), stop_on_signals() as stop_flag:
         _remove_leftovers(directory)
         tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
         is_done = False
         services: list[ChatModel] = []
         try:
+            if settings.team is not None:
+                found = "" if checkpoint is None else str(checkpoint.absolute())
+                settings.team.from_leader(
+                    {"run": str(directory.path.absolute()), "checkpoint": found}
+                )
             runtime = {"run_directory": directory, "tracker": tracker, "stop_flag": stop_flag}
             prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
             built.append(prepared.trainer)
             services += prepared.scenario_instance.services.values()
-            _note_computation(directory, settings, prepared.scenario_instance)
+            note_computation(
+                directory,
+                {
+                    "device": resolve_device(settings.device).type,
+                    "layers": prepared.scenario_instance.layers,
+                },
+            )
             _train(prepared.trainer, directory, checkpoint)
             is_done = True
             _write_report(directory, tracker)
@@ -261,6 +322,9 @@ def _run(
             raise StopRequested(
                 stop_flag() or name, str(directory.path), is_saved, is_at_once=is_at_once
             ) from None
+        except LostProcessError as error:
+            logger.error("the run failed: %s", error)
+            raise LostProcessError(f"{error} {_how_to_go_on(directory)}") from error
         except SystemExit as error:
             logger.error("the run failed: sys.exit(%r) was called", error.code)
             raise UnexpectedExitError(error.code) from error
@@ -273,6 +337,16 @@ def _run(
     return ExperimentResult(directory, prepared.trainer.results)
 
 
+def _how_to_go_on(directory: RunDirectory) -> str:
+    latest = CheckpointStore(directory.checkpoints_dir).latest()
+    if latest is None:
+        return "It had saved nothing yet: start it again."
+    return (
+        f"Its work is saved in {latest.name}; go on with it, in any number of processes, by "
+        f"`nip-astra resume {directory.path}`."
+    )
+
+
 def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -> None:
     """Train from the beginning or from a checkpoint, or test a base run again."""
     if checkpoint is None:
@@ -280,7 +354,7 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         trainer.tracker.rewind({})
     else:
         logger.info("resuming from %s", checkpoint.name)
-        _warn_of_changed_plugins(directory)
+        warn_of_changed_plugins(directory)
         trainer.go_on_from(checkpoint)
     base_run = trainer.hyper_params.base_run
     if base_run.base_run_type == RERUN_TESTS:
@@ -301,46 +375,21 @@ def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> No
         logger.warning("the report was not written: %s", error)
 
 
-def _note_computation(
-    directory: RunDirectory, settings: ExperimentSettings, instance: ScenarioInstance
-) -> None:
-    """Write down by what layers are computed, and tell what changed since the run was begun."""
-    try:
-        before = dict(directory.read_json(files.ENVIRONMENT))
-    except (RunDirectoryError, TypeError, ValueError) as error:
-        # Resuming does not need what the run was begun on.
-        logger.warning("what the run was begun on cannot be told: %s", error)
+def _refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSettings) -> None:
+    if not settings.num_actors:
         return
-    computed = {"device": resolve_device(settings.device).type, "layers": instance.layers}
-    changes = changes_of_rounding(before, describe_environment() | computed)
-    if changes:
-        logger.warning(
-            "the run goes on where it was not begun, so last digits may differ from those of a "
-            "run that was not stopped: %s",
-            "; ".join(changes),
+    in_a_team = settings.team is not None and settings.team.size > 1
+    if in_a_team or not trainer_class.plays_on_actors:
+        reason = (
+            "several processes train this run and play their own"
+            if in_a_team
+            else f"the trainer {trainer_class.__name__} plays no rollouts that they could"
         )
-    # What the run was begun on stays; a run of an older version has not written it down.
-    directory.write_json(files.ENVIRONMENT, computed | before)
-
-
-def _warn_of_changed_plugins(directory: RunDirectory) -> None:
-    try:
-        recorded = directory.read_json(files.ENVIRONMENT)["plugins"]
-        before = {plugin["spec"]: plugin["sha256"] for plugin in recorded}
-        by_name = {Path(spec).name: digest for spec, digest in before.items()}
-    except (RunDirectoryError, KeyError, TypeError) as error:
-        # Resuming needs no more of that file than this.
-        logger.warning("whether plug-ins have changed cannot be told: %s", error)
-        return
-    for plugin in loaded_plugins():
-        # A copy elsewhere has the name of what it stands in for.
-        digest = before.get(plugin.spec, by_name.get(Path(plugin.spec).name, plugin.sha256))
-        if digest != plugin.sha256:
-            logger.warning(
-                "the plug-in %s has changed since the run was started; results may differ from "
-                "those of a run that was not stopped",
-                plugin.spec,
-            )
+        raise ConfigurationError(
+            f"rollouts by {settings.num_actors} actors were asked for, but {reason}. Trainers of "
+            "attackers (ast_dpo, ast_ppo, ...) in one process play on actors; leave num_actors 0 "
+            "for others."
+        )
 
 
 def _refuse_unfinished(trainer_class: type[Trainer]) -> None:
@@ -367,55 +416,3 @@ def _settings(base: ExperimentSettings, fields: dict[str, Any]) -> ExperimentSet
         if field.exclude
     }
     return ExperimentSettings.from_dict(base.to_dict() | runtime | fields)
-
-
-@contextmanager
-def _log_file(directory: RunDirectory) -> Iterator[None]:
-    """Write the package's log to log.txt within the block."""
-    handler = logging.FileHandler(directory.path / files.LOG, encoding="utf-8")
-    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger("nip_astra")
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.removeHandler(handler)
-        handler.close()
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[Callable[[], str | None]]:
-    """A function that tells which of SIGINT and SIGTERM came; a second one stops at once."""
-    received: list[str] = []
-
-    def note(number: int, _frame: Any) -> None:
-        name = signal.Signals(number).name
-        if received:
-            _tell_at_once(f"{name} again: stopping without saving")
-            raise KeyboardInterrupt
-        received.append(name)
-        _tell_at_once(
-            f"{name}: finishing the step, then saving and stopping; once more stops without saving"
-        )
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received[0] if received else None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _tell_at_once(text: str) -> None:
-    """Write a line to standard error from within a signal's handler.
-
-    By its number, since a stream that was being written to when the signal came cannot be used.
-    """
-    with suppress(OSError):
-        os.write(2, f"\n{text}\n".encode())

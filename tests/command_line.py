@@ -16,7 +16,14 @@ import pytest
 from nip_astra import plugins
 from nip_astra.cli.app import main
 from nip_astra.language_models.registry import LANGUAGE_MODELS
-from nip_astra.parameters.types import LanguageModelType, ScenarioType, ScorerType, TrainerType
+from nip_astra.parameters.types import (
+    LanguageModelType,
+    RolloutAnalyserType,
+    ScenarioType,
+    ScorerType,
+    TrainerType,
+)
+from nip_astra.scenario_base.text.analysers.registry import ROLLOUT_ANALYSERS
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.scorers.registry import SCORERS
 from nip_astra.trainers.registry import TRAINERS
@@ -27,6 +34,7 @@ REGISTRIES = (
     (SCENARIOS, ScenarioType),
     (SCORERS, ScorerType),
     (LANGUAGE_MODELS, LanguageModelType),
+    (ROLLOUT_ANALYSERS, RolloutAnalyserType),
 )
 
 
@@ -59,7 +67,7 @@ class CommandLine:
 
     def run(self, *arguments: str, overrides: tuple[str, ...] = ()) -> Said:
         """Run the tiny scenario as the run `one`, with changes; a trainer given last wins."""
-        small = ("ast_chat.evaluation.use_random_search=false", "training.training_steps=2")
+        small = ("ast_chat.evaluation.use_random_search=false", "training.num_iterations=2")
         sets = [part for item in (*small, *overrides) for part in ("--set", item)]
         return self(
             *("--trainer", "ast_dpo", "--scenario", str(self.scenario), "--run-id", "one"),

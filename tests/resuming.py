@@ -23,13 +23,19 @@ AST_OVERRIDES = (
 SERVICE_TRAINERS = tuple(one for one in TrainerType if one.startswith(("self_", "remote_")))
 SERVICE_OVERRIDES = (
     "training.num_episodes_per_experience=4",
-    "training.batch_size=8",
+    "training.minibatch_size=8",
     "training.eval_period=2",
     "task.evaluation.num_problems=4",
     "task.evaluation.num_dev_problems=4",
 )
 SHORT_TRAINERS = tuple(str(one) for one in TrainerType if not one.startswith("pure_text_"))
 """Trainers of short runs; those of chat models are killed at every stage by tests of their own."""
+TEXT_OVERRIDES = (
+    "text_rl.rollouts_per_iteration=4",
+    "text_rl.min_fine_tune_examples=1",
+    "text_rl.num_fine_tune_epochs=1",
+    "secret_word.num_test=4",
+)
 MORE = {"ast_sft": ("ast_sft.min_score=0.0",), "ast_ppo": ("ast_ppo.kl.target=0.01",)}
 
 
@@ -39,18 +45,21 @@ def short_experiment(
     """A run of a trainer that takes about a second, over models written into a new folder."""
     if trainer.startswith("ast_"):
         folder.mkdir(parents=True)
-        length = f"training.training_steps={num_iterations}"
+        length = f"training.num_iterations={num_iterations}"
         overrides = [*AST_OVERRIDES, length, *MORE.get(trainer, ()), *more]
         scenario = write_scenario(folder)
         return resolve_experiment(trainer=trainer, scenario=str(scenario), overrides=overrides)
     if trainer in SERVICE_TRAINERS:
-        length = f"training.training_steps={num_iterations}"
+        length = f"training.num_iterations={num_iterations}"
         return resolve_experiment(trainer=trainer, overrides=[*SERVICE_OVERRIDES, length, *more])
+    if trainer.startswith("pure_text_"):
+        length = f"text_rl.num_iterations={num_iterations}"
+        return resolve_experiment(trainer=trainer, overrides=[*TEXT_OVERRIDES, length, *more])
     scenario = toy_scenario_folder(folder)
     values = SMALL | {"trainer": trainer, "scenario": str(scenario)}
     if trainer == TrainerType.SOLO_AGENT:
         del values["rl"], values["nip"], values["protocol_common"]
-        values["solo_agent"] = {"num_epochs": num_iterations, "batch_size": 16}
+        values["solo_agent"] = {"num_epochs": num_iterations, "minibatch_size": 16}
     else:
         values["rl"] = values["rl"] | {"num_iterations": num_iterations}
     (folder / "parameters.yaml").write_text(json.dumps(values))
@@ -72,6 +81,8 @@ def what_was_found(run: Path) -> dict[str, bytes]:
     """What must not depend on whether a run was stopped: metrics, conversations, weights."""
     files = [run / "metrics.jsonl", *run.glob("rollouts/*.jsonl"), *run.glob("model/*.safetensors")]
     results = json.loads((run / RESULTS).read_text())
-    results.pop("model_dir", None)
+    # Where models are, and what jobs are called, is each run's own.
+    for name in ("model_dir", "models", "groups"):
+        results.pop(name, None)
     found = {str(file.relative_to(run)): file.read_bytes() for file in sorted(files)}
     return found | {RESULTS: json.dumps(results).encode()}

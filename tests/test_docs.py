@@ -23,7 +23,7 @@ from tests.documents import ROOT, Block, Command, anchors, blocks, documents, li
 RUN_BY_READERS = [ROOT / "README.md", *sorted((ROOT / "doc" / "guides").glob("*.md"))]
 SMALL = (
     "training.num_episodes_per_experience=1",
-    "training.batch_size=4",
+    "training.minibatch_size=4",
     "ast_chat.tree_depth=2",
     "ast_chat.evaluation.num_episodes=2",
     "ast_chat.evaluation.use_random_search=false",
@@ -33,7 +33,7 @@ SMALL_PROOF = ("rl.frames_per_batch=240",)
 """The same where agents play an interaction protocol; a multiple of most numbers of rounds."""
 SMALL_TASK = (
     "training.num_episodes_per_experience=2",
-    "training.batch_size=8",
+    "training.minibatch_size=8",
     "task.evaluation.num_problems=4",
 )
 """The same where a policy answers the problems of a task."""

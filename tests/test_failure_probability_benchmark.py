@@ -36,7 +36,7 @@ def test_it_measures_a_run_and_keeps_the_brute_force(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    small = ("training.training_steps=1", "ast_chat.evaluation.use_random_search=false")
+    small = ("training.num_iterations=1", "ast_chat.evaluation.use_random_search=false")
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), overrides=small)
     run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False)
     truth, out = tmp_path / "truth.npy", tmp_path / "out.json"

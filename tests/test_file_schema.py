@@ -65,7 +65,7 @@ def test_what_a_run_writes_down_passes(trainer: str) -> None:
     [
         "extends: other.yaml",
         "training: {lr: 1e-4}",
-        "training: {lr: '${ast_sft.lr}', batch_size: '${oc.env:BATCH}', max_grad_norm: null}",
+        "training: {lr: '${ast_sft.lr}', minibatch_size: '${oc.env:BATCH}', max_grad_norm: null}",
         "training: ${mine}\nmine: {anything: 1}",
         "seed: ???",
         "ast_chat: {target: {temperature: 0.5}}",

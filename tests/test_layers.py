@@ -18,7 +18,7 @@ FLOORS = [
         *("safe_text", "safe_console", "trust"),
     ],
     ["parameters", "experiment_settings"],
-    ["rollouts", "rl_objectives", "checkpoints", "utils"],
+    ["rollouts", "rl_objectives", "checkpoints", "distributed", "utils"],
     ["language_models", "scorers", "reward_terms", "message_regressors"],
     ["protocols", "scenario_base", "samplers"],
     ["factory", "scenario_instance", "scenarios"],

@@ -250,7 +250,13 @@ def test_importing_a_neighbour_file_is_explained(gadgets: Registry[Any], tmp_pat
     write(tmp_path / "besides.py", "x = 1\n")
     text = failure_of(write(tmp_path / "mine.py", "import besides\n"))
     assert "ModuleNotFoundError: No module named 'besides'." in text
-    assert (
-        "A plug-in of several files must be a package that can be imported; give its name in "
-        "place of the file."
-    ) in text
+    assert "Import a file beside the plug-in by `from .besides import ...`." in text
+
+
+def test_a_plugin_imports_the_files_beside_it(gadgets: Registry[Any], tmp_path: Path) -> None:
+    write(tmp_path / "beside.py", "x = 1\n")
+    plugin = load_plugin(write(tmp_path / "mine.py", "from .beside import x\n"))
+    assert module_of(plugin).x == 1
+    write(tmp_path / "other.py", "from .beside import x\n1 / 0\n")
+    failure_of(tmp_path / "other.py")
+    assert not [name for name in sys.modules if name.startswith("nip_astra_plugin_other")]

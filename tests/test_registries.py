@@ -29,6 +29,11 @@ from nip_astra.reward_terms.base import RewardTerm
 from nip_astra.reward_terms.registry import REWARD_TERMS, register_reward_term
 from nip_astra.scenario_base.tasks.base import Task
 from nip_astra.scenario_base.tasks.registry import TASKS, register_task
+from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser
+from nip_astra.scenario_base.text.analysers.registry import (
+    ROLLOUT_ANALYSERS,
+    register_rollout_analyser,
+)
 from nip_astra.scenarios.images.pretrained.base import PretrainedModel
 from nip_astra.scenarios.images.pretrained.registry import (
     PRETRAINED_MODELS,
@@ -51,6 +56,7 @@ ENUMS: dict[str, type[StrEnum]] = {
     "message_regressor": types.MessageRegressorType,
     "pretrained_model": types.PretrainedModelType,
     "task": types.TaskType,
+    "rollout_analyser": types.RolloutAnalyserType,
 }
 BASES: dict[str, type] = {
     "trainer": Trainer,
@@ -63,6 +69,7 @@ BASES: dict[str, type] = {
     "message_regressor": MessageRegressor,
     "pretrained_model": PretrainedModel,
     "task": Task,
+    "rollout_analyser": RolloutAnalyser,
 }
 DECORATORS: dict[str, Any] = {
     "trainer": register_trainer,
@@ -75,6 +82,7 @@ DECORATORS: dict[str, Any] = {
     "message_regressor": register_message_regressor,
     "pretrained_model": register_pretrained_model,
     "task": register_task,
+    "rollout_analyser": register_rollout_analyser,
 }
 REGISTRIES: dict[str, Registry[Any]] = {
     "trainer": TRAINERS,
@@ -87,6 +95,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "message_regressor": MESSAGE_REGRESSORS,
     "pretrained_model": PRETRAINED_MODELS,
     "task": TASKS,
+    "rollout_analyser": ROLLOUT_ANALYSERS,
 }
 KINDS = sorted(REGISTRIES)
 MEMBERS = [(kind, str(member)) for kind, enum in ENUMS.items() for member in enum]
@@ -218,7 +227,7 @@ def test_a_name_of_ones_own_needs_no_member(kind: str) -> None:
     "kind",
     [
         *("scorer", "language_model", "chat_model"),
-        *("reward_term", "message_regressor", "pretrained_model"),
+        *("reward_term", "message_regressor", "pretrained_model", "rollout_analyser"),
     ],
 )
 def test_a_kind_that_inherits_its_parameters_leaves_those_of_its_parent_alone(kind: str) -> None:

@@ -97,7 +97,7 @@ def test_a_run_gets_a_name_of_trainer_and_scenario(run: Any) -> None:
 def test_the_recorded_parameters_are_enough_to_run_again(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = run("one", "training.training_steps=2", "toy_trainer.offset=3").run_directory
+    directory = run("one", "training.num_iterations=2", "toy_trainer.offset=3").run_directory
     monkeypatch.chdir(tmp_path.parent)
     resolved = resolve_experiment(parameter_file=directory.path / "hyper_parameters.yaml")
     again = run_experiment(resolved, runs_dir=str(tmp_path), run_id="two", progress=False)
@@ -144,7 +144,7 @@ def test_plain_hyper_parameters_are_completed_by_the_same_layers(toy: Path) -> N
     )
     hyper_params = prepare_experiment(plain).trainer.hyper_params
     assert hyper_params.training.lr == 0.5
-    assert hyper_params.training.training_steps == 4
+    assert hyper_params.training.num_iterations == 4
     assert hyper_params.get("toy_trainer.offset") == 0.5
 
 
@@ -345,7 +345,7 @@ def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder
         "custom_trainer_module_path: mine.py\n"
         "custom_trainer_class_name: Mine\n"
         "mine: {offset: 2.0}\n"
-        "training: {training_steps: 3}\n"
+        "training: {num_iterations: 3}\n"
     )
     # The section of the scenario file is that of the trainer in the plug-in.
     scenario = work / "toy" / "scenario.yaml"
@@ -387,7 +387,7 @@ def test_a_run_whose_plugin_has_moved_goes_on_with_a_copy_that_the_user_gives(
     with plugins_forgotten_after():
         stopped = type_command(
             *("--trainer", "toy_trainer", "--scenario", str(toy), "--run-id", "one"),
-            *("--plugin", "extra.py", "--set", "training.training_steps=3"),
+            *("--plugin", "extra.py", "--set", "training.num_iterations=3"),
         )
     assert stopped.code == 143, stopped.err
     (tmp_path / "new").mkdir()
@@ -408,7 +408,7 @@ def test_a_run_that_fails_while_it_is_built_leaves_its_id_free(
     options = {"runs_dir": str(tmp_path), "run_id": "again", "progress": False}
 
     def start(*overrides: str) -> None:
-        short = ["training.training_steps=1", "ast_chat.evaluation.use_random_search=false"]
+        short = ["training.num_iterations=1", "ast_chat.evaluation.use_random_search=false"]
         resolved = resolve_experiment(
             trainer="ast_dpo", scenario=str(tiny_scenario), overrides=[*short, *overrides]
         )

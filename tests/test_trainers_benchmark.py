@@ -15,7 +15,7 @@ from nip_astra.trainers.registry import TRAINERS
 from tests.command_line import CommandLine
 from tests.documents import ROOT
 
-SMALL = ("training.training_steps=1", "ast_chat.evaluation.num_episodes=2")
+SMALL = ("training.num_iterations=1", "ast_chat.evaluation.num_episodes=2")
 
 
 @pytest.fixture(scope="module")

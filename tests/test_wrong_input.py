@@ -76,7 +76,7 @@ def test_several_faults_at_once_each_with_its_source(cli: CommandLine) -> None:
         f"""
         trainer: ast_dpo
         scenario: {cli.scenario}
-        training: {{lr: "1e-5", batch_size: true, optimiser: sgd}}
+        training: {{lr: "1e-5", minibatch_size: true, optimiser: sgd}}
         ast_dpo: {{beta: 0}}
         """,
     )
@@ -85,7 +85,8 @@ def test_several_faults_at_once_each_with_its_source(cli: CommandLine) -> None:
     assert message.startswith("6 parameters are wrong: ")
     for fault in (
         f'training.lr: must be a number, not text; given "1e-5" (from {path}). Write it without',
-        f"training.batch_size: must be a whole number, not true or false; given true (from {path})",
+        "training.minibatch_size: must be a whole number, not true or false; given true "
+        f"(from {path})",
         f'training.optimiser: unknown parameter; given "sgd" (from {path}). Did you mean',
         f"ast_dpo.beta: must be greater than 0; given 0 (from {path})",
         "ast_chat.tree_widht: unknown parameter; given 3 (from --set). Did you mean",
@@ -103,7 +104,7 @@ def test_several_faults_at_once_each_with_its_source(cli: CommandLine) -> None:
         ("training.lr=true", "training.lr: must be a number, not true or false; given true"),
         ("training.lr=.nan", "training.lr: must be "),
         ("training.lr=.inf", "training.lr: must be "),
-        ("training.batch_size=2.5", "training.batch_size: must be a"),
+        ("training.minibatch_size=2.5", "training.minibatch_size: must be a"),
         ("training.num_epochs=0", "training.num_epochs: must be "),
         ("training.optimizer=admw", "'adamw'?"),
         ("training=3", "training: must be a group of parameters"),

@@ -180,7 +180,7 @@ def test_a_loss_that_is_not_a_number(cli: CommandLine) -> None:
     )
     said = cli.run(
         *("--plugin", path, "--trainer", "my_trainer"),
-        overrides=("training.batch_size=1", "training.num_episodes_per_experience=2"),
+        overrides=("training.minibatch_size=1", "training.num_episodes_per_experience=2"),
     )
     message = refused(said)
     assert message.startswith("optimizer step 3 (iteration 1) has loss nan and gradient norm nan")

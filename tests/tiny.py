@@ -149,8 +149,8 @@ def write_scenario(root: Path, **changes: object) -> Path:
     section = scenario_section(root, **changes)
     training = {
         "lr": 3e-3,
-        "batch_size": 4,
-        "training_steps": 6,
+        "minibatch_size": 4,
+        "num_iterations": 6,
         "num_episodes_per_experience": 3,
     }
     text = yaml.safe_dump({"kind": "ast_chat", "training": training, "ast_chat": section})

@@ -47,9 +47,9 @@ class ToyTrainer(Trainer):
         self.start = getattr(self, "start", 0)
         with self._open_progress_bar():
             self._count()
-        self.results["last"] = self.hyper_params.training.training_steps + self.parameters.offset
+        self.results["last"] = self.hyper_params.training.num_iterations + self.parameters.offset
 
-    @attach_progress_bar(lambda self: self.hyper_params.training.training_steps)
+    @attach_progress_bar(lambda self: self.hyper_params.training.num_iterations)
     def _count(self, iteration_context):
         iteration_context.set_description("Counting")
         for index in iteration_context.iterate(self.start):
@@ -79,7 +79,7 @@ class ToyTrainer(Trainer):
 SCENARIO = """
 kind: toy_kind
 training:
-  training_steps: 4
+  num_iterations: 4
 toy_trainer:
   offset: 0.5
 """

@@ -16,6 +16,7 @@ from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import CheckpointError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.loading import flatten
+from nip_astra.parameters.renamed import with_new_names
 
 STATE = "state"
 """Name, in a checkpoint, of the files with the run's state and its parts."""
@@ -156,7 +157,8 @@ def check_is_of_run(
             f"run's trainer is {now['trainer']!r}. Give the checkpoint of a run of "
             f"{now['trainer']!r}."
         )
-    before, given = dict(flatten(metadata["parameters"])), dict(flatten(now["parameters"]))
+    kept = with_new_names(metadata["parameters"], source=str(checkpoint))
+    before, given = dict(flatten(kept)), dict(flatten(now["parameters"]))
     is_same_version = before.pop("package_version", None) == given.pop("package_version", None)
     known = before.keys() | given.keys() if is_same_version else before.keys() & given.keys()
     faults = [

@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor
 
 from nip_astra.errors import CheckpointError
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "$tensor", "$tuple", "$dict", "$float"
 """Tags of what JSON has no word for: each is the only key of an object."""
+_PLAIN = "state"
+"""Key of all but the tensors in the header of a message."""
 
 
 def save_state(path: Path, state: Any) -> None:
@@ -62,6 +64,33 @@ def load_state(path: Path) -> Any:
         raise CheckpointError(
             f"the state {path} was to be read, but it is missing or broken: {error}. Resume from "
             "another checkpoint."
+        ) from error
+
+
+def pack_state(state: Any) -> bytes:
+    """The same state as one block of bytes, for a message: safetensors with the rest beside it."""
+    tensors: dict[str, Tensor] = {}
+    plain = _encode(state, "message", tensors)
+    packed: bytes = save(tensors, metadata={_PLAIN: json.dumps(plain, allow_nan=False)})
+    return packed
+
+
+def unpack_state(packed: bytes) -> Any:
+    """Read what `pack_state` made, wherever it comes from.
+
+    Raises
+    ------
+    CheckpointError
+        When it is something else, or cut off.
+    """
+    try:
+        length = int.from_bytes(packed[:8], "little")
+        plain = json.loads(packed[8 : 8 + length])["__metadata__"][_PLAIN]
+        return _decode(json.loads(plain), load(packed))
+    except (ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
+        raise CheckpointError(
+            f"a message of {len(packed)} bytes was to be read, but it is broken: {error}. Send "
+            "what pack_state made."
         ) from error
 
 

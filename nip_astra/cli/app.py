@@ -13,7 +13,8 @@ import typer
 from typer.core import TyperGroup
 
 from nip_astra import __version__
-from nip_astra.cli import data, measuring, serving, sweeping
+from nip_astra.cli import analysing, comparing, data, measuring, serving, sweeping
+from nip_astra.cli.notes import NoteHandler
 from nip_astra.cli.options import (
     AsJson,
     Debug,
@@ -31,7 +32,9 @@ from nip_astra.cli.options import (
     Wandb,
     settings_of,
 )
+from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import (
+    LostProcessError,
     NipAstraError,
     StopRequested,
     UnexpectedExitError,
@@ -185,13 +188,20 @@ def show(
     show_all: Annotated[
         bool, typer.Option("--all", help="Show those as well that nothing in the run reads.")
     ] = False,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="Show what chat models are told in a protocol.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
-    from nip_astra.cli import show_commands
+    from nip_astra.cli import show_commands, show_prompts
 
+    given = _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust)
+    if prompts:
+        show_prompts.show_prompts(given)
+        return
     show_commands.show(
-        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
+        given,
         as_yaml=as_yaml,
         is_explained=explain,
         are_all_shown=show_all,
@@ -246,8 +256,10 @@ def schema(
 
 for command in measuring.COMMANDS:
     app.command()(command)
+app.command()(analysing.analyse)
 app.command()(serving.serve)
 app.command()(sweeping.sweep)
+app.command(name="compare-dumps")(comparing.compare_dumps)
 app.add_typer(data.app, name="dataset")
 
 
@@ -284,6 +296,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("nip_astra").addHandler(logging.NullHandler())
+    logging.getLogger("nip_astra.parameters.renamed").addHandler(NoteHandler())
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # A closed stream is none to Python, and half of what writes to it does not ask.
@@ -299,7 +312,11 @@ def main() -> None:
         if "--debug" in sys.argv:
             sys.stderr.write(safe_text(traceback.format_exc()))
         is_stop = isinstance(error, StopRequested)
-        sys.stderr.write(f"{'' if is_stop else 'error: '}{error}\n")
+        rank = rank_of_process()
+        # Of several processes of a run, the one that leads tells why it ends.
+        if rank == 0 or not (is_stop or isinstance(error, LostProcessError)):
+            head = f"process {rank}: " if rank else ""
+            sys.stderr.write(f"{head}{'' if is_stop else 'error: '}{error}\n")
         sys.exit(EXIT_CODES.get(error.signal_name, 2) if isinstance(error, StopRequested) else 2)
     except Exception:
         # A fault of ours or of a plug-in, whose message may quote what a model said.

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from nip_astra.cli.terminal import open_console, plain_table
+from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import NipAstraError, UnknownNameError
 from nip_astra.parameters.content import find_scenario, scenario_names
 from nip_astra.plugins import load_plugin
@@ -26,6 +27,7 @@ from nip_astra.run import (
 REGISTRY_MODULES = (
     "language_models",
     "reward_terms",
+    "scenario_base.text.analysers",
     "scenarios",
     "scenarios.images.pretrained",
     "scorers",
@@ -72,6 +74,8 @@ def list_names(kind: str | None, plugins: list[str]) -> None:
 
 
 def _report(result: ExperimentResult) -> None:
+    if rank_of_process() > 0:
+        return
     print_results(result.results, result.run_directory.path, open_console())
 
 

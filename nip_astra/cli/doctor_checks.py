@@ -92,6 +92,7 @@ def examine(question: Question) -> list[Finding]:
         ("tracking", _tracking),
         ("runs", _runs),
         ("service", _service),
+        ("sandbox", _sandbox),
     ]
     found: list[Finding] = []
     # What libraries say on the way, for instance that they download something, is not true here.
@@ -364,3 +365,22 @@ def _version(package: str) -> str | None:
 
 def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _sandbox(_: Question) -> Findings:
+    from nip_astra.utils.interpreter import why_no_interpreter
+    from nip_astra.utils.sandbox import why_no_bubblewrap
+
+    absent, missing = why_no_bubblewrap(), why_no_interpreter()
+    if absent:
+        text = f"{absent}; whole programs that models wrote are not run"
+        yield Finding("sandbox", "bubblewrap", Status.ABSENT, text)
+    else:
+        text = "runs programs that models wrote, without a network, files or other processes"
+        yield Finding("sandbox", "bubblewrap", Status.WORKS, text)
+    if missing:
+        text = f"{missing}: pip install 'nip_astra[sandbox]'"
+        yield Finding("sandbox", "interpreter", Status.ABSENT, text)
+    else:
+        use = "is not needed" if not absent else "calls functions that models wrote instead"
+        yield Finding("sandbox", "interpreter", Status.WORKS, f"pydantic-monty {use}")

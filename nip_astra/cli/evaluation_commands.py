@@ -41,6 +41,7 @@ from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_base.text_attackers import ChatAttacker, FixedProbes
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.service_use import services_used
+from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import using_processes
 from nip_astra.utils.processor import (
     choose_num_processes,
@@ -386,7 +387,8 @@ def _processor(
         size = max(size, target.agent.language_model.num_parameters())
     torch.set_num_threads(choose_num_threads(size, settings.num_threads))
     try:
-        with using_processes(choose_num_processes(size, settings.num_threads)):
+        num_processes = choose_num_processes(size, settings.num_threads)
+        with using_processes(num_processes), using_actors(actor_options(settings, size)):
             yield
     finally:
         torch.set_num_threads(before)

@@ -11,10 +11,16 @@ from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.terminal import say
 from nip_astra.errors import ConfigurationError
 from nip_astra.serve.server import serve as run_service
-from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
 
-def serve(models: Sequence[str], given: dict[str, Any], *, num_threads: int | None) -> None:
+def serve(
+    models: Sequence[str],
+    given: dict[str, Any],
+    *,
+    num_threads: int | None,
+    protocols: Sequence[TrainingProtocol] = (),
+) -> None:
     """Serve models until a signal comes."""
     quieten_libraries()
     if num_threads is not None:
@@ -29,12 +35,13 @@ def serve(models: Sequence[str], given: dict[str, Any], *, num_threads: int | No
 
     def tell(settings: ServiceSettings) -> None:
         names = ", ".join(named)
-        say(f"serving {names} at {settings.base_url} (Ctrl-C ends it)")
+        address = settings.root_url if protocols else settings.base_url
+        say(f"{'training' if protocols else 'serving'} {names} at {address} (Ctrl-C ends it)")
         key = settings.token_variable
         say(f"  api_key: {'any text' if key is None else f'what {key} holds'}")
         sys.stdout.flush()
 
-    run_service(named, ServiceSettings(**given), tell=tell)
+    run_service(named, ServiceSettings(**given), tell=tell, protocols=protocols)
 
 
 def _named(models: Sequence[str]) -> dict[str, str]:

@@ -32,6 +32,13 @@ def serve(
     state_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where files, jobs and their models are kept.")
     ] = None,
+    train: Annotated[
+        bool,
+        typer.Option("--train", help="Train the models for clients of train_service.backend http."),
+    ] = False,
+    tinker: Annotated[
+        bool, typer.Option("--tinker", help="Train the models for clients of the tinker SDK.")
+    ] = False,
     settings: Annotated[
         list[str] | None,
         typer.Option(
@@ -42,9 +49,13 @@ def serve(
     num_threads: Threads = None,
     debug: Debug = False,
 ) -> None:
-    """Serve models by OpenAI's routes, and train them by jobs; ends with Ctrl-C."""
+    """Serve models by OpenAI's routes, or train them for clients; ends with Ctrl-C.
+
+    Without --train and --tinker the models answer texts, and jobs train them.
+    """
     from nip_astra.cli import serve_commands
     from nip_astra.cli.options import settings_of
+    from nip_astra.serve.settings import TrainingProtocol
 
     given = settings_of(
         settings,
@@ -54,4 +65,6 @@ def serve(
         state_dir=state_dir,
         device=device,
     )
-    serve_commands.serve(model, given, num_threads=num_threads)
+    asked: dict[TrainingProtocol, bool] = {"http": train, "tinker": tinker}
+    protocols = [name for name, is_asked in asked.items() if is_asked]
+    serve_commands.serve(model, given, num_threads=num_threads, protocols=protocols)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from tqdm import tqdm
 
 from nip_astra.cli.terminal import complain, open_console, plain_table, say
 from nip_astra.errors import ConfigurationError, NipAstraError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.plugins import load_plugin
-from nip_astra.report.page import write_report
 from nip_astra.safe_text import safe_text
+from nip_astra.sweep.orders import FinishedRun, RunStatus
 from nip_astra.sweep.plan import (
     PlannedRun,
     SweepPlan,
@@ -24,11 +25,16 @@ from nip_astra.sweep.plan import (
     shard_of,
 )
 from nip_astra.sweep.results import SweepResults, read_stored_plan, read_sweep
-from nip_astra.sweep.runner import FinishedRun, RunStatus, SweepRunner
-from nip_astra.tracking.run_directory import write_atomically
-
-MAX_RUNS_OF_REPORT = 24
-"""A page about more runs is too long to read."""
+from nip_astra.sweep.search_space import space_of
+from nip_astra.sweep.sweeping import (
+    REPORT,
+    SUMMARY,
+    TABLE,
+    SweepOptions,
+    check,
+    do_sweep,
+    runner_of,
+)
 
 
 def plan_of(
@@ -40,6 +46,7 @@ def plan_of(
     grid: Sequence[str],
     parameters: str | None,
     plugins: Sequence[str],
+    search: Mapping[str, Any] | None = None,
 ) -> SweepPlan:
     """The plan of a file or folder, with what the command line says in its place."""
     stored = None
@@ -59,12 +66,24 @@ def plan_of(
         given["parameters"] = parameters
     if plugins:
         given["plugins"] = [*given.get("plugins", []), *plugins]
+    if search is not None:
+        before = given.get("search") or {}
+        space = {**before.get("space", {}), **search.get("space", {})}
+        given["search"] = {**before, **search, "space": space}
     if not given.get("trainers"):
         raise ConfigurationError(
             "a sweep was asked for, but no trainer. Name one or several, for instance --trainer "
             "ast_dpo,ast_ipo, or give a file with `trainers:`."
         )
     return SweepPlan.from_dict(given)
+
+
+def search_of(ranges: Sequence[str], **given: Any) -> dict[str, Any] | None:
+    """What the command line says of a search; None where it says nothing."""
+    said = {name: value for name, value in given.items() if value is not None}
+    if ranges:
+        said["space"] = space_of(ranges)
+    return said or None
 
 
 def folder_of(source: str | None, sweep_dir: str | None) -> Path:
@@ -79,39 +98,48 @@ def folder_of(source: str | None, sweep_dir: str | None) -> Path:
 def sweep(
     plan: SweepPlan,
     directory: Path,
-    settings: Mapping[str, Any],
+    options: SweepOptions,
     *,
-    num_processes: int,
-    shard: str | None,
     metrics: Sequence[str],
-    is_trusted: bool,
     is_dry: bool,
     as_json: bool,
 ) -> None:
     """Check all, run what has not ended, and tell what was found."""
-    for plugin in plan.plugins:
-        load_plugin(plugin)
-    # Before anything runs, so that the twentieth run does not fail for a slip of the pen.
-    ExperimentSettings.from_dict({**ExperimentSettings().to_dict(), **settings})
-    plan.check()
-    runs = shard_of(plan.runs, shard)
-    runner = SweepRunner(
-        plan, directory, num_processes=num_processes, settings=settings, is_trusted=is_trusted
-    )
+    check(plan, options)
     if is_dry:
-        for run in runs:
-            say(f"{run.run_id}  {runner.status(run):8}  {run.arm.name}  seed {run.seed}")
+        _list(plan, directory, options)
         return
-    finished = runner.run(runs, on_end=_Teller(len(runs), as_json=as_json))
+    num_runs = len(shard_of(plan.runs, options.shard))
+    if plan.search is not None:
+        num_runs = plan.search.num_trials * len(plan.seeds)
+    teller = _Teller(num_runs, as_json=as_json)
+    finished = do_sweep(plan, directory, options, progress=not as_json, on_end=teller)
     failed = [one for one in finished if one.status is RunStatus.FAILED]
     found = read_sweep(directory)
     if found.rows:
         _tell(found, metrics, as_json=as_json)
     if failed:
         raise NipAstraError(
-            f"{len(failed)} of {len(runs)} runs failed; their logs are in {directory / 'logs'}. "
-            f"Mend the cause and go on with: nip-astra sweep {directory}"
+            f"{len(failed)} of {len(finished)} runs failed; their logs are in "
+            f"{directory / 'logs'}. Mend the cause and go on with: nip-astra sweep {directory}"
         )
+
+
+def _list(plan: SweepPlan, directory: Path, options: SweepOptions) -> None:
+    """Say what would be run."""
+    if plan.search is not None:
+        said = f"{plan.search.num_trials} trials of {len(plan.seeds)} runs each, by"
+        objectives = {plan.objective_of(plan.resolve(arm)) for arm in plan.first_arms}
+        say(
+            f"{said} {plan.search.sampler}, to {plan.search.direction} "
+            f"{', '.join(sorted(objectives))}"
+        )
+        for path, choice in plan.choices.items():
+            say(f"{path}  {choice}")
+        return
+    runner = runner_of(plan, directory, options)
+    for run in shard_of(plan.runs, options.shard):
+        say(f"{run.run_id}  {runner.status(run):8}  {run.arm.name}  seed {run.seed}")
 
 
 class _Teller:
@@ -129,10 +157,12 @@ class _Teller:
             said += f" after {one.seconds:.0f} s"
         if one.message:
             said += f": {one.message}"
-        if self.as_json or one.status is RunStatus.FAILED:
-            complain(said)
-        else:
-            say(said)
+        # A bar that is being drawn makes room for the line.
+        with tqdm.external_write_mode(file=sys.stderr):
+            if self.as_json or one.status is RunStatus.FAILED:
+                complain(said)
+            else:
+                say(said)
 
 
 def _title(run: PlannedRun) -> str:
@@ -148,27 +178,22 @@ def _tell(found: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None
             f"They have {', '.join(found.figure_names)}."
         )
     directory = found.directory
-    write_atomically(directory / "table.csv", found.to_csv())
     if as_json:
         say(json.dumps(_as_plain(found, names)))
-    else:
-        console = open_console()
-        for name in names:
-            console.print(_table(found, name), "")
-    ended = list(dict.fromkeys(row["run_id"] for row in found.rows))
-    if not as_json:
-        say(f"table      {directory / 'table.csv'}")
-    if len(ended) <= MAX_RUNS_OF_REPORT:
-        path = write_report([directory / one for one in ended], directory / "report.html")
-        if not as_json:
-            say(f"report     {path}")
+        return
+    console = open_console()
+    for name in names:
+        console.print(_table(found, name), "")
+    say(f"table      {directory / TABLE}")
+    say(f"summary    {directory / SUMMARY}")
+    say(f"report     {directory / REPORT}")
 
 
 def _table(found: SweepResults, name: str) -> Table:
-    arms = found.plan.arms
+    arms = found.arms
     table = plain_table(
         f"{name}, means over seeds with 95 % intervals of Student's t",
-        *("arm", "seeds", "before", "after", "interval", f"less {arms[0].name}", "p"),
+        *("arm", "seeds", "before", "after", "interval", "less the first", "p"),
     )
     for arm in arms:
         after, before = found.over_seeds(arm, name), found.over_seeds(arm, name, "before")
@@ -193,7 +218,7 @@ def _interval(low: float | None, high: float | None) -> str:
 
 
 def _as_plain(found: SweepResults, names: Sequence[str]) -> list[dict[str, Any]]:
-    arms = found.plan.arms
+    arms = found.arms
     return [
         {"arm": arm.name, "trainer": arm.trainer, "values": dict(arm.values), "figure": name}
         | mean._asdict()

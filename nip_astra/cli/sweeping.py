@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -33,9 +33,39 @@ def sweep(
     sweep_dir: Annotated[
         str | None, typer.Option(metavar="DIR", help="Where its runs are kept: runs/sweep.")
     ] = None,
+    search: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A.B=C..D", help="Range to search, e.g. 'training.lr=log 1e-5..1e-3'."
+        ),
+    ] = None,
+    num_trials: Annotated[
+        int | None, typer.Option(metavar="NUMBER", min=1, help="Trials of a search: 20.")
+    ] = None,
+    sampler: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Proposes trials: tpe or random.")
+    ] = None,
+    pruner: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Stops trials: median, halving or none.")
+    ] = None,
+    objective: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Figure to search by: dev/failure_rate.")
+    ] = None,
+    direction: Annotated[
+        str | None, typer.Option(metavar="NAME", help="maximize or minimize the objective.")
+    ] = None,
     num_processes: Annotated[
-        int, typer.Option(metavar="NUMBER", min=1, max=1024, help="Runs at once.")
+        int | None, typer.Option(metavar="NUMBER", min=1, max=1024, help="Runs at once: 1.")
+    ] = None,
+    on: Annotated[
+        Literal["processes", "ray"], typer.Option(help="What does the runs.")
+    ] = "processes",
+    cpus_per_run: Annotated[
+        float, typer.Option(metavar="NUMBER", min=0, help="Cores of a run on Ray.")
     ] = 1,
+    gpus_per_run: Annotated[
+        float, typer.Option(metavar="NUMBER", min=0, help="GPUs of a run on Ray.")
+    ] = 0,
     shard: Annotated[
         str | None, typer.Option(metavar="K/N", help="The k-th of n parts of the runs.")
     ] = None,
@@ -52,9 +82,10 @@ def sweep(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Run every combination of trainers, values and seeds; go on where it was left."""
+    """Run every combination of trainers, values and seeds, or search; go on where it was left."""
     from nip_astra.cli import sweep_commands
     from nip_astra.cli.options import settings_of
+    from nip_astra.sweep.sweeping import SweepOptions
 
     sweep_commands.sweep(
         sweep_commands.plan_of(
@@ -65,13 +96,26 @@ def sweep(
             grid=grid or [],
             parameters=parameters,
             plugins=plugin or [],
+            search=sweep_commands.search_of(
+                search or [],
+                num_trials=num_trials,
+                sampler=sampler,
+                pruner=pruner,
+                objective=objective,
+                direction=direction,
+            ),
         ),
         sweep_commands.folder_of(plan, sweep_dir),
-        settings_of(settings, device=device, wandb=wandb),
-        num_processes=num_processes,
-        shard=shard,
+        SweepOptions(
+            settings=settings_of(settings, device=device, wandb=wandb),
+            num_processes=num_processes,
+            shard=shard,
+            place=on,
+            num_cpus=cpus_per_run,
+            num_gpus=gpus_per_run,
+            is_trusted=trust,
+        ),
         metrics=metric or [],
-        is_trusted=trust,
         is_dry=dry_run,
         as_json=as_json,
     )

@@ -1,7 +1,7 @@
 """How likely a failure is when nobody looks for one: under the reference distribution.
 
 The quantity is P(an episode of H turns fails), where the reference says the probes. Plain Monte
-Carlo plays the reference and counts. Importance sampling plays a mixture of strategies: the
+Carlo plays the reference and counts. Importance sampling plays a mixture of proposals: the
 reference alone, and the reference with one turn, or all, said by the trained attacker. With
 r_t = q(x_t | h_t) / p(x_t | h_t), the attacker's over the reference's probability of probe t, an
 episode whose first failure is at turn t has the balance-heuristic weight (Veach and Guibas 1995)
@@ -20,7 +20,7 @@ weights of all episodes show, failing or not, and for nothing else: one that res
 is told, with a caution. Held back, what remained would be those that by chance missed the heavy
 failures.
 
-Shape suffixes: `E` episode, `H` turn, `K` strategy.
+Shape suffixes: `E` episode, `H` turn, `K` proposal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from nip_astra.utils.intervals import (
 )
 
 REFERENCE, ATTACKER = "reference", "attacker"
-"""The strategies without a turn of the attacker, and with all turns."""
+"""The proposals without a turn of the attacker, and with all turns."""
 MIN_EFFECTIVE_SHARE = 0.1
 """Below this effective sample size, as a share of the episodes, the estimate is refused."""
 MIN_EFFECTIVE_FAILURES = 5.0
@@ -52,20 +52,20 @@ MAX_WEIGHT_DEVIATION = 4.0
 
 
 def attacker_at(turn: int) -> str:
-    """The name of the strategy in which one turn, counted from 1, is the attacker's."""
+    """The name of the proposal in which one turn, counted from 1, is the attacker's."""
     return f"{ATTACKER}@{turn}"
 
 
-def attacker_turns(strategy: str, num_turns: int) -> list[bool]:
-    """Say for each turn whether the attacker says it under a strategy."""
-    if strategy in (REFERENCE, ATTACKER):
-        return [strategy == ATTACKER] * num_turns
-    turn = int(strategy.removeprefix(f"{ATTACKER}@"))
+def attacker_turns(proposal: str, num_turns: int) -> list[bool]:
+    """Say for each turn whether the attacker says it under a proposal."""
+    if proposal in (REFERENCE, ATTACKER):
+        return [proposal == ATTACKER] * num_turns
+    turn = int(proposal.removeprefix(f"{ATTACKER}@"))
     return [number == turn for number in range(1, num_turns + 1)]
 
 
 def defensive_shares(num_episodes: int, num_turns: int) -> dict[str, int]:
-    """The episodes of each strategy: half the reference's, the rest one turn the attacker's.
+    """The episodes of each proposal: half the reference's, the rest one turn the attacker's.
 
     Turns get equal numbers, the first ones one more where they do not divide.
     """
@@ -78,7 +78,7 @@ def defensive_shares(num_episodes: int, num_turns: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class WeighedEpisodes:
-    """Episodes of several strategies, all with a verdict.
+    """Episodes of several proposals, all with a verdict.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class WeighedEpisodes:
         log q - log p of each probe under the distributions that are sampled from, nats.
     first_failure_E : Array
         Turn of the first failure, counted from 0; -1 where there is none.
-    strategies_E : list[str]
+    proposals_E : list[str]
         Who said the probes.
     prompts_E : list[int]
         Opening prompt, as any integer.
@@ -94,7 +94,7 @@ class WeighedEpisodes:
 
     log_ratio_EH: Array
     first_failure_E: Array
-    strategies_E: list[str]
+    proposals_E: list[str]
     prompts_E: list[int]
 
 
@@ -160,8 +160,8 @@ def log_mixture(log_ratio_EH: Array, shares: dict[str, float]) -> Array:
     """Log of mixture over reference for every beginning of each episode, `[E, H]`."""
     num_turns = log_ratio_EH.shape[1]
     terms = []
-    for strategy, share in shares.items():
-        is_attacker_H = np.array(attacker_turns(strategy, num_turns))
+    for proposal, share in shares.items():
+        is_attacker_H = np.array(attacker_turns(proposal, num_turns))
         terms.append(math.log(share) + np.cumsum(log_ratio_EH * is_attacker_H, axis=1))
     mixed: Array = np.logaddexp.reduce(np.stack(terms), axis=0)
     return mixed
@@ -169,7 +169,7 @@ def log_mixture(log_ratio_EH: Array, shares: dict[str, float]) -> Array:
 
 def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> ImportanceEstimate:
     """Estimate P(failure) from episodes of a mixture in which the reference has a share."""
-    names = episodes.strategies_E
+    names = episodes.proposals_E
     num_episodes, num_turns = episodes.log_ratio_EH.shape
     shares = {name: names.count(name) / num_episodes for name in dict.fromkeys(names)}
     weights_EH = np.exp(-log_mixture(episodes.log_ratio_EH, shares))

@@ -13,15 +13,15 @@ import torch
 
 from nip_astra.evaluation.failure_probability import REFERENCE, defensive_shares
 from nip_astra.evaluation.failures import play_episodes
+from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of, why_inexact
 from nip_astra.evaluation.rating import rate_by_others, rate_probes
 from nip_astra.evaluation.rows import Episode, Row, RowFile, episodes_of
 from nip_astra.evaluation.storage import EvaluationFolder
-from nip_astra.evaluation.strategies import sampled_logprobs, sampler_of, why_inexact
-from nip_astra.language_models.base import Generation
+from nip_astra.language_models.base import Generation, TokenScorer
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
-from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.seeding import derived_generator
@@ -120,19 +120,19 @@ class Player:
         done = file.recover()
         self.on_part(done)
         order = self._prompt_order()
-        for strategy, start, stop in self._strategies():
-            sampler = sampler_of(strategy, self.sampler, num_turns=options.num_turns)
+        for proposal, start, stop in self._proposals():
+            sampler = sampler_of(proposal, self.sampler, num_turns=options.num_turns)
             for first in range(max(start, done), stop, self._uncut_batch()):
                 episodes = range(first, min(first + self._uncut_batch(), stop))
-                with self._part(strategy, episodes) as (part, spent):
+                with self._part(proposal, episodes) as (part, spent):
                     tree = play_episodes(
                         sampler,
                         order,
                         episodes,
                         num_turns=options.num_turns,
-                        key=(options.seed, "probability", options.split, strategy),
+                        key=(options.seed, "probability", options.split, proposal),
                     )
-                    rows = self._rows(tree, file, first, strategy=strategy)
+                    rows = self._rows(tree, file, first, proposal=proposal)
                     self._weigh(tree, rows)
                     spent["scorer_calls"] = 2 * len(rows)
                 self._keep(file, episodes_of(rows), part)
@@ -142,25 +142,25 @@ class Player:
         """Say why importance weights cannot be exact; None where they are."""
         return why_inexact([self.sampler.attacker, self.sampler.reference])
 
-    def _strategies(self) -> Iterator[tuple[str, int, int]]:
-        """Each strategy with its first episode and the one after its last."""
+    def _proposals(self) -> Iterator[tuple[str, int, int]]:
+        """Each proposal with its first episode and the one after its last."""
         number = self.options.num_probability_episodes
         counts = {REFERENCE: number}
         if self.options.use_importance_sampling and self.why_not_weighed() is None:
             counts = defensive_shares(number, self.options.num_turns)
         start = 0
-        for strategy, count in counts.items():
-            yield strategy, start, start + count
+        for proposal, count in counts.items():
+            yield proposal, start, start + count
             start += count
 
     def _prompt_order(self) -> list[str]:
-        """Shuffle the prompts, so that no strategy has the first ones of the file."""
+        """Shuffle the prompts, so that no proposal has the first ones of the file."""
         generator = derived_generator(self.options.seed, "probability prompts", self.options.split)
         order = torch.randperm(len(self.prompts), generator=generator).tolist()
         return [self.prompts[i] for i in order]
 
     def _uncut_batch(self) -> int:
-        """The episodes whose caches fit into memory together; a strategy is not divided."""
+        """The episodes whose caches fit into memory together; a proposal is not divided."""
         if self.sampler.max_cache_bytes is None:
             return self.options.batch_size
         longest = [max(self.prompts, key=len)]
@@ -194,7 +194,9 @@ class Player:
             return
         for role in ("attacker", "reference"):
             agent = getattr(self.sampler, role)
-            logprobs_N = sampled_logprobs(agent.language_model, tree, agent.sampling)
+            logprobs_N = sampled_logprobs(
+                agent.token_scorer(to="weigh probes"), tree, agent.sampling
+            )
             for row, value in zip(rows, logprobs_N.tolist(), strict=True):
                 row[f"{role}_sampled_logprob"] = value
 
@@ -236,12 +238,21 @@ class _Part:
         }
 
 
+def _tells_likelihood(target: Speaker) -> bool:
+    """Say whether a target tells how likely it finds what it reads.
+
+    A chat model does not, nor does an engine that holds an adapter.
+    """
+    model = target.language_model
+    return isinstance(model, TokenScorer) and model.can_score_contexts
+
+
 def _with_target_likelihood(sampler: TreeSampler) -> TreeSampler:
     """A sampler that learns from the target's own pass how likely it finds the probes.
 
-    A chat model does not tell.
+    Where it does not tell, the sampler as it is.
     """
-    if isinstance(sampler.target, ChatAgent):
+    if not _tells_likelihood(sampler.target):
         return sampler
     found = sampler.with_attacker(sampler.attacker)
     found.reward = sampler.reward.model_copy(update={"likelihood_model": "target"})
@@ -254,7 +265,7 @@ def _target_likelihoods(tree: RolloutTree, sampler: TreeSampler) -> dict[str, li
     The tree was played with the target's likelihood; reward and `probe_nll` become those of the
     scenario's own reward.
     """
-    if isinstance(sampler.target, ChatAgent):
+    if isinstance(sampler.target, ChatAgent) or not _tells_likelihood(sampler.target):
         return {}
     nodes, reward = tree.nodes, sampler.reward
     lengths = _lengths_for_target(tree, sampler.reader, sampler.target)

@@ -21,6 +21,9 @@ Row = dict[str, Any]
 Episode = list[Row]
 """The nodes of a conversation that does not branch, in order."""
 
+_RENAMED = {"strategy": "proposal"}
+"""Columns that files of older versions hold, and their names now."""
+
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a file, none where it is missing; a last line that was cut off is left out.
@@ -48,6 +51,8 @@ def read_rows(path: Path) -> list[Row]:
                 f"rows were to be read from {path}, but line {number} is no JSON object. Give a "
                 "file that an evaluation or a run wrote."
             )
+        for old in _RENAMED.keys() & row.keys():
+            row[_RENAMED[old]] = row.pop(old)
         rows.append(row)
     return rows
 

@@ -234,7 +234,7 @@ def _why_no_fluency(
 
 
 def _of_reference(probability_episodes: Sequence[Episode]) -> list[Episode]:
-    return [e for e in probability_episodes if e[0].get("strategy") == REFERENCE]
+    return [e for e in probability_episodes if e[0].get("proposal") == REFERENCE]
 
 
 def _probability(
@@ -276,7 +276,7 @@ def _weighed(episodes: Sequence[Episode], level: float) -> dict[str, Any]:
         return refused(reason, level=level).to_dict()
     first = [_first_failure(episode) for episode in known]
     weighed = WeighedEpisodes(
-        ratios, np.array(first), [str(e[0]["strategy"]) for e in known], prompt_numbers(known)
+        ratios, np.array(first), [str(e[0]["proposal"]) for e in known], prompt_numbers(known)
     )
     return importance_sampling(weighed, level=level).to_dict()
 

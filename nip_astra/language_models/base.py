@@ -1,220 +1,38 @@
-"""What a language-model backend must give: samples with log-probabilities, and scores of tokens.
+"""What a language model can do, ability by ability: sample tokens, score tokens, learn.
 
-Shape suffixes: `B` row, `C` context position, `T` continuation position, `V` vocabulary.
+A role asks for the abilities that it needs, by `as_sampler`, `as_scorer`, `as_learner` or
+`as_language_model`; a model that lacks one is refused by name.
+
+Shape suffixes: `B` row, `C` context position, `T` continuation position.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from nip_astra.errors import ModelLoadError
+from nip_astra.errors import ModelAbilityError, ModelLoadError
 from nip_astra.language_models.drawn import KeptTokens
+from nip_astra.language_models.tokens import Counted as Counted
+from nip_astra.language_models.tokens import Draw as Draw
+from nip_astra.language_models.tokens import Drawn as Drawn
+from nip_astra.language_models.tokens import Generation as Generation
+from nip_astra.language_models.tokens import SamplingOptions as SamplingOptions
+from nip_astra.language_models.tokens import TokenCount as TokenCount
+from nip_astra.language_models.tokens import TokenScores as TokenScores
+from nip_astra.language_models.tokens import Turns as Turns
+from nip_astra.language_models.tokens import pad_left as pad_left
+from nip_astra.language_models.tokens import pad_right as pad_right
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are drawn from the model's distribution."""
-
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    end_ids: tuple[int, ...] = ()
-    """Tokens that end a turn besides the model's own."""
-
-    @property
-    def cuts(self) -> bool:
-        """Whether `top_k` or `top_p` keeps unlikely tokens from being drawn."""
-        return self.top_k is not None or self.top_p < 1.0
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """Says that tokens are to be scored under the distribution that they were drawn from.
-
-    That is the model's at `temperature`, over the tokens that may be drawn: no special ones, no end
-    before `min_new_tokens`, and of the others those that `top_k` and `top_p` left.
-
-    Attributes
-    ----------
-    options : SamplingOptions
-        With which they were drawn; temperature 0 draws from no distribution.
-    kept : KeptTokens or None
-        Of each token in turn; needed where the options cut. `LanguageModel.kept_tokens` finds them.
-    """
-
-    options: SamplingOptions
-    kept: KeptTokens | None = None
-
-
-Draw = Callable[[Tensor, Tensor, int, SamplingOptions], tuple[Tensor, Tensor]]
-"""`(logits_BV, uniforms_B, position, options) -> (tokens_B, logprobs_B)`; may use up the logits."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """Sampled continuations, right-padded.
-
-    Attributes
-    ----------
-    ids_BT : Tensor
-        int64; the end token, where the model said it, is the last one of a row; padding is 0.
-    mask_BT : Tensor
-        bool; True on sampled tokens, the end token included.
-    logprobs_BT : Tensor
-        float32, nats, no gradient: log p of each sampled token under the unmodified distribution
-        (temperature 1, nothing cut off); 0 on padding.
-    """
-
-    ids_BT: Tensor
-    mask_BT: Tensor
-    logprobs_BT: Tensor
-
-
-class Turns(NamedTuple):
-    """What a session said, and how likely it found parts of what it read.
-
-    Attributes
-    ----------
-    generation : Generation
-        Rows ordered by context.
-    span_logprobs_CT : Tensor or None
-        float32 `[C, T]`, nats, 0 on padding: log p of the tokens of each context's span; None
-        where none was asked for.
-    """
-
-    generation: Generation
-    span_logprobs_CT: Tensor | None
-
-
-class TokenScores(NamedTuple):
-    """What a model thinks of each token of continuations.
-
-    Attributes
-    ----------
-    logprobs_BT : Tensor
-        float32, nats, 0 on padding.
-    entropy_BT : Tensor or None
-        Entropy of the distribution that the token was one of; float32, nats, 0 on padding.
-    hidden_BTX : Tensor or None
-        Last hidden state of the position that predicts the token, which is what was read before
-        it; float32, 0 on padding.
-    """
-
-    logprobs_BT: Tensor
-    entropy_BT: Tensor | None = None
-    hidden_BTX: Tensor | None = None
-
-
-@dataclass
-class TokenCount:
-    """What a backend has computed so far; the measure of waste.
-
-    Attributes
-    ----------
-    forwarded : int
-        Positions that went through the model, padding included.
-    generated : int
-        Tokens sampled.
-    scored : int
-        Distinct tokens, each in its place, that scoring had to read; the fewest that could have
-        been forwarded for it.
-    head_rows : int
-        Positions for which the distribution over the vocabulary was computed.
-    rescored : int
-        Positions that went through the model only to score again what it had sampled; they are in
-        none of the others.
-    """
-
-    forwarded: int = 0
-    generated: int = 0
-    scored: int = 0
-    head_rows: int = 0
-    rescored: int = 0
-
-    def add(self, other: TokenCount) -> None:
-        """Count what another count counted too."""
-        for counted in fields(TokenCount):
-            name = counted.name
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-
-
-class GenerationSession(ABC):
-    """One rollout through a model: calls in turn, each continuing what the last one said.
-
-    The weights of the model stay as they are while a session is open.
-    """
-
-    @abstractmethod
-    def generate(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-        *,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
-    ) -> Turns:
-        """Sample turns as `LanguageModel.generate` does, and score spans of what is read.
-
-        Parameters
-        ----------
-        branching : int
-            Contexts that continue one row: context i continues row `i // branching` of the last
-            call, and in a first call so many neighbours are expected to begin alike. A context
-            that does not continue its row is read from its beginning.
-        spans : Sequence[tuple[int, int]], optional
-            For each context, where the tokens to be scored begin, at least 1, and end.
-        """
-
-    def close(self) -> None:  # noqa: B027 - who keeps nothing has nothing to free
-        """Free what was kept for further calls."""
-
-
-class _SeparateCalls(GenerationSession):
-    """A session of a model that keeps nothing between calls."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        self.model = model
-
-    def generate(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-        *,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
-    ) -> Turns:
-        generation = self.model.generate(contexts, rows_per_context, uniforms_RT, options)
-        if spans is None:
-            return Turns(generation, None)
-        cpu = torch.device("cpu")
-        before = [context[:start] for context, (start, _) in zip(contexts, spans, strict=True)]
-        tokens = [context[a:b] for context, (a, b) in zip(contexts, spans, strict=True)]
-        with torch.no_grad():
-            scored = self.model.logprobs(*pad_left(before, cpu), *pad_right(tokens, cpu))
-        return Turns(generation, scored.cpu())
-
-
-class LanguageModel(ABC):
-    """A causal language model with its tokenizer.
-
-    A backend gives `generate` and `logprobs`; one that can keep its caches between the levels of a
-    tree gives `open_session` too.
+class TokenModel(Counted, ABC):
+    """A model that reads and says tokens; what it can do with them is said by its subclasses.
 
     Attributes
     ----------
@@ -224,13 +42,15 @@ class LanguageModel(ABC):
         Most tokens that context and continuation may have together.
     end_ids : tuple[int, ...]
         Tokens that end a turn.
-    token_count : TokenCount
-        Running count of work done.
     cache_bytes_per_token : int
         Memory that a session keeps for each token; 0 where it keeps none.
     can_be_forked : bool
         Whether a forked process may generate and score: there is no connection, device or thread
         behind the model, and `token_count` is all that generating changes.
+    can_be_copied : bool
+        Whether a copy in another process, sent there by pickle, may generate and score.
+    can_score_contexts : bool
+        Whether sessions give log-probabilities of spans of what is read.
     """
 
     class Parameters(PolymorphicParameters):
@@ -241,16 +61,47 @@ class LanguageModel(ABC):
     tokenizer: Any
     context_window: int
     end_ids: tuple[int, ...]
-    token_count: TokenCount
     cache_bytes_per_token: int = 0
     can_be_forked: bool = False
+    can_be_copied: bool = False
+    can_score_contexts: bool = True
 
     @classmethod
     @abstractmethod
     def load(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
-    ) -> LanguageModel:
+    ) -> TokenModel:
         """Load the model. Raises `ModelLoadError` where it cannot be found or read."""
+
+    @abstractmethod
+    def num_parameters(self) -> int:
+        """The number of weights, trainable or not."""
+
+    def shared_parts(self) -> list[object]:
+        """What this model may share with others, so that copies of both share it too."""
+        return [self.tokenizer]
+
+    def to_send(self) -> TokenModel:
+        """What is sent in place of the model where it is copied to another process."""
+        return self
+
+    def base_for(self, parameters: Any) -> TokenModel | None:
+        """A frozen model on this one's weights where that is what `parameters` describe.
+
+        None where it is another model, or where training changes the weights that would be shared.
+        """
+        return None
+
+    def take_metrics(self) -> dict[str, float]:
+        """What the backend has to log about its sampling since it was last asked."""
+        return {}
+
+
+class TokenSampler(TokenModel):
+    """A model that draws tokens: what an agent needs to speak.
+
+    One that can keep its caches between the levels of a tree gives `open_session` too.
+    """
 
     @abstractmethod
     def generate(
@@ -271,6 +122,80 @@ class LanguageModel(ABC):
     def open_session(self) -> GenerationSession:
         """Start a rollout."""
         return _SeparateCalls(self)
+
+    @property
+    def samples_as_it_scores(self) -> bool:
+        """Whether `generate` gives the log-probabilities that `logprobs` would, up to rounding of
+        float32. Where it does not, what is compared with a loss's is scored again.
+        """
+        return True
+
+
+class GenerationSession(ABC):
+    """One rollout through a model: calls in turn, each continuing what the last one said.
+
+    The weights of the model stay as they are while a session is open.
+    """
+
+    @abstractmethod
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        """Sample turns as `TokenSampler.generate` does, and score spans of what is read.
+
+        Parameters
+        ----------
+        branching : int
+            Contexts that continue one row: context i continues row `i // branching` of the last
+            call, and in a first call so many neighbours are expected to begin alike. A context
+            that does not continue its row is read from its beginning.
+        spans : Sequence[tuple[int, int]], optional
+            For each context, where the tokens to be scored begin, at least 1, and end.
+        """
+
+    def close(self) -> None:  # noqa: B027 - who keeps nothing has nothing to free
+        """Free what was kept for further calls."""
+
+
+class _SeparateCalls(GenerationSession):
+    """A session of a model that keeps nothing between calls."""
+
+    def __init__(self, model: TokenSampler) -> None:
+        self.model = model
+
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        generation = self.model.generate(contexts, rows_per_context, uniforms_RT, options)
+        if spans is None:
+            return Turns(generation, None)
+        cpu = torch.device("cpu")
+        before = [context[:start] for context, (start, _) in zip(contexts, spans, strict=True)]
+        tokens = [context[a:b] for context, (a, b) in zip(contexts, spans, strict=True)]
+        with torch.no_grad():
+            scorer = as_scorer(
+                self.model, role="model", to="tell how likely it finds what it reads"
+            )
+            scored = scorer.logprobs(*pad_left(before, cpu), *pad_right(tokens, cpu))
+        return Turns(generation, scored.cpu())
+
+
+class TokenScorer(TokenModel):
+    """A model that tells how likely it finds tokens: what a reference or a teacher needs."""
 
     @abstractmethod
     def logprobs(
@@ -361,40 +286,43 @@ class LanguageModel(ABC):
         """
         return None
 
-    @abstractmethod
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """The parameters that training may change; none for a frozen model."""
-
-    @abstractmethod
-    def num_parameters(self) -> int:
-        """The number of weights, trainable or not."""
-
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states that `token_scores` gives; 0 where it gives none."""
         return 0
 
+
+class Learner(TokenModel):
+    """A model whose weights training changes."""
+
     @abstractmethod
-    def frozen_reference(self) -> LanguageModel:
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters that training may change; none for a frozen model."""
+
+    @abstractmethod
+    def frozen_reference(self) -> TokenModel:
         """A model that stays as this one is now; shares weights where it can."""
 
-    def base_for(self, parameters: Any) -> LanguageModel | None:
-        """A frozen model on this one's weights where that is what `parameters` describe.
+    def sampler_copy(self) -> LanguageModel:
+        """A second model that samples as this one does now, and goes its own way.
 
-        None where it is another model, or where training changes the weights that would be shared.
+        Raises
+        ------
+        ModelLoadError
+            When this backend cannot be held twice.
         """
-        return None
+        raise ModelLoadError(
+            "a second model that samples while this one learns was asked for, but the backend "
+            f"{type(self).__name__} cannot be held twice. Set max_staleness to 0, or use the "
+            "huggingface backend."
+        )
 
-    @property
-    def samples_as_it_scores(self) -> bool:
-        """Whether `generate` gives the log-probabilities that `logprobs` would, up to rounding of
-        float32. Where it does not, what is compared with a loss's is scored again.
-        """
-        return True
-
-    def take_metrics(self) -> dict[str, float]:
-        """What the backend has to log about its sampling since it was last asked."""
+    def weight_copy(self) -> dict[str, Tensor]:
+        """The weights as they are now, for `take_weights` of a `sampler_copy`."""
         return {}
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Take weights that `weight_copy` gave."""
 
     @abstractmethod
     def save(self, directory: Path) -> None:
@@ -408,47 +336,82 @@ class LanguageModel(ABC):
     def save_pretrained(self, directory: Path) -> None:
         """Write a complete model and tokenizer for `AutoModelForCausalLM.from_pretrained`."""
 
-    @contextmanager
-    def counting(self) -> Iterator[TokenCount]:
-        """A count of the work done within the block, filled in when it ends."""
-        before = replace(self.token_count)
-        spent = TokenCount()
-        try:
-            yield spent
-        finally:
-            for counted in fields(TokenCount):
-                name = counted.name
-                setattr(spent, name, getattr(self.token_count, name) - getattr(before, name))
 
-    @contextmanager
-    def rescoring(self) -> Iterator[None]:
-        """Count what is forwarded within the block as `rescored`, and nothing else of it."""
-        before = replace(self.token_count)
-        try:
-            yield
-        finally:
-            rescored = before.rescored + self.token_count.forwarded - before.forwarded
-            # In place: a model and its scorer share one count.
-            vars(self.token_count).update({**vars(before), "rescored": rescored})
+class LanguageModel(TokenSampler, TokenScorer, Learner):
+    """A causal language model with its tokenizer, which samples, scores and learns.
+
+    What trains a model asks for all three.
+    """
 
 
-def pad_left(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids `[B, C]` int64 and mask `[B, C]` bool, padded on the left with 0."""
-    return _pad(rows, device, "left")
+def as_sampler(model: TokenModel, *, role: str) -> TokenSampler:
+    """The model, as one that speaks.
+
+    Raises
+    ------
+    ModelAbilityError
+        When it draws no tokens.
+    """
+    if not isinstance(model, TokenSampler):
+        raise _lacks(model, role, "speak", "TokenSampler", "samples tokens")
+    return model
 
 
-def pad_right(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids `[B, T]` int64 and mask `[B, T]` bool, padded on the right with 0."""
-    return _pad(rows, device, "right")
+def as_scorer(model: TokenModel, *, role: str, to: str) -> TokenScorer:
+    """The model, as one that scores tokens.
+
+    Parameters
+    ----------
+    to : str
+        What for, for the message.
+
+    Raises
+    ------
+    ModelAbilityError
+        When it scores none.
+    """
+    if not isinstance(model, TokenScorer):
+        raise _lacks(model, role, to, "TokenScorer", "gives log-probabilities of tokens")
+    return model
 
 
-def _pad(
-    rows: Sequence[Sequence[int]], device: torch.device, side: Literal["left", "right"]
-) -> tuple[Tensor, Tensor]:
-    if not rows:
-        return torch.zeros(0, 0, dtype=torch.long), torch.zeros(0, 0, dtype=torch.bool)
-    ids = [torch.tensor(row, dtype=torch.long) for row in rows]
-    ones = [torch.ones(len(row), dtype=torch.bool) for row in rows]
-    padded = pad_sequence(ids, batch_first=True, padding_side=side)
-    mask = pad_sequence(ones, batch_first=True, padding_side=side)
-    return padded.to(device), mask.to(device)
+def as_learner(model: TokenModel, *, role: str, to: str) -> Learner:
+    """The model, as one whose weights can be changed, saved and restored.
+
+    Raises
+    ------
+    ModelAbilityError
+        When its weights stay as they are.
+    """
+    if not isinstance(model, Learner):
+        raise _lacks(model, role, to, "Learner", "can be trained")
+    return model
+
+
+def as_language_model(model: TokenModel, *, role: str) -> LanguageModel:
+    """The model, as one that is trained on what it says itself: it has every ability.
+
+    Raises
+    ------
+    ModelAbilityError
+        When it lacks one.
+    """
+    as_learner(model, role=role, to="learn")
+    as_sampler(model, role=role)
+    as_scorer(model, role=role, to="learn from the log-probabilities of what it says")
+    # All that a `LanguageModel` adds is its name.
+    return cast("LanguageModel", model)
+
+
+def _lacks(model: TokenModel, role: str, to: str, ability: str, does: str) -> ModelAbilityError:
+    found = [one.__name__ for one in _ABILITIES if isinstance(model, one)]
+    parameters = getattr(type(model), "Parameters", None)
+    name = getattr(parameters, "type_name", "") or type(model).__name__
+    return ModelAbilityError(
+        f"the {role} was to {to}, for which it takes a model that {does}, a {ability}, but the "
+        f"backend {name!r} is {' and '.join(found) or 'none of the abilities'} only. Give the "
+        f"{role} a backend that is a {ability}, for instance huggingface."
+    )
+
+
+_ABILITIES: tuple[type[TokenModel], ...] = (TokenSampler, TokenScorer, Learner)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,11 +39,11 @@ from nip_astra.language_models.base import (
     TokenCount,
     TokenScores,
 )
-from nip_astra.language_models.drawn import DrawRule, KeptTokens
+from nip_astra.language_models.drawing import TokenDraw
+from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.plain_forward import generate_turns, score_rows
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
-from nip_astra.language_models.sampling import sample_tokens
 from nip_astra.language_models.saved_weights import has_adapter, restore_weights, save_weights
 from nip_astra.language_models.sources import (
     DTYPES,
@@ -76,6 +77,11 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     The module is kept in eval mode always: dropout would make the log-probabilities of the policy
     and of the reference differ by noise.
+
+    Parameters
+    ----------
+    is_unbridled : bool
+        Any token may be drawn, special ones too, and none ends a turn by itself.
     """
 
     class Parameters(LanguageModel.Parameters):
@@ -114,6 +120,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         dtype: torch.dtype | None = None,
         decoder: Decoder | None = None,
         decode_graphs: DecodeGraphs = "auto",
+        is_unbridled: bool = False,
     ) -> None:
         self.module = module.to(device).eval()
         self.tokenizer = tokenizer
@@ -125,9 +132,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.token_count = TokenCount()
         self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
-        self._banned_ids = torch.tensor(
-            find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size), device=device
-        )
+        banned_ids = find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
+        if is_unbridled:
+            # Whoever asks says which tokens end a turn.
+            banned_ids, self.end_ids = [], ()
+        self.token_draw = TokenDraw(banned_ids, self.end_ids, device)
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
             self.module.requires_grad_(False)
@@ -139,13 +148,32 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.source: str | None = None
         self._decode_graphs = decode_graphs
         self._steps = build_fixed_steps(self._decoder, device, decode_graphs)
-        self._end_ids: dict[tuple[int, ...], Tensor] = {}
         self._snapshot = self._new_snapshot()
+        self._load_again: Callable[[], HuggingFaceLanguageModel] | None = None
 
     @classmethod
     def load(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
     ) -> HuggingFaceLanguageModel:
+        load = partial(
+            cls._load_whole,
+            parameters,
+            device=device,
+            scenario_dir=scenario_dir,
+            trainable=trainable,
+        )
+        model = load()
+        is_large = model._num_parameters >= SMALLEST_RELEASED
+        if not trainable and model._decoder is not None and is_large:
+            model._snapshot.release()
+            model._load_again = load
+        return model
+
+    @classmethod
+    def _load_whole(
+        cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
+    ) -> HuggingFaceLanguageModel:
+        """The model with the matrices of its module, which may be freed afterwards."""
         source = parameters.model, parameters.base_model, scenario_dir
         module = load_model(*source).to(device)
         # Before the weights are rounded, so that it can be checked exactly.
@@ -170,9 +198,6 @@ class HuggingFaceLanguageModel(LanguageModel):
             decode_graphs=parameters.decode_graphs,
         )
         model.source = parameters.model
-        is_large = model._num_parameters >= SMALLEST_RELEASED
-        if not trainable and decoder is not None and is_large:
-            model._snapshot.release()
         return model
 
     @property
@@ -226,12 +251,48 @@ class HuggingFaceLanguageModel(LanguageModel):
             decode_graphs=self._decode_graphs,
         )
 
+    def sampler_copy(self) -> HuggingFaceLanguageModel:
+        return HuggingFaceLanguageModel(
+            copy.deepcopy(self.module),
+            self.tokenizer,
+            device=self.device,
+            trainable=self.trainable,
+            use_adapter=self.use_adapter,
+            max_batch_tokens=self.max_batch_tokens,
+            dtype=self.dtype,
+            decode_graphs=self._decode_graphs,
+        )
+
+    @torch.no_grad()
+    def weight_copy(self) -> dict[str, Tensor]:
+        return {name: one.clone() for name, one in self.module.state_dict().items()}
+
+    @torch.no_grad()
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        self.module.load_state_dict(weights)
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         if self.trainable:
             yield from (p for p in self.module.parameters() if p.requires_grad)
 
     def num_parameters(self) -> int:
         return self._num_parameters
+
+    @property
+    def can_be_copied(self) -> bool:  # type: ignore[override]  # hangs on what was released
+        # Captured graphs, and matrices laid out for one processor, stay where they are.
+        is_whole = not self._snapshot.is_released or self._load_again is not None
+        return type(self) is HuggingFaceLanguageModel and self._steps is None and is_whole
+
+    def shared_parts(self) -> list[object]:
+        # Of a module whose matrices were freed nothing can be made.
+        return [self.tokenizer] if self._snapshot.is_released else [self.tokenizer, self.module]
+
+    def to_send(self) -> HuggingFaceLanguageModel:
+        if not self._snapshot.is_released:
+            return self
+        assert self._load_again is not None
+        return self._load_again()
 
     # ---- sampling
 
@@ -241,7 +302,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return CachedSession(
             self._decoder,
             self._snapshot.of(self.parameters()),
-            self._draw,
+            self.token_draw.draw,
             end_ids=self.end_ids,
             token_count=self.token_count,
             max_batch_tokens=self.max_batch_tokens,
@@ -274,36 +335,12 @@ class HuggingFaceLanguageModel(LanguageModel):
                 rows,
                 uniforms_BT,
                 options,
-                draw=self._draw,
+                draw=self.token_draw.draw,
                 end_ids=self.end_ids,
                 max_batch_tokens=self.max_batch_tokens,
             )
         self.token_count.add(spent)
         return said
-
-    def _draw(
-        self, logits_BV: Tensor, uniforms_B: Tensor, position: int, options: SamplingOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Draw a token of each row; the logits are used up."""
-        logprobs_BV = logits_BV.log_softmax(dim=1)
-        logits_BV.index_fill_(1, self._banned_ids, float("-inf"))
-        if position < options.min_new_tokens:
-            logits_BV.index_fill_(1, self._ends(options), float("-inf"))
-        token_B = sample_tokens(
-            logits_BV,
-            uniforms_B,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-        )
-        return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
-
-    def _ends(self, options: SamplingOptions) -> Tensor:
-        """The end tokens on the device; making them anew each step would wait for it."""
-        ids = (*self.end_ids, *options.end_ids)
-        if ids not in self._end_ids:
-            self._end_ids[ids] = torch.tensor(ids, device=self.device)
-        return self._end_ids[ids]
 
     # ---- scoring
 
@@ -333,7 +370,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
-        needs["rule"] = None if drawn is None else self._rule_of(drawn, mask_BT)
+        needs["rule"] = None if drawn is None else self.token_draw.rule_of(drawn, mask_BT)
         pair_cost = pair_cost_of(self._decoder, self.device)
         trie = build_trie(sequences_to_read(*rows), pair_cost=pair_cost)
         self.token_count.scored += trie.num_unique
@@ -354,6 +391,14 @@ class HuggingFaceLanguageModel(LanguageModel):
                     )
         self.token_count.add(spent)
         return found
+
+    def logits_of(self, hidden_NX: Tensor) -> Tensor:
+        """Logits `[N, V]`, float32, of hidden states that `token_scores` gave; with gradient."""
+        if self._decoder is None:
+            with adapter_state(self.module, is_on=self.use_adapter):
+                logits: Tensor = self._causal_lm.get_output_embeddings()(hidden_NX.to(self.dtype))
+            return logits.float()
+        return self._weights_for_scoring().head(hidden_NX.to(self.dtype)).float()
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference always by the same path: others differ by rounding.
@@ -394,20 +439,10 @@ class HuggingFaceLanguageModel(LanguageModel):
             weights.head if weights is not None else self._causal_lm.get_output_embeddings(),
             scores.hidden_BTX[mask_BT].to(self.dtype),
             ids_BT.to(self.device)[mask_BT],
-            self._rule_of(Drawn(options), mask_BT),
+            self.token_draw.rule_of(Drawn(options), mask_BT),
             top_k=options.top_k,
             top_p=options.top_p,
             vocab_size=int(self.module.config.vocab_size),
-        )
-
-    def _rule_of(self, drawn: Drawn, mask_BT: Tensor) -> DrawRule:
-        options = drawn.options
-        return DrawRule(
-            temperature=options.temperature,
-            banned_ids=self._banned_ids,
-            end_ids=self._ends(options),
-            is_early_S=(mask_BT.nonzero()[:, 1] < options.min_new_tokens).to(self.device),
-            kept=None if drawn.kept is None else drawn.kept.to(self.device),
         )
 
     # ---- saving

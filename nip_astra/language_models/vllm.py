@@ -13,7 +13,7 @@ import copy
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -40,7 +40,12 @@ from nip_astra.language_models.sources import describe_model, resolve_model
 from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
-from nip_astra.language_models.vllm_backend.engine import EngineOptions, VllmEngine, start_engine
+from nip_astra.language_models.vllm_backend.engine import (
+    EngineOptions,
+    SamplingEngine,
+    start_engine,
+)
+from nip_astra.language_models.vllm_backend.remote_engines import start_remote_engines
 from nip_astra.language_models.vllm_backend.requests import (
     Reply,
     Request,
@@ -51,6 +56,7 @@ from nip_astra.language_models.vllm_backend.requests import (
     seed_of,
 )
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
+from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.types import LanguageModelType
 from nip_astra.utils.experimental import Experimental, tell_experimental
 
@@ -83,10 +89,16 @@ class VllmLanguageModel(LanguageModel):
         sleep_during_updates: bool = False
         """Of a model that learns: whether vLLM gives its memory back meanwhile, and takes it again
         for the next rollout, which costs the time to copy the weights twice."""
+        num_engines: int = Field(default=0, ge=0)
+        """Engines in actors of Ray, on one machine or many, among which turns are divided; 0 for
+        one engine in this process. Weights and adapters reach them after each update. The cluster
+        is that of RAY_ADDRESS, where this is set. Not run yet."""
+        gpus_per_engine: Annotated[float, where_above("num_engines", 0)] = Field(default=1, ge=0)
+        """GPUs that an actor with an engine takes."""
 
     def __init__(
         self,
-        engine: VllmEngine,
+        engine: SamplingEngine,
         tokenizer: Any,
         *,
         scorer: HuggingFaceLanguageModel | None,
@@ -142,17 +154,24 @@ class VllmLanguageModel(LanguageModel):
         has_adapter = scorer is not None and scorer.has_adapter
         window = min(parameters.max_model_len or about.context_window, about.context_window)
         tell_experimental(Experimental.VLLM)
-        engine = start_engine(
-            name,
-            EngineOptions(
-                dtype=dtype,
-                max_model_len=window,
-                gpu_memory_utilization=parameters.gpu_memory_utilization,
-                lora_rank=parameters.lora.rank if has_adapter else None,
-                can_sleep=parameters.sleep_during_updates,
-                enforce_eager=parameters.decode_graphs == "never",
-            ),
+        options = EngineOptions(
+            dtype=dtype,
+            max_model_len=window,
+            gpu_memory_utilization=parameters.gpu_memory_utilization,
+            lora_rank=parameters.lora.rank if has_adapter else None,
+            can_sleep=parameters.sleep_during_updates,
+            enforce_eager=parameters.decode_graphs == "never",
         )
+        engine: SamplingEngine
+        if parameters.num_engines:
+            engine = start_remote_engines(
+                name,
+                options,
+                num_engines=parameters.num_engines,
+                num_gpus=parameters.gpus_per_engine,
+            )
+        else:
+            engine = start_engine(name, options)
         engine.check_vocabulary(tokenizer, about.vocab_size)
         return cls(
             engine,
@@ -218,6 +237,10 @@ class VllmLanguageModel(LanguageModel):
     def num_parameters(self) -> int:
         return self._num_parameters
 
+    @property
+    def can_score_contexts(self) -> bool:  # type: ignore[override]  # hangs on the engine
+        return self.engine.options.lora_rank is None
+
     # ---- sampling
 
     def open_session(self) -> GenerationSession:
@@ -234,7 +257,20 @@ class VllmLanguageModel(LanguageModel):
         return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
 
     def ask(self, requests: Sequence[Request], options: SamplingOptions) -> list[Reply]:
-        """Sample a turn for each request from the weights as they are now."""
+        """Sample a turn for each request from the weights as they are now.
+
+        Raises
+        ------
+        ConfigurationError
+            When a context is to be scored by an engine that cannot.
+        """
+        if not self.can_score_contexts and any(one.scores_context for one in requests):
+            raise ConfigurationError(
+                f"how likely {self.source!r} finds what it reads was asked for, but it shares a "
+                "vLLM engine with a LoRA adapter, and vLLM fails at that there. Set the reward's "
+                "likelihood_model to reference, or give the target an engine of its own by another "
+                "max_model_len."
+            )
         arguments = sampling_arguments(options, end_ids=self.end_ids, banned_ids=self._banned_ids)
         replies = self.engine.generate(requests, arguments, adapter=self._sync())
         self.token_count.forwarded += sum(reply.num_forwarded for reply in replies)

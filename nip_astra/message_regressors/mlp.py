@@ -39,7 +39,7 @@ class MlpMessageRegressor(MessageRegressor):
         """What stands between layers."""
         num_epochs: int = Field(default=20, ge=1)
         """Passes over the messages. Larger fits them closer."""
-        batch_size: int = Field(default=128, ge=1)
+        minibatch_size: int = Field(default=128, ge=1)
         """Messages in one step. Larger takes fewer steps."""
         lr: float = Field(default=1e-2, gt=0, le=MAX_LR)
         """Learning rate. Larger learns faster and may diverge."""
@@ -78,7 +78,7 @@ class MlpMessageRegressor(MessageRegressor):
         optimizer = torch.optim.Adam(net.parameters(), lr=chosen.lr)
         for _ in range(chosen.num_epochs):
             order_N = torch.randperm(len(labels_N), generator=generator)
-            for rows in torch.split(order_N, chosen.batch_size):
+            for rows in torch.split(order_N, chosen.minibatch_size):
                 logits = net(features_ND[rows]).squeeze(-1)
                 optimizer.zero_grad()
                 loss = binary_cross_entropy_with_logits(logits, labels_N[rows])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.renamed import with_new_names
 from nip_astra.version import __version__
 
 Conversion = Callable[[dict[str, Any]], dict[str, Any]]
@@ -50,7 +51,8 @@ def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     """The values as the installed version reads them.
 
     Values without a `package_version` are taken to be of the installed version. Those of a newer
-    one stay as they are: validation refuses them, together with all other faults.
+    one stay as they are: validation refuses them, together with all other faults. Names that were
+    changed are noted in the log.
 
     Parameters
     ----------
@@ -67,6 +69,7 @@ def convert(values: Mapping[str, Any], *, source: str) -> dict[str, Any]:
     release = release_of(version) if isinstance(version, str) else None
     if release is None or is_newer(str(version)):
         return converted
+    converted = with_new_names(converted, source=source)
     for last, function in sorted(_CONVERSIONS.items()):
         if release > last:
             continue

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 
 from nip_astra.errors import ParameterFault, nearest_names
+from nip_astra.parameters.renamed import name_of_now
 
 TYPE_KEY = "_type"
 """Key that says, in a file, of which kind a polymorphic part is."""
@@ -269,6 +270,9 @@ def _is_number(text: str) -> bool:
 
 def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> str:
     group, _, name = found.path.rpartition(".")
+    now = name_of_now(found.path)
+    if now is not None:
+        return f"It is called {now!r} now."
     if name in _CALLED_OTHERWISE:
         return f"Here that is {_CALLED_OTHERWISE[name]}."
     # `--set lr=...` for training.lr is the commonest slip.

@@ -18,6 +18,8 @@ from nip_astra.parameters.conversion import convert
 from nip_astra.parameters.faults import show
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.merging import Merger, default_lists
+from nip_astra.parameters.nexrl_layout import from_nexrl_layout, is_nexrl_layout
+from nip_astra.parameters.renamed import with_new_names
 from nip_astra.tracking.run_directory import (
     HYPER_PARAMETERS,
     escape_references,
@@ -87,7 +89,8 @@ def _literal(value: Any) -> Any:
 def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
     """Read a parameter file and, before it, the files that it `extends`.
 
-    A file that another version of the package wrote is converted. In a file that a run wrote, which
+    A file that another version of the package wrote is converted, and names that parameters had
+    before are read as those of now. In a file that a run wrote, which
     holds resolved values only, and in what it extends, `${` is text.
 
     Raises
@@ -115,7 +118,10 @@ def read_yaml_layers(path: Path, *, source: str) -> list[Layer]:
             stored_in = current
         if stored_in is not None:
             values = literal_layer(label, unescape_references(values)).values
-        layers.insert(0, Layer(label, convert(values, source=str(current)), stored_in))
+        if is_nexrl_layout(values):
+            values = from_nexrl_layout(values, folder=current.parent, source=label)
+        values = with_new_names(convert(values, source=str(current)), source=str(current))
+        layers.insert(0, Layer(label, values, stored_in))
         current = None if parent is None else _parent_of(current, parent)
     return layers
 

@@ -28,6 +28,7 @@ from nip_astra.parameters.faults import (
     show,
     suggest,
 )
+from nip_astra.parameters.renamed import name_of_now
 from nip_astra.registry import Registry
 
 MAX_LR = 100.0
@@ -110,7 +111,12 @@ class SubParameters(BaseModel):
             known = _children(value)
             if name not in known:
                 above = "".join(f"{part}." for part in parts[:number])
-                hint = suggest(name, list(known), prefix=above)
+                now = name_of_now(path)
+                hint = (
+                    suggest(name, list(known), prefix=above)
+                    if now is None
+                    else f"It is called {now!r} now."
+                )
                 raise ParameterError([ParameterFault(path, show(path), "unknown parameter", hint)])
             value = known[name]
         return value

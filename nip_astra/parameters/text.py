@@ -45,7 +45,7 @@ class TextRlParameters(SubParameters):
     """The rate r. Larger falls faster."""
     num_fine_tune_epochs: int | None = Field(default=None, ge=1)
     """Passes of a job over its examples; null leaves it to the service."""
-    fine_tune_batch_size: int | None = Field(default=None, ge=1)
+    fine_tune_minibatch_size: int | None = Field(default=None, ge=1)
     """Examples of an optimizer step of a job; null leaves it to the service."""
     fine_tune_lr_multiplier: float | None = Field(default=None, gt=0)
     """Multiple of the learning rate that the service takes by itself; null leaves it alone."""

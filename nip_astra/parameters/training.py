@@ -15,20 +15,20 @@ class TrainingConfiguration(SubParameters):
 
     lr: float = Field(default=1e-5, gt=0, le=MAX_LR)
     """Learning rate. Larger learns faster and may diverge."""
-    batch_size: int = Field(default=8, ge=1)
+    minibatch_size: int = Field(default=8, ge=1)
     """Samples in one forward and backward pass. Larger is smoother and takes more memory."""
     batch_order: Literal["shuffled", "by_episode"] = "shuffled"
-    """How an iteration's samples are put into batches. by_episode keeps the samples of an episode
-    together, so that a batch shares more of its tokens and is faster, and less mixed; episodes and
-    batches come in random order either way."""
+    """How minibatches are made of an iteration's samples. by_episode keeps those of an episode
+    together, so that a minibatch shares more of its tokens and is faster, and less mixed; episodes
+    and minibatches come in random order either way."""
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop", "adagrad"] = "adamw"
     """Optimizer, with torch's defaults for what is not a parameter here."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay per step (decoupled for adamw). Larger pulls weights towards 0."""
     gradient_accumulation_steps: int = Field(default=1, ge=1)
-    """Batches whose gradients are averaged before a step; a last, smaller group is stepped too."""
-    training_steps: int = Field(default=1000, ge=1)
-    """Iterations: calls of experience(), each followed by steps on what it gave."""
+    """Minibatches whose gradients are averaged before a step, also a last, smaller group."""
+    num_iterations: int = Field(default=1000, ge=1)
+    """Iterations: collect experience, then learn from it."""
     num_episodes_per_experience: int = Field(default=8, ge=1)
     """Episodes (trees) played an iteration. Larger sees more failures an iteration."""
     num_epochs: int = Field(default=1, ge=1)

@@ -74,6 +74,10 @@ class TaskType(StrEnum):
     """Make a number out of given ones."""
     GUESS_NUMBER = "guess_number"
     """Find a hidden number in several turns, told each time whether it is higher or lower."""
+    PIG_LATIN = "pig_latin"
+    """Say words in Pig Latin."""
+    VERIFIERS = "verifiers"
+    """Tasks of a taskset of the library verifiers."""
     DATASET = "dataset"
     """Problems of a file or data set, rated by their answers or by a scorer."""
 
@@ -177,3 +181,16 @@ class PretrainedModelType(StrEnum):
     """An image model of transformers."""
     PCA = "pca"
     """Principal components of parts of the images to train on."""
+
+
+class RolloutAnalyserType(StrEnum):
+    """Questions about what agents said in words, which a judge answers."""
+
+    PROVER_ROLE_CONFORMANCE = "prover_role_conformance"
+    """Whether a prover argues for its side and keeps to its role."""
+    DIRECT_QUOTATION = "direct_quotation"
+    """Whether a prover quotes the datapoint word for word."""
+    ACCURATE_QUOTATION = "accurate_quotation"
+    """Whether what a prover gives as a quotation stands in the datapoint."""
+    FOLLOW_UP = "follow_up"
+    """Whether a verifier takes up what it was answered."""

@@ -122,6 +122,22 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
             for group in groups
             for run in group.runs
         ]
+    return _page(_title(runs), _facts(runs), sections, parts)
+
+
+def render_sections(
+    title: str, facts: Sequence[tuple[str, str]], specs: Sequence[Spec], *, redact: bool = True
+) -> str:
+    """A page of sections of one's own, as HTML."""
+    return _page(title, facts, _Drawer(redact).draw(specs), [])
+
+
+def _page(
+    title: str,
+    facts: Sequence[tuple[str, str]],
+    sections: Sequence[Section],
+    parts: Sequence[RunPart],
+) -> str:
     drawn = [*sections, *(section for part in parts for section in part.sections)]
     style = _source("style.css")
     # Where no conversation is shown there is nothing to look for.
@@ -130,8 +146,8 @@ def render_report(runs: Sequence[RunRecord], *, redact: bool = True) -> str:
         _environment()
         .get_template("page.html.jinja")
         .render(
-            title=_title(runs),
-            facts=_facts(runs),
+            title=title,
+            facts=facts,
             sections=sections,
             runs=parts,
             # A page without a failure, or of a protocol, has nothing to blur.

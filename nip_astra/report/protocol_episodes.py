@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nip_astra.report.analyses import verdicts_of
 from nip_astra.report.drawings import view_of
 from nip_astra.report.protocol_runs import agents_of, colors_of
 from nip_astra.report.records import RunRecord, items, mapping, number, text
@@ -66,6 +67,8 @@ class Episode:
         Which one it is.
     texts : list of (name, text)
         What it says, where agents speak in words.
+    verdicts : list of (agent, color, question, answer)
+        What a judge said of it.
     """
 
     outcome: str
@@ -79,6 +82,7 @@ class Episode:
     lines: list[Said]
     is_cut: bool
     has_channels: bool
+    verdicts: list[tuple[str, int, str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -103,13 +107,25 @@ def tables_of(run: RunRecord) -> list[EpisodeTable]:
         steps = sorted(by_step, reverse=True)
         for step in dict.fromkeys([steps[0], steps[-1]]):
             rows = _mixed(by_step[step])
-            episodes = [_episode(row, colors) for row in rows]
-            title = _TITLES.get(name, name.replace("_", " "))
+            episodes = [
+                replace(_episode(row, colors), verdicts=_verdicts(run, name, row, colors))
+                for row in rows
+            ]
+            title = _TITLES.get(name, name.replace("evaluations/", "evaluation ").replace("_", " "))
             is_first = not tables
             tables.append(
                 EpisodeTable(title, step, episodes, len(by_step[step]), _open(episodes, is_first))
             )
     return tables
+
+
+def _verdicts(
+    run: RunRecord, table: str, row: Mapping[str, Any], colors: Mapping[str, int]
+) -> list[tuple[str, int, str, str]]:
+    return [
+        (_words(agent), colors.get(agent, 0), question, answer)
+        for agent, question, answer in verdicts_of(run, table, row)
+    ]
 
 
 def outcome_of(row: Mapping[str, Any]) -> str:

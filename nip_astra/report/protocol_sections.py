@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from nip_astra.report import curves, protocol_curves, protocol_episodes, protocol_runs, provenance
+from nip_astra.report import (
+    analyses,
+    curves,
+    protocol_curves,
+    protocol_episodes,
+    protocol_runs,
+    provenance,
+)
 from nip_astra.report.curves import RunGroup, run_label
 from nip_astra.report.records import RunRecord, text
 from nip_astra.report.spec import Context, Spec
@@ -19,6 +26,7 @@ def sections_of_protocol_run(run: RunRecord) -> list[Spec]:
         Spec("summary", "Summary", lambda: _summary(run)),
         Spec("curves", "Learning curves", lambda: _curves(run)),
         Spec("statistics", "Final figures", lambda: _statistics(run)),
+        Spec("analyses", "Rollout analyses", lambda: analyses.analyses(run)),
         Spec("episodes", "Sample episodes", lambda: _episodes(run)),
     ]
 

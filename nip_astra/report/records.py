@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import RunDirectoryError
+from nip_astra.parameters.renamed import RENAMED, with_new_names
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import RunDirectory
@@ -21,6 +22,8 @@ from nip_astra.utils.plain_values import text as text
 
 TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""
+ANALYSES = "analyses/*/*.json"
+"""What a judge said of rollouts."""
 MAX_ROWS = 200_000
 """Rows read of one file; a report shows a sample of far fewer."""
 _MAX_LOG_LINES = 12
@@ -102,6 +105,8 @@ class RunRecord:
         `evaluation.json` by the name of its folder.
     transfer : list[dict]
         Cells of the newest transfer matrix, each with attacker, target and failure rate.
+    analyses : list[dict]
+        What a judge said of rollouts, one a file `analyses/<split>_<iteration>/<analyser>.json`.
     log_lines : list[str]
         Warnings and errors of the log.
     notes : list[str]
@@ -120,6 +125,7 @@ class RunRecord:
     episodes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     transfer: list[dict[str, Any]] = field(default_factory=list)
+    analyses: list[dict[str, Any]] = field(default_factory=list)
     log_lines: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -153,7 +159,8 @@ def read_run(path: str | Path) -> RunRecord:
         )
     run = RunRecord(directory.path)
     reader = _Reader(run)
-    run.hyper_params = reader.document(files.HYPER_PARAMETERS, directory.read_yaml)
+    stored = reader.document(files.HYPER_PARAMETERS, directory.read_yaml)
+    run.hyper_params = with_new_names(stored, source=str(directory.path / files.HYPER_PARAMETERS))
     run.settings = reader.document(files.SETTINGS, directory.read_yaml)
     run.environment = reader.document(files.ENVIRONMENT, directory.read_json)
     if (directory.path / files.RESULTS).exists():
@@ -162,10 +169,17 @@ def read_run(path: str | Path) -> RunRecord:
         run.notes.append("The run has not ended: there is no results.json yet.")
     if (directory.path / files.PARAMETER_SOURCES).exists():
         sources = reader.document(files.PARAMETER_SOURCES, directory.read_json)
-        run.sources = {name: str(source) for name, source in sources.items()}
+        run.sources = {RENAMED.get(name, name): str(source) for name, source in sources.items()}
     run.metrics = [row for row in reader.lines(METRICS_FILE) if _step_of(row) is not None]
     run.timings = list(reader.lines(TIMINGS_FILE, is_needed=False))
+    for file in sorted(directory.path.glob(ANALYSES)):
+        if not file.name.endswith(".verdicts.json"):
+            name = file.relative_to(directory.path).as_posix()
+            run.analyses.append(reader.document(name, directory.read_json))
     for file in sorted(directory.rollouts_dir.glob("*.jsonl")):
+        if file.stem == "analyses":
+            # The same as in `analyses`, for trackers.
+            continue
         nodes, episodes = _sorted_by_kind(reader.lines(f"rollouts/{file.name}"))
         if episodes:
             run.episodes[file.stem] = episodes
@@ -174,6 +188,9 @@ def read_run(path: str | Path) -> RunRecord:
     for file in sorted((directory.path / "evaluations").glob("*/evaluation.json")):
         name = file.relative_to(directory.path).as_posix()
         run.evaluations[file.parent.name] = reader.document(name, directory.read_json)
+        if (file.parent / "episodes.jsonl").is_file():
+            told = list(reader.lines(f"{Path(name).parent}/episodes.jsonl"))
+            run.episodes[f"evaluations/{file.parent.name}"] = told
         nodes = [node_of(row) for row in reader.lines(f"{Path(name).parent}/rows.jsonl", False)]
         if any(node.probe or node.response for node in nodes):
             run.tables[f"evaluations/{file.parent.name}"] = nodes

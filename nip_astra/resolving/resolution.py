@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, NipAstraError, PluginError, UnknownNameError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.agents import AgentParameters
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
-    content_root,
     find_scenario,
     preset_path,
     scenario_names,
@@ -27,9 +25,9 @@ from nip_astra.parameters.loading import (
     read_yaml_layers,
     resolve_parameters,
 )
+from nip_astra.parameters.merging import Merger
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.plugins import load_plugin, module_of
-from nip_astra.protocols.registry import PROTOCOL_HANDLERS
+from nip_astra.plugins import load_plugin
 from nip_astra.resolving.base_runs import (
     RERUN_TESTS,
     BaseRun,
@@ -38,11 +36,21 @@ from nip_astra.resolving.base_runs import (
     only,
     read_base_run,
 )
+from nip_astra.resolving.named_classes import (
+    find_kind,
+    find_trainer,
+    load_all,
+    load_code,
+    load_plugins,
+    plugin_specs,
+    read_scenario,
+)
+from nip_astra.resolving.protocol_parts import about_protocol, protocol_section
 from nip_astra.resolving.unread_parameters import check_that_all_are_read
-from nip_astra.scenarios.registry import SCENARIOS, Scenario
+from nip_astra.scenarios.registry import Scenario
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
-from nip_astra.trust import StoredSource, active_source, is_own, on_behalf_of
+from nip_astra.trust import StoredSource, is_own, on_behalf_of
 
 
 @dataclass(frozen=True)
@@ -117,11 +125,11 @@ def resolve_experiment(
     top = [] if hyper_params is None else [_layer_of(hyper_params)]
     top += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
     stack = _Stack.of(parameter_file, top)
-    given = _load_all(plugins, None)
+    given = load_all(plugins, None)
     source = _source_of(stack, given, is_trusted=is_trusted)
     if source is not None:
         # What the user names is loaded first, so that only what the run names is asked for.
-        _load_code(stack.named_by_the_user(), stack.folder)
+        load_code(stack.named_by_the_user(), stack.folder)
     with on_behalf_of(source):
         components = _find_components(stack, plugins)
         resolved = _validate(stack, components, is_plugin_given=bool(plugins))
@@ -164,6 +172,7 @@ class _Stack:
         """Read the parameter file and the base run; scenario and preset are not known yet."""
         path = None if parameter_file is None else Path(parameter_file)
         file = [] if path is None else read_yaml_layers(path, source=str(path))
+        file, top = ([_with_taskset(layer) for layer in layers] for layers in (file, top))
         base_run = read_base_run([*file, *top])
         base = base_run.layer(_merged(*file, *top))
         folder = None if path is None else path.resolve().parent
@@ -205,18 +214,18 @@ class _Components:
 
 def _find_components(stack: _Stack, plugins: Sequence[str]) -> _Components:
     """Load plug-ins and find what is named; preset and scenario are put into the stack."""
-    loaded = _load_plugins([*plugins, *stack.base_run.plugins], stack.named(), stack.folder)
-    trainer, trainer_class = _find_trainer(stack.named(), stack.folder)
+    loaded = load_plugins([*plugins, *stack.base_run.plugins], stack.named(), stack.folder)
+    trainer, trainer_class = find_trainer(stack.named(), stack.folder)
     preset = None if stack.file else preset_path(trainer, stack.named().get("scenario"))
     if preset is not None:
         are_plugins_named = "plugins" in stack.named()
         stack.preset = read_yaml_layers(preset, source=f"preset {preset.stem}")
         if not are_plugins_named:
-            loaded += _load_all(_plugin_specs(stack.named()), preset.parent)
+            loaded += load_all(plugin_specs(stack.named()), preset.parent)
     scenario = str(stack.named().get("scenario") or DEFAULT_SCENARIO)
     scenario_dir = find_scenario(scenario)
-    stack.scenario, kind = _read_scenario(scenario_dir)
-    scenario_class = _find_kind(kind, scenario_dir)
+    stack.scenario, kind = read_scenario(scenario_dir)
+    scenario_class = find_kind(kind, scenario_dir)
     scenario_class.check_trainer_type(trainer_class.trainer_type)
     stack.base = stack.base_run.layer_about(stack.base, scenario_dir, scenario_class, kind)
     protocol = stack.named().get("interaction_protocol")
@@ -234,13 +243,13 @@ def _validate(
     model = HyperParameters.with_sections(
         {components.trainer: trainer_class.Parameters, kind: scenario_class.Parameters}
         | {name: TRAINERS.get(name).Parameters for name in trainer_class.sections_of_others}
-        | _protocol_section(protocol, scenario_class, kind)
+        | protocol_section(protocol, scenario_class, kind)
     )
     names = {"trainer": components.trainer, "scenario": components.scenario}
     resolved = resolve_parameters(
         [
             literal_layer("default", names),
-            *(_about_protocol(layer, protocol, kind) for layer in (*stack.scenario, *stack.preset)),
+            *(about_protocol(layer, protocol, kind) for layer in (*stack.scenario, *stack.preset)),
             only(stack.base, model.model_fields),
             *stack.file,
             *stack.top,
@@ -277,86 +286,29 @@ def _source_of(stack: _Stack, given: Sequence[str], *, is_trusted: bool) -> Stor
         return None
     strange = [place for file, place in found.items() if file is None or not is_own(file)]
     place = strange[0] if strange else next(iter(found.values()))
-    named = [*_plugin_specs(stack.named()), *stack.base_run.plugins]
+    named = [*plugin_specs(stack.named()), *stack.base_run.plugins]
     # What the run names itself is no copy of another of the same file name.
     copies = tuple(spec for spec in given if spec not in named)
     return StoredSource(place, is_trusted or not strange, copies)
 
 
+TASKSETS = "verifiers"
+"""Scenario of the tasksets of the library verifiers, and what they are named by: verifiers:NAME."""
+
+
+def _with_taskset(layer: Layer) -> Layer:
+    """A layer whose scenario is `verifiers:TASKSET` with scenario and taskset apart."""
+    scenario, sign, taskset = str(layer.values.get("scenario") or "").partition(":")
+    if scenario != TASKSETS or not sign:
+        return layer
+    merger = Merger()
+    merger.add({"task": {"task": {"taskset": taskset}}}, layer.source)
+    merger.add({**layer.values, "scenario": TASKSETS}, layer.source)
+    return Layer(layer.source, merger.values, layer.stored_in)
+
+
 def _merged(*layers: Layer) -> dict[str, Any]:
     return merge_layers(layers, resolve=False)[0]
-
-
-def _load_plugins(specs: Sequence[str], named: dict[str, Any], folder: Path | None) -> list[str]:
-    """Import plug-ins, also those that a file names and that of the scenario."""
-    loaded = [*_load_all(specs, None), *_load_all(_plugin_specs(named), folder)]
-    if named.get("scenario") is not None:
-        # It may register the trainer.
-        _load_plugin_of(find_scenario(str(named["scenario"])))
-    return loaded
-
-
-def _load_code(named: dict[str, Any], folder: Path | None) -> None:
-    """Import all plug-ins that parameters name."""
-    _load_plugins((), named, folder)
-    if named.get("custom_trainer_module_path") is not None:
-        load_plugin(str(named["custom_trainer_module_path"]), relative_to=folder)
-
-
-def _load_all(specs: Sequence[str], folder: Path | None) -> list[str]:
-    return [load_plugin(spec, relative_to=folder).spec for spec in specs]
-
-
-def _protocol_section(
-    protocol: Any, scenario_class: type[Scenario], kind: str
-) -> dict[str, type[SubParameters]]:
-    """The section of the interaction protocol, if the scenario's agents play one."""
-    if not scenario_class.uses_protocol:
-        if protocol is not None:
-            raise ConfigurationError(
-                f"interaction_protocol {protocol!r} was asked for, but agents of a scenario of the "
-                f"kind {kind!r} play none. Leave it out, or choose another --scenario."
-            )
-        return {}
-    if not isinstance(protocol, str):
-        raise ConfigurationError(
-            f"a scenario of the kind {kind!r} needs an interaction protocol, but "
-            f"interaction_protocol is {protocol!r}. Choose one of: "
-            f"{', '.join(PROTOCOL_HANDLERS.names())}."
-        )
-    return {protocol: PROTOCOL_HANDLERS.get(protocol).Parameters}
-
-
-def _about_protocol(layer: Layer, protocol: Any, kind: str) -> Layer:
-    """A scenario's or preset's layer without protocols that are not played, and their agents.
-
-    A name that no protocol has stays, to be told as a fault.
-    """
-    layer = only(layer, set(layer.values) - (set(PROTOCOL_HANDLERS.names()) - {protocol}))
-    given = layer.values.get(kind)
-    section: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
-    agents = section.get("agents")
-    if not isinstance(agents, Mapping) or not (own := _agents_of(protocol)):
-        return layer
-    of_others = set().union(*map(_agents_of, PROTOCOL_HANDLERS.names())) - own
-    left = {name: value for name, value in agents.items() if name not in of_others}
-    return Layer(layer.source, {**layer.values, kind: {**section, "agents": left}})
-
-
-def _agents_of(protocol: str) -> set[str]:
-    """The agents of a protocol's class; none where they depend on its parameters."""
-    try:
-        names = getattr(PROTOCOL_HANDLERS.get(protocol), "agent_names", None)
-    except NipAstraError:
-        return set()  # a package that cannot be imported is told when its protocol is asked for
-    return set(names) if isinstance(names, tuple) else set()
-
-
-def _plugin_specs(named: dict[str, Any]) -> list[str]:
-    """The plug-ins of a file; what is no list of text is told with the other faults later."""
-    specs = named.get("plugins")
-    is_valid = isinstance(specs, list) and all(isinstance(spec, str) for spec in specs)
-    return list(specs) if is_valid and specs else []
 
 
 def _located(
@@ -405,68 +357,3 @@ def _named_layer(trainer: str | None, scenario: str | None, seed: int | None) ->
     return literal_layer(
         "command line", {name: value for name, value in given.items() if value is not None}
     )
-
-
-def _find_trainer(named: dict[str, Any], folder: Path | None) -> tuple[str, type[Trainer]]:
-    """The trainer's name and its class, which is registered or named by file."""
-    if named.get("trainer") is None:
-        raise ConfigurationError(
-            f"no trainer was given. Known trainers: {', '.join(TRAINERS.names())}. Choose one, for "
-            "instance --trainer ast_dpo."
-        )
-    name = str(named["trainer"])
-    path, class_name = (
-        named.get("custom_trainer_module_path"),
-        named.get("custom_trainer_class_name"),
-    )
-    if path is None and class_name is None:
-        return name, TRAINERS.get(name)
-    if path is None or class_name is None:
-        raise ConfigurationError(
-            "a custom trainer needs both custom_trainer_module_path and "
-            "custom_trainer_class_name. Give both, or neither."
-        )
-    module = module_of(load_plugin(str(path), relative_to=folder))
-    found = getattr(module, str(class_name), None)
-    if not (isinstance(found, type) and issubclass(found, Trainer)):
-        raise PluginError(
-            f"custom_trainer_class_name {class_name!r} was asked for, but {path} holds no Trainer "
-            "of that name. Give the name of a subclass of nip_astra's Trainer."
-        )
-    return name, found
-
-
-def _find_kind(kind: str, scenario_dir: Path) -> type[Scenario]:
-    if kind not in SCENARIOS.names():
-        raise UnknownNameError(
-            "scenario kind",
-            kind,
-            SCENARIOS.names(),
-            f"It stands in {scenario_dir / 'scenario.yaml'}; a plugin.py beside that file may "
-            "register a kind of your own.",
-        )
-    return SCENARIOS.get(kind)
-
-
-def _load_plugin_of(scenario_dir: Path) -> None:
-    plugin = scenario_dir / "plugin.py"
-    if plugin.is_file():
-        load_plugin(plugin)
-
-
-def _read_scenario(scenario_dir: Path) -> tuple[list[Layer], str]:
-    """The scenario's layers and its kind; its plugin.py is loaded first."""
-    _load_plugin_of(scenario_dir)
-    path = scenario_dir / "scenario.yaml"
-    layers = read_yaml_layers(path, source="scenario.yaml")
-    source = active_source()
-    is_shipped = scenario_dir.parent == content_root() / "scenarios"
-    if source is not None and not source.is_trusted and not is_shipped:
-        layers = [literal_layer(layer.source, layer.values) for layer in layers]
-    kinds = [layer.values.pop("kind", None) for layer in layers]
-    kind = next((kind for kind in reversed(kinds) if kind is not None), None)
-    if kind is None:
-        raise ConfigurationError(
-            f"{path} says no kind. Add `kind:` with one of: {', '.join(SCENARIOS.names())}."
-        )
-    return layers, str(kind)

@@ -45,7 +45,7 @@ class _Evaluations(NamedTuple):
 
 
 class SpgObjective(Objective):
-    """Policy, entropy and value losses, with the policies' gradients corrected for foresight.
+    """Policy, entropy and value losses, with opponent shaping in the gradients.
 
     The policy loss of an agent depends on the policies of all (`shaping_losses`, or
     `clipped_shaping_losses` for the clipped variants), and its entropy bonus belongs to what others
@@ -98,7 +98,7 @@ class SpgObjective(Objective):
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.long))
 
     def agent_losses(self, name: str, batch: Frames) -> dict[str, Tensor]:
-        """An agent's losses by its own policy alone: what it learns from without foresight."""
+        """An agent's losses by its own policy alone, without opponent shaping."""
         evaluations = self._evaluate([name], batch)
         number = self.agents.number(name)
         policy = self._policy_losses(evaluations, batch)[number]

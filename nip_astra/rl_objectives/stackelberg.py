@@ -20,10 +20,10 @@ arXiv:1811.08469, section 2) is the derivative of `L_l(theta_l, theta_F - eta_F 
 order in that step. For the share `p` see `compute_sos_update`.
 
 The multiplier `m` needs the leader's whole loss as a function of the followers' parameters. `D_f`
-is the whole direction of a follower, its own foresight included, so that a sequence of three groups
-differentiates three times, and so on: each further group multiplies the time by the number of
-products that an inverse takes. Of several followers the inverse is that of their joint Jacobian. An
-agent without parameters does not learn, and nobody foresees it to.
+is the whole direction of a follower, its own shaping of others included, so that a sequence of
+three groups differentiates three times, and so on: each further group multiplies the time by the
+number of products that an inverse takes. Of several followers the inverse is that of their joint
+Jacobian. An agent without parameters does not learn, and nobody foresees it to.
 
 The clipped variants pspg, pola and psos differ in the losses alone, see `shaping_losses`.
 

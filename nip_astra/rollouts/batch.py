@@ -259,6 +259,10 @@ class Batch:
 
     # ---- files
 
+    def to_plain(self) -> dict[str, Any]:
+        """Tensors, rows and facts by name, as `save` writes them."""
+        return {"data": dict(self.data.items()), "rows": self.rows, "facts": self.facts}
+
     def save(self, path: Path) -> None:
         """Write `<path>.safetensors` and `<path>.json`; nothing is pickled.
 
@@ -267,7 +271,7 @@ class Batch:
         CheckpointError
             When a value is no tensor, text or number, or a file cannot be written.
         """
-        save_state(path, {"data": dict(self.data.items()), "rows": self.rows, "facts": self.facts})
+        save_state(path, self.to_plain())
 
     @classmethod
     def load(cls, path: Path) -> Batch:

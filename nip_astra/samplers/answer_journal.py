@@ -44,9 +44,12 @@ class AnswerJournal:
     ----------
     path : Path or None
         The file, to which each answer is added as it comes; None keeps them in memory only.
+    run_key : str or None
+        Names the run at its services, before the ids of its requests.
     """
 
     path: Path | None = None
+    run_key: str | None = None
     _by_id: dict[str, KeptAnswers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

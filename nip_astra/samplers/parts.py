@@ -6,19 +6,23 @@ the rows that a batch has. How many processes play the parts depends on the mach
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import NamedTuple
 
-from nip_astra.language_models.base import LanguageModel, TokenCount
+from nip_astra.language_models.base import TokenCount, TokenModel, TokenSampler
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import ChatWork
 from nip_astra.scenario_base.text_attackers import TextAttacker
+from nip_astra.utils.actors import are_actors_used, get_actors
 from nip_astra.utils.forked import call_at_once, get_num_processes
 from nip_astra.utils.processor import SMALL_MODEL_PARAMETERS
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_PART = 64
 """Nodes for which it is worth to fork a process, which takes as long as some of them do."""
@@ -46,7 +50,8 @@ def cut_rollout(
         Of all episodes together.
     num_parts : int
         At most so many parts; fewer where they would be small, and one for large models, models on
-        a GPU, and agents or backends that a process of its own could not play.
+        a GPU, and agents or backends that a process of its own could not play. Actors play large
+        models too.
     """
     count = min(num_parts, num_episodes, num_nodes // SMALLEST_PART)
     if count <= 1 or not all(map(_can_be_divided, agents)):
@@ -66,21 +71,63 @@ def play_parts(
     process that took the longest.
     """
     agents = list({id(agent): agent for agent in agents}.values())
+    if are_played_by_actors(agents):
+        return _put_together(_call_actors(play, agents, parts))
     num_processes = min(get_num_processes(), most_processes, len(parts))
     if num_processes == 1:
         return merge_trees([play(part) for part in parts])
     for model in _models_of(agents):
         # Weights are laid out here, once for all processes.
-        if not isinstance(model, ChatWork):
+        if isinstance(model, TokenSampler):
             model.open_session().close()
     batches = [parts[run.start : run.stop] for run in _cut(range(len(parts)), num_processes)]
     mine, *others = call_at_once([partial(_play, play, agents, batch) for batch in batches])
+    _count(agents, others)
+    return _put_together([mine, *others])
+
+
+def are_played_by_actors(agents: Sequence[Speaker | TextAttacker]) -> bool:
+    """Say whether actors play what these agents say; they cannot, where one has a connection."""
+    if not are_actors_used():
+        return False
+    others = [agent.role for agent in agents if not _can_be_copied(agent)]
+    if others:
+        _warn_once(", ".join(dict.fromkeys(others)))
+    return not others
+
+
+@cache
+def _warn_once(roles: str) -> None:
+    logger.warning(
+        "rollouts are played in this process, though actors were asked for: a copy of the %s "
+        "cannot speak in another one. Requests to a local chat model are divided all the same",
+        roles,
+    )
+
+
+def _call_actors(
+    play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[range]
+) -> list[_Played]:
+    """Each part is a call of its own, so that who is faster plays more of them."""
+    actors = get_actors()
+    assert actors is not None
+    models = [model for model in _models_of(agents) if not isinstance(model, ChatWork)]
+    kept = [part for model in models for part in (*model.shared_parts(), model)]
+    played = actors.call([partial(_play, play, agents, [part]) for part in parts], kept)
+    _count(agents, played)
+    return played
+
+
+def _count(agents: Sequence[Speaker | TextAttacker], others: Sequence[_Played]) -> None:
+    """Count what other processes did as if this one had."""
     for played in others:
         for model, spent in zip(_models_of(agents), played.counts, strict=True):
             model.token_count.add(spent)
         for agent, added in zip(agents, played.num_truncated, strict=True):
             agent.num_truncated_contexts += added
-    everything = [mine, *others]
+
+
+def _put_together(everything: Sequence[_Played]) -> RolloutTree:
     tree = merge_trees([tree for played in everything for tree in played.trees])
     tree.seconds = {
         name: max(sum(tree.seconds[name] for tree in played.trees) for played in everything)
@@ -107,10 +154,15 @@ def _can_be_divided(agent: Speaker | TextAttacker) -> bool:
     # An agent of another class may keep what only its own process would know.
     model = agent.language_model
     is_known = type(agent) is ConversationAgent and getattr(model, "can_be_forked", False)
-    return is_known and model.num_parameters() < SMALL_MODEL_PARAMETERS
+    is_small = model.num_parameters() < SMALL_MODEL_PARAMETERS
+    return (is_known and is_small) or (are_actors_used() and _can_be_copied(agent))
 
 
-def _models_of(agents: Sequence[Speaker | TextAttacker]) -> list[LanguageModel | ChatWork]:
+def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
+    return type(agent) is ConversationAgent and agent.language_model.can_be_copied
+
+
+def _models_of(agents: Sequence[Speaker | TextAttacker]) -> list[TokenModel | ChatWork]:
     """The agents' models, one of those that share a count."""
     models = (agent.language_model for agent in agents)
     return list({id(model.token_count): model for model in models}.values())

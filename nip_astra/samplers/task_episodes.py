@@ -115,7 +115,7 @@ def play_task(
             [(*key, split, run.problem, run.number, turn) for run in active],
             agent.sampling.max_new_tokens,
         )
-        draw = sample or agent.language_model.generate
+        draw = sample or agent.token_sampler.generate
         said = draw(contexts, shared, rows, agent.sampling)
         for index, run in enumerate(active):
             run.read(contexts[index // shared])

@@ -265,6 +265,7 @@ class TextRolloutSampler:
                 # Services take seeds of 32 bits, with a sign.
                 seed=derive_seed(*key) % 2**31,
                 num_samples=num_samples,
+                key=None if journal.run_key is None else f"{journal.run_key}/{request_id}",
             )
         )
         for sample in outcome.samples:
@@ -274,7 +275,10 @@ class TextRolloutSampler:
                     f"answer: {sample.reason}, {sample.message}. Resume the run when the service "
                     "answers; nothing that was answered is asked again."
                 )
-        answers = _kept(outcome.samples, *outcome.usage, is_cached=outcome.is_cached)
+        # A process that was killed may have been paid for an answer before it was in the journal.
+        usage = (now + then for now, then in zip(outcome.usage, outcome.usage_before, strict=True))
+        is_free = outcome.is_cached and not any(outcome.usage_before)
+        answers = _kept(outcome.samples, *usage, is_cached=is_free)
         journal.put(request_id, answers)
         return answers
 

@@ -64,6 +64,17 @@ class TreeColumns:
         spent = time.perf_counter() - started
         self.seconds[part] = self.seconds.get(part, 0.0) + spent
 
+    def add_level(
+        self, parents: Sequence[OpenConversation], children: Sequence[OpenConversation], depth: int
+    ) -> None:
+        """Add a node for each child; every parent has as many."""
+        width = len(children) // len(parents)
+        self.parent += [parent.node for parent in parents for _ in range(width)]
+        self.depth += [depth] * len(children)
+        self.episode += [child.episode for child in children]
+        self.responses += [child.texts[-1] for child in children]
+        self.failures += [child.failure for child in children]
+
     def note(self, role: str, contexts: Sequence[Sequence[int]], said: Generation) -> None:
         """Keep what a model had to read: contexts, and all but the last token of each turn."""
         rows_per_context = len(said.ids_BT) // len(contexts)

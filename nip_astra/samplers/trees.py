@@ -5,49 +5,34 @@ Shape suffixes: `N` node, `T` token.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import Generation, GenerationSession, pad_left
-from nip_astra.language_models.finite import refuse_nan
+from nip_astra.language_models.base import Generation, as_sampler, pad_left
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.samplers.dialogue import Dialogue, Plan, Speakers, refuse_nan_of
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
-from nip_astra.samplers.parts import cut_rollout, play_parts
-from nip_astra.samplers.texts import ask_attacker, ask_target, in_tokens_of
-from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
+from nip_astra.samplers.parts import are_played_by_actors, cut_rollout, play_parts
+from nip_astra.samplers.tree_columns import TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent
+from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_base.text_attackers import TextAttacker
 from nip_astra.scorers.base import Scorer
-from nip_astra.utils.seeding import SeedPart, uniform_rows
+from nip_astra.utils.seeding import SeedPart
 
 GLUE_TOKENS = 32
 """Allowance for what a chat template puts around a turn."""
-
-
-class _Plan(NamedTuple):
-    """What is grown: the shape of a tree, and what names its randomness."""
-
-    tree_width: int
-    tree_depth: int
-    key: tuple[SeedPart, ...]
-
-
-class _Sessions(NamedTuple):
-    """The two models in the middle of a rollout."""
-
-    attacker: GenerationSession | None
-    target: GenerationSession | None
+_READ_PROBES = "tell how likely it finds probes"
 
 
 class TreeSampler:
@@ -80,12 +65,8 @@ class TreeSampler:
         num_parts: int = 1,
         asks_reference: bool = True,
     ) -> None:
-        if isinstance(target, ChatAgent) and reward.likelihood_model == "target":
-            raise ConfigurationError(
-                f"the likelihood of probes under the target {target.chat_model.name!r} was asked "
-                "for, but a chat model does not tell how likely it finds what it reads. Set the "
-                "reward's likelihood_model to reference."
-            )
+        if reward.likelihood_model == "target":
+            _check_likelihood(target)
         self.attacker = attacker
         # Whose tokens and format probes are counted and read in.
         self.reader = reference if isinstance(attacker, TextAttacker) else attacker
@@ -96,9 +77,20 @@ class TreeSampler:
         self.max_cache_bytes = max_cache_bytes
         self.num_parts = num_parts
         self.asks_reference = asks_reference
-        self._shares_tokens = False
+        self._check_abilities()
+        self._share_tokens = False
         if not isinstance(target, ChatAgent):
-            self._shares_tokens = self.reader.shares_tokens_with(target)
+            self._share_tokens = self.reader.shares_tokens_with(target)
+
+    def _check_abilities(self) -> None:
+        """Refuse models that lack what their role takes, before anything is played."""
+        for agent in (self.attacker, self.target):
+            if isinstance(agent, ConversationAgent):
+                as_sampler(agent.language_model, role=agent.role)
+        if self.asks_reference:
+            self.reference.token_scorer(to=_READ_PROBES)
+        if self.reward.likelihood_model == "target" and isinstance(self.target, ConversationAgent):
+            self.target.token_scorer(to="be the reward's likelihood_model")
 
     def with_attacker(
         self, attacker: ConversationAgent | TextAttacker, *, asks_reference: bool = True
@@ -194,7 +186,7 @@ class TreeSampler:
         first_episode : int
             Number of the first prompt's episode within `key`, where episodes are played in parts.
         """
-        plan = _Plan(tree_width, tree_depth, key)
+        plan = Plan(tree_width, tree_depth, key)
         at_once = self.num_at_once(prompts, tree_width=tree_width, tree_depth=tree_depth)
         agents = (self.attacker, self.target, self.reference)
         num_nodes = len(prompts) * sum(tree_width**level for level in range(1, tree_depth + 1))
@@ -202,30 +194,43 @@ class TreeSampler:
         # All parts may be in memory together.
         size = max(at_once // len(parts), 1)
 
+        player = self._without_scorer()
+
         def play(part: range) -> RolloutTree:
-            return self._play(prompts[part.start : part.stop], plan, first_episode + part.start)
+            return player._play(prompts[part.start : part.stop], plan, first_episode + part.start)
 
         pieces = [
             range(start, min(start + size, part.stop))
             for part in parts
             for start in range(part.start, part.stop, size)
         ]
-        if len(pieces) == 1:
+        if len(pieces) == 1 and not are_played_by_actors(agents):
             tree = play(pieces[0])
         else:
             tree = play_parts(play, agents, pieces, most_processes=len(parts))
         self._rate(tree)
         return tree
 
-    def _play(self, prompts: Sequence[str], plan: _Plan, first: int) -> RolloutTree:
+    def _without_scorer(self) -> TreeSampler:
+        """What plays and does not rate; a scorer may hold what stays in this process."""
+        player = copy.copy(self)
+        del player.scorer
+        return player
+
+    def _play(self, prompts: Sequence[str], plan: Plan, first: int) -> RolloutTree:
         """Grow the trees of episodes from number `first` on together; they are yet to be rated."""
-        columns = TreeColumns()
-        self._talk(prompts, plan, first, columns)
+        dialogue = Dialogue(
+            Speakers(self.attacker, self.target, self.reader, self._share_tokens),
+            plan,
+            asks_likelihood=self.reward.likelihood_model == "target",
+        )
+        dialogue.play(prompts, first)
+        columns = dialogue.columns
         probe_NT, mask_NT, logprobs_NT = self._stack(columns.generations)
         with torch.no_grad(), columns.timed("reference"):
             reference_NT = self._reference_logprobs(columns, probe_NT, mask_NT)
         if self.asks_reference:
-            self._refuse_nan(self.reference, reference_NT, mask_NT, plan)
+            refuse_nan_of(self.reference, reference_NT, mask_NT, plan)
         if self.reward.likelihood_model == "reference":
             nll_N = mean_nll(reference_NT, mask_NT)
         else:
@@ -260,181 +265,6 @@ class TreeSampler:
             response_failures=columns.failures if any(columns.failures) else [],
         )
 
-    def _talk(self, prompts: Sequence[str], plan: _Plan, first: int, columns: TreeColumns) -> None:
-        """Let attacker and target talk, level by level."""
-        open_conversations = [
-            self._open(episode, first + episode, prompt) for episode, prompt in enumerate(prompts)
-        ]
-        sessions = _Sessions(
-            None
-            if isinstance(self.attacker, TextAttacker)
-            else self.attacker.language_model.open_session(),
-            None
-            if isinstance(self.target, ChatAgent)
-            else self.target.language_model.open_session(),
-        )
-        for depth in range(plan.tree_depth):
-            open_conversations = self._grow(sessions, open_conversations, plan, depth, columns)
-
-    def _open(self, episode: int, number: int, prompt: str) -> OpenConversation:
-        read_by_target = []
-        if not isinstance(self.target, ChatAgent):
-            read_by_target = [Turn(True, self.target.conversation_format.encode(prompt))]
-        return OpenConversation(
-            path=str(number),
-            episode=episode,
-            node=-1,
-            attacker_turns=[Turn(False, self.reader.conversation_format.encode(prompt))],
-            target_turns=read_by_target,
-            texts=[prompt],
-        )
-
-    def _grow(
-        self,
-        sessions: _Sessions,
-        parents: list[OpenConversation],
-        plan: _Plan,
-        depth: int,
-        columns: TreeColumns,
-    ) -> list[OpenConversation]:
-        """Add one probe and one response below every open conversation, all in one batch each."""
-        tree_width = plan.tree_width
-        contexts = self.reader.contexts([parent.attacker_turns for parent in parents])
-        children = [
-            OpenConversation(
-                f"{parent.path}.{branch}",
-                parent.episode,
-                len(columns.probes) + index * tree_width + branch,
-                parent.attacker_turns,
-                parent.target_turns,
-                parent.texts,
-                None if parent.failure is None else NOT_ASKED,
-            )
-            for index, parent in enumerate(parents)
-            for branch in range(tree_width)
-        ]
-        if isinstance(self.attacker, TextAttacker):
-            with columns.timed("attacker"):
-                probe_texts = ask_attacker(self.attacker, children, plan.key)
-            probes = in_tokens_of(self.reader, probe_texts)
-        else:
-            assert sessions.attacker is not None
-            probes = self._let_attacker_speak(
-                self.attacker, sessions.attacker, contexts, children, plan, columns
-            )
-            if depth + 1 == plan.tree_depth:
-                # Its keys and values make room for those of the last responses.
-                sessions.attacker.close()
-            probe_texts = self.attacker.decode(self.attacker.content_ids(probes))
-        for child, ids, text in zip(
-            children, self.reader.content_ids(probes), probe_texts, strict=True
-        ):
-            child.attacker_turns = [*child.attacker_turns, Turn(True, ids)]
-            child.texts = [*child.texts, text]
-        if isinstance(self.target, ChatAgent):
-            with columns.timed("target"):
-                ask_target(self.target, self.reader, children, plan.key)
-        else:
-            assert sessions.target is not None
-            self._let_target_speak(self.target, sessions.target, children, plan, columns)
-
-        columns.parent += [parent.node for parent in parents for _ in range(tree_width)]
-        columns.depth += [depth] * len(children)
-        columns.episode += [child.episode for child in children]
-        columns.contexts += contexts
-        columns.probes += probe_texts
-        columns.responses += [child.texts[-1] for child in children]
-        columns.failures += [child.failure for child in children]
-        columns.generations.append(probes)
-        return children
-
-    def _let_attacker_speak(
-        self,
-        attacker: ConversationAgent,
-        session: GenerationSession,
-        contexts: list[list[int]],
-        children: list[OpenConversation],
-        plan: _Plan,
-        columns: TreeColumns,
-    ) -> Generation:
-        """Let a language model probe, token by token."""
-        uniforms = self._uniforms(attacker, children, plan.key)
-        with columns.timed("attacker"):
-            probes = attacker.speak(session, contexts, plan.tree_width, uniforms).generation
-        self._refuse_nan(attacker, probes.logprobs_BT, probes.mask_BT, plan)
-        columns.note("attacker", contexts, probes)
-        return probes
-
-    def _let_target_speak(
-        self,
-        target: ConversationAgent,
-        session: GenerationSession,
-        children: list[OpenConversation],
-        plan: _Plan,
-        columns: TreeColumns,
-    ) -> None:
-        """Let a language model answer, token by token."""
-        for child in children:
-            ids, text = child.attacker_turns[-1].ids, child.texts[-1]
-            heard = ids if self._shares_tokens else target.conversation_format.encode(text)
-            child.target_turns = [*child.target_turns, Turn(False, heard)]
-        responses = self._respond(target, session, children, plan, columns)
-        response_ids = target.content_ids(responses)
-        response_texts = target.decode(response_ids)
-        for child, ids, text in zip(children, response_ids, response_texts, strict=True):
-            speech = self.reader.conversation_format
-            heard = ids if self._shares_tokens else speech.encode(text)
-            child.target_turns = [*child.target_turns, Turn(True, ids)]
-            child.attacker_turns = [*child.attacker_turns, Turn(False, heard)]
-            child.texts = [*child.texts, text if child.failure is None else ""]
-
-    def _respond(
-        self,
-        target: ConversationAgent,
-        session: GenerationSession,
-        children: list[OpenConversation],
-        plan: _Plan,
-        columns: TreeColumns,
-    ) -> Generation:
-        """Let the target answer; what it thinks of the probes comes from the same pass."""
-        conversations = [child.target_turns for child in children]
-        contexts = target.contexts(conversations)
-        spans = None
-        if self.reward.likelihood_model == "target":
-            spans = [
-                target.conversation_format.last_turn_span(turns, context)
-                for turns, context in zip(conversations, contexts, strict=True)
-            ]
-        uniforms = self._uniforms(target, children, plan.key)
-        with columns.timed("target"):
-            answered = target.speak(
-                session, contexts, 1, uniforms, branching=plan.tree_width, spans=spans
-            )
-        if spans is not None and answered.span_logprobs_CT is not None:
-            lengths_C = torch.tensor([stop - start for start, stop in spans])
-            mask_CT = torch.arange(answered.span_logprobs_CT.shape[1]) < lengths_C[:, None]
-            self._refuse_nan(target, answered.span_logprobs_CT, mask_CT, plan)
-            columns.target_nll.append(mean_nll(answered.span_logprobs_CT, mask_CT))
-        said = answered.generation
-        self._refuse_nan(target, said.logprobs_BT, said.mask_BT, plan)
-        columns.note("target", contexts, said)
-        return said
-
-    @staticmethod
-    def _refuse_nan(
-        agent: ConversationAgent, logprobs_NT: Tensor, mask_NT: Tensor, plan: _Plan
-    ) -> None:
-        during = f"the rollout {' '.join(map(str, plan.key))}"
-        refuse_nan(logprobs_NT, mask_NT, role=agent.role, model=agent.language_model, during=during)
-
-    @staticmethod
-    def _uniforms(
-        agent: ConversationAgent, children: list[OpenConversation], key: tuple[SeedPart, ...]
-    ) -> Tensor:
-        """Each child's random numbers, which depend on its place in the tree alone."""
-        keys = [(*key, agent.role, child.path) for child in children]
-        return uniform_rows(keys, agent.sampling.max_new_tokens)
-
     @staticmethod
     def _stack(generations: list[Generation]) -> tuple[Tensor, Tensor, Tensor]:
         return (
@@ -453,9 +283,8 @@ class TreeSampler:
             for context in columns.contexts
             for _ in range(len(columns.probes) // len(columns.contexts))
         ]
-        return self.reference.language_model.logprobs(
-            *pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT
-        ).cpu()
+        scorer = self.reference.token_scorer(to=_READ_PROBES)
+        return scorer.logprobs(*pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT).cpu()
 
     def _rate(self, tree: RolloutTree) -> None:
         """Add scores and rewards; the scorer is asked once, about all nodes."""
@@ -478,4 +307,21 @@ class TreeSampler:
             w_combined=self.reward.w_combined,
             w_likelihood=self.reward.w_likelihood,
             empty_nll=math.log(len(likelihood_agent.language_model.tokenizer)),
+        )
+
+
+def _check_likelihood(target: Speaker) -> None:
+    """Refuse a target that cannot tell how likely it finds probes."""
+    asked = "the likelihood of probes under the target"
+    if isinstance(target, ChatAgent):
+        raise ConfigurationError(
+            f"{asked} {target.chat_model.name!r} was asked for, but a chat model does not tell how "
+            "likely it finds what it reads. Set the reward's likelihood_model to reference."
+        )
+    if not target.language_model.can_score_contexts:
+        raise ConfigurationError(
+            f"{asked} was asked for, but target and attacker share a vLLM engine with a LoRA "
+            "adapter, which cannot tell how likely it finds what it reads. Set the reward's "
+            "likelihood_model to reference, or give the target an engine of its own: another "
+            "max_model_len, or _type huggingface."
         )

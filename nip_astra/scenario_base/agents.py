@@ -16,9 +16,14 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import (
     Generation,
     GenerationSession,
-    LanguageModel,
+    Learner,
     SamplingOptions,
+    TokenModel,
+    TokenSampler,
+    TokenScorer,
     Turns,
+    as_sampler,
+    as_scorer,
 )
 from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.chat import ChatModel
@@ -39,7 +44,7 @@ from nip_astra.scenario_base.text.model_groups import (
 )
 from nip_astra.utils.devices import resolve_device
 
-LanguageModelParameters = polymorphic(LANGUAGE_MODELS.get, LanguageModel.Parameters)
+LanguageModelParameters = polymorphic(LANGUAGE_MODELS.get, TokenModel.Parameters)
 ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
 
 
@@ -123,10 +128,36 @@ class ConversationAgent:
     """
 
     role: str
-    language_model: LanguageModel
+    language_model: TokenModel
     conversation_format: ConversationFormat
     sampling: SamplingOptions
     num_truncated_contexts: int = 0
+
+    @property
+    def token_sampler(self) -> TokenSampler:
+        """The model, as one that speaks.
+
+        Raises
+        ------
+        ModelAbilityError
+            When it cannot.
+        """
+        return as_sampler(self.language_model, role=self.role)
+
+    def token_scorer(self, *, to: str) -> TokenScorer:
+        """The model, as one that tells how likely it finds tokens.
+
+        Parameters
+        ----------
+        to : str
+            What for, for the message.
+
+        Raises
+        ------
+        ModelAbilityError
+            When it cannot.
+        """
+        return as_scorer(self.language_model, role=self.role, to=to)
 
     def contexts(self, conversations: Sequence[Sequence[Turn]]) -> list[list[int]]:
         """The tokens before this agent's next turn, with room left for it."""
@@ -207,7 +238,7 @@ Speaker: TypeAlias = ConversationAgent | ChatAgent
 
 
 def build_agent(
-    role: str, parameters: ConversationAgentParameters, language_model: LanguageModel
+    role: str, parameters: ConversationAgentParameters, language_model: TokenModel
 ) -> ConversationAgent:
     """The agent that speaks through a loaded model."""
     conversation_format = _build_format(parameters, language_model.tokenizer)
@@ -226,9 +257,19 @@ def build_agent(
     )
 
 
+def build_reference(
+    parameters: ConversationAgentParameters, language_model: TokenModel
+) -> ConversationAgent:
+    """The agent that stays what a model is now, and speaks and reads as that one does."""
+    model = language_model
+    if isinstance(model, Learner):
+        model = model.frozen_reference()
+    return build_agent("reference", parameters, model)
+
+
 def load_language_model(
     parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
-) -> LanguageModel:
+) -> TokenModel:
     """Load a backend's model by the type of its parameters."""
     cls = LANGUAGE_MODELS.get(parameters.type_name)
     return cls.load(parameters, device=device, scenario_dir=scenario_dir, trainable=trainable)
@@ -236,7 +277,7 @@ def load_language_model(
 
 def build_target(
     parameters: TargetParameters,
-    attacker_model: LanguageModel | None,
+    attacker_model: TokenModel | None,
     settings: ExperimentSettings,
     *,
     scenario_dir: Path | None,
@@ -245,7 +286,7 @@ def build_target(
 
     Parameters
     ----------
-    attacker_model : LanguageModel or None
+    attacker_model : TokenModel or None
         None where nothing is to be shared.
     """
     if parameters.chat_model is not None:
@@ -271,11 +312,11 @@ def build_target(
 
 def load_target(
     target: ConversationAgentParameters,
-    attacker_model: LanguageModel | None,
+    attacker_model: TokenModel | None,
     *,
     device: torch.device,
     scenario_dir: Path | None,
-) -> LanguageModel:
+) -> TokenModel:
     """Load the target, or share the attacker's base weights where both are the same model."""
     shared = attacker_model.base_for(target.language_model) if attacker_model is not None else None
     if shared is not None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from nip_astra.language_models.base import LanguageModel, TokenCount
+from nip_astra.language_models.base import Counted, TokenCount
 from nip_astra.language_models.services.asking import ask_all
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
@@ -33,7 +32,7 @@ class ChatReply(NamedTuple):
     failure: str | None = None
 
 
-class ChatWork:
+class ChatWork(Counted):
     """What stands where other agents have a language model: counts tokens, and has no weights."""
 
     cache_bytes_per_token = 0
@@ -46,10 +45,6 @@ class ChatWork:
     def num_parameters(self) -> int:
         """No weights are here."""
         return 0
-
-    def counting(self) -> AbstractContextManager[TokenCount]:
-        """A count of the tokens read and said within the block."""
-        return LanguageModel.counting(self)  # type: ignore[arg-type]  # reads token_count alone
 
 
 class ChatAgent:

@@ -23,6 +23,7 @@ from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
     TargetParameters,
     build_agent,
+    build_reference,
     build_target,
     load_language_model,
 )
@@ -179,8 +180,7 @@ class AstChatScenario(Scenario):
         target = build_target(
             parameters.target, attacker_model, settings, scenario_dir=scenario_dir
         )
-        # The reference speaks as the attacker does, so it has the attacker's format and options.
-        reference = build_agent("reference", parameters.attacker, attacker_model.frozen_reference())
+        reference = build_reference(parameters.attacker, attacker_model)
         for split, prompts in datasets.items():
             attacker.check_prompts(prompts, split=split)
             target.check_prompts(prompts, split=split)

@@ -19,6 +19,8 @@ from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.scenario_base.protocol.datapoint_views import DatapointView
+from nip_astra.scenario_base.text.analysers.base import Cast
+from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters
 from nip_astra.scenario_base.text.event_loop import EventLoop
 from nip_astra.scenario_base.text.game import TextGame
 from nip_astra.scenario_base.text.model_groups import (
@@ -68,6 +70,10 @@ class PureTextScenarioInstance(ScenarioInstance):
         In which services are spoken to.
     groupings : tuple of str
         Columns of the data by which accuracy is told apart.
+    analysis : AnalysisParameters or None
+        What a judge is asked about rollouts.
+    hidden_columns : tuple of str
+        Columns of the data that nobody is told.
     """
 
     protocol_handler: ProtocolHandler
@@ -77,6 +83,13 @@ class PureTextScenarioInstance(ScenarioInstance):
     shared_model_groups: Mapping[str, PureTextSharedModelGroup]
     loop: EventLoop
     groupings: tuple[str, ...] = ()
+    analysis: AnalysisParameters | None = None
+    hidden_columns: tuple[str, ...] = ()
+
+    @property
+    def cast(self) -> Cast:
+        """Who plays, for rollout analysers."""
+        return Cast(self.game.protocol, self.game.human_names, self.hidden_columns)
 
     @property
     def num_parameters(self) -> int:
@@ -108,6 +121,8 @@ class PureTextScenario(Scenario):
     """The name under which the kind is registered; a kind sets it."""
     groupings: ClassVar[tuple[str, ...]] = ()
     """Columns of the data by which accuracy is told apart."""
+    hidden_columns: ClassVar[tuple[str, ...]] = ()
+    """Columns of the data that nobody is to be told, since they give the label away."""
 
     class Parameters(SubParameters):
         """Who plays; a kind adds its data."""
@@ -119,6 +134,9 @@ class PureTextScenario(Scenario):
         )
         """Whether a lone prover argues for accept or reject by chance, fixed for each datapoint,
         and is paid for that decision; false lets it always argue for accept."""
+        analysis: AnalysisParameters | None = None
+        """Questions about what agents said that a judge answers after each test; null asks none.
+        Stored rollouts are judged at any later time by `nip-astra analyse`."""
 
         @model_validator(mode="before")
         @classmethod
@@ -152,7 +170,7 @@ class PureTextScenario(Scenario):
     ) -> PureTextScenarioInstance:
         protocol = build_protocol_handler(hyper_params)
         agents = cls._build_agents(parameters, protocol)
-        game = cls._build_game(hyper_params, parameters, protocol, scenario_dir)
+        game = cls.build_game(hyper_params, parameters, protocol, scenario_dir)
         datasets = cls.build_datasets(parameters, seed=hyper_params.seed, scenario_dir=scenario_dir)
         for split, data in zip(TextDatasets._fields, datasets, strict=True):
             _check_data(data, split)
@@ -179,6 +197,8 @@ class PureTextScenario(Scenario):
             shared_model_groups=groups,
             loop=loop,
             groupings=cls.groupings,
+            analysis=parameters.analysis,
+            hidden_columns=cls.hidden_columns,
         )
 
     @classmethod
@@ -207,28 +227,43 @@ class PureTextScenario(Scenario):
         return agents
 
     @classmethod
-    def _build_game(
+    def build_game(
         cls,
         hyper_params: HyperParameters,
         parameters: Any,
         protocol: ProtocolHandler,
         scenario_dir: Path | None,
     ) -> TextGame:
+        """The rules, with the prompts of the scenario's folder."""
         names = protocol.agent_names
-        roles = {
-            name: "verifier" if name in protocol.verifier_names else "prover" for name in names
-        }
+        cast = cast_of(parameters, protocol)
+        roles: dict[str, str] = {name: cast.role(name) for name in names}
         folder = (scenario_dir or Path()) / PROMPTS_DIR
-        own = {
-            name: parameters.agents.get(name, parameters.agents[DEFAULT_AGENT]) for name in names
-        }
+        own = parameters_of_agents(parameters, protocol)
         return TextGame(
             protocol,
             load_prompts(folder, roles, str(hyper_params.interaction_protocol)),
-            human_names={name: own[name].human_name or name for name in names},
+            human_names=cast.human_names,
             max_words={name: own[name].max_response_words for name in names},
             has_random_stance=parameters.randomize_prover_stance,
         )
+
+
+def parameters_of_agents(
+    parameters: Any, protocol: ProtocolHandler
+) -> dict[str, TextAgentParameters]:
+    """The parameters of each agent of a protocol, where all have some."""
+    given = parameters.agents
+    return {name: given.get(name) or given[DEFAULT_AGENT] for name in protocol.agent_names}
+
+
+def cast_of(
+    parameters: Any, protocol: ProtocolHandler, hidden_columns: tuple[str, ...] = ()
+) -> Cast:
+    """Who plays, by the parameters of a scenario in words."""
+    own = parameters_of_agents(parameters, protocol)
+    names = {name: one.human_name or name for name, one in own.items()}
+    return Cast(protocol, names, hidden_columns)
 
 
 def _check_data(data: NestedArrayDict, split: str) -> None:

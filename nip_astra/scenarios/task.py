@@ -14,6 +14,7 @@ from nip_astra.parameters.types import ScenarioType
 from nip_astra.scenario_base.agents import (
     ConversationAgentParameters,
     build_agent,
+    build_reference,
     load_language_model,
 )
 from nip_astra.scenario_base.tasks.base import TaskParameters
@@ -32,6 +33,9 @@ class TaskEvaluationParameters(SubParameters):
     """Held-out problems before and after training; of a data set at most all it has."""
     num_dev_problems: int = Field(default=100, ge=1)
     """Problems of a dev evaluation."""
+    num_dev_runs: int = Field(default=1, ge=1)
+    """Runs of each problem of a dev evaluation; with more than one, pass@k is logged for k up to
+    this."""
     num_runs: int = Field(default=1, ge=1)
     """Runs of each problem; with more than one, pass@k is told for k up to this."""
     success_reward: float = 1.0
@@ -76,7 +80,7 @@ class TaskScenario(Scenario):
             trainable=True,
         )
         policy = build_agent("policy", parameters.policy, model)
-        reference = build_agent("reference", parameters.policy, model.frozen_reference())
+        reference = build_reference(parameters.policy, model)
         return TaskInstance(
             kind=str(ScenarioType.TASK),
             agents={"policy": policy, "reference": reference},

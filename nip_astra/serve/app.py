@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nip_astra.serve.api_errors import ApiError, error_body
+from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.guards import Guard
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
@@ -19,9 +20,14 @@ from nip_astra.serve.text_routes import text_routes, to_response
 logger = logging.getLogger(__name__)
 
 
+TRAINING_PATHS = ("/training/", "/api/v1/")
+TEXT_ROUTES = "those of OpenAI's for models, completions, files and fine-tuning jobs"
+
+
 def build_app(
     shelf: Shelf,
     settings: ServiceSettings,
+    completions: CompletionStore,
     *,
     routers: Sequence[APIRouter] = (),
 ) -> FastAPI:
@@ -29,11 +35,25 @@ def build_app(
 
     Parameters
     ----------
+    completions : CompletionStore
+        Log of what is answered.
     routers : Sequence[APIRouter]
         Further routes.
     """
+    return guarded_app(
+        [text_routes(shelf, settings, completions), *routers], settings, about=TEXT_ROUTES
+    )
+
+
+def guarded_app(routers: Sequence[APIRouter], settings: ServiceSettings, *, about: str) -> FastAPI:
+    """Routes behind the guards, with errors that are JSON always.
+
+    Parameters
+    ----------
+    about : str
+        Which routes there are, for whoever asks for another one.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(text_routes(shelf, settings))
     for router in routers:
         app.include_router(router)
 
@@ -49,7 +69,7 @@ def build_app(
     async def refuse_route(request: Request, error: HTTPException) -> Response:
         text = (
             f"{request.method} {request.url.path[:200]} was asked for, but {error.detail}. The "
-            "routes are those of OpenAI's for models, completions, files and fine-tuning jobs."
+            f"routes are {about}."
         )
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         return JSONResponse(error_body(text, kind), error.status_code)
@@ -61,6 +81,8 @@ def build_app(
         return JSONResponse(error_body(text, "server_error"), 500)
 
     def max_bytes(path: str) -> int:
+        if path.startswith(TRAINING_PATHS):
+            return settings.max_message_bytes
         return settings.max_file_bytes if path == "/v1/files" else settings.max_body_bytes
 
     app.add_middleware(Guard, token=settings.token(), max_bytes=max_bytes)

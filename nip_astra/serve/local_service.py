@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from nip_astra.language_models.services.service_process import SECONDS_TO_START, ServiceProcess
-from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 
 
 class LocalService(ServiceProcess):
@@ -22,6 +22,9 @@ class LocalService(ServiceProcess):
         `state_dir` its files, jobs and trained models are gone when it is stopped.
     num_threads : int, optional
         CPU cores that it computes with.
+    protocols : Sequence[TrainingProtocol]
+        By which clients train the models, "http" and "tinker"; without one, the models answer
+        texts.
     """
 
     def __init__(
@@ -30,11 +33,16 @@ class LocalService(ServiceProcess):
         settings: ServiceSettings | None = None,
         *,
         num_threads: int | None = None,
+        protocols: Sequence[TrainingProtocol] = (),
         seconds_to_start: float = SECONDS_TO_START,
     ) -> None:
         given = settings or ServiceSettings(port=0)
         super().__init__(
-            models, given.to_dict(), num_threads=num_threads, seconds_to_start=seconds_to_start
+            models,
+            given.to_dict(),
+            num_threads=num_threads,
+            protocols=protocols,
+            seconds_to_start=seconds_to_start,
         )
 
 
@@ -43,6 +51,7 @@ def start_service(
     settings: ServiceSettings | None = None,
     *,
     num_threads: int | None = None,
+    protocols: Sequence[TrainingProtocol] = (),
 ) -> LocalService:
     """Start a text service on a free port and wait until it answers.
 
@@ -56,4 +65,4 @@ def start_service(
     ServiceError
         When it cannot be started.
     """
-    return LocalService(models, settings, num_threads=num_threads)
+    return LocalService(models, settings, num_threads=num_threads, protocols=protocols)

@@ -23,7 +23,7 @@ def main(order: str) -> int:
     Parameters
     ----------
     order : str
-        JSON: models, settings, num_threads and the file to tell the address in.
+        JSON: models, settings, num_threads, protocols and the file to tell the address in.
     """
     given = json.loads(order)
     logging.basicConfig(level=logging.WARNING)
@@ -37,14 +37,20 @@ def main(order: str) -> int:
     if given["num_threads"] is not None:
         torch.set_num_threads(given["num_threads"])
 
+    protocols = given["protocols"]
+
+    def address(settings: ServiceSettings) -> str:
+        return settings.root_url if protocols else settings.base_url
+
     def tell(settings: ServiceSettings) -> None:
         told = Path(given["told"])
         written = told.with_suffix(".new")
-        written.write_text(json.dumps({"base_url": settings.base_url, "pid": os.getpid()}))
+        written.write_text(json.dumps({"base_url": address(settings), "pid": os.getpid()}))
         written.replace(told)
 
     try:
-        serve(given["models"], ServiceSettings(**given["settings"]), tell=tell)
+        settings = ServiceSettings(**given["settings"])
+        serve(given["models"], settings, tell=tell, protocols=protocols)
     except NipAstraError as error:
         sys.stderr.write(f"{str(error).replace(os.linesep, ' ')}\n")
         return 2

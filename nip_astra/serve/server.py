@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.packages import require_packages
-from nip_astra.serve.settings import ServiceSettings
+from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.shelf import Shelf
 from nip_astra.utils.devices import resolve_device
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 _BACKLOG = 1024
 
@@ -20,6 +25,7 @@ def serve(
     settings: ServiceSettings,
     *,
     tell: Callable[[ServiceSettings], None],
+    protocols: Collection[TrainingProtocol] = (),
 ) -> None:
     """Serve models until SIGINT or SIGTERM.
 
@@ -29,6 +35,8 @@ def serve(
         Folder, hub id or `.gguf` file by name.
     tell : Callable
         Called with the settings, the port filled in, once connections are taken.
+    protocols : Collection[TrainingProtocol]
+        By which clients train the models; without one, the models answer texts.
 
     Raises
     ------
@@ -39,25 +47,41 @@ def serve(
     """
     require_packages()
     from nip_astra.serve.http_server import HttpServer, http_config
-    from nip_astra.serve.state import open_service
 
     settings.token()  # refused before models are loaded
     if not models:
         raise ConfigurationError(
-            "a text service was to be started without a model. Name one or several: "
-            "--model NAME=PATH."
+            "a service was to be started without a model. Name one or several: --model NAME=PATH."
         )
     with _open_socket(settings) as listening:
         settings = settings.model_copy(update={"port": listening.getsockname()[1]})
-        shelf = _new_shelf(settings)
-        try:
-            shelf.add_all(models)
-            with open_service(shelf, settings) as service:
-                listening.listen(_BACKLOG)
-                tell(settings)
-                HttpServer(http_config(service.app)).run(sockets=[listening])
-        finally:
-            shelf.close()
+        with _open_app(models, settings, protocols) as app:
+            listening.listen(_BACKLOG)
+            tell(settings)
+            HttpServer(http_config(app)).run(sockets=[listening])
+
+
+@contextmanager
+def _open_app(
+    models: Mapping[str, str],
+    settings: ServiceSettings,
+    protocols: Collection[TrainingProtocol],
+) -> Iterator[FastAPI]:
+    """The application within the block, its models loaded and its threads at work."""
+    from nip_astra.serve.state import open_service
+    from nip_astra.serve.training.service import open_training
+
+    if protocols:
+        with open_training(models, settings, protocols) as app:
+            yield app
+        return
+    shelf = _new_shelf(settings)
+    try:
+        shelf.add_all(models)
+        with open_service(shelf, settings) as service:
+            yield service.app
+    finally:
+        shelf.close()
 
 
 def _new_shelf(settings: ServiceSettings) -> Shelf:

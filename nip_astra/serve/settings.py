@@ -12,6 +12,9 @@ from pydantic import Field
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.parameters_base import SubParameters
 
+TrainingProtocol = Literal["http", "tinker"]
+"""By which clients train models: ours, and Tinker's."""
+
 
 class ServiceSettings(SubParameters):
     """Address, state and limits of a text service."""
@@ -56,6 +59,14 @@ class ServiceSettings(SubParameters):
     """Models of at most so many weights are trained in full, and served from weights of their own;
     of larger ones an adapter is trained."""
 
+    max_training_models: int = Field(default=8, ge=1)
+    """Models that may be in training at once by the training routes; each takes the memory of its
+    adapter, or of all its weights, three to four times."""
+    training_idle_seconds: float = Field(default=3600.0, gt=0)
+    """A model in training that nobody has asked for this long makes room where it is needed."""
+    max_message_bytes: int = Field(default=1 << 30, ge=1)
+    """Largest request to the training routes; a saved state is one."""
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the service."""
@@ -67,10 +78,15 @@ class ServiceSettings(SubParameters):
             return False
 
     @property
+    def root_url(self) -> str:
+        """The address that clients of the training routes are given."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
     def base_url(self) -> str:
         """The address that a client of OpenAI's is given."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/v1"
+        return f"{self.root_url}/v1"
 
     def token(self) -> str | None:
         """The bearer token, or None where none is needed.

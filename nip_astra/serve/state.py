@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.serve.app import build_app
+from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.job_routes import job_routes
 from nip_astra.serve.job_runner import JobRunner
 from nip_astra.serve.job_store import JobStore
@@ -21,11 +22,12 @@ from nip_astra.tracking.run_lock import run_lock
 
 @dataclass
 class Service:
-    """An application with its jobs at work."""
+    """An application with its jobs at work, and the log of what it answered."""
 
     app: FastAPI
     store: JobStore
     runner: JobRunner
+    completions: CompletionStore
 
 
 @contextmanager
@@ -42,13 +44,16 @@ def open_service(shelf: Shelf, settings: ServiceSettings) -> Iterator[Service]:
         store = JobStore(folder)
         store.clear_unfinished()
         runner = JobRunner(store, shelf)
-        app = build_app(shelf, settings, routers=[job_routes(store, runner, shelf, settings)])
+        completions = CompletionStore(folder)
+        jobs = job_routes(store, runner, shelf, settings)
+        app = build_app(shelf, settings, completions, routers=[jobs])
         runner.start()
         try:
-            yield Service(app, store, runner)
+            yield Service(app, store, runner, completions)
         finally:
             runner.close()
             shelf.close()
+            completions.close()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from nip_astra.serve.api_errors import ApiError, error_body
 from nip_astra.serve.asking import Answer, Asker
 from nip_astra.serve.bodies import read_body
+from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.generation import GenerationRequest, Progress
 from nip_astra.serve.generation_bodies import ChatBody, CompletionBody, SamplingBody
 from nip_astra.serve.prompts import chat_prompt, completion_prompts
@@ -27,9 +28,9 @@ _CLIENT_LEFT = 499
 Chunk = Callable[[int, Progress], list[dict[str, Any]]]
 
 
-def text_routes(shelf: Shelf, settings: ServiceSettings) -> APIRouter:
+def text_routes(shelf: Shelf, settings: ServiceSettings, completions: CompletionStore) -> APIRouter:
     """The routes over the models of a shelf."""
-    routes = _TextRoutes(shelf, settings)
+    routes = _TextRoutes(shelf, settings, completions)
     router = APIRouter(prefix="/v1")
     router.add_api_route("/models", routes.models, methods=["GET"])
     router.add_api_route("/models/{name}", routes.model, methods=["GET"])
@@ -39,8 +40,10 @@ def text_routes(shelf: Shelf, settings: ServiceSettings) -> APIRouter:
 
 
 class _TextRoutes:
-    def __init__(self, shelf: Shelf, settings: ServiceSettings) -> None:
-        self.shelf = shelf
+    def __init__(
+        self, shelf: Shelf, settings: ServiceSettings, completions: CompletionStore
+    ) -> None:
+        self.shelf, self._store = shelf, completions
         self.asker = Asker(settings)
 
     async def models(self) -> Response:
@@ -67,7 +70,9 @@ class _TextRoutes:
         )
         reply = Reply("chatcmpl", body.model, served.engine.tokenizer)
         if not body.stream:
-            return await self._whole(request, served, requests, reply.chat)
+            return await self._store.once(
+                request, body.model, lambda: self._whole(request, served, requests, reply.chat)
+            )
 
         def chunks(place: int, progress: Progress) -> list[dict[str, Any]]:
             delta = {"content": progress.text} if progress.text or progress.tokens else {}
@@ -94,7 +99,11 @@ class _TextRoutes:
         )
         reply = Reply("cmpl", body.model, served.engine.tokenizer)
         if not body.stream:
-            return await self._whole(request, served, requests, reply.completion)
+            return await self._store.once(
+                request,
+                body.model,
+                lambda: self._whole(request, served, requests, reply.completion),
+            )
         offsets: dict[int, int] = {}
 
         def chunks(place: int, progress: Progress) -> list[dict[str, Any]]:

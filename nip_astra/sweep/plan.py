@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,13 @@ from pydantic import Field, field_validator
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.loading import read_yaml_mapping
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.sweep.search_space import Choice, Range, SearchParameters
 
 MAX_RUNS = 10_000
 """More combinations are taken for a slip of the pen."""
+DEV = "dev/"
+"""How the names of dev evaluations' figures begin."""
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
@@ -31,24 +34,34 @@ class Arm:
     ----------
     values : Mapping[str, str]
         Parameters that the sweep varies, as text for `--set`.
+    fixed : Mapping[str, str]
+        Parameters that it sets to the same for all arms.
     """
 
     trainer: str
     scenario: str | None
     values: Mapping[str, str]
+    fixed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def tags(self) -> list[str]:
+        """What tells its runs from others on W&B, which takes 64 letters at most."""
+        varied = [f"{path.rpartition('.')[2]}={_short(one)}" for path, one in self.values.items()]
+        return [tag[:64] for tag in (self.trainer, *varied)]
 
     @property
     def name(self) -> str:
         """What the arm is called in tables."""
         parts = [self.trainer, *([self.scenario] if self.scenario else [])]
-        parts += [f"{path.rpartition('.')[2]}={value}" for path, value in self.values.items()]
+        parts += [f"{path.rpartition('.')[2]}={_short(one)}" for path, one in self.values.items()]
         return " ".join(parts)
 
     def run_id(self, seed: int) -> str:
         """The name of a run, equal in every sweep with this arm."""
-        if self.scenario is None and not self.values:
+        values = {**self.fixed, **self.values}
+        if self.scenario is None and not values:
             return f"{self.trainer}-s{seed}"
-        said = json.dumps([self.scenario, sorted(self.values.items())])
+        said = json.dumps([self.scenario, sorted(values.items())])
         return f"{self.trainer}-{hashlib.sha256(said.encode()).hexdigest()[:8]}-s{seed}"
 
 
@@ -82,6 +95,8 @@ class SweepPlan(SubParameters):
     """Parameter file that all runs start from, in place of the trainers' presets."""
     plugins: list[str] = []
     """Files or modules with code of one's own."""
+    search: SearchParameters | None = None
+    """Search for the best values in place of running all combinations; null runs all."""
 
     @field_validator("seeds")
     @classmethod
@@ -100,10 +115,11 @@ class SweepPlan(SubParameters):
 
     @property
     def arms(self) -> list[Arm]:
-        """Every combination, without seeds."""
-        values = [[(path, _as_text(one)) for one in given] for path, given in self.grid.items()]
+        """Every combination, without seeds; those of a search are known when it has ended."""
+        varied = {path: given for path, given in self.grid.items() if len(given) > 1}
+        values = [[(path, as_text(one)) for one in given] for path, given in varied.items()]
         return [
-            Arm(trainer, scenario, dict(chosen))
+            Arm(trainer, scenario, dict(chosen), self.fixed)
             for trainer in self.trainers
             for scenario in self.scenarios or [None]  # type: ignore[list-item]
             for chosen in product(*values)
@@ -114,14 +130,53 @@ class SweepPlan(SubParameters):
         """Every run: the first seed of all arms first, so that a sweep says something early."""
         return [PlannedRun(arm, seed) for seed in self.seeds for arm in self.arms]
 
+    @property
+    def first_arms(self) -> list[Arm]:
+        """One arm of each trainer and scenario, with the first value of all that is tried."""
+        return [
+            Arm(trainer, scenario, self._first_values(trainer), self.fixed)
+            for trainer in self.trainers
+            for scenario in self.scenarios or [None]  # type: ignore[list-item]
+        ]
+
+    def _first_values(self, trainer: str) -> dict[str, str]:
+        tried = self.choices_of(trainer)
+        return {path: as_text(_ends_of(one)[0]) for path, one in tried.items()}
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """What a search tries for each parameter; a grid's single values are not searched."""
+        listed: dict[str, Choice] = {
+            path: values for path, values in self.grid.items() if len(values) > 1
+        }
+        return listed | dict(self.search.space if self.search else {})
+
+    def choices_of(self, trainer: str) -> dict[str, Choice]:
+        """What a search tries with a trainer: no parameters of the other trainers' own."""
+        others = {other for other in self.trainers if other != trainer}
+        return {
+            path: choice
+            for path, choice in self.choices.items()
+            if path.partition(".")[0] not in others
+        }
+
+    @property
+    def fixed(self) -> dict[str, str]:
+        """Values of the grid that all arms have."""
+        return {path: as_text(values[0]) for path, values in self.grid.items() if len(values) == 1}
+
     def check(self) -> None:
-        """Resolve the parameters of every arm, before anything runs.
+        """Resolve the parameters of every arm, before anything runs; of a search, its ends.
 
         Raises
         ------
         ConfigurationError
-            When a combination is wrong, or there are too many.
+            When a combination is wrong, there are too many, or there is nothing to search by.
         """
+        if self.search is not None:
+            for arm in self._ends():
+                self._check_objective(self.resolve(arm))
+            return
         num_runs = len(self.seeds) * len(self.arms)
         if num_runs > MAX_RUNS:
             raise ConfigurationError(
@@ -129,18 +184,48 @@ class SweepPlan(SubParameters):
                 "fewer values, or parts of it by --shard."
             )
         for arm in self.arms:
-            resolve_experiment(
-                trainer=arm.trainer,
-                scenario=arm.scenario,
-                parameter_file=self.parameters,
-                overrides=self.overrides_of(arm),
-                seed=self.seeds[0],
-                plugins=self.plugins,
+            self.resolve(arm)
+
+    def resolve(self, arm: Arm) -> ResolvedExperiment:
+        """The parameters of an arm with the first seed."""
+        return resolve_experiment(
+            trainer=arm.trainer,
+            scenario=arm.scenario,
+            parameter_file=self.parameters,
+            overrides=self.overrides_of(arm),
+            seed=self.seeds[0],
+            plugins=self.plugins,
+        )
+
+    def _ends(self) -> Iterator[Arm]:
+        """Trials with the ends of each range and each listed value, one after the other."""
+        for arm in self.first_arms:
+            yield arm
+            for path, choice in self.choices_of(arm.trainer).items():
+                for end in _ends_of(choice)[1:]:
+                    yield replace(arm, values={**arm.values, path: as_text(end)})
+
+    def _check_objective(self, resolved: ResolvedExperiment) -> None:
+        objective = self.objective_of(resolved)
+        period = getattr(resolved.hyper_params.training, "eval_period", 0)
+        if objective.startswith(DEV) and not period:
+            raise ConfigurationError(
+                f"a search by {objective} was asked for, but {resolved.hyper_params.trainer} makes "
+                "no dev evaluations: training.eval_period is 0. Add --set training.eval_period=2, "
+                "or search by a figure after training, for instance --objective failure_rate, "
+                "which looks at what the runs are tested on."
             )
+
+    def objective_of(self, resolved: ResolvedExperiment) -> str:
+        """The figure that trials of a search are judged by."""
+        told = self.search.objective if self.search else None
+        metric = getattr(resolved.hyper_params.training, "dev_metric", "mean_reward")
+        return told or f"{DEV}{metric}"
 
     def overrides_of(self, arm: Arm) -> list[str]:
         """Assignments of an arm's runs."""
-        return [*self.overrides, *(f"{path}={value}" for path, value in arm.values.items())]
+        values = {**arm.fixed, **arm.values}
+        return [*self.overrides, *(f"{path}={value}" for path, value in values.items())]
 
 
 def read_plan(path: str | Path) -> SweepPlan:
@@ -234,5 +319,18 @@ def _divided(values: str) -> Iterator[str]:
     yield values[start:].strip()
 
 
-def _as_text(value: Any) -> str:
+def _ends_of(choice: Choice) -> list[Any]:
+    return [choice.low, choice.high] if isinstance(choice, Range) else choice
+
+
+def _short(value: str) -> str:
+    """A value in a name; numbers that were drawn have more digits than one reads."""
+    try:
+        return value if len(value) <= 8 else f"{float(value):.4g}"
+    except ValueError:
+        return value
+
+
+def as_text(value: Any) -> str:
+    """A value as `--set` takes it."""
     return value if isinstance(value, str) else json.dumps(value)

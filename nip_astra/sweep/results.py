@@ -9,18 +9,21 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from nip_astra.errors import ConfigurationError, RunDirectoryError
+from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
 from nip_astra.evaluation.run_results import import_pandas, read_results
-from nip_astra.sweep.plan import Arm, SweepPlan
+from nip_astra.sweep.plan import Arm, PlannedRun, SweepPlan
 from nip_astra.sweep.runner import PLAN_FILE
+from nip_astra.sweep.search import TrialRecord, best_first, read_trials
 from nip_astra.tracking.run_directory import RESULTS
+from nip_astra.utils.statistics import holm
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,11 +84,35 @@ class SweepResults:
     rows : list of dict
         One a run and figure: `arm`, `trainer`, `scenario`, the varied parameters, `seed`, `run_id`,
         `when`, `name`, `value`, `low`, `high`.
+    trials : list[TrialRecord]
+        Of a search, in the order in which they were proposed.
     """
 
     plan: SweepPlan
     directory: Path
     rows: list[dict[str, Any]]
+    trials: list[TrialRecord] = field(default_factory=list)
+
+    @property
+    def arms(self) -> list[Arm]:
+        """What is compared; of a search, its trials without those of equal values, best first."""
+        if self.plan.search is None:
+            return self.plan.arms
+        ranked = best_first(self.trials, self.plan.search.direction)
+        return list({one.arm.run_id(0): one.arm for one in ranked}.values())
+
+    @property
+    def num_ended(self) -> int:
+        """Runs that have ended."""
+        return len({row["run_id"] for row in self.rows})
+
+    @cached_property
+    def _rows_of(self) -> dict[tuple[str, str], list[dict[str, Any]]]:
+        """Rows by figure and time, since there may be thousands."""
+        grouped: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in self.rows:
+            grouped.setdefault((row["name"], row["when"]), []).append(row)
+        return grouped
 
     @property
     def figure_names(self) -> list[str]:
@@ -110,10 +137,11 @@ class SweepResults:
 
     def over_seeds(self, arm: Arm, name: str, when: str = "after") -> SeedMean | None:
         """A figure of an arm; None where no run of it has ended that has the figure."""
+        seeds = {arm.run_id(seed): seed for seed in self.plan.seeds}
         values = {
-            row["seed"]: row["value"]
-            for row in self.rows
-            if row["arm"] == arm.name and row["name"] == name and row["when"] == when
+            seeds[row["run_id"]]: row["value"]
+            for row in self._rows_of.get((name, when), ())
+            if row["run_id"] in seeds
         }
         if not values:
             return None
@@ -130,14 +158,48 @@ class SweepResults:
         p = None if low is None else float(stats.ttest_1samp(differences_S, 0.0).pvalue)
         return Difference(mean, low, high, p, len(seeds))
 
+    def summary(self, names: Sequence[str] = ()) -> list[dict[str, Any]]:
+        """Figures after training, one row an arm and figure, with intervals over seeds.
+
+        Each arm stands beside the first, seed by seed. P-values of a figure are adjusted by Holm's
+        method over the arms (`p_holm`).
+
+        Parameters
+        ----------
+        names : Sequence[str]
+            Figures; none for all.
+        """
+        rows: list[dict[str, Any]] = []
+        for name in names or self.figure_names:
+            rows += self._summary_of(name)
+        return rows
+
+    def _summary_of(self, name: str) -> list[dict[str, Any]]:
+        arms = self.arms
+        rows: list[dict[str, Any]] = []
+        for arm in arms:
+            mean = self.over_seeds(arm, name)
+            if mean is None:
+                continue
+            before = self.over_seeds(arm, name, "before")
+            beside = self.difference(arm, arms[0], name) if arm != arms[0] else None
+            rows.append(
+                {**_about(arm), "name": name, "num_seeds": len(mean.values)}
+                | {"before": before.mean if before else None}
+                | {"mean": mean.mean, "low": mean.low, "high": mean.high}
+                | {"less_first": beside.mean if beside else None}
+                | {"less_first_low": beside.low if beside else None}
+                | {"less_first_high": beside.high if beside else None}
+                | {"p": beside.p if beside else None, "p_holm": None}
+            )
+        tested = [row for row in rows if row["p"] is not None]
+        for row, adjusted in zip(tested, holm([row["p"] for row in tested]), strict=True):
+            row["p_holm"] = adjusted
+        return rows
+
     def to_csv(self) -> str:
         """The rows as comma-separated values."""
-        names = list(dict.fromkeys(name for row in self.rows for name in row))
-        text = io.StringIO()
-        writer = csv.DictWriter(text, names)
-        writer.writeheader()
-        writer.writerows(self.rows)
-        return text.getvalue()
+        return as_csv(self.rows)
 
     def frame(self) -> pd.DataFrame:
         """The rows as a pandas frame.
@@ -150,6 +212,37 @@ class SweepResults:
         frame: pd.DataFrame = import_pandas().DataFrame(self.rows)
         return frame
 
+    def summary_frame(self, names: Sequence[str] = ()) -> pd.DataFrame:
+        """`summary` as a pandas frame.
+
+        Raises
+        ------
+        MissingDependencyError
+            When pandas is not installed.
+        """
+        frame: pd.DataFrame = import_pandas().DataFrame(self.summary(names))
+        return frame
+
+    def write_parquet(self, path: str | Path) -> None:
+        """Write the rows as a Parquet file.
+
+        Raises
+        ------
+        MissingDependencyError
+            When PyArrow is not installed.
+        """
+        try:
+            import pyarrow
+            from pyarrow import parquet
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"a Parquet file was asked for, but the package pyarrow cannot be imported: "
+                f"{error}. Install it with: pip install 'nip_astra[sweep]'"
+            ) from error
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        columns = {name: [row.get(name) for row in self.rows] for name in names}
+        parquet.write_table(pyarrow.table(columns), Path(path))
+
 
 def read_sweep(directory: str | Path) -> SweepResults:
     """What the runs of a sweep have found so far.
@@ -161,21 +254,27 @@ def read_sweep(directory: str | Path) -> SweepResults:
     """
     directory = Path(directory)
     plan = read_stored_plan(directory)
+    trials = read_trials(directory, plan) if plan.search else []
+    arms = {one.arm.run_id(0): one.arm for one in trials}.values()
+    runs = [PlannedRun(arm, seed) for arm in arms for seed in plan.seeds] if trials else plan.runs
     rows = []
-    for run in plan.runs:
+    for run in runs:
         folder = directory / run.run_id
         if not (folder / RESULTS).is_file():
             continue
-        about: Mapping[str, Any] = {
-            "arm": run.arm.name,
-            "trainer": run.arm.trainer,
-            "scenario": run.arm.scenario,
-            **run.arm.values,
-            "seed": run.seed,
-            "run_id": run.run_id,
-        }
+        about = {**_about(run.arm), "seed": run.seed, "run_id": run.run_id}
         rows += [{**about, **figure._asdict()} for figure in read_results(folder).figures]
-    return SweepResults(plan, directory, rows)
+    return SweepResults(plan, directory, rows, trials)
+
+
+def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as comma-separated values; what a row has not is empty."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def read_stored_plan(directory: Path) -> SweepPlan:
@@ -193,6 +292,16 @@ def read_stored_plan(directory: Path) -> SweepPlan:
             f"the sweep {directory} was to be read, but its {PLAN_FILE} is missing or broken: "
             f"{error}. Give the folder of a sweep."
         ) from error
+
+
+def _about(arm: Arm) -> dict[str, Any]:
+    return {
+        "arm": arm.name,
+        "trainer": arm.trainer,
+        "scenario": arm.scenario,
+        **arm.fixed,
+        **arm.values,
+    }
 
 
 def _mean_with_interval(

@@ -2,63 +2,73 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import signal
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, Protocol
 
 from nip_astra.errors import RunDirectoryError, StopRequested
-from nip_astra.sweep.plan import PlannedRun, SweepPlan
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, REPORT, RESULTS, write_atomically
+from nip_astra.sweep.orders import POLL_SECONDS, FinishedRun, RunOrder, RunStatus, status_of
+from nip_astra.sweep.places import Job, LocalProcesses, Place
+from nip_astra.sweep.plan import Arm, PlannedRun, SweepPlan
+from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
 from nip_astra.utils.processor import num_cores
 
-PLAN_FILE, LOGS_DIR = "sweep.json", "logs"
-POLL_SECONDS = 0.2
-_PR_SET_PDEATHSIG = 1
+PLAN_FILE, LOGS_DIR, FAILURES_FILE = "sweep.json", "logs", "failures.json"
+
+Told = Callable[[FinishedRun], object]
 
 
-class RunStatus(StrEnum):
-    """How far a run of a sweep is."""
+class RunQueue(Protocol):
+    """Where the runs of a sweep come from."""
 
-    NEW = "new"
-    STOPPED = "stopped"
-    """Begun and not ended: it goes on from its latest checkpoint."""
-    ENDED = "ended"
-    FAILED = "failed"
-    """Its process ended with an error in this call of the sweep."""
+    def take(self) -> PlannedRun | None:
+        """The next run to be done; None where there is none now."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no run will come any more, once those that were taken have ended."""
+
+    def goes_on(self, run: PlannedRun) -> bool:
+        """Say whether a run that is being done is worth to be gone on with."""
+
+    def note(self, one: FinishedRun) -> None:
+        """Learn what became of a run."""
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """What became of a run.
+class GivenRuns:
+    """Runs that are known from the beginning."""
 
-    Attributes
-    ----------
-    message : str
-        The last line of the log of a run that failed.
-    """
+    def __init__(self, runs: Sequence[PlannedRun]) -> None:
+        self._runs = list(runs)
 
-    run: PlannedRun
-    status: RunStatus
-    seconds: float
-    message: str = ""
+    def take(self) -> PlannedRun | None:
+        return self._runs.pop(0) if self._runs else None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._runs
+
+    def goes_on(self, run: PlannedRun) -> bool:
+        return True
+
+    def note(self, one: FinishedRun) -> None:
+        """Nothing hangs on it."""
 
 
 @dataclass
 class _Working:
     run: PlannedRun
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
+    job: Job
+    order: RunOrder
     started: float = field(default_factory=time.monotonic)
+    is_pruned: bool = False
 
 
 class SweepRunner:
@@ -74,6 +84,8 @@ class SweepRunner:
         Settings of all runs.
     is_trusted : bool
         Whether code that the runs name is loaded.
+    place : Place, optional
+        What does the runs; without it processes of this machine.
     """
 
     def __init__(
@@ -84,29 +96,38 @@ class SweepRunner:
         num_processes: int = 1,
         settings: Mapping[str, Any] | None = None,
         is_trusted: bool = False,
+        place: Place | None = None,
     ) -> None:
         self.plan = plan
         self.directory = directory
-        self.num_processes = num_processes
+        self.place = place or LocalProcesses(num_processes)
         self.settings = dict(settings or {})
-        self.settings.setdefault("num_threads", max(1, num_cores() // num_processes))
+        self.settings.setdefault("num_threads", max(1, num_cores() // self.place.num_at_once))
         self.settings.setdefault("wandb_group", directory.name)
         self.is_trusted = is_trusted
         self._stopped_by: str | None = None
+        self._ready: list[PlannedRun] = []
         self._working: list[_Working] = []
 
     def status(self, run: PlannedRun) -> RunStatus:
         """How far a run is, by what stands in its folder."""
-        folder = self.directory / run.run_id
-        if (folder / RESULTS).is_file() and (folder / REPORT).is_file():
-            return RunStatus.ENDED
-        return RunStatus.STOPPED if (folder / HYPER_PARAMETERS).is_file() else RunStatus.NEW
+        return status_of(self.directory / run.run_id)
+
+    @property
+    def at_work(self) -> list[str]:
+        """Ids of the runs that are being done."""
+        return [one.run.run_id for one in self._working]
+
+    def progress_path(self, run_id: str) -> Path:
+        """File in which a run tells how far it is."""
+        return self.directory / LOGS_DIR / f"{run_id}.progress"
 
     def run(
         self,
         runs: Sequence[PlannedRun],
         *,
-        on_end: Callable[[FinishedRun], object] = lambda _: None,
+        on_end: Told = lambda _: None,
+        on_poll: Callable[[], object] = lambda: None,
     ) -> list[FinishedRun]:
         """Do the runs that have not ended. One that fails does not stop the others.
 
@@ -114,6 +135,8 @@ class SweepRunner:
         ----------
         on_end : Callable
             Told of each run as it ends, those included that had ended before.
+        on_poll : Callable
+            Called several times a second.
 
         Raises
         ------
@@ -122,32 +145,82 @@ class SweepRunner:
         StopRequested
             By a signal, after all runs at work have saved what they did.
         """
+        with self.opened():
+            return self.work(GivenRuns(runs), on_end=on_end, on_poll=on_poll)
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """The sweep's folder, made and kept from other processes within the block.
+
+        Raises
+        ------
+        RunDirectoryError
+            When another process is at work on the sweep, or its folder cannot be written.
+        StopRequested
+            When a signal came within the block, whose work is saved.
+        """
         self._prepare_folder()
+        with run_lock(self.directory), self._listening():
+            yield
+        if self._stopped_by is not None:
+            raise StopRequested(self._stopped_by, str(self.directory), command="sweep")
+
+    def work(
+        self,
+        queue: RunQueue,
+        *,
+        on_end: Told = lambda _: None,
+        on_poll: Callable[[], object] = lambda: None,
+    ) -> list[FinishedRun]:
+        """Do the runs of a queue that have not ended, in a folder that is `opened`."""
         finished: list[FinishedRun] = []
 
         def note(one: FinishedRun) -> None:
             finished.append(one)
+            queue.note(one)
             on_end(one)
 
-        with run_lock(self.directory), self._listening():
-            waiting = []
-            for run in runs:
-                if self.status(run) is RunStatus.ENDED:
-                    note(FinishedRun(run, RunStatus.ENDED, 0.0))
-                else:
-                    waiting.append(run)
-            while waiting or self._working:
-                if self._stopped_by is None:
-                    self._start(waiting)
-                elif not self._working:
-                    break
-                for one in [one for one in self._working if one.process.poll() is not None]:
-                    self._working.remove(one)
-                    note(self._outcome(one))
-                time.sleep(POLL_SECONDS)
-        if self._stopped_by is not None:
-            raise StopRequested(self._stopped_by, str(self.directory), command="sweep")
+        while self._working or (self._stopped_by is None and (self._ready or not queue.is_empty)):
+            if self._stopped_by is None:
+                self._take(queue, note)
+                self._start(note)
+                self._prune(queue)
+            for one in [one for one in self._working if one.job.has_ended()]:
+                self._working.remove(one)
+                note(self._outcome(one))
+            on_poll()
+            time.sleep(POLL_SECONDS if self._working or self._ready else 0.0)
+        self._write_failures(finished)
         return finished
+
+    def _take(self, queue: RunQueue, note: Told) -> None:
+        while len(self._working) + len(self._ready) < self.place.num_at_once:
+            run = queue.take()
+            if run is None:
+                return
+            if self.status(run) is RunStatus.ENDED:
+                note(FinishedRun(run, RunStatus.ENDED, 0.0))
+            else:
+                self._ready.append(run)
+
+    def _start(self, note: Told) -> None:
+        """Begin the runs that there is room for, but those that a process is still at."""
+        for run in list(self._ready):
+            if run.run_id in self.at_work or not is_abandoned(self.directory / run.run_id):
+                # A process of a sweep that was killed is saving its work.
+                continue
+            self._ready.remove(run)
+            if self.status(run) is RunStatus.ENDED:
+                note(FinishedRun(run, RunStatus.ENDED, 0.0))
+                continue
+            order = self._order(run)
+            self._working.append(_Working(run, self.place.start(order), order))
+
+    def _prune(self, queue: RunQueue) -> None:
+        for one in self._working:
+            if not one.is_pruned and not queue.goes_on(one.run):
+                one.is_pruned = True
+                one.job.stop()
 
     def _prepare_folder(self) -> None:
         try:
@@ -160,64 +233,75 @@ class SweepRunner:
                 f"{error.strerror or error}. Give another --sweep-dir."
             ) from error
 
-    def _start(self, waiting: list[PlannedRun]) -> None:
-        """Begin as many runs as there is room for, leaving those that a process is still at."""
-        for run in list(waiting):
-            if len(self._working) >= self.num_processes:
-                return
-            if not is_abandoned(self.directory / run.run_id):
-                # A process of a sweep that was killed is saving its work.
-                continue
-            waiting.remove(run)
-            log = (self.directory / LOGS_DIR / f"{run.run_id}.txt").open("ab")
-            process = subprocess.Popen(
-                self._command(run),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # A signal of the terminal is for the sweep, which hands it on.
-                start_new_session=True,
-                preexec_fn=_stop_with_parent,
-            )
-            self._working.append(_Working(run, process, log))
+    def _order(self, run: PlannedRun) -> RunOrder:
+        logs = self.directory.absolute() / LOGS_DIR
+        folder = self.directory.absolute() / run.run_id
+        begin = ["run", "--trainer", run.arm.trainer, "--seed", str(run.seed)]
+        begin += ["--run-id", run.run_id]
+        begin += ["--scenario", run.arm.scenario] if run.arm.scenario else []
+        begin += ["--parameters", self.plan.parameters] if self.plan.parameters else []
+        for override in self.plan.overrides_of(run.arm):
+            begin += ["--set", override]
+        common = self._common_words(run.arm, self.progress_path(run.run_id).absolute())
+        return RunOrder(
+            folder=str(folder),
+            log=str(logs / f"{run.run_id}.txt"),
+            progress=str(self.progress_path(run.run_id).absolute()),
+            stop=str(logs / f"{run.run_id}.stop"),
+            working_directory=str(Path.cwd()),
+            begin=(*begin, *common),
+            go_on=("resume", str(folder), *common),
+        )
 
-    def _command(self, run: PlannedRun) -> list[str]:
-        settings = {**self.settings, "progress": False, "runs_dir": str(self.directory)}
-        words = [sys.executable, "-m", "nip_astra"]
-        if self.status(run) is RunStatus.STOPPED:
-            words += ["resume", str(self.directory / run.run_id)]
-        else:
-            words += ["run", "--trainer", run.arm.trainer, "--seed", str(run.seed)]
-            words += ["--run-id", run.run_id]
-            words += ["--scenario", run.arm.scenario] if run.arm.scenario else []
-            words += ["--parameters", self.plan.parameters] if self.plan.parameters else []
-            for override in self.plan.overrides_of(run.arm):
-                words += ["--set", override]
+    def _common_words(self, arm: Arm, progress_path: Path) -> list[str]:
+        """Words of the command line that begin a run and go on with it."""
+        words: list[str] = []
         for plugin in self.plan.plugins:
             words += ["--plugin", plugin]
+        settings: dict[str, Any] = {
+            **self.settings,
+            "wandb_tags": list(dict.fromkeys([*self.settings.get("wandb_tags", ()), *arm.tags])),
+            "progress": False,
+            "progress_path": str(progress_path),
+            "runs_dir": str(self.directory.absolute()),
+        }
         for name, value in settings.items():
             words += ["--settings", f"{name}={json.dumps(value)}"]
         return [*words, "--trust"] if self.is_trusted else words
 
     def _outcome(self, one: _Working) -> FinishedRun:
-        one.log.close()
         seconds = time.monotonic() - one.started
         status = self.status(one.run)
         if status is RunStatus.ENDED:
             return FinishedRun(one.run, status, seconds)
+        if one.is_pruned:
+            return FinishedRun(one.run, RunStatus.PRUNED, seconds)
         if self._stopped_by is not None:
             return FinishedRun(one.run, RunStatus.STOPPED, seconds)
-        log = Path(one.log.name).read_text(encoding="utf-8", errors="replace").strip()
-        return FinishedRun(one.run, RunStatus.FAILED, seconds, log.rpartition("\n")[2])
+        message = one.job.fault() or one.order.last_line()
+        return FinishedRun(one.run, RunStatus.FAILED, seconds, message)
+
+    def _write_failures(self, finished: Sequence[FinishedRun]) -> None:
+        """Keep what failed runs said last, for the report."""
+        path = self.directory / FAILURES_FILE
+        known = read_failures(self.directory)
+        for one in finished:
+            known.pop(one.run.run_id, None)
+            if one.status is RunStatus.FAILED:
+                known[one.run.run_id] = one.message
+        write_atomically(path, json.dumps(known, indent=2) + "\n")
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
         """Have signals end the sweep when what it works on has been saved."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
 
         def stop(number: int, _: object) -> None:
             self._stopped_by = signal.Signals(number).name
             for one in self._working:
-                one.process.send_signal(signal.SIGTERM)
+                one.job.stop()
 
         before = {one: signal.signal(one, stop) for one in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -227,7 +311,9 @@ class SweepRunner:
                 signal.signal(one, handler)
 
 
-def _stop_with_parent() -> None:
-    """Have Linux send SIGTERM to this process when its parent is gone, however that ended."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def read_failures(directory: Path) -> dict[str, str]:
+    """What the failed runs of a sweep said last, by run id."""
+    try:
+        return dict(json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}

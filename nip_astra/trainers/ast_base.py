@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import LanguageModel, TokenScores, pad_left
+from nip_astra.language_models.base import LanguageModel, TokenScores, as_language_model, pad_left
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -74,6 +74,7 @@ class AstTrainer(LanguageModelTrainer):
 
     State: ClassVar[type[RunState]] = AstState
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.AST_CHAT),)
+    plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "probe"
     policy_role: ClassVar[str] = "attacker"
     compares_with_sampler: ClassVar[bool] = False
@@ -166,8 +167,7 @@ class AstTrainer(LanguageModelTrainer):
     def build_policy(self) -> LanguageModel:
         """The attacker's model."""
         self.attacker = self.scenario_instance.agents["attacker"]
-        policy: LanguageModel = self.attacker.language_model
-        return policy
+        return as_language_model(self.attacker.language_model, role="attacker")
 
     def collect(self, iteration: int) -> Experience:
         """Play the iteration's episodes, keep what they teach and count what they found."""
@@ -220,7 +220,7 @@ class AstTrainer(LanguageModelTrainer):
             nodes["probe_logprobs"] = scored_NT
         metrics = gap.take()
         if self.behaviour is not None:
-            reference = self.sampler.reference.language_model
+            reference = self.sampler.reference.token_scorer(to="score probes")
             metrics |= self.behaviour.prepare(tree, self.policy, reference)
         metrics |= self.shaping.apply(tree)
         tree.nodes["credit"] = self.credit(tree)
@@ -305,7 +305,7 @@ class AstTrainer(LanguageModelTrainer):
             "before": state.before,
             "training": {
                 "iterations": state.iteration,
-                "stopped_early": state.iteration < self.training.training_steps,
+                "stopped_early": state.iteration < self.training.num_iterations,
                 "optimizer_steps": state.num_optimizer_steps,
                 "target_queries": found.num_queries,
                 "plants_found": found.num_found if found.planted else None,

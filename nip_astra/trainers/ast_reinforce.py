@@ -36,7 +36,7 @@ class AstReinforceTrainer(AstTrainer):
     others: of the siblings, or of the iteration.
 
     On average the gradient is that of a probe's mean credit and of its divergence, given what was
-    said before, where there are one epoch and one step an iteration (training.batch_size times
+    said before, where there are one epoch and one step an iteration (training.minibatch_size times
     gradient_accumulation_steps at least the nodes of an iteration), a baseline that does not depend
     on the probe (`none` or `siblings`; among the others of an iteration are its own descendants),
     `kl_estimator` sequence_k2, `entropy_weight` 0, and `divides_by_std` off: with it nothing is

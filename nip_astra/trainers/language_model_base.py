@@ -15,7 +15,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,45 +24,39 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.run_state import RunState
-from nip_astra.errors import BudgetExhaustedError, NonFiniteLossError, StopRequested
-from nip_astra.language_models.base import LanguageModel, TokenCount
+from nip_astra.distributed.team import Handler
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    LostProcessError,
+    StopRequested,
+)
+from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
+from nip_astra.trainers.language_model.continuations import logprobs_of
+from nip_astra.trainers.language_model.experience import Experience as Experience
+from nip_astra.trainers.language_model.keeping import keep_policy
+from nip_astra.trainers.language_model.processes import divided, lead
 from nip_astra.trainers.language_model.state import LanguageModelState
+from nip_astra.trainers.language_model.steps import (
+    non_finite_error,
+    num_tokens_in_step,
+    token_metrics,
+    write_step_totals,
+)
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
 from nip_astra.trainers.trainer_base import (
     IterationContext,
     TensorDictTrainer,
     attach_progress_bar,
 )
+from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
 from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
 
 logger = logging.getLogger(__name__)
-
-STEP_TOTALS = "step_totals"
-"""Column of a batch: trained tokens and samples of the whole optimizer step, int64 `[B, 2]`."""
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What an iteration gathered.
-
-    Attributes
-    ----------
-    samples : list of Sample
-        What is learnt from; an iteration without any takes no step.
-    metrics : dict[str, float]
-        What is logged of it; `tokens/generated` gives the speed that the bar shows.
-    seconds : Mapping[str, float]
-        How long parts of the collecting took.
-    """
-
-    samples: list[Sample]
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class LanguageModelTrainer(TensorDictTrainer):
@@ -84,6 +78,7 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     State: ClassVar[type[RunState]] = LanguageModelState
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("training",)
+    learns_in_processes: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "tokens"
     """The column of a batch whose tokens are learnt; its mask says which they are."""
     policy_role: ClassVar[str] = "policy"
@@ -100,7 +95,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         self.optimizer = build_optimizer(
             self.training, policy, more=[(modules, self.modules_lr_factor)]
         )
-        self.service = self.build_service()
+        self.service = divided(self.build_service(), self.team)
 
     # ---- hooks
 
@@ -155,6 +150,13 @@ class LanguageModelTrainer(TensorDictTrainer):
         """What the bar shows of an iteration beside loss and speed; hook."""
         return {}
 
+    def handlers(self) -> dict[str, Handler]:
+        """What the leader may ask other processes for while it plays or measures; hook."""
+        return {}
+
+    def after_backward(self, metrics: Mapping[str, float]) -> None:
+        """Look at the gradients of a step before it is taken; hook."""
+
     # ---- tools of the hooks
 
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -162,33 +164,8 @@ class LanguageModelTrainer(TensorDictTrainer):
         self._noted.update(metrics)
 
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
-        """The policy's log-probabilities of continuations of `context`, with gradient.
-
-        All continuations go through the model in one pass.
-
-        Parameters
-        ----------
-        batch : TensorDict
-            Holds `context` and, for each name, tokens and `<name>_mask`.
-
-        Returns
-        -------
-        tuple[Tensor, ...]
-            One `[B, T]` tensor a name, all of the width of the longest, nats, 0 on padding.
-        """
-        width = max(batch[name].shape[1] for name in names)
-        ids, masks = [], []
-        for name in names:
-            padding = (0, width - batch[name].shape[1])
-            ids.append(torch.nn.functional.pad(batch[name], padding))
-            masks.append(torch.nn.functional.pad(batch[f"{name}_mask"], padding))
-        logprobs = self.service.logprobs(
-            batch["context"].repeat(len(names), 1),
-            batch["context_mask"].repeat(len(names), 1),
-            torch.cat(ids),
-            torch.cat(masks),
-        )
-        return logprobs.chunk(len(names))
+        """The policy's log-probabilities of continuations, with gradient; see `logprobs_of`."""
+        return logprobs_of(self.service.logprobs, batch, names)
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:
         """The part of a batch, by samples, of the learnt tokens of the whole optimizer step.
@@ -196,18 +173,16 @@ class LanguageModelTrainer(TensorDictTrainer):
         A sum over tokens divided by it is a mean over the step's tokens once the loop has averaged
         the batches by their samples, however the step is split into batches.
         """
-        totals = batch.get(STEP_TOTALS, None)
-        if totals is None:
-            return float(int(batch[f"{self.trained_tokens}_mask"].sum()))
-        num_tokens, num_samples = totals[0].tolist()
-        return float(num_tokens * len(batch) / num_samples)
+        return num_tokens_in_step(batch, self.trained_tokens)
 
     # ---- the job
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
         asked = self.scenario_instance.num_parameters, self.settings.num_threads
-        with super()._threads(), using_processes(choose_num_processes(*asked)):
+        # Of several processes of a run none forks more: they share the cores, and connections.
+        count = choose_num_processes(*asked) if self.team.size == 1 else 1
+        with super()._threads(), using_processes(count):
             self.results["num_processes"] = get_num_processes()
             yield
 
@@ -215,10 +190,11 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Measure the untrained policy, train it, measure it again, save it."""
         self._set_seed()
         self._rewind_records()
-        with self._open_progress_bar():
+        actors = actor_options(self.settings, self.scenario_instance.num_parameters)
+        with self._open_progress_bar(), using_actors(actors):
             with ExitStack() as stack:
                 self._build_test_context(stack)
-                self._run_before_loop()
+                lead(self, self._run_before_loop)
             with ExitStack() as stack:
                 self._build_train_context(stack)
                 self._run_train_loop()
@@ -227,9 +203,10 @@ class LanguageModelTrainer(TensorDictTrainer):
                 if self.state.best_dev_value is not None:
                     # The weights that did best on the dev prompts.
                     self._restore_best()
-                self._measure_after()
-        self._save_models()
-        self._write_results()
+                lead(self, self._measure_after)
+        if self.team.is_leader:
+            self._save_models()
+            self._write_results()
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_before_loop(self, iteration_context: IterationContext) -> None:
@@ -244,22 +221,29 @@ class LanguageModelTrainer(TensorDictTrainer):
             self.state.before = self.measure("before", parts)
         self._raise_if_stopped()
 
-    @attach_progress_bar(lambda self: self.training.training_steps)
+    @attach_progress_bar(lambda self: self.training.num_iterations)
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Training")
         for iteration in iteration_context.iterate(self.state.iteration):
-            if self._has_stopped_early():
+            if self.state.has_stopped_early(self.training):
                 break
             started = time.perf_counter()
-            seconds = self._collect(iteration) if self.state.samples is None else {}
+            seconds: Mapping[str, float] = {}
+            if self.state.samples is None:
+                seconds = lead(self, partial(self._collect, iteration)) or {}
             collected = time.perf_counter()
-            self._update(iteration)
+            try:
+                self._update(iteration)
+            except LostProcessError:
+                # No step was taken on a part of the gradients.
+                self._save_checkpoint()
+                raise
             timings = {
                 "time/collect_seconds": collected - started,
                 "time/update_seconds": time.perf_counter() - collected,
             }
             timings |= {f"time/{part}_seconds": spent for part, spent in seconds.items()}
-            self._finish_iteration(iteration_context, timings)
+            lead(self, partial(self._finish_iteration, iteration_context, timings))
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -299,7 +283,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         return batches_of(
             samples,
             self.collate_fn,
-            size=self.training.batch_size,
+            size=self.training.minibatch_size,
             order=self.training.batch_order,
             key=(self.hyper_params.seed, iteration, epoch),
         )
@@ -311,10 +295,11 @@ class LanguageModelTrainer(TensorDictTrainer):
                 continue
             with self.policy.counting() as spent:
                 metrics = self._optimizer_step(group)
-            self.state.count_step(metrics | _token_metrics(spent))
-            if self.settings.stop_flag and self.settings.stop_flag():
+            self.state.count_step(metrics | token_metrics(spent))
+            asked = self.settings.stop_flag() if self.settings.stop_flag else None
+            if asked := self.team.from_leader(asked):
                 self._save_checkpoint()
-                self._raise_if_stopped()
+                raise StopRequested(asked)
 
     def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
         """The batches of each optimizer step; the last group of an epoch may be smaller."""
@@ -325,10 +310,11 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
         """Take one step on the mean loss over the samples of all batches."""
-        progress = self.state.iteration / self.training.training_steps
+        progress = self.state.iteration / self.training.num_iterations
         lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
         self._write_step_totals(batches)
         metrics = self.service.forward_backward(batches, self.loss)
+        self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
             self._stop_on_non_finite(metrics["loss"], math.nan)
         step = self.service.optim_step(lr=lr, max_grad_norm=self.training.max_grad_norm)
@@ -339,21 +325,11 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
         """Tell each batch of a step what the whole step learns; see `num_tokens_in_step`."""
-        name = f"{self.trained_tokens}_mask"
-        if any(batch.get(name, None) is None for batch in batches):
-            return
-        totals = [sum(int(batch[name].sum()) for batch in batches), sum(map(len, batches))]
-        for batch in batches:
-            batch[STEP_TOTALS] = torch.tensor([totals]).expand(len(batch), 2)
+        write_step_totals(batches, self.trained_tokens)
 
     def _stop_on_non_finite(self, loss: float, norm: float) -> None:
         self._save_checkpoint()
-        raise NonFiniteLossError(
-            f"optimizer step {self.state.num_optimizer_steps + 1} (iteration "
-            f"{self.state.iteration + 1}) has loss {loss} and gradient norm {norm}; the weights "
-            "before it are saved. Lower training.lr or training.max_grad_norm, and look at the "
-            "iteration's rollouts."
-        )
+        raise non_finite_error(self.state, loss, norm)
 
     def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
         metrics = self.state.end()
@@ -378,19 +354,6 @@ class LanguageModelTrainer(TensorDictTrainer):
         if is_best or is_last or (every and self.state.iteration % every == 0):
             self._save_checkpoint(is_best=is_best)
         self._stop_between_iterations(already_saved=is_last)
-
-    def _has_stopped_early(self) -> bool:
-        """Say whether the dev evaluations have brought nothing better for too long."""
-        patience = self.training.early_stopping_patience
-        if patience is None or self.state.num_evals_since_best < patience:
-            return False
-        logger.info(
-            "stopped after iteration %d: no better dev/%s in %d evaluations",
-            self.state.iteration,
-            self.training.dev_metric,
-            self.state.num_evals_since_best,
-        )
-        return True
 
     def _stop_between_iterations(self, *, already_saved: bool) -> None:
         try:
@@ -419,26 +382,18 @@ class LanguageModelTrainer(TensorDictTrainer):
             When it is lost or corrupt.
         """
         store = self._checkpoint_store()
-        if store is not None:
-            best = store.open_best()
-            self.service.load_state(best)
-            logger.info("restored the best checkpoint %s", best.name)
+        best = self.team.from_leader("" if store is None else str(store.open_best()))
+        if best:
+            self.service.load_state(Path(best))
+            logger.info("restored the best checkpoint %s", Path(best).name)
 
     def _save_models(self) -> None:
         """Write the trained policy in Hugging Face layout, and hand it to the tracker."""
         if self.run_directory is None:
             return
-        model_dir, run_id = self.run_directory.path / "model", self.run_directory.run_id
-        self.service.save_weights_for_sampler(model_dir)
-        self.results["model_dir"] = str(model_dir)
-        store = self._checkpoint_store()
-        found = {"latest": store.latest(), "best": store.best()} if store else {}
-        for alias, path in found.items():
-            if path is not None:
-                self.tracker.log_artifact(
-                    path, name=f"checkpoint-{run_id}", type="checkpoint", aliases=[alias]
-                )
-        self.tracker.log_artifact(model_dir, name=f"{self.policy_role}-{run_id}", type="model")
+        store, role = self._checkpoint_store(), self.policy_role
+        kept = keep_policy(self.service, self.run_directory, store, self.tracker, role=role)
+        self.results["model_dir"] = str(kept)
 
     @abstractmethod
     def _write_results(self) -> None:
@@ -447,11 +402,3 @@ class LanguageModelTrainer(TensorDictTrainer):
     def _warn(self, text: str) -> None:
         self.results.setdefault("warnings", []).append(text)
         logger.warning(text)
-
-
-def _token_metrics(spent: TokenCount) -> dict[str, float]:
-    """The tokens that an optimizer step forwarded and their ratio to the unique ones."""
-    return {
-        "tokens/update_forwarded": float(spent.forwarded),
-        "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
-    }

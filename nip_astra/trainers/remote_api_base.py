@@ -24,11 +24,12 @@ from nip_astra.rl_objectives.token_losses import (
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.trainers.language_model_base import STEP_TOTALS
+from nip_astra.trainers.language_model.steps import STEP_TOTALS
 from nip_astra.trainers.service.contract import check_trajectories
-from nip_astra.trainers.service.losses import ratio_metrics
+from nip_astra.trainers.service.losses import clip_share, ratio_metrics
+from nip_astra.trainers.service.mismatch import mismatch_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
-from nip_astra.trainers.service.samples import samples_of
+from nip_astra.trainers.service.samples import samples_of, score_batch
 from nip_astra.trainers.service_base import ServiceTrainer
 
 LossFunction = Literal["importance_sampling", "ppo", "cispo", "cross_entropy"]
@@ -101,8 +102,13 @@ class RemoteApiTrainer(ServiceTrainer):
                 one.advantage = 1.0
         metrics["rollout/dropped_share"] = 1 - len(told) / max(len(prepared), 1)
         batch = Batch.from_trajectories(told)
+        if told and self._ahead is not None:
+            scored_BT = score_batch(batch, self.service.compute_logprobs)
+            values = batch.values
+            metrics |= mismatch_metrics(values["logprobs"], scored_BT, values["loss_mask"])
         if "logprobs" in batch.values:
             batch.values["old_logprobs"] = batch.values["logprobs"]
+        self.dump("prepared_trajectories", batch)
         return samples_of(batch), metrics
 
     def _loss_options(self) -> ServiceLossParameters:
@@ -127,6 +133,13 @@ class RemoteApiTrainer(ServiceTrainer):
             else:
                 loss_BT = cispo_loss(*given, least_ratio=low, most_ratio=high)
             metrics = ratio_metrics(logprobs_BT, old_BT, mask_BT)
+            if options.loss_fn != "importance_sampling":
+                metrics["clip_share"] = clip_share(
+                    *given,
+                    least_ratio=low,
+                    most_ratio=high,
+                    is_one_sided=options.loss_fn == "ppo",
+                )
         # The loop takes the mean over samples; services take the sum over tokens.
         num_samples = float(batch[STEP_TOTALS][0, 1])
         return LossOutput(masked_sum(loss_BT, mask_BT) * num_samples / len(batch), metrics)

@@ -10,6 +10,7 @@ from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
 from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.remote_api_base import RemoteApiTrainer, ServiceLossParameters
+from nip_astra.trainers.service.ahead import Played
 from nip_astra.trainers.service.parameters import RolloutParameters
 
 
@@ -17,13 +18,15 @@ from nip_astra.trainers.service.parameters import RolloutParameters
 class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
     """Learn the solutions of a task's problems by heart: `-log pi`, summed over their tokens.
 
-    Nothing is sampled in training; `num_runs` and resampling have no use.
+    Nothing is sampled in training; `num_runs`, resampling and staleness have no use.
     """
 
     needs_advantage: ClassVar[bool] = False
+    samples_in_training: ClassVar[bool] = False
     never_reads: ClassVar[tuple[str, ...]] = (
         "remote_api_cross_entropy.num_runs",
         "remote_api_cross_entropy.max_resampling_rounds",
+        "remote_api_cross_entropy.max_staleness",
     )
 
     class Parameters(RolloutParameters):
@@ -37,11 +40,11 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
     ) -> list[Trajectory]:
         return trajectories
 
-    def _play_iteration(self, iteration: int) -> tuple[list[Trajectory], dict[str, float]]:
+    def _rollout_of(self, iteration: int) -> Played:
         """The openings of an iteration's problems, each followed by its solution."""
         count = self.training.num_episodes_per_experience
         numbers = range(iteration * count, (iteration + 1) * count)
-        return [self._solved(self.problem(number)) for number in numbers], {}
+        return Played([self._solved(self.problem(number)) for number in numbers], {})
 
     def _solved(self, problem: int) -> Trajectory:
         environment = self.task.environment("train", problem)
@@ -57,4 +60,6 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
         (context,) = agent.contexts([turns])
         said = agent.say(environment.solution)
         spans = [TokenSpan(context), TokenSpan(said, [0.0] * len(said))]
-        return Trajectory.from_spans(spans, reward=1.0, group_id=problem)
+        trajectory = Trajectory.from_spans(spans, reward=1.0, group_id=problem)
+        trajectory.logprobs = None  # nothing was sampled
+        return trajectory

@@ -13,6 +13,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,6 +44,12 @@ from nip_astra.trainers.protocol.message_regression import MessageRegression
 from nip_astra.trainers.protocol.minibatches import MinibatchBuffer, ReplayBuffer
 from nip_astra.trainers.protocol.optimizers import AgentOptimizers
 from nip_astra.trainers.protocol.preparation import normalize_observations
+from nip_astra.trainers.protocol.processes import (
+    collect_together,
+    lead,
+    prepare_together,
+    saved_if_one_ends,
+)
 from nip_astra.trainers.protocol.results import as_of_test, estimate_cost, results_of
 from nip_astra.trainers.protocol.state import RlState
 from nip_astra.trainers.protocol.statistics import (
@@ -53,6 +60,7 @@ from nip_astra.trainers.protocol.statistics import (
     mean_over_agents,
     policy_figures,
     read,
+    timings_of,
 )
 from nip_astra.trainers.protocol.testing import PlayStatistics
 from nip_astra.trainers.solo.pretraining import pretrain_bodies
@@ -63,7 +71,6 @@ from nip_astra.trainers.trainer_base import (
     TensorDictTrainer,
     attach_progress_bar,
 )
-from nip_astra.utils.processor import peak_memory_bytes
 
 Gae = nn.Module
 """Called with a batch [E, T]; writes value, advantage and value target under `agents`."""
@@ -98,6 +105,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     State: ClassVar[type[RunState]] = RlState
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "message_regression")
+    learns_in_processes: ClassVar[bool] = True
     sections_of_others: ClassVar[tuple[str, ...]] = ("solo_agent",)
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {
         "solo_agent": where("rl.pretrain_agents", True)
@@ -128,6 +136,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
             self.buffer,
             num_epochs=self.rl.num_epochs,
             device=torch.device(self.train_environment.device),
+            team=self.team,
         )
         self.sampler = EpisodeSampler(
             self.train_environment, self.agents, key=(self.hyper_params.seed, "train")
@@ -165,16 +174,18 @@ class TensorDictRlTrainer(TensorDictTrainer):
         with self._open_progress_bar():
             with ExitStack() as stack:
                 self._build_train_context(stack)
-                self._prepare()
+                prepare_together(self, self._prepare)
             with ExitStack() as stack:
                 self._build_test_context(stack)
-                self._run_before_loop()
+                lead(self, self._run_before_loop)
             with ExitStack() as stack:
                 self._build_train_context(stack)
                 self._run_train_loop()
             with ExitStack() as stack:
                 self._build_test_context(stack)
-                self._run_test_loop()
+                lead(self, self._run_test_loop)
+        if not self.team.is_leader:
+            return
         agents = [self.agents[name] for name in self.agents.names]
         self.results |= publish_agents(agents, self.run_directory, self.tracker)
         self._write_results()
@@ -233,20 +244,29 @@ class TensorDictRlTrainer(TensorDictTrainer):
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Training")
         for iteration in iteration_context.iterate(self.state.iteration):
-            started = time.perf_counter()
-            batch = self.collect()
-            collected = time.perf_counter()
-            self.agents.train()
-            metrics, num_steps = self.learner.learn(batch, iteration)
-            self.agents.eval()
-            self.state.num_optimizer_steps += num_steps
-            timings = _timings(batch.numel(), started, collected)
+            with saved_if_one_ends(self):
+                self._iterate(iteration_context, iteration)
+
+    def _iterate(self, iteration_context: IterationContext, iteration: int) -> None:
+        """Play, learn, and write down what came of it."""
+        started = time.perf_counter()
+        batch = collect_together(self)
+        collected = time.perf_counter()
+        self.agents.train()
+        metrics, num_steps = self.learner.learn(batch, iteration)
+        self.agents.eval()
+        self.state.num_optimizer_steps += num_steps
+        timings = timings_of(batch.numel(), started, collected)
+
+        def finish() -> None:
             statistics = read(metrics | self._statistics(batch, metrics))
             statistics |= self.message_regression.regress(batch, self.agents, iteration)
             statistics |= self._extra_metrics(batch, iteration)
             if iteration % self.settings.rollout_sample_period == 0:
                 self._log_episodes(batch, "train", iteration + 1)
             self._finish_iteration(iteration_context, statistics, timings)
+
+        lead(self, finish)
 
     @attach_progress_bar(lambda self: self.rl.num_test_iterations)
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
@@ -367,6 +387,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         generators.
         """
         loss = self.loss_module
+        device = torch.device(self.sampler.environment.device)
         is_own = isinstance(loss, Objective)
         parts = {
             "optimizers": Part(self.optimizers.state_dict, self.optimizers.load_state_dict),
@@ -375,7 +396,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 loss.load_own_state if is_own else loss.load_state_dict,
             ),
             "sampler": Part(self.sampler.state, self.sampler.load_state),
-            "ledger": Part(self.ledger.state, self._load_ledger),
+            "ledger": Part(self.ledger.state, partial(self.ledger.load_state, device=device)),
             "message_regression": Part(
                 self.message_regression.state, self.message_regression.load_state
             ),
@@ -383,9 +404,6 @@ class TensorDictRlTrainer(TensorDictTrainer):
         if isinstance(self.buffer, MinibatchBuffer):
             parts["buffer"] = Part(self.buffer.state_dict, self.buffer.load_state_dict)
         return parts | super().kept_parts()
-
-    def _load_ledger(self, state: dict[str, Any]) -> None:
-        self.ledger.load_state(state, torch.device(self.sampler.environment.device))
 
     def _write_results(self) -> None:
         self.results |= results_of(self)
@@ -402,13 +420,3 @@ class TensorDictRlTrainer(TensorDictTrainer):
         with ExitStack() as stack:
             self._build_train_context(stack)
             return estimate_cost(self)
-
-
-def _timings(num_frames: int, started: float, collected: float) -> dict[str, float]:
-    updated = time.perf_counter()
-    return {
-        "time/collect_seconds": collected - started,
-        "time/update_seconds": updated - collected,
-        "time/frames_per_second": num_frames / max(updated - started, 1e-9),
-        "memory/peak_gib": peak_memory_bytes() / 2**30,
-    }

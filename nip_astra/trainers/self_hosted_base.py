@@ -8,20 +8,19 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.importance import effective_sample_size, mismatch_weights
-from nip_astra.rl_objectives.kl import kl_estimate
-from nip_astra.rl_objectives.masked import masked_mean
+from nip_astra.rl_objectives.importance import mismatch_weights
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.trainers.service.contract import check_batch
 from nip_astra.trainers.service.losses import policy_loss
+from nip_astra.trainers.service.mismatch import mismatch_metrics
 from nip_astra.trainers.service.parameters import PolicyLossParameters, RolloutParameters
 from nip_astra.trainers.service.samples import samples_of, score_batch
 from nip_astra.trainers.service_base import ServiceTrainer
@@ -61,9 +60,12 @@ class SelfHostedTrainer(ServiceTrainer):
         if len(batch) == 0:
             return [], {}
         options = self._loss_options()
-        mismatch = self._rescore(batch, options) if options.rescore else {}
+        mismatch = {}
+        if options.rescore or self.parameters.max_staleness:
+            mismatch = self._rescore(batch, options)
         if options.kl_weight > 0:
-            reference = self.scenario_instance.agents["reference"].language_model
+            agent: ConversationAgent = self.scenario_instance.agents["reference"]
+            reference = agent.token_scorer(to="tell how far the policy has gone from it")
             batch.values["reference_logprobs"] = self.score(reference, batch)
         given = self._prepare_batch(batch)
         if not self._is_checked:
@@ -72,6 +74,7 @@ class SelfHostedTrainer(ServiceTrainer):
         batch, metrics = given
         if "old_logprobs" not in batch.values:
             batch.values["old_logprobs"] = batch.values["logprobs"]
+        self.dump("prepared_batch", batch)
         return samples_of(batch), {**mismatch, **metrics}
 
     def loss(self, batch: TensorDict) -> LossOutput:
@@ -93,7 +96,11 @@ class SelfHostedTrainer(ServiceTrainer):
         return score_batch(batch, self.service.compute_logprobs)
 
     def _rescore(self, batch: Batch, options: PolicyLossParameters) -> dict[str, float]:
-        """Score again what was sampled, and say how unlike sampler and trainer are."""
+        """Score again what was sampled, and say how unlike sampler and trainer are.
+
+        Without `rescore`, which `max_staleness` has it measured as well, ratios stay those to the
+        policy that sampled.
+        """
         if "logprobs" not in batch.values:
             raise ConfigurationError(
                 "what was sampled was to be compared with what the trainer computes (rescore), but "
@@ -101,10 +108,8 @@ class SelfHostedTrainer(ServiceTrainer):
             )
         sampled_BT, mask_BT = batch.values["logprobs"], batch.values["loss_mask"]
         scored_BT = self._compute_old_log_probs(batch)
-        batch.values["old_logprobs"] = scored_BT
-        weights_BT = mismatch_weights(
-            scored_BT, sampled_BT, mask_BT, level=options.correction_level, most=torch.inf
-        )
+        if options.rescore:
+            batch.values["old_logprobs"] = scored_BT
         if options.correction is not None:
             batch.values["correction_weights"] = mismatch_weights(
                 scored_BT,
@@ -114,10 +119,4 @@ class SelfHostedTrainer(ServiceTrainer):
                 mode=options.correction,
                 most=options.most_mismatch,
             )
-        kl_BT = kl_estimate(sampled_BT, scored_BT, "k3", mask_BT=mask_BT)
-        gap_BT = (sampled_BT - scored_BT).abs() * mask_BT
-        return {
-            "mismatch/kl": float(masked_mean(kl_BT, mask_BT)),
-            "mismatch/largest_gap": float(gap_BT.max()),
-            "mismatch/effective_sample_size": float(effective_sample_size(weights_BT, mask_BT)),
-        }
+        return mismatch_metrics(sampled_BT, scored_BT, mask_BT, level=options.correction_level)

@@ -35,7 +35,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
         batch = batch.strip(pad_token_id=self._pad_token_id)
         batch.values["token_level_scores"] = self._reward_fn(batch)
-        return self._compute_advantage(batch)
+        return self._compute_advantage(batch), {}
 
     def _reward_fn(self, batch: Batch) -> Tensor:
         """The reward of each trajectory at the last token that the policy said, `[B, T]`."""
@@ -45,8 +45,8 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         is_last_BT = (place_T == last_B[:, None]) & mask_BT
         return torch.where(is_last_BT, batch.values["rewards"].nan_to_num()[:, None], 0.0)
 
-    def _compute_advantage(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
-        """Set `advantages`, and leave out trajectories without a reward."""
+    def _compute_advantage(self, batch: Batch) -> Batch:
+        """Set `advantages`, leave out trajectories without a reward, and log figures of groups."""
         options = self.parameters
         runs = codes_of(batch.metadata["run_ids"]) if options.use_run_ids else None
         found = run_advantages(
@@ -59,9 +59,12 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         batch.values["advantages"] = found.advantages_N.float()
         batch.values["row_weights"] = batch.values["row_weights"] * found.is_used_N
         used = found.advantages_N[found.is_used_N]
-        return batch, {
-            "grpo/advantage_std": float(used.std()) if len(used) > 1 else 0.0,
-            "grpo/zero_variance_share": float(found.is_zero_variance_P.double().mean()),
-            "grpo/group_std_mean": float(found.std_P.mean()),
-            "grpo/num_groups": float(len(found.std_P)),
-        }
+        self.log_metrics(
+            {
+                "grpo/advantage_std": float(used.std()) if len(used) > 1 else 0.0,
+                "grpo/zero_variance_share": float(found.is_zero_variance_P.double().mean()),
+                "grpo/group_std_mean": float(found.std_P.mean()),
+                "grpo/num_groups": float(len(found.std_P)),
+            }
+        )
+        return batch

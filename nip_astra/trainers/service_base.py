@@ -14,9 +14,11 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from nip_astra.checkpoints.dumps import DUMPS, StageDumps
+from nip_astra.checkpoints.run_state import Part
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
@@ -24,16 +26,24 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.rollouts.trajectory_advantages import advantages_of
+from nip_astra.samplers.task_episodes import Sample as Sampling
 from nip_astra.samplers.task_episodes import TaskRollout, play_task
 from nip_astra.scenario_base.tasks.base import Split
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
+from nip_astra.trainers.service.ahead import Played, PlayingAhead
 from nip_astra.trainers.service.configuration import (
     TrainerConfig,
     built_of_parts,
     takes_config_alone,
 )
-from nip_astra.trainers.service.measuring import RECORD_COLUMNS, Tally, rollout_rows
+from nip_astra.trainers.service.distant import build_distant_service
+from nip_astra.trainers.service.measuring import (
+    RECORD_COLUMNS,
+    Tally,
+    plain_figures,
+    rollout_rows,
+)
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
 from nip_astra.trainers.service.samples import collate_trajectories, score_batch
@@ -55,6 +65,8 @@ class ServiceTrainer(LanguageModelTrainer):
 
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.TASK),)
     trained_tokens: ClassVar[str] = "trained"
+    samples_in_training: ClassVar[bool] = True
+    """Whether what is learnt from is sampled."""
 
     class Parameters(RolloutParameters):
         """What is played, and where the policy learns."""
@@ -79,6 +91,9 @@ class ServiceTrainer(LanguageModelTrainer):
         self.config = self._config = hyper_params
         self._pad_token_id = 0
         self._is_checked = False
+        self._iteration = 0
+        self._dumps = StageDumps(None, period=0)
+        self._ahead: PlayingAhead | None = None
         if hyper_params.parts is None:
             # Of values alone: there is no policy, and hooks can be tried.
             own = type(self).Parameters.model_fields.keys() - {"train_service"}
@@ -96,6 +111,20 @@ class ServiceTrainer(LanguageModelTrainer):
         self.task = task
         self.agent = self.scenario_instance.agents["policy"]
         self.options = getattr(self.hyper_params, self.scenario_instance.kind)
+        directory = self.run_directory
+        self._dumps = StageDumps(
+            None if directory is None else directory.path / DUMPS, period=self.settings.dump_period
+        )
+        self._sampler = self.policy
+        if self.parameters.max_staleness and self.samples_in_training:
+            self._sampler = self.policy.sampler_copy()
+            self._ahead = PlayingAhead(
+                self._play_ahead,
+                policy=self.policy,
+                sampler=self._sampler,
+                max_staleness=self.parameters.max_staleness,
+                num_iterations=self.training.num_iterations,
+            )
         self._pad_token_id = int(self.agent.language_model.tokenizer.pad_token_id or 0)
 
     # ---- hooks
@@ -105,46 +134,82 @@ class ServiceTrainer(LanguageModelTrainer):
         """What is learnt from trajectories, and what to log of it; hook of a family."""
 
     def build_policy(self) -> LanguageModel:
-        policy: LanguageModel = self.scenario_instance.agents["policy"].language_model
-        return policy
+        model = self.scenario_instance.agents["policy"].language_model
+        return as_language_model(model, role="policy")
 
     def build_service(self) -> TrainingService:
         """What the parameters name as `train_service.backend`."""
-        backends = {"local": super().build_service}
-        return backends[self.parameters.train_service.backend]()
+        if self.parameters.train_service.backend == "local":
+            return super().build_service()
+        return build_distant_service(self)
 
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
         return collate_trajectories(samples)
+
+    def after_backward(self, metrics: Mapping[str, float]) -> None:
+        self.dump("loss", dict(metrics))
+        gradients = [one.grad for one in self.learned if one.grad is not None]
+        self.dump("gradients", {str(i): one for i, one in enumerate(gradients)})
+
+    def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
+        for number, batch in enumerate(batches):
+            self.dump(f"batch_{number}", dict(batch.items()))
+        metrics = super()._optimizer_step(batches)
+        self.dump("weights", {str(i): one for i, one in enumerate(self.learned)})
+        return metrics
 
     # ---- playing
 
     def collect(self, iteration: int) -> Experience:
         """Play an iteration's problems and prepare what they teach."""
-        with self.policy.counting() as spent:
-            trajectories, metrics = self._play_iteration(iteration)
-        log_rollout_metrics(trajectories, metrics)
         self._iteration = iteration
+        played = self._rollout_of(iteration)
+        trajectories, metrics = played.trajectories, dict(played.metrics)
+        for rows in played.records:
+            self.tracker.log_table("train", RECORD_COLUMNS, rows, step=iteration + 1)
+        log_rollout_metrics(trajectories, metrics)
         known = [one for one in trajectories if one.reward is not None]
+        self.dump("trajectories", Batch.from_trajectories(trajectories))
         metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
         samples, more = self.prepare(known)
-        metrics["tokens/generated"] = float(spent.generated)
-        return Experience(samples, metrics | more)
+        self.dump("samples", {"samples": samples})
+        return Experience(samples, metrics | self._noted | more)
 
-    def _play_iteration(self, iteration: int) -> tuple[list[Trajectory], dict[str, float]]:
+    def _rollout_of(self, iteration: int) -> Played:
+        """What an iteration learns from, played now or ahead."""
+        if self._ahead is None:
+            return self._play_iteration(iteration, self.policy, self.service.sample)
+        played = self._ahead.take(iteration)
+        played.metrics["rollout/staleness"] = float(iteration - played.version)
+        return played
+
+    def _play_ahead(self, iteration: int) -> Played:
+        """Play problems with the weights that sample; not in the main thread."""
+        return self._play_iteration(iteration, self._sampler, self._sampler.generate)
+
+    def _play_iteration(self, iteration: int, model: LanguageModel, sample: Sampling) -> Played:
         """Play problems, in place of those that tell nothing further ones."""
+        with model.counting() as spent:
+            played = self._play_rounds(iteration, sample)
+        played.metrics["tokens/generated"] = float(spent.generated)
+        return played
+
+    def _play_rounds(self, iteration: int, sample: Sampling) -> Played:
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
         first = iteration * wanted * (rounds + 1)
         kept: list[Trajectory] = []
         dead: list[Trajectory] = []
+        records = []
         num_played = num_live = 0
         for _ in range(rounds + 1):
             missing = wanted - num_live
             problems = [
                 self.problem(first + number) for number in range(num_played, num_played + missing)
             ]
-            rollout = self._play("train", problems, key=("rollout", iteration))
-            self._record("train", rollout, problems, step=iteration + 1)
+            rollout = self._play("train", problems, key=("rollout", iteration), sample=sample)
+            if iteration % self.settings.rollout_sample_period == 0:
+                records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
             num_played += missing
             live, others = _live_groups(rollout.trajectories)
             num_live += len({one.group_id for one in live})
@@ -154,10 +219,11 @@ class ServiceTrainer(LanguageModelTrainer):
                 break
         # Without resampling every problem stays; with it those that tell nothing are left out.
         told = kept if rounds else [*kept, *dead]
-        return told, {
+        metrics = {
             "rollout/played_problems": float(num_played),
             "rollout/dead_share": 1 - num_live / num_played,
         }
+        return Played(told, metrics, records)
 
     def problem(self, number: int) -> int:
         """Which problem is played as the given one of the run; all of a data set in random order
@@ -177,6 +243,7 @@ class ServiceTrainer(LanguageModelTrainer):
         *,
         key: tuple[str, int],
         num_runs: int | None = None,
+        sample: Sampling | None = None,
     ) -> TaskRollout:
         return play_task(
             self.agent,
@@ -186,17 +253,28 @@ class ServiceTrainer(LanguageModelTrainer):
             num_runs=num_runs or self.parameters.num_runs,
             max_turns=self.options.max_turns,
             key=(self.hyper_params.seed, *key),
-            sample=self.service.sample,
+            sample=sample or self.service.sample,
         )
 
     def _record(
         self, table: str, rollout: TaskRollout, problems: Sequence[int], *, step: int
     ) -> None:
-        """Keep what was said in some episodes, in training every so many iterations."""
-        if table == "train" and (step - 1) % self.settings.rollout_sample_period:
-            return
+        """Keep what was said in some episodes."""
         rows = rollout_rows(rollout, problems, self.settings.num_rollout_samples)
         self.tracker.log_table(table, RECORD_COLUMNS, rows, step=step)
+
+    # ---- playing ahead
+
+    def _wait_for_playing(self) -> None:
+        """Tokenizers and tasks serve one thread at a time."""
+        if self._ahead is not None:
+            self._ahead.wait()
+
+    def kept_parts(self) -> dict[str, Part]:
+        parts = super().kept_parts()
+        if self._ahead is not None:
+            parts["played_ahead"] = Part(self._ahead.state, self._ahead.load_state)
+        return parts
 
     # ---- measuring
 
@@ -211,6 +289,7 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def measure(self, when: str, parts: Iterable[int]) -> dict[str, Any]:
         """Play the held-out problems, the same with the same randomness before and after."""
+        self._wait_for_playing()
         options = self.options.evaluation
         problems = self._held_out("test", options.num_problems)
         tally = Tally(options.success_reward)
@@ -224,12 +303,15 @@ class ServiceTrainer(LanguageModelTrainer):
         return tally.report(options.num_runs)
 
     def evaluate_dev(self) -> dict[str, float]:
+        self._wait_for_playing()
         options = self.options.evaluation
         problems = self._held_out("dev", options.num_dev_problems)
         tally = Tally(options.success_reward)
-        tally.add(self._play("dev", problems, key=("evaluation", 0), num_runs=1), problems, 1)
-        report = tally.report(1)
-        return {name: report[name] for name in ("mean_reward", "accuracy")}
+        num_runs = options.num_dev_runs
+        played = self._play("dev", problems, key=("evaluation", 0), num_runs=num_runs)
+        tally.add(played, problems, num_runs)
+        figures = plain_figures(tally.report(num_runs))
+        return {n: v for n, v in figures.items() if not n.startswith("num_")}
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {"reward": metrics.get("rollout/reward_mean", math.nan)}
@@ -250,11 +332,17 @@ class ServiceTrainer(LanguageModelTrainer):
 
     # ---- tools of the hooks
 
+    def dump(self, stage: str, values: Batch | Mapping[str, Any]) -> None:
+        """Write a stage of the iteration for `compare-dumps`, where `settings.dump_period` asks."""
+        if self._dumps.folder is not None and self._dumps.is_due(self.state.iteration):
+            plain = values.to_plain() if isinstance(values, Batch) else values
+            self._dumps.write(self.state.iteration, stage, plain)
+
     def _log_rollout_metrics(self, batch: Batch | Sequence[Trajectory]) -> None:
         """Log figures of what was played with those of the iteration."""
         self.log_metrics(log_rollout_metrics(batch))
 
-    def score(self, model: LanguageModel, batch: Batch) -> Tensor:
+    def score(self, model: TokenScorer, batch: Batch) -> Tensor:
         """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
         return score_batch(batch, model.logprobs)
 

@@ -43,7 +43,7 @@ class SpgTrainer(TensorDictRlTrainer):
     and Adam steps along `D_l`, clipped like any gradient. The losses of spg, lola and sos have the
     derivatives of the expected return (arXiv:1802.05098), for policies that played; those of pspg,
     pola and psos have PPO's clipped ratios. `eta` is the learning rate of the follower's actor,
-    times foreseen_step_factor. Minibatches are of whole episodes, since a follower's answer shows
+    times opponent_step_factor. Minibatches are of whole episodes, since a follower's answer shows
     in what moves of one round do to those of another. See `rl_objectives.stackelberg` and
     `rl_objectives.shaping_losses`.
     """

@@ -30,6 +30,7 @@ from nip_astra.checkpoints.run_state import (
 )
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.distributed.team import Team
 from nip_astra.errors import CheckpointError, ConfigurationError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere
@@ -72,6 +73,8 @@ class Trainer(ABC):
         Where files go; None for a trainer built by hand.
     state : RunState
         How far the run has come; of the class that `State` names.
+    team : Team
+        The processes that train the run together, this one among them.
     results : dict
         What the run found; filled by `train`.
     """
@@ -92,6 +95,10 @@ class Trainer(ABC):
     """Groups or parameters of those that this trainer reads under a condition only."""
     may_change_on_resume: ClassVar[tuple[str, ...]] = ()
     """Parameters that may differ from those of the checkpoint that a run goes on from."""
+    learns_in_processes: ClassVar[bool] = False
+    """Whether several processes may train one run together."""
+    plays_on_actors: ClassVar[bool] = False
+    """Whether actors of Ray may play its rollouts."""
     never_reads: ClassVar[tuple[str, ...]] = ()
     """Groups or parameters that no run of this trainer reads, though its scenario may name them;
     `*` stands for any name."""
@@ -110,6 +117,7 @@ class Trainer(ABC):
         self.settings = settings or ExperimentSettings()
         self.run_directory: RunDirectory | None = self.settings.run_directory
         self.tracker: Tracker = self.settings.tracker or Tracker()
+        self.team: Team = self.settings.team or Team()
         self.progress: ProgressBar | None = None
         self.state: Any = self.State()
         self.results: dict[str, Any] = {}
@@ -122,6 +130,12 @@ class Trainer(ABC):
                 f"the trainer {hyper_params.trainer!r} was asked to train on the scenario "
                 f"{hyper_params.scenario!r} of kind {scenario_instance.kind!r}, but it trains on "
                 f"{', '.join(self.scenario_kinds)} only. Choose another --scenario or --trainer."
+            )
+
+        if self.team.size > 1 and not self.learns_in_processes:
+            raise ConfigurationError(
+                f"{self.team.size} processes were to train the run together, but the trainer "
+                f"{self.hyper_params.trainer!r} trains in one. Start it without torchrun."
             )
 
     @abstractmethod
@@ -158,6 +172,7 @@ class Trainer(ABC):
             self.get_total_num_iterations(),
             enabled=self.settings.progress,
             tqdm_func=self.settings.tqdm_func,
+            path=self.settings.progress_path,
         )
         try:
             yield

@@ -1,1 +1,1 @@
-"""Small helpers: seeds, threads, statistics."""
+"""Small tools: seeds, threads, statistics."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 
 import torch
 
-from nip_astra.errors import HelperProcessError
+from nip_astra.errors import WorkerProcessError
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
@@ -74,7 +74,7 @@ def fork() -> int:
 
     Raises
     ------
-    HelperProcessError
+    WorkerProcessError
         When the system has no room for another process.
     """
     # What is still to be written is written once. A stream that was closed may be None.
@@ -85,32 +85,32 @@ def fork() -> int:
     parallelism = os.environ.get(_TOKENIZERS)
     # Tokenizers have threads too, which a forked process would wait for.
     os.environ[_TOKENIZERS] = "false"
-    helper = -1
+    worker = -1
     try:
         with warnings.catch_warnings():
             # The other threads of this process draw progress bars and send figures; none of them
-            # computes, so none holds a lock that a helper needs to compute.
+            # computes, so none holds a lock that a worker needs to compute.
             warnings.simplefilter("ignore", DeprecationWarning)
-            helper = os.fork()
+            worker = os.fork()
     except OSError as error:
-        raise HelperProcessError(
+        raise WorkerProcessError(
             f"work was to be divided among processes, but one could not be started: {error}. Run "
             "with --num-threads 1."
         ) from error
     finally:
-        if helper != 0 and parallelism is None:
+        if worker != 0 and parallelism is None:
             del os.environ[_TOKENIZERS]
-        elif helper != 0 and parallelism is not None:
+        elif worker != 0 and parallelism is not None:
             os.environ[_TOKENIZERS] = parallelism
-    if helper == 0:
+    if worker == 0:
         try:
-            _become_helper(first)
+            _become_worker(first)
         except BaseException:
             os._exit(1)
-    return helper
+    return worker
 
 
-def _become_helper(first: int) -> None:
+def _become_worker(first: int) -> None:
     """Leave signals, threads and the terminal to the process that has the number `first`."""
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
@@ -133,19 +133,19 @@ def _past_the_bar(number: int) -> TextIO:
     return os.fdopen(os.dup(number), "w", buffering=1)
 
 
-def kill(helpers: Sequence[int]) -> None:
+def kill(workers: Sequence[int]) -> None:
     """Kill forked processes that are not to go on."""
-    for helper in helpers:
+    for worker in workers:
         with suppress(ProcessLookupError):
-            os.kill(helper, signal.SIGKILL)
+            os.kill(worker, signal.SIGKILL)
 
 
-def wait_for(helpers: Sequence[int]) -> None:
+def wait_for(workers: Sequence[int]) -> None:
     """Wait until forked processes have ended."""
-    for helper in helpers:
+    for worker in workers:
         # Some launchers have children reaped by the system.
         with suppress(ChildProcessError):
-            os.waitpid(helper, 0)
+            os.waitpid(worker, 0)
 
 
 class _Answer(NamedTuple):
@@ -164,10 +164,10 @@ def call_at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
 
     Raises
     ------
-    HelperProcessError
+    WorkerProcessError
         When another process cannot be started, or ends before its time.
     """
-    helpers: list[int] = []
+    workers: list[int] = []
     pipes: list[Connection] = []
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -176,20 +176,20 @@ def call_at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
             for call in calls[1:]:
                 here, there = multiprocessing.Pipe(duplex=False)
                 pipes.append(here)
-                helper = fork()
-                if not helper:
+                worker = fork()
+                if not worker:
                     _answer(call, there)
-                helpers.append(helper)
+                workers.append(worker)
                 there.close()
         return [calls[0](), *(_heard(pipe) for pipe in pipes)]
     except BaseException:
-        kill(helpers)
+        kill(workers)
         raise
     finally:
         torch.set_num_threads(num_threads)
         for pipe in pipes:
             pipe.close()
-        wait_for(helpers)
+        wait_for(workers)
 
 
 def _answer(call: Callable[[], object], pipe: Connection) -> NoReturn:
@@ -212,14 +212,14 @@ def _pickled(answer: _Answer) -> bytes:
         return pickled
     except Exception:
         trace = answer.trace or traceback.format_exc()
-        return pickle.dumps(_Answer(None, HelperProcessError(f"a process failed:\n{trace}")))
+        return pickle.dumps(_Answer(None, WorkerProcessError(f"a process failed:\n{trace}")))
 
 
 def _heard(pipe: Connection) -> Any:
     try:
         answer: _Answer = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError) as error:
-        raise HelperProcessError(
+        raise WorkerProcessError(
             "a process that did a part of the work ended without a word, as for want of memory. "
             "Run with --num-threads 1."
         ) from error

@@ -9,6 +9,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from nip_astra.distributed.launch import processes_on_this_machine
+
 SMALL_MODEL_PARAMETERS = 5_000_000
 """Below this size the cost of waking a second thread exceeds what it computes."""
 MOST_PROCESSES = 4
@@ -38,9 +40,10 @@ def choose_num_processes(num_parameters: int, requested: int | None) -> int:
 
 
 def num_cores() -> int:
-    """The number of cores that this process may use."""
+    """The number of cores that this process may use; its part of those that a run's share."""
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else (os.cpu_count() or 1)
+    count = len(affinity(0)) if affinity else (os.cpu_count() or 1)
+    return max(count // processes_on_this_machine(), 1)
 
 
 def peak_memory_bytes() -> int:

@@ -3,9 +3,12 @@
 The code runs under bubblewrap: namespaces of its own without a network, a file system that holds a
 read-only Python and one empty folder, no environment, and limits on time, memory, processes and
 file size. A user namespace without privileges is used throughout; who runs as root becomes an
-unprivileged user first, since root is not held by limits on processes. There is no weaker way:
-where bubblewrap cannot do this, nothing is run. What is left is the kernel's own interface: no
-system call is filtered.
+unprivileged user first, since root is not held by limits on processes. What is left is the
+kernel's own interface: no system call is filtered.
+
+Where bubblewrap cannot do this, functions are called by an interpreter without access to the
+machine, if that is installed and knows all that they need (`nip_astra.utils.interpreter`). Where it
+does not, and for whole programs, nothing is run: there is no weaker way.
 
 What the code gives back is untrusted. Expected results stay outside, so that code which knows how
 it is checked gains nothing by it.
@@ -23,15 +26,21 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, Literal, TypeAlias
+from typing import IO, Any
 
 from nip_astra.errors import SandboxUnavailableError
+from nip_astra.utils.interpreter import call_in_interpreter, why_no_interpreter
+from nip_astra.utils.sandbox_values import CallResult as CallResult
+from nip_astra.utils.sandbox_values import Outcome, SandboxResult
+from nip_astra.utils.sandbox_values import SandboxLimits as SandboxLimits
 
-Outcome: TypeAlias = Literal["finished", "failed", "timeout", "killed"]
-
+_ASKED = "code that a model wrote was to be run, and it runs in a sandbox alone"
+_TODO = (
+    "Install bubblewrap (Debian: apt install bubblewrap) and allow user namespaces; functions that "
+    "need a part of Python only can be called without it: pip install 'nip_astra[sandbox]'."
+)
 _NOBODY = 65534
 _PYTHON = "/python"
 _GRACE_SECONDS = 2.0
@@ -58,73 +67,6 @@ def _call_all(name, calls):
             line = dumps({"error": type(error).__name__ + ": " + str(error)[:200]})
         __stdout__.write("\\n" + _MARK + line + "\\n")
 """
-
-
-@dataclass(frozen=True)
-class SandboxLimits:
-    """What code may use.
-
-    Attributes
-    ----------
-    seconds : float
-        Wall-clock seconds, the start of Python included.
-    cpu_seconds : int
-        Processor seconds of each process.
-    memory_mib : int
-        Address space of each process, MiB.
-    num_processes : int
-        Processes and threads at a time.
-    file_mib : int
-        Size of each file and each of stdout and stderr, MiB.
-    folder_mib : int
-        Size of the writable folder, MiB.
-    """
-
-    seconds: float = 10.0
-    cpu_seconds: int = 5
-    memory_mib: int = 512
-    num_processes: int = 4
-    file_mib: int = 1
-    folder_mib: int = 16
-
-
-@dataclass(frozen=True)
-class SandboxResult:
-    """What became of code in the sandbox.
-
-    Attributes
-    ----------
-    outcome : {"finished", "failed", "timeout", "killed"}
-        Exit code 0, another one, stopped at the wall-clock limit, or ended by a signal.
-    exit_code : int
-        Of the code; negative for a signal, as in `subprocess`.
-    stdout, stderr : str
-        What it wrote, at most `file_mib` each; bytes that are no UTF-8 are replaced.
-    seconds : float
-        Wall-clock seconds.
-    """
-
-    outcome: Outcome
-    exit_code: int
-    stdout: str
-    stderr: str
-    seconds: float
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """What one call of a function gave.
-
-    Attributes
-    ----------
-    value : object
-        Its result, as JSON has it; None with an error.
-    error : str
-        Why there is no result; empty where there is one.
-    """
-
-    value: Any = None
-    error: str = ""
 
 
 def run_in_sandbox(
@@ -178,8 +120,12 @@ def call_in_sandbox(
     Raises
     ------
     SandboxUnavailableError
-        When this machine offers no sandbox; the code is not run.
+        When this machine offers no sandbox, or none that knows all that the code needs.
     """
+    if why := why_no_bubblewrap():
+        if missing := why_no_interpreter():
+            raise SandboxUnavailableError(f"{_ASKED}, but {why}, and {missing}. {_TODO}")
+        return call_in_interpreter(code, function, calls, limits or SandboxLimits())
     mark = f"{os.urandom(8).hex()}:"
     program = (
         f"{code}\n_MARK = {mark!r}\n{_CALLER}\n"
@@ -192,27 +138,29 @@ def call_in_sandbox(
     return [*found, *[CallResult(error=why)] * (len(calls) - len(found))]
 
 
-@lru_cache(maxsize=1)
 def check_sandbox() -> None:
-    """Refuse to go on where this machine offers no sandbox.
+    """Refuse to go on where this machine offers no sandbox for whole programs.
 
     Raises
     ------
     SandboxUnavailableError
         With what was tried and what to install.
     """
-    asked = "code that a model wrote is run in a sandbox alone"
-    todo = "Install bubblewrap (Debian: apt install bubblewrap) and allow user namespaces"
+    if why := why_no_bubblewrap():
+        raise SandboxUnavailableError(f"{_ASKED}, but {why}. {_TODO}")
+
+
+@lru_cache(maxsize=1)
+def why_no_bubblewrap() -> str:
+    """Why this machine offers no sandbox of bubblewrap; empty where it does."""
     if not sys.platform.startswith("linux") or shutil.which("bwrap") is None:
-        raise SandboxUnavailableError(f"{asked}, and there is no `bwrap` on this machine. {todo}.")
+        return "there is no `bwrap` on this machine"
     probe = "import os; print(os.getuid() != 0 and os.listdir('.') == [])"
     result = _run(probe, "", SandboxLimits(seconds=20))
-    if result.stdout.strip() != "True":
-        said = result.stderr.strip().splitlines()[-1:] or ["nothing"]
-        raise SandboxUnavailableError(
-            f"{asked}, and bubblewrap cannot make one here: it ended with {result.exit_code} and "
-            f"said {said[0]!r}. {todo}."
-        )
+    if result.stdout.strip() == "True":
+        return ""
+    said = result.stderr.strip().splitlines()[-1:] or ["nothing"]
+    return f"bubblewrap cannot make one here: it ended with {result.exit_code} and said {said[0]!r}"
 
 
 def _run(code: str, stdin: str, limits: SandboxLimits) -> SandboxResult:

@@ -98,14 +98,14 @@ def test_options_without_a_command_run_an_experiment(
 ) -> None:
     said = call(
         "--trainer", "toy_trainer", "--scenario", str(toy), "--run-id", "one",
-        "--set", "training.training_steps=2", "--set", "toy_trainer.offset=2", "--seed", "7",
+        "--set", "training.num_iterations=2", "--set", "toy_trainer.offset=2", "--seed", "7",
     )  # fmt: skip
     assert said.code == 0, said.err
     assert "run        runs/one\n" in said.out
     assert "results    runs/one/results.json\n" in said.out
     assert "Counting 2/2" in said.err
     recorded = yaml.safe_load((tmp_path / "runs" / "one" / "hyper_parameters.yaml").read_text())
-    assert (recorded["seed"], recorded["training"]["training_steps"]) == (7, 2)
+    assert (recorded["seed"], recorded["training"]["num_iterations"]) == (7, 2)
     assert json.loads((tmp_path / "runs" / "one" / "results.json").read_text()) == {"last": 4.0}
 
 
@@ -203,13 +203,13 @@ def test_wrong_input_is_told_in_short_with_exit_code_2(
 
 def test_several_faults_are_told_at_once(call: Callable[..., Said]) -> None:
     said = call(
-        "--trainer", "ast_dpo", "--set", 'training.lr="1e-5"', "--set", "training.batch_size=true",
-        "--set", "traning.optimizer=sgd",
+        "--trainer", "ast_dpo", "--set", 'training.lr="1e-5"',
+        "--set", "training.minibatch_size=true", "--set", "traning.optimizer=sgd",
     )  # fmt: skip
     assert said.code == 2
     assert "error: 3 parameters are wrong:\n" in said.err
     assert 'training.lr: must be a number, not text; given "1e-5"' in said.err
-    assert "training.batch_size: must be a whole number, not true or false" in said.err
+    assert "training.minibatch_size: must be a whole number, not true or false" in said.err
     assert "Did you mean 'training'?" in said.err
 
 
@@ -294,7 +294,7 @@ def test_show_gives_every_value_with_its_source(call: Callable[..., Said], toy: 
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in said.out.splitlines()[1:]}
     assert [cell.strip() for cell in rows["seed"]] == ["3", "command line"]
     assert [cell.strip() for cell in rows["training.lr"]] == ["0.0001", "--set"]
-    assert [cell.strip() for cell in rows["training.batch_size"]] == ["8", "default"]
+    assert [cell.strip() for cell in rows["training.minibatch_size"]] == ["8", "default"]
     assert [cell.strip() for cell in rows["toy_trainer.offset"]] == ["0.5", "scenario.yaml"]
 
 
@@ -303,7 +303,7 @@ def test_what_show_prints_as_yaml_can_be_run(
 ) -> None:
     shown = call(
         "show", "--yaml", "--trainer", "toy_trainer", "--scenario", str(toy), "--set",
-        "training.training_steps=2",
+        "training.num_iterations=2",
     )  # fmt: skip
     (tmp_path / "shown.yaml").write_text(shown.out)
     said = call("--parameters", "shown.yaml", "--run-id", "one")

@@ -94,6 +94,23 @@ def test_an_installed_package_is_read_from_its_metadata(monkeypatch: pytest.Monk
     assert [one.name for one in doctor_checks._extras(question)] == ["lora"]
 
 
+def test_what_stands_in_for_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nip_astra.utils import interpreter, sandbox
+
+    def told() -> dict[str, str]:
+        found = doctor_checks._sandbox(Question(Path(), is_online=False))
+        return {one.name: f"{one.status} {one.text}" for one in found}
+
+    monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "there is no `bwrap`")
+    monkeypatch.setattr(interpreter, "why_no_interpreter", lambda: "p is not installed")
+    assert told()["bubblewrap"].startswith("absent there is no `bwrap`; whole programs")
+    assert told()["interpreter"] == "absent p is not installed: pip install 'nip_astra[sandbox]'"
+    monkeypatch.setattr(interpreter, "why_no_interpreter", lambda: "")
+    assert "calls functions that models wrote instead" in told()["interpreter"]
+    monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "")
+    assert told()["bubblewrap"].startswith("works runs programs")
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("free_gib", "code"), [(100, 0), (1, 0), (0.01, 1)])
 def test_a_full_disk_is_told(

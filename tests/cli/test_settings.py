@@ -13,7 +13,7 @@ from tests.command_line import CommandLine, refused
 
 TOY = """
     trainer: ast_dpo
-    training: {{training_steps: 2}}
+    training: {{num_iterations: 2}}
     scenario: {scenario}
     settings:
       checkpoint_period: 7

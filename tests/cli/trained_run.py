@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 SMALL = (
-    "training.training_steps=2",
+    "training.num_iterations=2",
     "ast_chat.evaluation.use_random_search=false",
     # Where about half of a random target's replies fail.
     "ast_chat.failure_threshold=0.5",

@@ -31,9 +31,9 @@ NUM_TURNS = 3
 TRUTH = 1.0 - (1.0 - REFERENCE_SAYS @ FAILS) ** NUM_TURNS
 
 
-def play(strategy: str, count: int, rng: np.random.Generator) -> dict[str, Any]:
+def play(proposal: str, count: int, rng: np.random.Generator) -> dict[str, Any]:
     said = np.zeros((count, NUM_TURNS), dtype=int)
-    for turn, is_attacker in enumerate(attacker_turns(strategy, NUM_TURNS)):
+    for turn, is_attacker in enumerate(attacker_turns(proposal, NUM_TURNS)):
         said[:, turn] = rng.choice(
             4, size=count, p=ATTACKER_SAYS if is_attacker else REFERENCE_SAYS
         )
@@ -65,7 +65,7 @@ def test_half_of_the_episodes_are_the_references_and_turns_share_the_rest() -> N
     assert defensive_shares(1, 3) == {REFERENCE: 1}
 
 
-def test_a_strategy_says_whose_turn_it_is() -> None:
+def test_a_proposal_says_whose_turn_it_is() -> None:
     assert attacker_turns(REFERENCE, 2) == [False, False]
     assert attacker_turns(ATTACKER, 2) == [True, True]
     assert attacker_turns(attacker_at(2), 3) == [False, True, False]

@@ -34,11 +34,11 @@ def attacker(**columns: Any) -> list[Episode]:
     ]
 
 
-def ordinary(strategy: str = "reference", *, failing: int = 20, **columns: Any) -> list[Episode]:
+def ordinary(proposal: str = "reference", *, failing: int = 20, **columns: Any) -> list[Episode]:
     both = {"attacker_sampled_logprob": -5.0, "reference_sampled_logprob": -5.0}
     return [
         episode(
-            i, [0.9 if i < failing else 0.1, 0.1], prompt=f"prompt {i}", strategy=strategy,
+            i, [0.9 if i < failing else 0.1, 0.1], prompt=f"prompt {i}", proposal=proposal,
             reference_logprob=-3.0 - 0.01 * i, **(both | columns),
         )
         for i in range(200)

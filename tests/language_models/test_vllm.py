@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from nip_astra.language_models import sources
 from nip_astra.language_models.base import SamplingOptions, pad_left
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.vllm import VllmLanguageModel
+from nip_astra.language_models.vllm_backend import remote_engines
 from nip_astra.language_models.vllm_backend.requests import sampling_arguments, seed_of
 from tests.language_models import fake_vllm
 from tests.tiny import make_language_model
@@ -378,3 +380,102 @@ def test_a_model_whose_config_tells_no_vocabulary_is_told(
     monkeypatch.setattr(sources.AutoModelForCausalLM, "from_config", lambda *_, **__: module)
     with pytest.raises(ModelLoadError, match=r"could not be loaded: .*vocab_size"):
         sources.describe_model(str(model_dir))
+
+
+class RayHere:
+    """A stand-in for Ray, whose actors are objects of this process and may die."""
+
+    class exceptions:
+        class RayTaskError(Exception):
+            cause = None
+
+        class RayError(Exception):
+            pass
+
+    def __init__(self) -> None:
+        self.num_put = 0
+        self.actors: list[Any] = []
+
+    def put(self, value: object) -> list[object]:
+        self.num_put += 1
+        return [value]
+
+    def get(self, references: Any) -> Any:
+        is_one = isinstance(references, list) and len(references) == 1
+        if is_one and not callable(references[0]):
+            return references[0]
+        return [call() for call in references]
+
+    def remote(self, **options: Any) -> Any:
+        return lambda kind: SimpleNamespace(remote=lambda *given: _ActorHere(self, kind, given))
+
+
+class _ActorHere:
+    def __init__(self, ray: RayHere, kind: type, given: tuple[Any, ...]) -> None:
+        self._make = lambda: kind(*given)
+        self._own = self._make()
+        ray.actors.append(self)
+
+    def die(self) -> None:
+        self._own = self._make()
+
+    def __getattr__(self, name: str) -> Any:
+        def remote(*given: Any) -> Any:
+            return lambda: getattr(self._own, name)(*given)
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.fixture
+def ray_here(monkeypatch: pytest.MonkeyPatch) -> RayHere:
+    ray = RayHere()
+    monkeypatch.setattr(remote_engines, "open_ray", lambda: ray)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    return ray
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "target_modules": ["q_proj"]}])
+@pytest.mark.parametrize("num_engines", [1, 2, 3])
+def test_engines_in_actors_say_what_one_here_says_though_one_dies(
+    model_dir: Path, ray_here: RayHere, lora: Any, num_engines: int
+) -> None:
+    here = load(model_dir, lora=lora)
+    there = load(model_dir, lora=lora, num_engines=num_engines)
+    assert len(ray_here.actors) == num_engines
+    for number in range(3):
+        if number:
+            torch.manual_seed(number)
+            change(here)
+            torch.manual_seed(number)
+            change(there)
+        if number == 2:
+            ray_here.actors[0].die()
+        expected = here.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
+        said = there.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
+        assert torch.equal(said.ids_BT, expected.ids_BT)
+        assert torch.allclose(said.logprobs_BT, expected.logprobs_BT, atol=1e-6)
+        num_put = ray_here.num_put
+        there.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
+        assert ray_here.num_put == num_put, "weights are sent once an update"
+    assert ray_here.num_put == (2 if lora is None else 3)
+
+
+def test_engines_in_actors_with_other_tokens_are_refused(
+    model_dir: Path, ray_here: RayHere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_engines.EngineActor, "vocabulary", lambda self: (7, {}))
+    with pytest.raises(ModelLoadError, match="vocabulary of 7 rows"):
+        load(model_dir, num_engines=2)
+
+
+def test_a_target_on_an_engine_with_an_adapter_does_not_score_what_it_reads(
+    model_dir: Path,
+) -> None:
+    attacker = load(model_dir, lora={"rank": 4, "target_modules": ["q_proj"]})
+    target = attacker.base_for(VllmLanguageModel.Parameters(model=str(model_dir)))
+    assert isinstance(target, VllmLanguageModel)
+    assert not target.can_score_contexts
+    assert load(model_dir, trainable=False).can_score_contexts
+    spans = [(1, 2)] * 3
+    with pytest.raises(ConfigurationError, match="likelihood_model to reference"):
+        target.open_session().generate(CONTEXTS, 1, uniforms(3), OPTIONS, spans=spans)

@@ -38,7 +38,7 @@ def construct_params(combo):
         ),
         solo_agent=SoloAgentParameters(
             num_epochs=combo["num_epochs"],
-            batch_size=combo["batch_size"],
+            minibatch_size=combo["batch_size"],
             lr=combo["learning_rate"],
         ),
         seed=combo["seed"],

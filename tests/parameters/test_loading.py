@@ -190,7 +190,7 @@ def test_a_later_layer_wins_value_by_value() -> None:
     assert sources["paint.gloss"] == "two"
     assert sources["paint.layers"] == sources["seed"] == "one"
     assert sources["training.lr"] == "--set"
-    assert sources["paint.colour"] == sources["training.batch_size"] == "default"
+    assert sources["paint.colour"] == sources["training.minibatch_size"] == "default"
     assert sources["trainer"] == "base.yaml"
 
 
@@ -302,7 +302,7 @@ def test_all_faults_of_all_layers_are_told_at_once_with_their_sources() -> None:
         '  training.lr: must be a number, not text; given "1e-5" (from a.yaml). Write it without '
         "quotes: 1e-5.\n"
         "  training.batch_sise: unknown parameter; given 4 (from a.yaml). Did you mean "
-        "'training.batch_size'?\n"
+        "'training.minibatch_size'?\n"
         "  paint.gloss: must be at most 1; given 2 (from --set).\n"
         "  lr: unknown parameter; given 1 (from --set). Did you mean 'training.lr' or 'rl.lr'?\n"
         "  sead: unknown parameter; given 1 (from --set). Did you mean 'seed'?"
@@ -312,14 +312,14 @@ def test_all_faults_of_all_layers_are_told_at_once_with_their_sources() -> None:
 def test_a_parameter_may_refer_to_another_of_any_layer() -> None:
     layers = [
         BASE,
-        Layer("a.yaml", {"training": {"num_warmup_steps": "${training.batch_size}"}}),
-        parse_overrides(["training.batch_size=12"]),
+        Layer("a.yaml", {"training": {"num_warmup_steps": "${training.minibatch_size}"}}),
+        parse_overrides(["training.minibatch_size=12"]),
     ]
     resolved = resolve_parameters(layers, MODEL)
     assert resolved.hyper_params.training.num_warmup_steps == 12
     assert resolved.sources["training.num_warmup_steps"] == "a.yaml"
     unresolved, _ = merge_layers(layers[:2], resolve=False)
-    assert unresolved["training"] == {"num_warmup_steps": "${training.batch_size}"}
+    assert unresolved["training"] == {"num_warmup_steps": "${training.minibatch_size}"}
 
 
 def test_a_reference_to_nothing_is_told() -> None:

@@ -42,7 +42,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def counted(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of the trainer that counts; 3 instead of 4, with a rate of its own."""
-    overrides = ["training.training_steps=3", "training.lr=0.125", "toy_trainer.offset=2"]
+    overrides = ["training.num_iterations=3", "training.lr=0.125", "toy_trainer.offset=2"]
     resolved = resolve_experiment(
         trainer="toy_trainer", scenario=str(toy), overrides=overrides, seed=7
     )
@@ -78,10 +78,10 @@ def test_the_base_run_s_parameters_hold_where_the_new_run_says_nothing(
     resolved = build_on(counted, PARAMETERS, "training.lr=0.5")
     found = resolved.hyper_params
     assert (found.trainer, found.scenario, found.seed) == ("toy_trainer", str(toy), 7)
-    assert (found.training.lr, found.training.training_steps) == (0.5, 3)
+    assert (found.training.lr, found.training.num_iterations) == (0.5, 3)
     assert found.get("toy_trainer.offset") == 2
     assert resolved.sources["training.lr"] == "--set"
-    for path in ("trainer", "seed", "training.training_steps", "toy_trainer.offset"):
+    for path in ("trainer", "seed", "training.num_iterations", "toy_trainer.offset"):
         assert resolved.sources[path] == "base run counted"
     assert resolved.sources["base_run.run"] == "--set"
 
@@ -93,7 +93,7 @@ def test_a_parameter_file_and_an_object_win_over_the_base_run(
     base = {"run": str(counted), "base_run_type": "parameters"}
     file.write_text(yaml.safe_dump({"base_run": base, "training": {"lr": 0.25}}))
     found = resolve_experiment(parameter_file=file).hyper_params
-    assert (found.training.lr, found.training.training_steps, found.seed) == (0.25, 3, 7)
+    assert (found.training.lr, found.training.num_iterations, found.seed) == (0.25, 3, 7)
     plain = HyperParameters(
         trainer="toy_trainer",
         scenario=found.scenario,
@@ -157,7 +157,7 @@ def test_the_run_is_recorded_with_a_path_that_means_the_same_everywhere(
     counted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(counted.parent)
-    resolved = build_on("counted", PARAMETERS, "training.training_steps=2")
+    resolved = build_on("counted", PARAMETERS, "training.num_iterations=2")
     assert resolved.hyper_params.base_run.run == str(counted)
     result = run_experiment(resolved, runs_dir=str(tmp_path), run_id="next", progress=False)
     assert result.results == {"last": 4.0}

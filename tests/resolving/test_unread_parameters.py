@@ -47,8 +47,8 @@ def test_a_value_of_a_group_that_neither_trainer_nor_scenario_reads_is_refused()
 
 
 def test_every_such_value_is_told_whichever_way_it_was_given(tmp_path: Path) -> None:
-    overrides = ["training.lr=0.5", "training.batch_size=3", "rl.lr=0.5", "ppo.critic_coef=2.0"]
-    assert refused(**PROOF, overrides=overrides) == ["training.lr", "training.batch_size"]
+    overrides = ["training.lr=0.5", "training.minibatch_size=3", "rl.lr=0.5", "ppo.critic_coef=2.0"]
+    assert refused(**PROOF, overrides=overrides) == ["training.lr", "training.minibatch_size"]
     file = tmp_path / "mine.yaml"
     file.write_text(
         yaml.safe_dump(STRESS_TEST | {"zk_protocol": {"simulator_reward_coefficient": 3}})

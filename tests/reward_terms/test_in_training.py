@@ -14,7 +14,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
 
 OVERRIDES = (
-    "training.training_steps=4",
+    "training.num_iterations=4",
     "ast_chat.evaluation.use_random_search=false",
     "ast_chat.evaluation.num_episodes=2",
 )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from nip_astra.errors import ContextLengthError
 from nip_astra.evaluation.failure_probability import attacker_at
-from nip_astra.evaluation.strategies import sampler_of
+from nip_astra.evaluation.proposals import sampler_of
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.base import TokenCount
+from nip_astra.language_models.base import Generation, TokenCount, TokenSampler
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
@@ -206,7 +206,7 @@ def test_what_would_lose_what_it_keeps_is_not_divided(
     other.sampler.target = OwnAgent(**vars(other.agents["target"]))
     sample(other.sampler, 2)
     assert not own.can_be_forked
-    third.sampler.target.language_model = cast(Any, Unforked(third.agents["target"]))
+    third.sampler.target.language_model = Unforked(third.agents["target"])
     sample(third.sampler, 2)
     assert divided == [1, 1, 1]
 
@@ -233,16 +233,23 @@ def test_what_is_not_divided_is_played_by_one_process_in_pieces_too(
     assert sample(sampler, 2).num_episodes == len(PROMPTS)
 
 
-class Unforked:
+class Unforked(TokenSampler):
     """A model from elsewhere, which does not say whether it may be forked."""
 
     def __init__(self, agent: ConversationAgent) -> None:
-        self._model = agent.language_model
+        self._model = agent.token_sampler
+        for name in ("tokenizer", "context_window", "end_ids", "token_count"):
+            setattr(self, name, getattr(self._model, name))
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "can_be_forked":
-            raise AttributeError(name)
-        return getattr(self._model, name)
+    @classmethod
+    def load(cls, parameters: Any, **options: Any) -> Unforked:
+        raise NotImplementedError
+
+    def num_parameters(self) -> int:
+        return self._model.num_parameters()
+
+    def generate(self, *asked: Any) -> Generation:
+        return self._model.generate(*asked)
 
 
 def test_importance_sampling_counts_the_tokens_of_both_speakers(tiny_scenario: Path) -> None:
@@ -269,7 +276,7 @@ def test_a_run_of_small_models_gives_the_same_on_any_number_of_cores(
         trainer="ast_dpo",
         scenario=str(tiny_scenario),
         overrides=[
-            "training.training_steps=1",
+            "training.num_iterations=1",
             "training.num_episodes_per_experience=3",
             "ast_chat.num_rollout_parts=3",
         ],

@@ -23,7 +23,7 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def play(scenario: str, folder: Path, *overrides: str) -> Any:
     small = (
-        *("training.training_steps=2", "training.num_episodes_per_experience=2"),
+        *("training.num_iterations=2", "training.num_episodes_per_experience=2"),
         *("ast_chat.evaluation.num_episodes=40", "ast_chat.evaluation.use_random_search=false"),
     )
     resolved = resolve_experiment(

@@ -23,7 +23,7 @@ from nip_astra.sweep.runner import RunStatus, SweepRunner
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
-    "training.training_steps=1",
+    "training.num_iterations=1",
     "training.num_episodes_per_experience=2",
     "ast_chat.evaluation.num_episodes=2",
     "ast_chat.evaluation.use_random_search=false",
@@ -91,7 +91,7 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1, 2])
     values = {"ast_dpo": [0.2, 0.4, 0.9], "ast_ipo": [0.3, 0.7, 0.8]}
     rows = [
-        {"arm": run.arm.name, "seed": run.seed, "when": "after", "name": "failure_rate"}
+        {"run_id": run.run_id, "seed": run.seed, "when": "after", "name": "failure_rate"}
         | {"value": values[run.arm.name][run.seed]}
         for run in plan.runs
     ]

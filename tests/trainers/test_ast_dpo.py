@@ -22,7 +22,7 @@ from tests.tiny import experience_of, write_scenario
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
     "ast_chat.evaluation.num_episodes=2",
-    "training.training_steps=2",
+    "training.num_iterations=2",
 )
 
 
@@ -54,10 +54,10 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path) -> None:
         trainer="ast_dpo",
         scenario=str(scenario),
         overrides=[
-            "training.training_steps=15",
+            "training.num_iterations=15",
             "training.lr=1e-2",
             "training.num_episodes_per_experience=16",
-            "training.batch_size=16",
+            "training.minibatch_size=16",
             "ast_dpo.beta=0.05",
             "ast_chat.evaluation.use_random_search=false",
         ],

@@ -24,7 +24,7 @@ from tests.tiny import experience_of, write_scenario
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
     "ast_chat.evaluation.num_episodes=2",
-    "training.training_steps=3",
+    "training.num_iterations=3",
 )
 TRAINERS = ("ast_dpo", "ast_ipo", "ast_simpo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
 # What keeps samples coming on models of random weights.
@@ -95,10 +95,10 @@ def _share_of_cats(folder: Path, name: str, *options: str) -> tuple[float, float
     trainer = _trainer(
         name,
         scenario,
-        "training.training_steps=25",
+        "training.num_iterations=25",
         "training.lr=1e-2",
         f"training.num_episodes_per_experience={64 // width}",
-        "training.batch_size=64",
+        "training.minibatch_size=64",
         *options,
     )
 
@@ -122,12 +122,20 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -
 CHANGES: dict[str, dict[str, object]] = {
     "ast_dpo": {
         "loss": "hinge",
+        "divergence": "js",
+        "alpha": 0.1,
         "label_smoothing": 0.3,
         "length_normalised": "true",
         "credit.kind": "best_child",
     },
     "ast_ipo": {"beta": 2.0, "length_normalised": "true", "credit.kind": "mean_child"},
-    "ast_simpo": {"beta": 0.5, "length_normalised": "false", "margin": 3.0},
+    "ast_simpo": {
+        "loss": "orpo",
+        "orpo_weight": 2.0,
+        "beta": 0.5,
+        "length_normalised": "false",
+        "margin": 3.0,
+    },
     "ast_ppo": {
         "clip_range": 0.001,
         "gamma": 0.0,
@@ -170,7 +178,9 @@ CHANGES: dict[str, dict[str, object]] = {
 }
 # Without these the parameter has nothing to act on.
 CONTEXT = {
+    "ast_dpo.alpha": ("ast_dpo.divergence=alpha",),
     "ast_dpo.label_smoothing": ("ast_dpo.loss=robust",),
+    "ast_simpo.orpo_weight": ("ast_simpo.loss=orpo",),
     "ast_ppo.kl.horizon": ("ast_ppo.kl.target=0.01",),
     "ast_sft.credit.kind": ("ast_sft.num_best=4",),
 }
@@ -195,7 +205,7 @@ for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
 @cache
 def _outcome(name: str, scenario: Path, *overrides: str) -> list[float]:
     # Several steps on one rollout, so that clipping has ratios to clip.
-    short = ("training.training_steps=2", "training.num_epochs=2", "training.lr=2e-2")
+    short = ("training.num_iterations=2", "training.num_epochs=2", "training.lr=2e-2")
     trainer = _trainer(name, scenario, *short, *overrides)
     trainer.train()
     return [parameter.sum().item() for parameter in trainer.learned]
@@ -226,16 +236,16 @@ def test_each_variant_of_grpo_takes_steps_and_says_what_it_is(
 
 @pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft"])
 def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, name: str) -> None:
-    common = ("training.training_steps=1", "training.optimizer=sgd", "training.lr=0.1")
+    common = ("training.num_iterations=1", "training.optimizer=sgd", "training.lr=0.1")
     if name == "ast_grpo":
         common += ("ast_grpo.variant=dapo",)
-    large = _trainer(name, tiny_scenario, *common, "training.batch_size=64")
+    large = _trainer(name, tiny_scenario, *common, "training.minibatch_size=64")
     large.train()
     small = _trainer(
         name,
         tiny_scenario,
         *common,
-        "training.batch_size=5",
+        "training.minibatch_size=5",
         "training.gradient_accumulation_steps=32",
     )
     small.train()
@@ -285,7 +295,7 @@ def test_training_ends_when_dev_evaluations_bring_nothing_better(tiny_scenario: 
     trainer = _trainer(
         "ast_dpo",
         tiny_scenario,
-        "training.training_steps=40",
+        "training.num_iterations=40",
         "training.eval_period=1",
         "training.early_stopping_patience=2",
         # So small that no text changes: every dev evaluation after the first is a tie.
@@ -358,7 +368,7 @@ def test_supervised_training_imitates_a_given_file(tiny_scenario: Path, tmp_path
         tiny_scenario,
         f"ast_sft.probes={tmp_path / 'given.txt'}",
         "ast_sft.min_score=0.5",
-        "training.training_steps=30",
+        "training.num_iterations=30",
         "training.lr=1e-2",
         "ast_chat.tree_depth=1",
     )

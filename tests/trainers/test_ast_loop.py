@@ -48,7 +48,7 @@ def _trainer(scenario: Path, *overrides: str) -> AstDpoTrainer:
 
 
 def test_a_run_leaves_everything_in_its_directory(tiny_scenario: Path, tmp_path: Path) -> None:
-    result = _run(tiny_scenario, tmp_path, "whole", "training.training_steps=2")
+    result = _run(tiny_scenario, tmp_path, "whole", "training.num_iterations=2")
     path = result.run_directory.path
     for name in (
         "hyper_parameters.yaml",
@@ -85,16 +85,16 @@ def test_a_run_leaves_everything_in_its_directory(tiny_scenario: Path, tmp_path:
 
 
 def test_the_saved_model_is_the_trained_one(tiny_scenario: Path, tmp_path: Path) -> None:
-    result = _run(tiny_scenario, tmp_path, "saved", "training.training_steps=2")
+    result = _run(tiny_scenario, tmp_path, "saved", "training.num_iterations=2")
     saved = AutoModelForCausalLM.from_pretrained(result.run_directory.path / "model").state_dict()
     before = AutoModelForCausalLM.from_pretrained(tiny_scenario / "attacker").state_dict()
     assert any(not torch.equal(saved[name], before[name]) for name in saved)
 
 
 def test_another_seed_gives_other_numbers(tiny_scenario: Path, tmp_path: Path) -> None:
-    _run(tiny_scenario, tmp_path, "zero", "training.training_steps=1")
+    _run(tiny_scenario, tmp_path, "zero", "training.num_iterations=1")
     options = {"runs_dir": str(tmp_path), "run_id": "one", **QUIET}
-    run_experiment(_resolved(tiny_scenario, "training.training_steps=1", seed=1), **options)
+    run_experiment(_resolved(tiny_scenario, "training.num_iterations=1", seed=1), **options)
     assert _metrics(tmp_path, "zero") != _metrics(tmp_path, "one")
 
 
@@ -113,15 +113,15 @@ def test_a_run_stopped_anywhere_and_resumed_equals_one_that_was_not(
     tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Batches of one sample, so that a stop falls into the middle of an iteration's batches.
-    overrides = ("training.training_steps=3", "training.batch_size=1")
+    overrides = ("training.num_iterations=3", "training.minibatch_size=1")
     _run(tiny_scenario, tmp_path, "whole", *overrides)
     for count in (1, 4, 6, 9):
         parts = f"stopped-{count}"
         flag = _StopAfter(count)
-        monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda flag=flag: _stopping(flag))
+        monkeypatch.setattr("nip_astra.run.stop_on_signals", lambda flag=flag: _stopping(flag))
         with pytest.raises(StopRequested, match="nip-astra resume"):
             _run(tiny_scenario, tmp_path, parts, *overrides)
-        monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda: _stopping(lambda: None))
+        monkeypatch.setattr("nip_astra.run.stop_on_signals", lambda: _stopping(lambda: None))
         resume_experiment(tmp_path / parts, **QUIET)
         assert what_was_found(tmp_path / parts) == what_was_found(tmp_path / "whole"), parts
 
@@ -133,13 +133,13 @@ def _stopping(flag):
 
 
 def test_accumulated_batches_equal_one_large_batch(tiny_scenario: Path) -> None:
-    common = ("training.training_steps=2", "training.optimizer=sgd", "training.lr=0.1")
-    large = _trainer(tiny_scenario, *common, "training.batch_size=64")
+    common = ("training.num_iterations=2", "training.optimizer=sgd", "training.lr=0.1")
+    large = _trainer(tiny_scenario, *common, "training.minibatch_size=64")
     large.train()
     small = _trainer(
         tiny_scenario,
         *common,
-        "training.batch_size=2",
+        "training.minibatch_size=2",
         "training.gradient_accumulation_steps=32",
     )
     small.train()
@@ -171,12 +171,12 @@ def test_a_step_raises_the_chosen_and_lowers_the_rejected(tiny_scenario: Path) -
 
 FIELD_CHANGES: dict[str, object] = {
     "lr": 1e-2,
-    "batch_size": 2,
+    "minibatch_size": 2,
     "optimizer": "sgd",
     "weight_decay": 0.5,
     "batch_order": "by_episode",
     "gradient_accumulation_steps": 2,
-    "training_steps": 2,
+    "num_iterations": 2,
     "num_episodes_per_experience": 4,
     "num_epochs": 2,
     "max_grad_norm": 0.01,
@@ -195,9 +195,9 @@ def test_every_field_of_the_training_configuration_has_a_change_to_test() -> Non
 
 @pytest.mark.parametrize("field", FIELD_CHANGES)
 def test_every_field_of_the_training_configuration_is_used(tiny_scenario: Path, field: str) -> None:
-    base = ["training.training_steps=3", "training.batch_size=3"]
+    base = ["training.num_iterations=3", "training.minibatch_size=3"]
     if field in NEEDS_EVALUATIONS:
-        base += ["training.training_steps=6", "training.eval_period=1", "training.lr=1e-2"]
+        base += ["training.num_iterations=6", "training.eval_period=1", "training.lr=1e-2"]
     one = _weights_and_results(tiny_scenario, *base)
     assert one != _weights_and_results(
         tiny_scenario, *base, f"training.{field}={FIELD_CHANGES[field]}"
@@ -245,7 +245,7 @@ def test_a_loss_that_is_not_finite_stops_saves_and_says_where(
 
     monkeypatch.setattr(AstDpoTrainer, "loss", broken)
     with pytest.raises(NonFiniteLossError, match=r"optimizer step 3 \(iteration \d\).*saved"):
-        _run(tiny_scenario, tmp_path, "nan", "training.batch_size=2")
+        _run(tiny_scenario, tmp_path, "nan", "training.minibatch_size=2")
     checkpoint = (tmp_path / "nan" / "checkpoints" / "latest").read_text().strip()
     weights = AutoModelForCausalLM.from_pretrained(
         tmp_path / "nan" / "checkpoints" / checkpoint / "attacker"
@@ -261,7 +261,7 @@ def test_the_best_checkpoint_by_dev_reward_is_kept_and_tested(
         tmp_path,
         "best",
         "training.eval_period=1",
-        "training.training_steps=4",
+        "training.num_iterations=4",
         num_checkpoints_kept=1,
     )
     rewards = [row["dev/mean_reward"] for row in _metrics(tmp_path, "best")]
@@ -283,7 +283,7 @@ def test_iterations_go_through_all_prompts_before_any_comes_again(tiny_scenario:
 
 
 def test_batches_hold_every_sample_once_in_a_seeded_order(tiny_scenario: Path) -> None:
-    trainer = _trainer(tiny_scenario, "training.batch_size=4")
+    trainer = _trainer(tiny_scenario, "training.minibatch_size=4")
     samples = [{"x": torch.tensor(i)} for i in range(10)]
 
     def order(iteration: int, epoch: int) -> list[list[int]]:
@@ -307,7 +307,7 @@ def test_a_scenario_of_another_kind_is_refused(tiny_scenario: Path) -> None:
 
 
 def test_batches_by_episode_hold_each_sample_once_and_share_more(tiny_scenario: Path) -> None:
-    options = ("training.batch_size=3", "training.num_episodes_per_experience=4")
+    options = ("training.minibatch_size=3", "training.num_episodes_per_experience=4")
     trainers = {
         order: _trainer(tiny_scenario, *options, f"training.batch_order={order}")
         for order in ("shuffled", "by_episode")
@@ -349,7 +349,7 @@ def test_a_prediction_scales_the_step_and_not_the_rollout(
     gib = 2**30
     peaks = iter([1 * gib, 2 * gib, 3 * gib])
     monkeypatch.setattr("nip_astra.trainers.ast.dry_run.peak_memory_bytes", lambda: next(peaks))
-    trainer = _trainer(tiny_scenario, "training.batch_size=3")
+    trainer = _trainer(tiny_scenario, "training.minibatch_size=3")
     monkeypatch.setattr(trainer, "flatten", lambda tree: type(trainer).flatten(trainer, tree)[:1])
     # One GiB for the rollout, and three pairs where the one that was tried took one.
     assert trainer.dry_run()["predicted_peak_gib"] == pytest.approx(1 + 1 + 3)

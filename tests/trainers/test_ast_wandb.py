@@ -18,7 +18,7 @@ def test_an_offline_run_holds_config_metrics_tables_and_artifacts(
     resolved = resolve_experiment(
         trainer="ast_dpo",
         scenario=str(tiny_scenario),
-        overrides=["training.training_steps=2", "training.eval_period=1"],
+        overrides=["training.num_iterations=2", "training.eval_period=1"],
     )
     run_experiment(
         resolved, runs_dir=str(tmp_path), run_id="mirrored", progress=False, wandb="offline"
@@ -26,7 +26,7 @@ def test_an_offline_run_holds_config_metrics_tables_and_artifacts(
     wandb.teardown()
     (file,) = (tmp_path / "mirrored" / "wandb").glob("offline-run-*/*.wandb")
     log = WandbLog(file)
-    assert log.config["training"]["training_steps"] == 2
+    assert log.config["training"]["num_iterations"] == 2
     assert log.config["environment"]["device"] == "cpu"
     rewards = [r["rollout/mean_reward"] for r in log.history if "rollout/mean_reward" in r]
     assert len(rewards) == 2

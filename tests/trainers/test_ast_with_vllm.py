@@ -20,7 +20,7 @@ from tests.tiny import write_scenario
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
     "ast_chat.evaluation.num_episodes=2",
-    "training.training_steps=2",
+    "training.num_iterations=2",
     "training.num_episodes_per_experience=2",
 )
 
@@ -65,7 +65,7 @@ def test_a_policy_ratio_is_one_though_vllm_sampled(scenario: Path) -> None:
         f"ast_chat.target.language_model.model={base['language_model']['model']}",
         "ast_chat.reward.likelihood_model=target",
         "ast_chat.attacker.language_model.sleep_during_updates=true",
-        "training.batch_size=64",
+        "training.minibatch_size=64",
         test_run=True,
     )
     assert len(fake_vllm.LLM.started) == 1
@@ -88,15 +88,15 @@ def _stopping(flag: Any) -> Iterator[Any]:
 def test_a_run_stopped_and_resumed_equals_one_that_was_not(
     scenario: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(scenario, "ast_dpo", "whole", "training.batch_size=2")
+    whole = run(scenario, "ast_dpo", "whole", "training.minibatch_size=2")
     asked = iter(range(100))
     monkeypatch.setattr(
-        "nip_astra.run._stop_on_signals",
+        "nip_astra.run.stop_on_signals",
         lambda: _stopping(lambda: "SIGTERM" if next(asked) >= 3 else None),
     )
     with pytest.raises(StopRequested):
-        run(scenario, "ast_dpo", "parts", "training.batch_size=2")
-    monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda: _stopping(lambda: None))
+        run(scenario, "ast_dpo", "parts", "training.minibatch_size=2")
+    monkeypatch.setattr("nip_astra.run.stop_on_signals", lambda: _stopping(lambda: None))
     resume_experiment(scenario.parent / "parts", progress=False)
     assert metrics(scenario.parent / "parts") == metrics(whole)
     assert len(fake_vllm.LLM.started) == 6, "two engines for each of three processes"

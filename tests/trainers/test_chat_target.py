@@ -73,7 +73,7 @@ def resolve(scenario: Path, *overrides: str) -> Any:
     return resolve_experiment(
         trainer="ast_dpo",
         scenario=str(scenario),
-        overrides=["training.training_steps=2", *overrides],
+        overrides=["training.num_iterations=2", *overrides],
     )
 
 
@@ -235,7 +235,7 @@ def test_evaluate_score_and_compare_work_and_remember_what_the_run_was_told(
         "--run-id",
         "mine",
         "--set",
-        "training.training_steps=1",
+        "training.num_iterations=1",
     )
     run = tmp_path / "runs" / "mine"
     before = num_requests(run / "service_requests.sqlite")

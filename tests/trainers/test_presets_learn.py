@@ -29,7 +29,10 @@ def test_a_word_lifts_the_verifier_above_what_it_tells_alone(tmp_path: Path, tra
 @pytest.mark.parametrize(
     ("trainer", "overrides"),
     [
-        *((f"ast_{name}", ()) for name in ("dpo", "ipo", "ppo", "grpo", "reinforce", "sft")),
+        *(
+            (f"ast_{name}", ())
+            for name in ("dpo", "ipo", "ppo", "grpo", "reinforce", "sft", "simpo")
+        ),
         # Its clip, which is of whole probes, must let them through: 0.04 to 0.16 with the paper's.
         ("ast_grpo", ("ast_grpo.variant=gspo",)),
     ],

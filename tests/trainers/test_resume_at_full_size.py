@@ -39,4 +39,4 @@ def check_every_checkpoint(folder: Path, trainer: str, *overrides: str, period: 
 def test_no_checkpoint_of_eighteen_iterations_changes_what_follows(
     tmp_path: Path, trainer: str
 ) -> None:
-    check_every_checkpoint(tmp_path, trainer, "training.training_steps=18", period=2)
+    check_every_checkpoint(tmp_path, trainer, "training.num_iterations=18", period=2)

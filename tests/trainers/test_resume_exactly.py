@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from nip_astra.errors import CheckpointError
+from nip_astra.checkpoints.tensors import load_state
+from nip_astra.errors import CheckpointError, StopRequested
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.tracking.local import LocalTracker
+from nip_astra.trainers.language_model.state import LanguageModelState
 from tests.command_line import plugins_forgotten_after
 from tests.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment, what_was_found
 from tests.tiny import make_classifier
@@ -72,6 +75,43 @@ def test_every_trainer_goes_on_from_any_checkpoint(trainer: str, tmp_path: Path)
         assert len(set(drawn)) == len(drawn)
 
 
+def test_a_run_with_rollouts_played_ahead_goes_on_from_any_checkpoint(tmp_path: Path) -> None:
+    resolved = short_experiment(
+        "remote_api_grpo", tmp_path / "x", "remote_api_grpo.max_staleness=2"
+    )
+    run = check_checkpoints(resolved, tmp_path)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["rollout/staleness"] for line in lines] == [0.0, 1.0, 2.0, 2.0]
+
+
+def test_a_rollout_that_is_half_used_is_gone_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolved = short_experiment(
+        "self_hosted_grpo", tmp_path / "x", "self_hosted_grpo.max_staleness=1", num_iterations=3
+    )
+    settings: dict[str, Any] = {"runs_dir": str(tmp_path), "progress": False}
+    whole = run_experiment(resolved, run_id="whole", **settings).run_directory.path
+    count_step = LanguageModelState.count_step
+
+    def stopped_after_seven(self: LanguageModelState, metrics: dict[str, float]) -> None:
+        count_step(self, metrics)
+        if self.num_optimizer_steps == 7:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(LanguageModelState, "count_step", stopped_after_seven)
+    with pytest.raises(StopRequested):
+        run_experiment(resolved, run_id="stopped", **settings)
+    monkeypatch.undo()
+    stopped = tmp_path / "stopped"
+    state = load_state(sorted(stopped.glob("checkpoints/step_*"))[-1] / "state")
+    assert state["run"]["samples"] is not None
+    assert 0 < state["run"]["num_steps_done"] < 5
+    assert len(state["parts"]["played_ahead"]) == 1
+    resume_experiment(stopped, progress=False)
+    assert what_was_found(stopped) == what_was_found(whole)
+
+
 OWN_TRAINERS = '''
 import random
 from contextlib import ExitStack
@@ -111,7 +151,7 @@ class Walk(TensorDictTrainer):
             self._walk()
         self.results["place"] = self.place
 
-    @attach_progress_bar(lambda self: self.hyper_params.training.training_steps)
+    @attach_progress_bar(lambda self: self.hyper_params.training.num_iterations)
     def _walk(self, iteration_context):
         for number in iteration_context.iterate(self.num_done):
             self.place += np.random.rand() + random.random() + float(torch.randn(()))
@@ -138,7 +178,7 @@ def test_a_trainer_of_ones_own_that_draws_from_global_generators_goes_on_exactly
 ) -> None:
     plugin = tmp_path / "own.py"
     plugin.write_text(OWN_TRAINERS)
-    overrides = ["training.training_steps=4"]
+    overrides = ["training.num_iterations=4"]
     if trainer == "noisy_dpo":
         overrides += ["ast_chat.evaluation.use_random_search=false"]
     with plugins_forgotten_after():

@@ -21,8 +21,8 @@ from tests.tiny import make_language_model
 
 SMALL = (
     "training.num_episodes_per_experience=8",
-    "training.batch_size=64",
-    "training.training_steps=2",
+    "training.minibatch_size=64",
+    "training.num_iterations=2",
     "task.evaluation.num_problems=4",
 )
 
@@ -47,8 +47,8 @@ def rewards_of(trainer: ServiceTrainer, num_iterations: int) -> list[float]:
 
 LEARN = (
     "training.num_episodes_per_experience=16",
-    "training.training_steps=30",
-    "training.batch_size=128",
+    "training.num_iterations=30",
+    "training.minibatch_size=128",
     "training.lr=1e-3",
     "task.task.levels=[1]",
 )
@@ -85,6 +85,77 @@ def test_solutions_are_learnt_by_heart() -> None:
         trainer._update(iteration)
         losses.append(trainer.state.end()["loss"])
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_dev_evaluations_tell_pass_at_k_with_intervals() -> None:
+    trainer = trainer_of(
+        "self_hosted_grpo", "task.evaluation.num_dev_problems=6", "task.evaluation.num_dev_runs=4"
+    )
+    with torch.no_grad():
+        figures = trainer.evaluate_dev()
+    assert figures["pass_at_1"] <= figures["pass_at_2"] <= figures["pass_at_4"]
+    assert figures["pass_at_4_low"] <= figures["pass_at_4"] <= figures["pass_at_4_high"]
+    assert figures["pass_at_1"] == pytest.approx(figures["accuracy"])
+
+
+def test_a_task_with_solutions_is_learnt_by_heart() -> None:
+    resolved = resolve_experiment(
+        trainer="remote_api_cross_entropy", scenario="pig_latin", overrides=SMALL
+    )
+    trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+    with torch.no_grad():
+        experience = trainer.collect(0)
+    environment = trainer.task.environment("train", 0)
+    sample = experience.samples[0]
+    said = trainer.agent.language_model.tokenizer.decode(sample["response"])
+    assert said.startswith(environment.solution)
+    assert sample["is_trained"].all()
+
+
+AHEAD = ("training.num_iterations=5", "task.task.levels=[1]", "training.lr=1e-3")
+
+
+@pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_weights_that_sample_are_behind_by_as_many_iterations_as_said(
+    name: str, staleness: int
+) -> None:
+    trainer = trainer_of(name, *AHEAD, f"{name}.max_staleness={staleness}")
+    told, gaps, behind = [], [], []
+    versions = [trainer.policy.weight_copy()]
+    for iteration in range(5):
+        trainer._collect(iteration)
+        metrics = trainer.state.iteration_metrics
+        told.append(metrics["rollout/staleness"])
+        gaps.append(metrics["mismatch/kl"])
+        (one, *_), version = trainer.state.samples, versions[max(iteration - staleness, 0)]
+        trainer._sampler.take_weights(version) if iteration == 4 else None
+        behind.append(one)
+        trainer._update(iteration)
+        trainer.state.end()
+        versions.append(trainer.policy.weight_copy())
+    assert told == [float(min(i, staleness)) for i in range(5)]
+    assert gaps[0] < 1e-6 < min(gaps[1:])
+    assert trainer.state.num_optimizer_steps > 0
+    # What the last rollout was sampled by are the weights of that many iterations before.
+    batch = trainer.collate_fn([behind[-1]])
+    given = (batch[n] for n in ("context", "context_mask", "response", "response_mask"))
+    scored = trainer._sampler.logprobs(*given)[batch["trained_mask"]]
+    torch.testing.assert_close(
+        scored.detach(), batch["logprobs"][batch["trained_mask"]], atol=1e-4, rtol=0
+    )
+
+
+def test_without_staleness_rollouts_ahead_change_nothing() -> None:
+    plain, ahead = (
+        trainer_of("self_hosted_grpo", *AHEAD, f"self_hosted_grpo.max_staleness={count}")
+        for count in (0, 1)
+    )
+    with torch.no_grad():
+        first = [trainer.collect(0).samples for trainer in (plain, ahead)]
+    for one, other in zip(*first, strict=True):
+        assert torch.equal(one["response"], other["response"])
+        assert torch.equal(one["logprobs"], other["logprobs"])
 
 
 def prepared(*overrides: str, iteration: int = 0) -> tuple[Any, Any]:

@@ -28,7 +28,7 @@ from tests.toy_protocol_scenario import (
     toy_trainer,
 )
 
-SOLO = {"num_epochs": 20, "batch_size": 10, "lr": 0.02}
+SOLO = {"num_epochs": 20, "minibatch_size": 10, "lr": 0.02}
 
 NEVER = {"_type": "constant", "is_on": False}
 
@@ -92,7 +92,7 @@ def test_learning_rate_factors_and_schedules_of_agents_hold() -> None:
     idle = {"_type": "contiguous", "period": 2, "start": 1, "stop": 2}
     trainer = toy_trainer(
         "solo_agent",
-        solo_agent={**SOLO, "num_epochs": 2, "batch_size": 32, "anneal_lr": False},
+        solo_agent={**SOLO, "num_epochs": 2, "minibatch_size": 32, "anneal_lr": False},
         toy_protocol={
             "agents": {
                 "prover": {

@@ -104,7 +104,7 @@ def test_without_followers_an_agent_learns_as_by_ppo_with_frames_of_all() -> Non
 @pytest.mark.parametrize("use_shared_body", [False, True])
 def test_directions_are_those_of_the_losses_of_all_frames(use_shared_body: bool) -> None:
     trainer = spg_trainer(
-        spg={"variant": "lola", "foreseen_step_factor": 100.0},
+        spg={"variant": "lola", "opponent_step_factor": 100.0},
         rl={"use_shared_body": use_shared_body},
         **merged(CALM, {"ppo": {"critic_coef": 0.0}}),
     )
@@ -214,7 +214,7 @@ def test_two_followers_of_a_debate_are_foreseen_together() -> None:
 
 def test_foreseen_steps_are_learning_rates_of_now() -> None:
     trainer = spg_trainer(
-        spg={"variant": "lola", "foreseen_step_factor": 3.0},
+        spg={"variant": "lola", "opponent_step_factor": 3.0},
         rl={"lr": 0.1, "anneal_lr": True, "num_iterations": 4},
         **{KIND: {"agents": {"prover": {"agent_lr_factor": {"actor": 0.5}}}}},
     )
@@ -235,7 +235,7 @@ def test_columns_that_nystrom_draws_go_on_after_a_checkpoint() -> None:
     assert gradients(resumed, batch)["figures"]["verifier"]["shaping_norm"] == later
 
 
-def test_losses_of_the_module_are_those_without_foresight() -> None:
+def test_losses_of_the_module_are_those_without_opponent_shaping() -> None:
     trainer = spg_trainer(spg={"variant": "lola"})
     batch = trainer.collect()
     entries = trainer.loss_module(batch.flatten())

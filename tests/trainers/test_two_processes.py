@@ -34,7 +34,7 @@ def numbers_of_a_game(seed: int) -> list[object]:
 def attacker_metrics(scenario: str, runs_dir: str, run_id: str) -> str:
     """The metrics of a run of two iterations, as they stand in its file."""
     short = ("use_random_search=false", "num_episodes=2")
-    overrides = ["training.training_steps=2", *(f"ast_chat.evaluation.{part}" for part in short)]
+    overrides = ["training.num_iterations=2", *(f"ast_chat.evaluation.{part}" for part in short)]
     resolved = resolve_experiment(trainer="ast_dpo", scenario=scenario, overrides=overrides)
     run_experiment(resolved, runs_dir=runs_dir, run_id=run_id, progress=False)
     return (Path(runs_dir) / run_id / "metrics.jsonl").read_text(encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.errors import ConfigurationError, HelperProcessError
+from nip_astra.errors import ConfigurationError, WorkerProcessError
 from nip_astra.utils.forked import (
     call_at_once,
     can_fork,
@@ -84,7 +84,7 @@ def test_an_error_is_raised_as_what_it_is(error: Exception) -> None:
     ids=["error", "result", "killed"],
 )
 def test_what_cannot_be_handed_over_is_told(call: Callable[[], Any], told: str) -> None:
-    with pytest.raises(HelperProcessError, match=f"(?s){told}"):
+    with pytest.raises(WorkerProcessError, match=f"(?s){told}"):
         call_at_once([lambda: 1, call])
 
 
@@ -130,7 +130,7 @@ def test_a_process_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatc
         return fork()
 
     monkeypatch.setattr(os, "fork", failing_fork)
-    with pytest.raises(HelperProcessError, match=r"too many processes\. Run with --num-threads 1"):
+    with pytest.raises(WorkerProcessError, match=r"too many processes\. Run with --num-threads 1"):
         call_at_once([lambda: 1, signal.pause, signal.pause])
 
 
@@ -168,15 +168,15 @@ def test_a_process_does_not_wait_for_threads_that_torch_began_before() -> None:
         values = torch.linspace(0, 1, 400_000)
         expected = values.exp().sum()
         with signals_held_back():
-            helper = fork()
-            if not helper:
+            worker = fork()
+            if not worker:
                 signal.alarm(60)
                 try:
                     assert torch.isclose(values.exp().sum(), expected)
                     os._exit(0)
                 finally:
                     os._exit(1)
-        assert os.waitpid(helper, 0)[1] == 0
+        assert os.waitpid(worker, 0)[1] == 0
     finally:
         torch.set_num_threads(before)
 
@@ -221,7 +221,7 @@ def test_a_process_ends_with_the_first_however_that_ends(
     with first:
         assert first.stdout.readline() == "begun\n"
         first.send_signal(sent)
-        # The helper holds the pipe too, which ends when both have.
+        # The worker holds the pipe too, which ends when both have.
         assert first.communicate(timeout=60)[0] == ""
 
 

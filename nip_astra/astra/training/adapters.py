@@ -18,12 +18,7 @@ from nip_astra.astra.methods.ast_system import ASTSampler
 from nip_astra.astra.methods.text_rollouts import rater_of_system, seeded
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.errors import CheckpointError, ModelLoadError
-from nip_astra.language_models.base import (
-    Generation,
-    LanguageModel,
-    SamplingOptions,
-    TokenCount,
-)
+from nip_astra.language_models.base import Learner, TokenCount, TokenModel
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scorers.base import Scorer as RegisteredKind
@@ -135,7 +130,7 @@ class Player:
         return tree_of(graphs)
 
 
-class ProblemModel(LanguageModel):
+class ProblemModel(Learner):
     """The attacker of a problem of texts, of which the loop knows the parameters only."""
 
     def __init__(self, system: System[Any, Any], *, learns: bool) -> None:
@@ -175,24 +170,10 @@ class ProblemModel(LanguageModel):
     @classmethod
     def load(
         cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
-    ) -> LanguageModel:
+    ) -> TokenModel:
         raise ModelLoadError(_OF_TEXTS)
 
-    def generate(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_BT: Tensor,
-        options: SamplingOptions,
-    ) -> Generation:
-        raise ModelLoadError(_OF_TEXTS)
-
-    def logprobs(
-        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
-    ) -> Tensor:
-        raise ModelLoadError(_OF_TEXTS)
-
-    def frozen_reference(self) -> LanguageModel:
+    def frozen_reference(self) -> TokenModel:
         raise ModelLoadError(_OF_TEXTS)
 
 
@@ -207,7 +188,7 @@ class ProblemAgent:
     """A role in a problem of texts."""
 
     role: str
-    language_model: LanguageModel
+    language_model: TokenModel
     num_truncated_contexts: int = 0
 
 

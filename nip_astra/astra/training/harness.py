@@ -47,7 +47,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
     dataloader_kwargs : Mapping, optional
         `batch_size` and `shuffle`; what they are else is in `config`.
     config : TrainingConfiguration, optional
-        Batch size, batch order and seed.
+        Size and order of batches, and seed.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Harness(Generic[StateT, ActionT, Step, Batch]):
             seed=config.seed,
         )
         self.adapter = AlgorithmAdapter(algorithm)
-        self._batch_size = int(options.get("batch_size", config.batch_size))
+        self._batch_size = int(options.get("batch_size", config.minibatch_size))
         self._batch_order = config.batch_order
         self._num_experiences = 0
 

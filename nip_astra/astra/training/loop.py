@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import Field
@@ -16,6 +16,7 @@ from nip_astra.astra.training.harness import Harness
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.base import LanguageModel, as_learner
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.training import TrainingConfiguration as SharedConfiguration
@@ -61,7 +62,7 @@ class OwnObjectsLoop(AstTrainer):
 
     scenario_kinds = ()
     # The configuration is given anew; more steps are how training goes on after it has ended.
-    may_change_on_resume = ("training.training_steps",)
+    may_change_on_resume = ("training.num_iterations",)
 
     def __init__(
         self,
@@ -151,6 +152,12 @@ class OwnObjectsLoop(AstTrainer):
             if part.num_tokens is not None:
                 part.content.normaliser = num_tokens * len(part) / num_samples
 
+    def build_policy(self) -> LanguageModel:
+        self.attacker = self.scenario_instance.agents["attacker"]
+        # The algorithm asks the problem for tokens and log-probabilities, the loop for weights.
+        learner = as_learner(self.attacker.language_model, role="attacker", to="learn")
+        return cast("LanguageModel", learner)
+
     def build_modules(self) -> dict[str, torch.nn.Module]:
         modules = getattr(self.algorithm.system, "modules", None)
         found: dict[str, torch.nn.Module] = modules() if callable(modules) else {}
@@ -169,7 +176,7 @@ class OwnObjectsLoop(AstTrainer):
     # ---- the job
 
     def train(self) -> None:
-        """Train up to `training_steps` iterations; nothing is measured before or after.
+        """Train up to `num_iterations` iterations; nothing is measured before or after.
 
         Raises
         ------
@@ -182,7 +189,7 @@ class OwnObjectsLoop(AstTrainer):
             self._run_train_loop()
 
     def get_total_num_iterations(self) -> int:
-        return self.training.training_steps
+        return self.training.num_iterations
 
     def resume_latest(self) -> None:
         """Take up the latest checkpoint."""

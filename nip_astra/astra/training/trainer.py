@@ -83,12 +83,12 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
 
     def train(self) -> None:
         """Train until `config.training_steps` iterations are done."""
-        if self._loop.state.iteration >= self.config.training_steps:
+        if self._loop.state.iteration >= self.config.num_iterations:
             logger.warning(
                 "there is nothing left to train: %d of %d iterations are done; raise "
                 "config.training_steps to go on",
                 self._loop.state.iteration,
-                self.config.training_steps,
+                self.config.num_iterations,
             )
         self._loop.train()
         self._global_step_counter = self._loop.state.num_optimizer_steps

@@ -54,6 +54,9 @@ class ChatRequest:
     response_format : Mapping or None
         The form in which the answer is asked for, in the words of OpenAI's protocol; a backend or
         service that knows it not fails with `FailureReason.UNKNOWN_FORM`.
+    key : str or None
+        Name of the request, for services that give who asks again under it the answer that they
+        gave before. It says nothing of the answer.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -66,6 +69,7 @@ class ChatRequest:
     first_sample: int = 0
     needs_logprobs: bool = False
     response_format: Mapping[str, JsonValue] | None = None
+    key: str | None = None
 
     @property
     def sample_numbers(self) -> range:
@@ -173,12 +177,15 @@ class ChatOutcome:
     is_usage_estimated : bool
         Whether the service did not say how many tokens it took, so that they are guessed from the
         length of the texts.
+    usage_before : ChatUsage
+        Tokens that this run paid for remembered samples when they were given.
     """
 
     samples: tuple[ChatAnswer | ChatFailure, ...]
     usage: ChatUsage = NOTHING_USED
     is_cached: bool = False
     is_usage_estimated: bool = False
+    usage_before: ChatUsage = NOTHING_USED
 
 
 class ChatModel(ABC):

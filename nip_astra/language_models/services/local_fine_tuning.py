@@ -193,18 +193,21 @@ def _train_preferred(
     preferred = [_row(model, one["messages"], one["preferred"]) for one in examples]
     rejected = [_row(model, one["messages"], one["rejected"]) for one in examples]
 
-    def logratios(batch: Sequence[int]) -> Tensor:
+    def measure(batch: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The log-ratios of pairs, and the preferred answers' mean log-probability of a token."""
         rows = [preferred[place] for place in batch] + [rejected[place] for place in batch]
-        chosen_B, other_B = _answer_logprobs(model, rows)[0].chunk(2)
-        return chosen_B - other_B
+        logprobs_B, counts_B = _answer_logprobs(model, rows)
+        chosen_B, other_B = logprobs_B.chunk(2)
+        return chosen_B - other_B, chosen_B.sum() / counts_B[: len(batch)].sum()
 
     with torch.no_grad():
-        reference = torch.cat([logratios([place]) for place in range(len(examples))])
+        reference = torch.cat([measure([place])[0] for place in range(len(examples))])
     beta = BETA if options.beta is None else options.beta
 
     def loss(batch: Sequence[int]) -> Tensor:
-        found = preference_loss(logratios(batch), reference[list(batch)], kind="sigmoid", beta=beta)
-        return found.loss
+        logratios_B, mean_logprob = measure(batch)
+        found = preference_loss(logratios_B, reference[list(batch)], kind="sigmoid", beta=beta)
+        return found.loss - NLL_WEIGHT * mean_logprob
 
     return _optimise(model, len(examples), loss, options)
 

@@ -10,9 +10,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from nip_astra.language_models.services.chat import (
+    NOTHING_USED,
     ChatAnswer,
     ChatModel,
     ChatRequest,
+    ChatUsage,
     FinishReason,
 )
 from nip_astra.language_models.services.usage import connect, guarded
@@ -45,9 +47,23 @@ class AnswerMemory:
                 found.append(None if row is None else _read(row[0]))
         return found
 
-    def remember(self, answers: Mapping[str, ChatAnswer]) -> None:
-        """Keep answers; one that is there already stays."""
-        rows = [(key, json.dumps(asdict(answer))) for key, answer in answers.items()]
+    def usage_of(self, keys: Sequence[str]) -> ChatUsage:
+        """The tokens that answers took when they were given, as far as that was kept."""
+        marks = ", ".join("?" * len(keys))
+        with self._lock, guarded(self.path):
+            rows = self._database.execute(
+                f"SELECT answer FROM answers WHERE key IN ({marks})", list(keys)
+            ).fetchall()
+        counts = [json.loads(text).get("usage", (0, 0)) for (text,) in rows]
+        return ChatUsage(sum(read for read, _ in counts), sum(said for _, said in counts))
+
+    def remember(self, answers: Mapping[str, ChatAnswer], usage: ChatUsage = NOTHING_USED) -> None:
+        """Keep answers, which together took so many tokens; one that is there already stays."""
+        taken = dict.fromkeys(answers, NOTHING_USED) | dict.fromkeys(list(answers)[:1], usage)
+        rows = [
+            (key, json.dumps(asdict(answer) | {"usage": taken[key]}))
+            for key, answer in answers.items()
+        ]
         with self._lock, guarded(self.path):
             self._database.executemany("INSERT OR IGNORE INTO answers VALUES (?, ?)", rows)
 
@@ -55,7 +71,7 @@ class AnswerMemory:
 def key_of(model: ChatModel, request: ChatRequest, sample: int) -> str:
     """What an answer is remembered by."""
     asked = asdict(request)
-    del asked["num_samples"], asked["first_sample"]
+    del asked["num_samples"], asked["first_sample"], asked["key"]
     whole = {"model": model.name, "place": model.place, "sample": sample, **asked}
     text = json.dumps(whole, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -58,6 +58,8 @@ class PatientChatModel(ChatModel):
         Who it is in the run, for the ledger: "target", "judge".
     memory : AnswerMemory, optional
         Without one, nothing is remembered.
+    remembers_run_alone : bool
+        Whether all that the memory holds was paid for by this run.
     budget : Budget
         Of the whole ledger, which several models may share.
     clock, pause, jitter : Callable
@@ -74,6 +76,7 @@ class PatientChatModel(ChatModel):
         ledger: RequestLedger | None = None,
         budget: Budget = Budget(),  # noqa: B008 - frozen
         memory: AnswerMemory | None = None,
+        remembers_run_alone: bool = False,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
         jitter: Callable[[], float] | None = None,
@@ -92,6 +95,7 @@ class PatientChatModel(ChatModel):
         self.ledger = ledger or RequestLedger()
         self.budget = budget
         self.memory = memory if model.can_be_remembered else None
+        self._remembers_run_alone = remembers_run_alone
         self.num_remembered = 0
         self._pace = Pace(limits, clock=clock, pause=pause)
         # Only when an attempt begins hangs on it, and nothing that is said.
@@ -134,6 +138,7 @@ class PatientChatModel(ChatModel):
             _sum_usage(outcome.usage for outcome in outcomes),
             is_cached=all(outcome.is_cached for outcome in outcomes),
             is_usage_estimated=any(outcome.is_usage_estimated for outcome in outcomes),
+            usage_before=_sum_usage(outcome.usage_before for outcome in outcomes),
         )
 
     async def close(self) -> None:
@@ -148,10 +153,12 @@ class PatientChatModel(ChatModel):
         if all(answer is not None for answer in known):
             self.num_remembered += len(known)
             answers = tuple(answer for answer in known if answer is not None)
-            return ChatOutcome(answers, is_cached=True)
+            before = self.memory.usage_of(keys) if self._remembers_run_alone else NOTHING_USED
+            return ChatOutcome(answers, is_cached=True, usage_before=before)
         outcome = await self._ask_patiently(request)
         pairs = zip(keys, outcome.samples, strict=True)
-        self.memory.remember({key: one for key, one in pairs if isinstance(one, ChatAnswer)})
+        answered = {key: one for key, one in pairs if isinstance(one, ChatAnswer)}
+        self.memory.remember(answered, outcome.usage)
         samples = zip(known, outcome.samples, strict=True)
         return replace(outcome, samples=tuple(old or new for old, new in samples))
 
@@ -317,6 +324,7 @@ def make_patient(
             settings.max_service_requests, settings.max_service_tokens, settings.max_service_cost
         ),
         memory=None if memory_path is None else AnswerMemory(memory_path),
+        remembers_run_alone=remembered is None,
     )
 
 

@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -42,11 +42,15 @@ class ServiceProcess:
         gone when it is stopped.
     num_threads : int, optional
         CPU cores that it computes with.
+    protocols : Sequence[str]
+        By which clients train the models, "http" and "tinker"; without one, the models answer
+        texts.
 
     Attributes
     ----------
     base_url : str
-        What a client is given, for instance `http://127.0.0.1:41234/v1`.
+        What a client is given, for instance `http://127.0.0.1:41234/v1`, or the same without
+        `/v1` for one that trains.
 
     Raises
     ------
@@ -62,6 +66,7 @@ class ServiceProcess:
         settings: Mapping[str, Any],
         *,
         num_threads: int | None = None,
+        protocols: Sequence[str] = (),
         seconds_to_start: float = SECONDS_TO_START,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="nip-astra-serve-")
@@ -72,6 +77,7 @@ class ServiceProcess:
             "models": {name: str(path) for name, path in models.items()},
             "settings": {**settings, "state_dir": state},
             "num_threads": num_threads,
+            "protocols": list(protocols),
             "told": str(told),
         }
         with self._log.open("wb") as log:

@@ -35,6 +35,10 @@ class WeightSnapshot:
         self._weights: Weights | None = None
         self._is_stale = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy needs to lay out the weights of its own module."""
+        return {**self.__dict__, "_weights": None, "_versions": (), "_is_stale": True}
+
     def of(self, parameters: Iterable[torch.nn.Parameter]) -> Weights:
         """The snapshot as long as these parameters have not changed, else a new one."""
         # Changes in place count a tensor's version up, though not those of every optimizer (fused,

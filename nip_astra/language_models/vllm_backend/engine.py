@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,34 @@ class EngineOptions:
     lora_rank: int | None = None
     can_sleep: bool = False
     enforce_eager: bool = False
+
+
+class SamplingEngine(Protocol):
+    """What samples turns: an engine of this process, or several in actors."""
+
+    options: EngineOptions
+
+    def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
+        """Raise `ModelLoadError` where its tokens are others than the trainer's."""
+
+    def note_weights(self, version: Hashable) -> None:
+        """Say which version it was started with."""
+
+    def hold_weights(
+        self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
+    ) -> None:
+        """Take full weights unless this version is held."""
+
+    def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
+        """What samples with an adapter, which is taken unless this version is held."""
+
+    def sleep(self) -> None:
+        """Give memory back until the next use."""
+
+    def generate(
+        self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
+    ) -> list[Reply]:
+        """Sample a turn for each request."""
 
 
 def start_engine(name: str, options: EngineOptions) -> VllmEngine:
@@ -136,13 +164,13 @@ class VllmEngine:
 
     def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
         """Raise `ModelLoadError` where the engine's tokens are others than the trainer's."""
-        found = self.llm.llm_engine.model_config.get_vocab_size()
-        if found == vocab_size and self.llm.get_tokenizer().get_vocab() == tokenizer.get_vocab():
-            return
-        raise ModelLoadError(
-            f"vLLM was to sample the tokens that are trained on, but it loaded a vocabulary of "
-            f"{found} rows where the model has {vocab_size}, or another tokenizer. Give a folder "
-            "in which weights, config.json and tokenizer belong together."
+        refuse_other_vocabulary(*self.vocabulary(), tokenizer, vocab_size)
+
+    def vocabulary(self) -> tuple[int, dict[str, int]]:
+        """The rows of the engine's vocabulary, and its tokens."""
+        return (
+            self.llm.llm_engine.model_config.get_vocab_size(),
+            self.llm.get_tokenizer().get_vocab(),
         )
 
     # ---- weights
@@ -289,6 +317,19 @@ class VllmEngine:
                 f"vLLM, whose window holds {self.options.max_model_len}. Raise max_model_len of "
                 "the language model, or lower max_new_tokens."
             )
+
+
+def refuse_other_vocabulary(
+    found_size: int, found: Mapping[str, int], tokenizer: Any, vocab_size: int
+) -> None:
+    """Raise `ModelLoadError` where an engine's tokens are others than the trainer's."""
+    if found_size == vocab_size and found == tokenizer.get_vocab():
+        return
+    raise ModelLoadError(
+        f"vLLM was to sample the tokens that are trained on, but it loaded a vocabulary of "
+        f"{found_size} rows where the model has {vocab_size}, or another tokenizer. Give a folder "
+        "in which weights, config.json and tokenizer belong together."
+    )
 
 
 def _engine_rank(rank: int) -> int:

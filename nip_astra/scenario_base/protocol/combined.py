@@ -6,7 +6,7 @@ L linear symbols.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
+from nip_astra.distributed.rows import RowDivision
 from nip_astra.protocols.protocol_base import CONTINUE, Moves, ProtocolHandler
+from nip_astra.rl_objectives.objective import SomeFrames
 from nip_astra.scenario_base.protocol.agent_actions import (
     AgentMoves,
     PolicyEvaluation,
@@ -78,6 +80,8 @@ class CombinedAgents(nn.Module):
     ----------
     agents : nn.ModuleDict
         `Agent`s by name.
+    division : RowDivision or None
+        Divides the rows that networks read among processes, while several learn together.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class CombinedAgents(nn.Module):
         self.protocol = protocol
         self.space = space
         self.needs_logits = protocol.needs_logits
+        self.division: RowDivision | None = None
 
     def __getitem__(self, name: str) -> Agent:
         agent = self.agents[name]
@@ -248,7 +253,14 @@ class CombinedAgents(nn.Module):
 
     def policy(self, name: str, frames: Observation) -> PolicyOutput:
         """The logits of an agent's moves, with grad."""
-        return self[name].policy(frames)
+        if self.division is None:
+            return self[name].policy(frames)
+        agent, kept = self[name], _Kept()
+        found = self.division(
+            lambda rows: kept.tensors_of(agent.policy(SomeFrames(frames, rows))),
+            len(frames["round"]),
+        )
+        return kept.output_of(found)
 
     def evaluate(
         self, name: str, frames: TensorDict, output: PolicyOutput | None = None
@@ -264,18 +276,52 @@ class CombinedAgents(nn.Module):
         """
         moves, active_BV, can_decide_B = self.moves_of(name, frames)
         if output is None:
-            output = self[name].policy(frames)
+            output = self.policy(name, frames)
         return evaluate_moves(output, moves, active_BV, can_decide_B)
 
     def values(self, name: str, frames: Observation) -> Tensor:
         """An agent's values, [B], with grad."""
-        return self[name].value(frames)
+        agent = self[name]
+        if self.division is None:
+            return agent.value(frames)
+        (values_B,) = self.division(
+            lambda rows: [agent.value(SomeFrames(frames, rows))], len(frames["round"])
+        )
+        return values_B
+
+    def policy_and_values(self, name: str, frames: Observation) -> tuple[PolicyOutput, Tensor]:
+        """Both, with grad, from one pass of the body that an agent has for them."""
+        agent, kept = self[name], _Kept()
+        if self.division is None:
+            return agent.policy_and_value(frames)
+
+        def compute(rows: slice) -> list[Tensor]:
+            output, values_B = agent.policy_and_value(SomeFrames(frames, rows))
+            return [*kept.tensors_of(output), values_B]
+
+        *logits, values_B = self.division(compute, len(frames["round"]))
+        return kept.output_of(logits), values_B
 
     def is_acting(self, name: str, frames: Observation) -> Tensor:
         """The frames in which an agent may send or decide, [B] bool."""
         number = self.number(name)
         active_BC = frames["active_mask"][:, number]
         return active_BC.any(dim=-1) | frames["can_decide"][:, number]
+
+
+class _Kept:
+    """Which parts a policy's output has, while they are handed on as tensors alone."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+
+    def tensors_of(self, output: PolicyOutput) -> list[Tensor]:
+        parts = {n: part for n, part in output._asdict().items() if part is not None}
+        self._names = list(parts)
+        return list(parts.values())
+
+    def output_of(self, tensors: Sequence[Tensor]) -> PolicyOutput:
+        return PolicyOutput(**dict(zip(self._names, tensors, strict=True)))
 
 
 def _replaced(values_BA: Tensor, own_B: Tensor, number: int) -> Tensor:

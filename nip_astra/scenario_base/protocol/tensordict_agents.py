@@ -271,6 +271,14 @@ class Agent(nn.Module):
         output: PolicyOutput = self.policy_head(read, observation)
         return output
 
+    def policy_and_value(self, observation: Observation) -> tuple[PolicyOutput, Tensor]:
+        """Both, from one pass of the body that they share."""
+        assert self.policy_body is not None
+        assert self.policy_head is not None
+        assert self.value_head is not None
+        read = self.policy_body(observation)
+        return self.policy_head(read, observation), self.value_head(read, observation)
+
     def value(self, observation: Observation) -> Tensor:
         """The agent's values, [B]; 0 for an agent without a value function."""
         if self.value_head is None or self.value_body is None:

@@ -17,7 +17,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import Drawn, LanguageModel, SamplingOptions, pad_left
+from nip_astra.language_models.base import (
+    Drawn,
+    LanguageModel,
+    SamplingOptions,
+    TokenScorer,
+    pad_left,
+)
 from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import SubParameters
@@ -124,7 +130,7 @@ class Behaviour:
 
     @torch.no_grad()
     def prepare(
-        self, tree: RolloutTree, policy: LanguageModel, reference: LanguageModel
+        self, tree: RolloutTree, policy: LanguageModel, reference: TokenScorer
     ) -> dict[str, float]:
         """Add to a rollout what `node_samples` takes for its learning, and give what to log.
 

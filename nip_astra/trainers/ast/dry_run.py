@@ -75,7 +75,7 @@ def estimate_cost(trainer: CostlyTrainer) -> dict[str, Any]:
         tree = rollouts.play_one()
     played = time.perf_counter()
     after_rollout = peak_memory_bytes()
-    samples = trainer.digest(tree).samples[: training.batch_size]
+    samples = trainer.digest(tree).samples[: training.minibatch_size]
     loss = None
     if samples:
         loss = trainer.loss(trainer.collate_fn(samples)).loss
@@ -87,9 +87,9 @@ def estimate_cost(trainer: CostlyTrainer) -> dict[str, Any]:
     if rollouts.sampler.max_cache_bytes is not None:
         cache = min(cache, rollouts.sampler.max_cache_bytes)
     rollout = after_rollout - at_start + max(cache - rollouts.cache_bytes(1), 0)
-    step = (after_step - after_rollout) * training.batch_size / max(len(samples), 1)
+    step = (after_step - after_rollout) * training.minibatch_size / max(len(samples), 1)
     update = after_rollout - at_start + step
-    num_episodes = training.training_steps * training.num_episodes_per_experience
+    num_episodes = training.num_iterations * training.num_episodes_per_experience
     return {
         "num_parameters": trainer.policy.num_parameters(),
         "loss": None if loss is None else float(loss.detach()),

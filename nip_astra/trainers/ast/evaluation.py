@@ -110,8 +110,8 @@ class AstEvaluation:
         depth = self.scenario.tree_depth
         per_tree = num_probes_of(self.scenario.tree_width, depth)
         training, period = self.training, self.training.eval_period
-        num_trees = training.training_steps * training.num_episodes_per_experience
-        num_dev = training.training_steps // period if period else 0
+        num_trees = training.num_iterations * training.num_episodes_per_experience
+        num_dev = training.num_iterations // period if period else 0
         chains = 2 * self._num_episodes("test") + num_dev * self._num_episodes("dev")
         chains += self.num_random_search_parts() * self.options.batch_size
         return int(num_trees * per_tree + chains * depth)
@@ -123,7 +123,7 @@ class AstEvaluation:
             return 0
         width, depth = self.scenario.tree_width, self.scenario.tree_depth
         num_nodes = sum(width**level for level in range(1, depth + 1))
-        num_trees = self.training.training_steps * self.training.num_episodes_per_experience
+        num_trees = self.training.num_iterations * self.training.num_episodes_per_experience
         num_queries = num_trees * num_nodes + self._num_episodes("test") * depth
         return int(-(-num_queries // (self.options.batch_size * depth)))
 

@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 from torchrl.objectives import LossModule
 
-from nip_astra.errors import NonFiniteLossError
+from nip_astra.distributed.rows import RowDivision
+from nip_astra.distributed.team import Team
+from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losses
 from nip_astra.trainers.protocol.minibatches import MinibatchBuffer, ReplayBuffer
-from nip_astra.trainers.protocol.optimizers import AgentOptimizers
+from nip_astra.trainers.protocol.optimizers import OTHERS, AgentOptimizers
 from nip_astra.trainers.protocol.shared_gradients import SharedGradients, Task
 from nip_astra.trainers.protocol.statistics import MetricSums
 from nip_astra.utils.forked import can_fork
@@ -42,12 +45,16 @@ class Learner:
         *,
         num_epochs: int,
         device: torch.device,
+        team: Team | None = None,
     ) -> None:
         self.loss_module = loss_module
         self.optimizers = optimizers
         self.buffer = buffer
         self.num_epochs = num_epochs
         self.device = device
+        self.team = team or Team()
+        if self.team.size > 1:
+            self._check_can_be_divided()
         self._num_processes = 1
         self._seconds: dict[Task, float] = {}
 
@@ -64,7 +71,7 @@ class Learner:
             At most so many; one for None.
         """
         count = min(count or 1, os.cpu_count() or 1)
-        if count < 2 or not self._can_share():
+        if count < 2 or self.team.size > 1 or not self._can_share():
             yield
             return
         torch_threads = torch.get_num_threads()
@@ -76,6 +83,31 @@ class Learner:
         finally:
             self._num_processes = 1
             torch.set_num_threads(torch_threads)
+
+    def _check_can_be_divided(self) -> None:
+        """Refuse what the processes of a team cannot learn together."""
+        objective = self.loss_module
+        faults = {
+            "its loss module is not an Objective with agent_losses": not isinstance(
+                objective, Objective
+            )
+            or objective.has_own_forward()
+            or type(objective).compute_gradients is not Objective.compute_gradients,
+            "its loss has weights of its own": OTHERS in self.optimizers.optimizers,
+            "its buffer draws from generators that are not in every process": not isinstance(
+                self.buffer, MinibatchBuffer
+            ),
+            "a body draws random numbers or keeps statistics (has_hidden_state)": any(
+                getattr(module, "has_hidden_state", False) for module in objective.modules()
+            ),
+        }
+        found = [text for text, is_so in faults.items() if is_so]
+        if found:
+            raise ConfigurationError(
+                f"{self.team.size} processes were to train the agents together, but "
+                f"{'; '.join(found)}. Start the run without torchrun, or choose another trainer, "
+                "such as vanilla_ppo."
+            )
 
     def _can_share(self) -> bool:
         return (
@@ -112,10 +144,13 @@ class Learner:
         sums, norms, num_steps = MetricSums(), [], 0
         self.buffer.empty()
         self.buffer.extend(frames)
-        with self._shared(names) as shared:
+        with self._rows_divided(), self._shared(names) as shared:
             for _ in range(self.num_epochs):
                 for minibatch in self.buffer:
                     metrics = self._gradients(minibatch, names, shared)
+                    self.team.add_up(
+                        [w.grad for w in self.optimizers.weights if w.grad is not None]
+                    )
                     of_agents = self.optimizers.clip(names)
                     norms += list(of_agents.values())
                     if self.device.type == "cpu":
@@ -129,6 +164,24 @@ class Learner:
         if isinstance(self.loss_module, Objective):
             self.loss_module.finish_iteration()
         return sums.result(), num_steps
+
+    def _add_up_gradients(self) -> None:
+        """Complete the gradients of weights by those that other processes' rows gave."""
+        weights = self.optimizers.weights
+        self.team.add_up([weight.grad for weight in weights if weight.grad is not None])
+
+    @contextmanager
+    def _rows_divided(self) -> Iterator[None]:
+        """Divide the frames that networks read among the processes of the team."""
+        if self.team.size == 1:
+            yield
+            return
+        agents: Any = self.loss_module.agents
+        agents.division = RowDivision(self.team)
+        try:
+            yield
+        finally:
+            agents.division = None
 
     @contextmanager
     def _shared(self, names: Sequence[str]) -> Iterator[SharedGradients | None]:

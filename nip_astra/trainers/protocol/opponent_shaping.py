@@ -55,7 +55,7 @@ class SpgParameters(SubParameters):
     additional_lola_term: Annotated[bool, where("variant", "lola", "pola")] = True
     """Whether leaders of lola and pola also count what the followers' present step will change;
     sos and psos always do."""
-    foreseen_step_factor: Annotated[float, where("variant", "lola", "pola", "sos", "psos")] = Field(
+    opponent_step_factor: Annotated[float, where("variant", "lola", "pola", "sos", "psos")] = Field(
         default=1.0, ge=0
     )
     """Step that leaders of lola, pola, sos and psos foresee a follower to take along its gradient,
@@ -76,7 +76,7 @@ def update_rule(parameters: SpgParameters, lrs: Sequence[float]) -> UpdateRule:
     """The algorithm that was asked for, with the learning rates of all agents' policies."""
     return UpdateRule(
         variant=VARIANTS[parameters.variant],
-        step_sizes=tuple(parameters.foreseen_step_factor * lr for lr in lrs),
+        step_sizes=tuple(parameters.opponent_step_factor * lr for lr in lrs),
         inverse=InverseMethod(
             variant=parameters.ihvp_variant,
             num_iterations=parameters.ihvp_num_iterations,

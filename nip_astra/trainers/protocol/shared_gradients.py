@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, HelperProcessError
+from nip_astra.errors import ConfigurationError, WorkerProcessError
 from nip_astra.utils.forked import fork, kill, signals_held_back, wait_for
 
 _FORGETTING = 1.05
@@ -82,7 +82,7 @@ class SharedGradients:
         self._buffers = list(buffers)
         self._number, self._count = 0, 1
         self._num_minibatches = 0
-        self._helpers: list[int] = []
+        self._workers: list[int] = []
         self._peers: dict[int, Connection] = {}
         self._places: list[list[list[Tensor]]] = []
 
@@ -92,7 +92,7 @@ class SharedGradients:
 
         Raises
         ------
-        HelperProcessError
+        WorkerProcessError
             When another process cannot be started, fails, or ends before its time.
         """
         try:
@@ -110,12 +110,12 @@ class SharedGradients:
         self._places = [[_shared_like(self._weights) for _ in range(2)] for _ in range(count)]
         pipes = {(a, b): multiprocessing.Pipe() for b in range(count) for a in range(b)}
         with signals_held_back():
-            while len(self._helpers) < count - 1:
-                helper = fork()
-                if not helper:
-                    self._number = len(self._helpers) + 1
+            while len(self._workers) < count - 1:
+                worker = fork()
+                if not worker:
+                    self._number = len(self._workers) + 1
                     break
-                self._helpers.append(helper)
+                self._workers.append(worker)
         for (a, b), ends in pipes.items():
             for end, owner, peer in zip(ends, (a, b), (b, a), strict=True):
                 if owner == self._number:
@@ -130,13 +130,13 @@ class SharedGradients:
                 fault = "".join(traceback.format_exception(error))
                 self._peers[0].send(_Message({}, {}, [], fault))
             os._exit(1)
-        kill(self._helpers)
+        kill(self._workers)
         self._part()
 
     def _part(self) -> None:
         for peer in self._peers.values():
             peer.close()
-        wait_for(self._helpers)
+        wait_for(self._workers)
 
     def compute(self, compute: Compute) -> dict[Task, dict[str, Tensor]]:
         """Have the gradients of a minibatch computed, and give what to log, by task.
@@ -155,7 +155,7 @@ class SharedGradients:
         seconds: dict[Task, float] = {}
         gradients: dict[int, Tensor] = {}
         before = self._hidden_state()
-        for task in self._shares()[self._number]:
+        for task in self._shards()[self._number]:
             started = time.perf_counter()
             found[task] = dict(compute(task))
             seconds[task] = time.perf_counter() - started
@@ -235,15 +235,15 @@ class SharedGradients:
             before = self._seconds.get(task, latest)
             self._seconds[task] = min(latest, before * _FORGETTING)
 
-    def _shares(self) -> list[list[Task]]:
+    def _shards(self) -> list[list[Task]]:
         """Divide the tasks: the longest first, each to whom has the least to do."""
-        shares: list[list[Task]] = [[] for _ in range(self._count)]
+        shards: list[list[Task]] = [[] for _ in range(self._count)]
         loads = [0.0] * self._count
         for task in sorted(self._tasks, key=lambda task: (-self._seconds.get(task, 1.0), task)):
             number = loads.index(min(loads))
-            shares[number].append(task)
+            shards[number].append(task)
             loads[number] += self._seconds.get(task, 1.0)
-        return shares
+        return shards
 
     def _send(self, peer: Connection, message: _Message) -> None:
         # Why it cannot hear is told, or seen to be missing, where its message is waited for.
@@ -256,7 +256,7 @@ class SharedGradients:
         except (EOFError, OSError):
             message = _Message({}, {}, [], "It ended without a word, as for want of memory.")
         if message.fault:
-            raise HelperProcessError(
+            raise WorkerProcessError(
                 "losses were to be computed by several processes at once, but one of them failed. "
                 "Resume the run from its latest checkpoint, with --num-threads 1 if it happens "
                 f"again.\n{message.fault}"

@@ -57,7 +57,7 @@ class TrainerConfig:
         values = {
             "algorithm": getattr(section, "algorithm", {}),
             "train_service": {} if service is None else service.to_dict(),
-            "total_train_steps": hyper_params.training.training_steps,
+            "total_train_steps": hyper_params.training.num_iterations,
         }
         return cls(values, (hyper_params, scenario_instance, settings))
 

@@ -5,15 +5,17 @@ Shape suffixes: `B` row, `T` token of the response.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.rl_objectives.kl import kl_estimate, straight_through_kl
-from nip_astra.rl_objectives.masked import masked_fill_zero, reduce_loss
+from nip_astra.rl_objectives.masked import masked_fill_zero, masked_mean, reduce_loss
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.ratios import bounded
 from nip_astra.rl_objectives.token_losses import (
@@ -79,6 +81,10 @@ def policy_loss(
     if "correction_weights" in batch:
         loss_BT = loss_BT * batch["correction_weights"].to(logprobs_BT.device)
     metrics = ratio_metrics(logprobs_BT, old_BT, mask_BT)
+    if options.loss in BOUNDED:
+        metrics["clip_share"] = clip_share(
+            logprobs_BT, old_BT, advantages_BT, mask_BT, **_bounds_of(options, bounds)
+        )
     if options.kl_weight > 0:
         reference_BT = batch["reference_logprobs"].to(logprobs_BT.device)
         kl_BT = straight_through_kl(
@@ -98,6 +104,53 @@ def policy_loss(
         max_length=max_length if options.reduction == "sum_over_length" else None,
     )
     return LossOutput(loss, metrics)
+
+
+def _bounds_of(options: PolicyLossParameters, given: Mapping[str, float | None]) -> dict[str, Any]:
+    """The bounds that a loss takes, its own defaults among them."""
+    defaults = inspect.signature(TOKEN_LOSSES[options.loss]).parameters
+    names = ("least_ratio", "most_ratio")
+    bounds: dict[str, Any] = {n: given.get(n, defaults[n].default) for n in names}
+    if options.loss == "gspo":
+        bounds["is_of_rows"] = True
+    if options.loss == "cispo":
+        bounds["is_one_sided"] = False
+    return bounds
+
+
+def clip_share(
+    logprobs_BT: Tensor,
+    old_BT: Tensor,
+    advantages: Tensor,
+    mask_BT: Tensor,
+    *,
+    least_ratio: float,
+    most_ratio: float,
+    is_of_rows: bool = False,
+    is_one_sided: bool = True,
+) -> Tensor:
+    """Share of tokens whose ratio the clip acts on: mean over tokens, then rows, scalar.
+
+    Parameters
+    ----------
+    advantages : Tensor
+        `[B]` or `[B, T]`.
+    is_of_rows : bool
+        Whether the ratio is the geometric mean over a row's tokens.
+    is_one_sided : bool
+        Whether it acts in the direction of the advantage alone, as in PPO, where it takes the
+        gradient away; else it bounds a weight.
+    """
+    with torch.no_grad():
+        log_BT = masked_fill_zero(logprobs_BT - old_BT, mask_BT)
+        if is_of_rows:
+            log_BT = masked_mean(log_BT, mask_BT, dim=1).unsqueeze(1).expand_as(mask_BT)
+        ratio_BT = bounded(log_BT).exp()
+        sign = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages
+        is_above, is_below = ratio_BT > most_ratio, ratio_BT < least_ratio
+        if is_one_sided:
+            is_above, is_below = is_above & (sign > 0), is_below & (sign < 0)
+        return reduce_loss((is_above | is_below).to(ratio_BT.dtype), mask_BT, "sequence")
 
 
 def ratio_metrics(logprobs_BT: Tensor, old_BT: Tensor, mask_BT: Tensor) -> dict[str, Tensor]:

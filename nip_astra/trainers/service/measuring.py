@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nip_astra.samplers.task_episodes import TaskRollout
-from nip_astra.utils.intervals import rate_estimate
+from nip_astra.utils.intervals import exact_rate_interval, rate_estimate
 
 
 def pass_at_k(num_right: int, num_runs: int, k: int) -> float:
@@ -57,7 +57,9 @@ class Tally:
                 self.rewards.append(episode.reward)
 
     def report(self, num_runs: int) -> dict[str, Any]:
-        """Share of right runs with its 95 % interval, mean reward, and pass@k for more runs."""
+        """Share of right runs with its 95 % interval, mean reward, and for more runs pass@k with
+        its interval over problems.
+        """
         is_right = [float(reward >= self.success_reward) for reward in self.rewards]
         rate = rate_estimate(is_right, self.problems)
         mean = sum(self.rewards) / len(self.rewards) if self.rewards else math.nan
@@ -76,6 +78,21 @@ class Tally:
             k = 1
             while k <= num_runs and full:
                 values = [pass_at_k(int(sum(rights)), num_runs, k) for rights in full]
-                figures[f"pass_at_{k}"] = sum(values) / len(values)
+                mean = sum(values) / len(values)
+                figures[f"pass_at_{k}"] = mean
+                # Chances spread no wider than outcomes of 0 or 1, so that this covers enough.
+                figures[f"pass_at_{k}_interval"] = list(exact_rate_interval(mean, len(values)))
                 k *= 2
         return figures
+
+
+def plain_figures(report: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a report, each interval as `<name>_low` and `<name>_high`."""
+    figures: dict[str, float] = {}
+    for name, value in report.items():
+        if isinstance(value, list):
+            whole = name.removesuffix("_interval")
+            figures |= {f"{whole}_low": value[0], f"{whole}_high": value[1]}
+        else:
+            figures[name] = float(value)
+    return figures

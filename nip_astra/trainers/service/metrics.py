@@ -22,7 +22,9 @@ def log_rollout_metrics(
 
     `rollout/reward_{mean,std,min,max}` over trajectories with a reward, `rollout/num_trajectories`,
     `rollout/num_groups`, `rollout/prompt_tokens_mean`, `rollout/response_tokens_{mean,max}` and,
-    where it is known, `rollout/cut_share`: of trajectories in which a turn had no room to end.
+    where they are known, `rollout/cut_share`: of trajectories in which a turn had no room to end,
+    and `rollout/entropy`: nats a token of the policy that sampled, estimated by what it said
+    (`-log pi`, without bias where it samples at temperature 1).
     """
     metrics = {} if metrics is None else metrics
     rows = trajectories.to_trajectories() if isinstance(trajectories, Batch) else trajectories
@@ -36,6 +38,9 @@ def log_rollout_metrics(
         metrics["rollout/prompt_tokens_mean"] = float(prompts.mean())
         metrics["rollout/response_tokens_mean"] = float(lengths.mean())
         metrics["rollout/response_tokens_max"] = float(lengths.max())
+        told = [-float(o.logprobs[o.loss_mask].sum()) for o in rows if o.logprobs is not None]
+        if len(told) == len(rows) and lengths.sum() > 0:
+            metrics["rollout/entropy"] = sum(told) / float(lengths.sum())
         cut = [float(one["is_cut"]) for one in rows if one.get("is_cut") is not None]
         if cut:
             metrics["rollout/cut_share"] = sum(cut) / len(cut)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.parameters.conditions import where, where_above
 from nip_astra.parameters.parameters_base import SubParameters
@@ -21,8 +21,27 @@ PolicyLoss = Literal["clipped", "importance_sampling", "cispo", "gspo", "sapo"]
 class TrainServiceParameters(SubParameters):
     """Where the policy learns and samples."""
 
-    backend: Literal["local"] = "local"
-    """local: in this process, on the settings' device."""
+    backend: Literal["local", "http"] = "local"
+    """local: in this process, on the settings' device. http: at a service that `nip-astra serve
+    --train` runs, which has the weights of the policy's model."""
+    base_url: Annotated[str | None, where("backend", "http")] = None
+    """Address of the service, for instance http://127.0.0.1:8000."""
+    model: Annotated[str | None, where("backend", "http")] = None
+    """Name of the policy's model at the service; null for the path by which the policy names it."""
+    token_variable: Annotated[str | None, where("backend", "http")] = None
+    """Environment variable with the token that the service asks for; null where it asks for
+    none."""
+    patience_seconds: Annotated[float, where("backend", "http")] = Field(default=60.0, ge=0)
+    """How long a service that does not answer, or is full, is asked again before the run ends."""
+
+    @model_validator(mode="after")
+    def _has_address(self) -> Self:
+        if self.backend == "http" and self.base_url is None:
+            raise ValueError(
+                f"the backend {self.backend} needs base_url, the address of the service; start one "
+                "with nip-astra serve --train --model NAME=PATH"
+            )
+        return self
 
 
 class RolloutParameters(SubParameters):
@@ -37,6 +56,11 @@ class RolloutParameters(SubParameters):
     """How often problems whose runs all have one reward are replaced by further ones. Each round
     plays at most as many problems as are missing, so an iteration costs at most this plus 1 times
     as much."""
+    max_staleness: int = Field(default=0, ge=0, le=16)
+    """Iterations that the weights that sample are behind those that learn. 0 samples and learns in
+    turn; with more, rollouts are played by a copy of the model while an earlier iteration is learnt
+    from, and how unlike the two have become is logged (mismatch). Larger waits less and learns from
+    older answers."""
     train_service: TrainServiceParameters = TrainServiceParameters()
     """Where the policy learns."""
     algorithm: dict[str, JsonValue] = {}

@@ -44,6 +44,8 @@ def samples_of(batch: Batch) -> list[Sample]:
     `advantages` becomes one a token. Rows of weight 0 and rows without a token of the policy's are
     left out.
     """
+    if len(batch) == 0:
+        return []
     data = batch.data
     trained_BT, mask_BT = data["loss_mask"] & data["attention_mask"], data["attention_mask"]
     advantages = data["advantages"].float() if "advantages" in data else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
-from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.base import TokenScorer, as_scorer
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.scenario_base.agents import LanguageModelParameters, load_language_model
 from nip_astra.trainers.service_base import ServiceTrainer
@@ -27,7 +27,7 @@ class DistillationParameters(SubParameters):
     the exact gradient of the divergence of whole answers."""
 
 
-def load_teacher(trainer: ServiceTrainer, parameters: DistillationParameters) -> LanguageModel:
+def load_teacher(trainer: ServiceTrainer, parameters: DistillationParameters) -> TokenScorer:
     """The teacher, frozen.
 
     Raises
@@ -35,7 +35,7 @@ def load_teacher(trainer: ServiceTrainer, parameters: DistillationParameters) ->
     ConfigurationError
         When none is given.
     ModelLoadError
-        When it has other tokens than the student.
+        When it has other tokens than the student, or does not score tokens.
     """
     if parameters.teacher is None:
         name = trainer.hyper_params.trainer
@@ -45,12 +45,13 @@ def load_teacher(trainer: ServiceTrainer, parameters: DistillationParameters) ->
             f"{name}.distillation.teacher to a model with the student's tokenizer, for instance "
             "{_type: huggingface, model: runs/RUN/model}."
         )
-    teacher = load_language_model(
+    loaded = load_language_model(
         parameters.teacher,
         device=resolve_device(trainer.settings.device),
         scenario_dir=trainer.scenario_instance.scenario_dir,
         trainable=False,
     )
+    teacher = as_scorer(loaded, role="teacher", to="score what the student says")
     mine, theirs = trainer.policy.tokenizer.get_vocab(), teacher.tokenizer.get_vocab()
     if mine != theirs:
         other = len(set(mine.items()) ^ set(theirs.items()))

@@ -29,7 +29,7 @@ class SoloParameters(SubParameters):
 
     num_epochs: int = Field(default=100, ge=1)
     """Passes over the training datapoints. Larger fits them more closely."""
-    batch_size: int = Field(default=256, ge=1)
+    minibatch_size: int = Field(default=256, ge=1)
     """Datapoints of one optimizer step. The last of an epoch may be smaller."""
     lr: float = Field(default=1e-3, gt=0, le=MAX_LR)
     """Learning rate (Adam), before the factors of agents. Larger learns faster and may diverge."""
@@ -136,7 +136,7 @@ class SoloTraining:
         learns = self._schedule.is_active(epoch)
         losses, right = [], []
         self.agent.train(learns)
-        for rows_B in torch.split(order_N, self.parameters.batch_size):
+        for rows_B in torch.split(order_N, self.parameters.minibatch_size):
             with torch.set_grad_enabled(learns):
                 losses_B, right_B = self._judge(self.environment, rows_B)
             if learns:
@@ -159,7 +159,7 @@ class SoloTraining:
         """Judge datapoints without learning from them."""
         parts = [
             self._judge(environment, rows_B)
-            for rows_B in torch.split(rows_N, self.parameters.batch_size)
+            for rows_B in torch.split(rows_N, self.parameters.minibatch_size)
         ]
         losses, right = zip(*parts, strict=True)
         return SoloScore(torch.cat(losses).mean(), torch.cat(right))

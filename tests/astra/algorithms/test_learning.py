@@ -70,7 +70,12 @@ def test_weights_end_where_those_of_the_registered_trainer_end(
     tmp_path: Path, name: str, algorithm: Any
 ) -> None:
     # One batch an iteration, for the two put samples into another order.
-    shared = {"training_steps": 3, "batch_size": 64, "num_episodes_per_experience": 3, "lr": 3e-3}
+    shared = {
+        "num_iterations": 3,
+        "minibatch_size": 64,
+        "num_episodes_per_experience": 3,
+        "lr": 3e-3,
+    }
     scenario = write_scenario(tmp_path)
     registered = prepare_experiment(
         resolve_experiment(

@@ -261,7 +261,7 @@ def test_an_unknown_optimizer_is_a_typed_error_and_a_value_error() -> None:
     ) as caught:
         TrainingConfiguration(optimizer="adamm")
     assert isinstance(caught.value, ValueError)
-    with pytest.raises(ValueError, match="Did you mean 'batch_size'"):
+    with pytest.raises(ValueError, match="Did you mean 'minibatch_size'"):
         TrainingConfiguration(batchsize=4)
 
 
@@ -269,7 +269,13 @@ def test_fields_stay_checked_when_they_are_changed_and_others_may_be_set() -> No
     config = TrainingConfiguration(seed=0)
     config.training_steps = 7
     config.eval_every = 3
-    assert (config.training_steps, config.eval_every) == (7, 3)
+    assert (config.training_steps, config.num_iterations, config.eval_every) == (7, 7, 3)
+    config.minibatch_size = 5
+    assert config.batch_size == 5
+    with pytest.raises(ParameterError, match="minibatch_size"):
+        config.batch_size = 0
+    with pytest.raises(ParameterError, match="batch_size"):
+        TrainingConfiguration(batch_size=3, minibatch_size=4)
     with pytest.raises(ParameterError, match="lr"):
         config.lr = -1.0
     assert config.eval_every == 3

@@ -9,6 +9,8 @@ from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
+from nip_astra.utils.actors import ActorOptions, using_actors
+from tests import actors_here
 from tests.language_models.services.requests import ask, failure, saying, texts
 
 
@@ -118,3 +120,23 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
     monkeypatch.setattr(tiny_model.tokenizer, "chat_template", None)
     with pytest.raises(ModelLoadError, match="'tiny' was to answer messages, but its tokenizer"):
         LocalChatModel(tiny_model, name="tiny")
+
+
+@pytest.mark.parametrize("num_actors", [1, 3])
+def test_actors_answer_what_one_process_does(
+    model: LocalChatModel, monkeypatch: pytest.MonkeyPatch, num_actors: int
+) -> None:
+    pytest.importorskip("ray")
+    made = actors_here.install(monkeypatch)
+    model.max_batch_size = 2
+    said = ["hello", "good day", "the cat sat", "a dog", "hello there"]
+    requests = [saying(text, seed=seed, max_tokens=5) for seed, text in enumerate(said)]
+    count = model.language_model.token_count
+    before = count.generated
+    alone = ask(model, *requests)
+    generated = count.generated - before
+    with using_actors(ActorOptions(num_actors)):
+        together = ask(model, *requests)
+    assert together == alone
+    assert count.generated - before == 2 * generated
+    assert made[0].turn == 3

@@ -178,7 +178,7 @@ def test_a_state_comes_back_to_the_bit_and_a_broken_one_is_refused(
 def test_a_trainer_learns_alike_through_a_service_that_holds_the_weights_elsewhere(
     tiny_scenario: Path,
 ) -> None:
-    options = ("training.gradient_accumulation_steps=2", "training.batch_size=2")
+    options = ("training.gradient_accumulation_steps=2", "training.minibatch_size=2")
     here, there = (_trainer("ast_dpo", tiny_scenario, *options) for _ in range(2))
     there.service = DistantService(there.policy, there.training.lr)
     before = weights_of(there.policy)

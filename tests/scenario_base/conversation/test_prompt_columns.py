@@ -29,7 +29,7 @@ def test_a_scorer_and_all_records_have_the_columns(cli: CommandLine) -> None:
         *files,
         "ast_chat.prompts.column=goal",
         f"ast_chat.scorer={{_type: python, function: '{scorer}:rate'}}",
-        "training.training_steps=1",
+        "training.num_iterations=1",
         "ast_chat.evaluation.num_episodes=4",
     )
     said = cli.run(overrides=overrides)

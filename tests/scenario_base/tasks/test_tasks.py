@@ -13,6 +13,7 @@ from nip_astra.errors import DataError, ParameterError
 from nip_astra.scenario_base.tasks.base import Environment, Episode, Split, Task
 from nip_astra.scenario_base.tasks.countdown import CountdownEnvironment, value_of
 from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment
+from nip_astra.scenario_base.tasks.pig_latin import PigLatinEnvironment, pig_latin
 from nip_astra.scenario_base.tasks.registry import TASKS, build_task
 from nip_astra.scorers.base import Message
 
@@ -28,7 +29,7 @@ def opening(environment: Environment) -> str:
     return environment.reset()[0].text
 
 
-@pytest.mark.parametrize("name", ["arithmetic", "countdown", "guess_number"])
+@pytest.mark.parametrize("name", ["arithmetic", "countdown", "guess_number", "pig_latin"])
 def test_generated_problems_come_back_by_number_and_no_split_shares_one(name: str) -> None:
     task = task_of(name)
     columns = {s: {task.environment(s, i).columns for i in range(60)} for s in SPLITS}
@@ -39,6 +40,25 @@ def test_generated_problems_come_back_by_number_and_no_split_shares_one(name: st
     other = task_of(name, seed=1)
     assert {other.environment("train", i).columns for i in range(60)} != columns["train"]
     assert {other.environment("test", i).columns for i in range(60)} == columns["test"]
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("brenka", "enkabray"), ("ida", "idaway"), ("shop", "opshay"), ("hm", "hmay"), ("a", "away")],
+)
+def test_pig_latin_moves_the_first_consonants(word: str, expected: str) -> None:
+    assert pig_latin(word) == expected
+
+
+def test_pig_latin_rewards_the_share_of_words() -> None:
+    environment = PigLatinEnvironment(["blot", "ida"])
+    assert environment.solution == "otblay idaway"
+    assert environment.step("otblay idaway").reward == 1.0
+    assert environment.step(" otblay  x").reward == 0.5
+    assert environment.step("otblay").reward == 0.0
+    assert environment.step("otblay idaway idaway").reward == 0.0
+    words = task_of("pig_latin", num_words=3, most_syllables=1).environment("train", 0)
+    assert len(opening(words).split()) == 3
 
 
 @pytest.mark.parametrize("level", range(1, 7))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, HelperProcessError, NonFiniteLossError
+from nip_astra.errors import ConfigurationError, NonFiniteLossError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import AgentLosses, Frames, Objective
@@ -152,14 +152,14 @@ def test_networks_that_draw_or_keep_statistics_are_refused(
     monkeypatch.setattr(IppoObjective, "hidden", hidden, raising=False)
     buffers = [*hidden.buffers()]
     monkeypatch.setattr(IppoObjective, "buffers", lambda objective: iter(buffers))
-    # Whoever has the task says so; a helper by its traceback.
-    refused = (ConfigurationError, HelperProcessError)
+    # Whoever has the task says so; a worker by its traceback.
+    refused = (ConfigurationError, WorkerProcessError)
     with pytest.raises(refused, match=r"as dropout does.*Train with --num-threads 1"):
         learned(2)
 
 
-def fail_in_helper(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
-    """Have helpers do something when they compute their second part of the losses."""
+def fail_in_worker(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
+    """Have workers do something when they compute their second part of the losses."""
     first, compute, calls = os.getpid(), Objective.compute_part, []
 
     def computed(objective: Objective, *task: Any) -> dict[str, Tensor]:
@@ -171,22 +171,22 @@ def fail_in_helper(monkeypatch: pytest.MonkeyPatch, action: Any) -> None:
     monkeypatch.setattr(Objective, "compute_part", computed)
 
 
-def test_what_fails_in_a_helper_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise MemoryError("no room for the nodes")
 
-    fail_in_helper(monkeypatch, fail)
-    with pytest.raises(HelperProcessError, match=r"(?s)--num-threads 1 .*no room for the nodes"):
+    fail_in_worker(monkeypatch, fail)
+    with pytest.raises(WorkerProcessError, match=r"(?s)--num-threads 1 .*no room for the nodes"):
         learned(2)
 
 
-def test_a_helper_that_is_killed_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_in_helper(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(HelperProcessError, match="It ended without a word"):
+def test_a_worker_that_is_killed_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_in_worker(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(WorkerProcessError, match="It ended without a word"):
         learned(2)
 
 
-def test_a_gradient_that_is_not_finite_leaves_no_helper() -> None:
+def test_a_gradient_that_is_not_finite_leaves_no_worker() -> None:
     trainer = toy_trainer(settings=ExperimentSettings(progress=False, num_threads=2))
     with ExitStack() as stack:
         trainer._build_train_context(stack)
@@ -196,7 +196,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_helper() -> None:
             trainer.learner.learn(batch, 0)
 
 
-def test_a_helper_does_not_hear_the_signal_that_stops_the_run(
+def test_a_worker_does_not_hear_the_signal_that_stops_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading, writing = os.pipe()
@@ -205,14 +205,14 @@ def test_a_helper_does_not_hear_the_signal_that_stops_the_run(
         os.kill(os.getpid(), signal.SIGINT)
         os.write(writing, b"sent")
 
-    fail_in_helper(monkeypatch, interrupt)
+    fail_in_worker(monkeypatch, interrupt)
     learned(2)
     assert os.read(reading, 4) == b"sent"
     os.close(reading)
     os.close(writing)
 
 
-def test_one_of_several_helpers_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_workers_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     first, compute = os.getpid(), Objective.compute_part
 
@@ -222,11 +222,11 @@ def test_one_of_several_helpers_that_fails_ends_all(monkeypatch: pytest.MonkeyPa
         return compute(objective, *task)
 
     monkeypatch.setattr(Objective, "compute_part", computed)
-    with pytest.raises(HelperProcessError, match="no such frame"):
+    with pytest.raises(WorkerProcessError, match="no such frame"):
         learned(4)
 
 
-def test_a_helper_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     fork, calls = os.fork, []
 
@@ -237,7 +237,7 @@ def test_a_helper_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch
         return fork()
 
     monkeypatch.setattr(os, "fork", failing)
-    with pytest.raises(HelperProcessError, match=r"too many processes\. Run with --num-th"):
+    with pytest.raises(WorkerProcessError, match=r"too many processes\. Run with --num-th"):
         learned(4)
 
 
@@ -295,7 +295,7 @@ def test_tasks_are_divided_by_how_long_they_took() -> None:
     seconds = dict(zip(tasks, [0.5, 3.0, 1.0, 2.0], strict=True))
     shared = SharedGradients(tasks, [], seconds)
     shared._count = 2
-    loads = [sum(seconds[task] for task in share) for share in shared._shares()]
+    loads = [sum(seconds[task] for task in share) for share in shared._shards()]
     assert sorted(loads) == [3.0, 3.5]
 
 

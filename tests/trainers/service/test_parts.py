@@ -10,7 +10,8 @@ import torch
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.rollouts.trajectory_advantages import compute_grpo_advantage_for_trajectories
-from nip_astra.trainers.service.measuring import Tally, pass_at_k
+from nip_astra.trainers.service.losses import clip_share
+from nip_astra.trainers.service.measuring import Tally, pass_at_k, plain_figures
 from nip_astra.trainers.service.metrics import log_grpo_metrics, log_rollout_metrics
 from nip_astra.trainers.service.samples import collate_trajectories, samples_of, score_batch
 
@@ -42,6 +43,10 @@ def test_rows_without_weight_or_without_a_token_of_the_policy_give_no_sample() -
     assert len(samples_of(batch)) == 2
     batch.values["row_weights"] = torch.tensor([0.0, 1.0, 1.0])
     assert len(samples_of(batch)) == 1
+
+
+def test_no_rows_give_no_samples() -> None:
+    assert samples_of(Batch.from_trajectories([])) == []
 
 
 def test_scores_stand_at_the_tokens_that_they_are_of() -> None:
@@ -117,3 +122,37 @@ def test_a_tally_gives_rate_interval_and_pass_at_k() -> None:
     assert report["mean_reward"] == 0.375
     assert (report["pass_at_1"], report["pass_at_2"]) == (0.25, 0.5)
     assert report["num_without_reward"] == 1
+
+
+def test_pass_at_k_has_an_interval_over_problems() -> None:
+    problems = [number for number in range(10) for _ in range(2)]
+    tally = Tally(1.0, problems=problems, rewards=[1.0, 0.0] * 10, num_runs=20)
+    low, high = tally.report(2)["pass_at_1_interval"]
+    assert (low, high) == pytest.approx((0.1871, 0.8129), abs=1e-4)  # of 5 in 10
+    figures = plain_figures(tally.report(2))
+    assert figures["pass_at_2_high"] == 1.0
+    assert figures["accuracy_low"] < 0.5 < figures["accuracy_high"]
+
+
+def test_entropy_is_estimated_by_what_was_said() -> None:
+    rows = [Trajectory([5, 6, 7], [0, 1, 1], logprobs=[0, -1, -2], reward=1.0)]
+    assert log_rollout_metrics(rows)["rollout/entropy"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (0.5 + 0.0) / 2),  # PPO: above with A > 0, not above with A < 0
+        ({"is_one_sided": False}, (0.5 + 0.5) / 2),
+        ({"is_of_rows": True}, (1.0 + 0.0) / 2),
+    ],
+)
+def test_the_clip_share_counts_tokens_that_the_clip_acts_on(
+    options: dict[str, bool], expected: float
+) -> None:
+    old = torch.zeros(2, 3)
+    new = torch.tensor([[0.5, 0.0, 9.0], [0.5, 0.0, 9.0]])
+    mask = torch.tensor([[True, True, False]] * 2)
+    advantages = torch.tensor([1.0, -1.0])
+    found = clip_share(new, old, advantages, mask, least_ratio=0.8, most_ratio=1.2, **options)
+    assert found.item() == pytest.approx(expected)

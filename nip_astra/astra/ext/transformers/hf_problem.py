@@ -20,7 +20,12 @@ from nip_astra.astra.ext.transformers.reading import Reader
 from nip_astra.astra.methods.ast_system import WEIGHTS, ASTProblem
 from nip_astra.astra.methods.text_rollouts import TextRollouts, rater_of_system
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import pad_left, pad_right
+from nip_astra.language_models.base import (
+    LanguageModel,
+    as_language_model,
+    pad_left,
+    pad_right,
+)
 from nip_astra.language_models.finite import refuse_nan
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.agents import ConversationAgent
@@ -182,7 +187,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         contexts = [self._reader.context_ids(role, text) for text in texts]
         # Drawn from torch's global generator, which the caller may seed.
         uniforms = torch.rand(len(contexts), agent.sampling.max_new_tokens)
-        model = agent.language_model
+        model = agent.token_sampler
         said = model.generate(contexts, 1, uniforms, agent.sampling)
         refuse_nan(said.logprobs_BT, said.mask_BT, role=role, model=model, during="a rollout")
         spoken = agent.decode(agent.content_ids(said))
@@ -227,7 +232,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
 
     @property
     def samples_as_it_scores(self) -> bool:
-        return self.agents["attacker"].language_model.samples_as_it_scores
+        return self._attacker_model.samples_as_it_scores
 
     def value(self, context: Sequence[str], continuation: Sequence[str]) -> Tensor:
         values_BT = self._scores("attacker", context, continuation, needs_values=True).values_BT
@@ -268,7 +273,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         needs_entropy: bool = False,
     ) -> TokenValues:
         """Score all continuations in one pass."""
-        model = self.agents[role].language_model
+        model = self.agents[role].token_scorer(to="score what is said")
         pairs = [
             self._reader.split(role, before, said)
             for before, said in zip(context, continuation, strict=True)
@@ -290,8 +295,12 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
 
     # ---- what learns
 
+    @property
+    def _attacker_model(self) -> LanguageModel:
+        return as_language_model(self.agents["attacker"].language_model, role="attacker")
+
     def parameters(self) -> Iterator[torch.nn.Parameter]:
-        yield from self.agents["attacker"].language_model.parameters()
+        yield from self._attacker_model.parameters()
         for module in self.modules().values():
             yield from module.parameters()
 
@@ -307,7 +316,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
         trains_model : bool
             Whether the value loss also trains the attacker's weights below the head.
         """
-        model = self.agents["attacker"].language_model
+        model = self._attacker_model
         head = ValueHead(model.hidden_size, trains_model=trains_model)
         self.value_head = head.to(next(model.parameters()).device)
         return self.value_head
@@ -322,7 +331,7 @@ class HFASTProblem(ASTProblem, ValueFunctionSystem[str, str]):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write the attacker, an adapter merged into it, and its tokenizer, for transformers."""
-        self.agents["attacker"].language_model.save_pretrained(Path(directory))
+        self._attacker_model.save_pretrained(Path(directory))
 
 
 HFASTSystem = HFASTProblem

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nip_astra.errors import ConfigurationError, ModelLoadError
-from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.base import LanguageModel, TokenModel, as_language_model
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.scenario_base.agents import (
     ConversationAgent,
@@ -44,13 +44,15 @@ def load_agents(
     assert target_model is not None
 
     def load(parameters: ConversationAgentParameters, *, trainable: bool) -> LanguageModel:
-        return load_language_model(
+        model = load_language_model(
             parameters.language_model, device=device, scenario_dir=None, trainable=trainable
         )
+        return as_language_model(model, role="problem")
 
     attacker = agent_parameters(attacker_model, attacker_options)
     target = agent_parameters(target_model, target_options)
     policy = load(attacker, trainable=True)
+    reference: TokenModel
     if baseline_model is None or str(baseline_model) == str(attacker_model):
         reference = policy.frozen_reference()
     else:

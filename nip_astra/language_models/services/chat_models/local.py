@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,13 @@ import torch
 from pydantic import Field
 
 from nip_astra.errors import ModelLoadError
-from nip_astra.language_models.base import LanguageModel, SamplingOptions
+from nip_astra.language_models.base import (
+    SamplingOptions,
+    TokenCount,
+    TokenModel,
+    TokenSampler,
+    as_sampler,
+)
 from nip_astra.language_models.finite import refuse_nan
 from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.chat import (
@@ -35,6 +42,7 @@ from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.language_models.services.texts import cut_at_stop
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType
+from nip_astra.utils.actors import are_actors_used, get_actors
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 MOST_TOKENS = 1024
@@ -43,13 +51,24 @@ TURNS_TO_GATHER = 3
 """Turns of the event loop for which a batch waits for those who are about to ask."""
 
 
+Said = tuple[list[int], list[float]]
+"""Tokens of a sample, its end token included, and their log-probabilities, nats."""
+
+
+class _Drawn(NamedTuple):
+    """What a batch said, and what that took."""
+
+    said: list[Said]
+    spent: TokenCount
+
+
 class _Row(NamedTuple):
     """One sample that waits."""
 
     context: list[int]
     options: SamplingOptions
     seed_key: tuple[SeedPart, ...]
-    said: asyncio.Future[tuple[list[int], list[float]]]
+    said: asyncio.Future[Said]
 
 
 @register_chat_model(ChatModelType.LOCAL)
@@ -57,7 +76,8 @@ class LocalChatModel(ChatModel):
     """A language model in this process; requests that wait at the same time are answered together.
 
     A sample's randomness depends on the request's seed and the sample's number alone, whatever
-    else is in its batch; without a seed it is drawn anew.
+    else is in its batch; without a seed it is drawn anew. Batches are divided among actors of Ray,
+    where the run has some.
 
     Parameters
     ----------
@@ -73,12 +93,12 @@ class LocalChatModel(ChatModel):
     class Parameters(ChatModel.Parameters):
         """Which model, and how many it answers at once."""
 
-        language_model: polymorphic(LANGUAGE_MODELS.get, LanguageModel.Parameters)  # type: ignore[valid-type]
+        language_model: polymorphic(LANGUAGE_MODELS.get, TokenModel.Parameters)  # type: ignore[valid-type]
         """The backend and its weights; its tokenizer needs a chat template."""
         max_batch_size: int = Field(default=64, ge=1)
         """Samples drawn at once. Larger is faster and takes more memory."""
 
-    def __init__(self, model: LanguageModel, *, name: str, max_batch_size: int = 64) -> None:
+    def __init__(self, model: TokenSampler, *, name: str, max_batch_size: int = 64) -> None:
         if not getattr(model.tokenizer, "chat_template", None):
             raise ModelLoadError(
                 f"the language model {name!r} was to answer messages, but its tokenizer has no "
@@ -103,7 +123,8 @@ class LocalChatModel(ChatModel):
             parameters.language_model, device=device, scenario_dir=scenario_dir, trainable=False
         )
         name = str(getattr(parameters.language_model, "model", backend.__name__))
-        return cls(model, name=name, max_batch_size=parameters.max_batch_size)
+        speaker = as_sampler(model, role=f"chat model {name!r}")
+        return cls(speaker, name=name, max_batch_size=parameters.max_batch_size)
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         if request.response_format is not None:
@@ -154,54 +175,62 @@ class LocalChatModel(ChatModel):
         return ids
 
     async def _work(self) -> None:
-        """Answer what waits, a batch at a time, until nothing does."""
+        """Answer what waits, all of it at a time, until nothing does."""
         loop = asyncio.get_running_loop()
         while True:
             for _ in range(TURNS_TO_GATHER):
                 await asyncio.sleep(0)
-            batch = self._take_batch(loop)
-            if not batch:
+            batches = self._take_batches(loop)
+            if not batches:
                 return
+            rows = [row for batch in batches for row in batch]
             try:
-                said = await asyncio.to_thread(self._generate, batch)
+                said = await asyncio.to_thread(self._generate, batches)
             except Exception as error:
-                for row in batch:
+                for row in rows:
                     if not row.said.done():
                         row.said.set_exception(error)
                 continue
-            for row, one in zip(batch, said, strict=True):
+            for row, one in zip(rows, said, strict=True):
                 if not row.said.done():
                     row.said.set_result(one)
 
-    def _take_batch(self, loop: asyncio.AbstractEventLoop) -> list[_Row]:
-        """The next rows of an event loop that are drawn alike, out of those that wait."""
+    def _take_batches(self, loop: asyncio.AbstractEventLoop) -> list[list[_Row]]:
+        """All rows of an event loop that wait, those together that are drawn alike.
+
+        They are answered before others are taken, so that batches do not hang on how fast some of
+        them were.
+        """
         with self._line:
             mine = [row for row in self._waiting if row.said.get_loop() is loop]
-            alike = [row for row in mine if row.options == mine[0].options]
-            batch = alike[: self.max_batch_size]
-            taken = set(map(id, batch))
-            self._waiting = [row for row in self._waiting if id(row) not in taken]
-        return batch
+            self._waiting = [row for row in self._waiting if row.said.get_loop() is not loop]
+        by_options: dict[SamplingOptions, list[_Row]] = {}
+        for row in mine:
+            by_options.setdefault(row.options, []).append(row)
+        size = self.max_batch_size
+        return [
+            alike[start : start + size]
+            for alike in by_options.values()
+            for start in range(0, len(alike), size)
+        ]
 
-    def _generate(self, batch: Sequence[_Row]) -> list[tuple[list[int], list[float]]]:
-        """Each row's tokens and their log-probabilities, nats; the end token included."""
-        options = batch[0].options
-        # Neighbours that begin alike share what they read.
-        order = sorted(range(len(batch)), key=lambda index: batch[index].context)
-        uniforms_BT = uniform_rows([batch[i].seed_key for i in order], options.max_new_tokens)
+    def _generate(self, batches: Sequence[Sequence[_Row]]) -> list[Said]:
+        """What each row says; batches are divided among actors, where there are some."""
+        model = self.language_model
+        calls = [
+            partial(_draw, model, batch[0].options, [(row.context, row.seed_key) for row in batch])
+            for batch in batches
+        ]
         with self._lock:
-            said = self.language_model.generate(
-                [batch[i].context for i in order], 1, uniforms_BT, options
-            )
-        refuse_nan(
-            said.logprobs_BT, said.mask_BT, role="chat", model=self.language_model, during="a batch"
-        )
-        found: list[tuple[list[int], list[float]]] = [([], [])] * len(batch)
-        for row, index in enumerate(order):
-            length = int(said.mask_BT[row].sum())
-            ids, logprobs = said.ids_BT[row, :length], said.logprobs_BT[row, :length]
-            found[index] = (ids.tolist(), logprobs.tolist())
-        return found
+            if not (are_actors_used() and model.can_be_copied):
+                drawn = [call() for call in calls]
+            else:
+                actors = get_actors()
+                assert actors is not None
+                drawn = actors.call(calls, [*model.shared_parts(), model])
+                for one in drawn:
+                    model.token_count.add(one.spent)
+        return [said for one in drawn for said in one.said]
 
     def _answer_of(self, ids: list[int], logprobs: list[float], request: ChatRequest) -> ChatAnswer:
         has_ended = bool(ids) and ids[-1] in self.language_model.end_ids
@@ -226,3 +255,23 @@ class LocalChatModel(ChatModel):
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self.language_model.tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
+
+
+def _draw(
+    model: TokenSampler,
+    options: SamplingOptions,
+    asked: Sequence[tuple[list[int], tuple[SeedPart, ...]]],
+) -> _Drawn:
+    """Answer a batch of contexts, each with the key of its random numbers."""
+    # Neighbours that begin alike share what they read.
+    order = sorted(range(len(asked)), key=lambda index: asked[index][0])
+    uniforms_BT = uniform_rows([asked[i][1] for i in order], options.max_new_tokens)
+    with model.counting() as spent:
+        drawn = model.generate([asked[i][0] for i in order], 1, uniforms_BT, options)
+    refuse_nan(drawn.logprobs_BT, drawn.mask_BT, role="chat", model=model, during="a batch")
+    said: list[Said] = [([], [])] * len(asked)
+    for row, index in enumerate(order):
+        length = int(drawn.mask_BT[row].sum())
+        ids, logprobs = drawn.ids_BT[row, :length], drawn.logprobs_BT[row, :length]
+        said[index] = (ids.tolist(), logprobs.tolist())
+    return _Drawn(said, spent)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -155,7 +156,10 @@ class OpenAIChatModel(ChatModel):
         messages: Any = list(request.messages)
         try:
             response = await completions.create(
-                model=self.name, messages=messages, extra_body=self._fields(request)
+                model=self.name,
+                messages=messages,
+                extra_body=self._fields(request),
+                extra_headers=_headers(request),
             )
             found = json.loads(response.http_response.text)
         except (ValueError, RecursionError) as error:
@@ -210,6 +214,14 @@ def _find_weights(reference: str, scenario_dir: Path | None) -> str:
     source, file = resolve_model(reference, scenario_dir)
     found = Path(source) / file if file else Path(source)
     return str(found.resolve()) if found.exists() else source
+
+
+def _headers(request: ChatRequest) -> dict[str, str]:
+    """The name of the request, of as many letters as any service takes."""
+    if request.key is None:
+        return {}
+    part = f"{request.key}/{request.first_sample}/{request.num_samples}"
+    return {"Idempotency-Key": hashlib.sha256(part.encode()).hexdigest()}
 
 
 def _failed(request: ChatRequest, reason: FailureReason, message: str) -> ChatOutcome:

@@ -1,4 +1,4 @@
-"""Play conversations in which reference and attacker take turns by a strategy."""
+"""Play conversations in which reference and attacker take turns by a proposal."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch import Tensor
 from nip_astra.evaluation.failure_probability import attacker_turns
 from nip_astra.language_models.base import (
     GenerationSession,
-    LanguageModel,
     SamplingOptions,
+    TokenScorer,
     Turns,
+    as_sampler,
     pad_left,
 )
 from nip_astra.rollouts.tree import RolloutTree
@@ -51,14 +52,14 @@ class _TurnsInOrder(GenerationSession):
 
 
 def speaker_of(
-    strategy: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
+    proposal: str, attacker: ConversationAgent, reference: ConversationAgent, num_turns: int
 ) -> ConversationAgent:
-    """An agent whose turns are the attacker's or the reference's, as the strategy says.
+    """An agent whose turns are the attacker's or the reference's, as the proposal says.
 
     It speaks in conversations that do not branch, of `num_turns` turns.
     """
-    models = (reference.language_model, attacker.language_model)
-    is_attacker = attacker_turns(strategy, num_turns)
+    models = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
+    is_attacker = attacker_turns(proposal, num_turns)
 
     def open_session() -> GenerationSession:
         sessions = [model.open_session() for model in models]
@@ -77,6 +78,8 @@ def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | Non
     with_tokens = [agent for agent in agents if isinstance(agent, ConversationAgent)]
     if len(with_tokens) < len(agents):
         return "the attacker gives texts, and not how probable they are"
+    if not all(isinstance(agent.language_model, TokenScorer) for agent in with_tokens):
+        return "the backend of the attacker samples tokens, and does not tell how probable they are"
     first, *others = (agent.sampling for agent in with_tokens)
     if any(other != first for other in others):
         return "attacker and reference are sampled with different options"
@@ -95,7 +98,7 @@ def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | Non
     return None
 
 
-def sampled_logprobs(model: LanguageModel, tree: RolloutTree, options: SamplingOptions) -> Tensor:
+def sampled_logprobs(model: TokenScorer, tree: RolloutTree, options: SamplingOptions) -> Tensor:
     """The log-probability with which a model would have said each probe, `[N]`, nats.
 
     Under the distribution that is sampled from: tokens that are never drawn are left out. NaN
@@ -110,12 +113,12 @@ def sampled_logprobs(model: LanguageModel, tree: RolloutTree, options: SamplingO
     return logprobs_NT.double().sum(dim=1)
 
 
-def sampler_of(strategy: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
-    """A sampler whose probes come by a strategy; it is not played in parts."""
+def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
+    """A sampler whose probes come by a proposal; it is not played in parts."""
     # An attacker whose probabilities are not known is in no mixture.
     attacker = sampler.attacker if isinstance(sampler.attacker, ConversationAgent) else None
     reference = sampler.reference
-    agent = speaker_of(strategy, attacker or reference, reference, num_turns)
+    agent = speaker_of(proposal, attacker or reference, reference, num_turns)
     found = sampler.with_attacker(agent)
     found.max_cache_bytes = None
     return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nip_astra.evaluation.failure_probability import ATTACKER, REFERENCE, attacker_at
-from nip_astra.evaluation.strategies import sampled_logprobs, sampler_of, why_inexact
+from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of, why_inexact
 from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.resolving.resolution import resolve_experiment
@@ -31,8 +31,8 @@ def sampler(tiny_scenario: Path) -> TreeSampler:
     return found
 
 
-def _sample(sampler: TreeSampler, strategy: str) -> dict[str, torch.Tensor]:
-    tree = sampler_of(strategy, sampler, num_turns=2).sample(
+def _sample(sampler: TreeSampler, proposal: str) -> dict[str, torch.Tensor]:
+    tree = sampler_of(proposal, sampler, num_turns=2).sample(
         ["hello", "good day", "the cat sat"], tree_width=1, tree_depth=2, key=(0, "x")
     )
     logprobs = {
@@ -49,7 +49,7 @@ def _sample(sampler: TreeSampler, strategy: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "speakers"),
+    ("proposal", "speakers"),
     [
         (REFERENCE, ("reference", "reference")),
         (ATTACKER, ("attacker", "attacker")),
@@ -58,9 +58,9 @@ def _sample(sampler: TreeSampler, strategy: str) -> dict[str, torch.Tensor]:
     ],
 )
 def test_each_turn_is_said_by_the_model_whose_turn_it_is(
-    sampler: TreeSampler, strategy: str, speakers: tuple[str, str]
+    sampler: TreeSampler, proposal: str, speakers: tuple[str, str]
 ) -> None:
-    found = _sample(sampler, strategy)
+    found = _sample(sampler, proposal)
     for turn, speaker in enumerate(speakers):
         rows = found["depth"] == turn
         torch.testing.assert_close(found["said"][rows], found[speaker][rows], atol=1e-4, rtol=0)
@@ -68,7 +68,7 @@ def test_each_turn_is_said_by_the_model_whose_turn_it_is(
         assert (found["said"][rows] - found[other][rows]).abs().max() > 1e-3
 
 
-def test_the_reference_alone_says_what_it_says_without_a_strategy(sampler: TreeSampler) -> None:
+def test_the_reference_alone_says_what_it_says_without_a_proposal(sampler: TreeSampler) -> None:
     options = {"tree_width": 1, "tree_depth": 2, "key": (0, "x")}
     plain = sampler.with_attacker(sampler.reference).sample(["hello", "fine day"], **options)
     found = sampler_of(REFERENCE, sampler, num_turns=2).sample(["hello", "fine day"], **options)
@@ -81,7 +81,7 @@ def test_the_probabilities_of_all_that_can_be_drawn_add_up_to_one(
 ) -> None:
     """With the end, the length limit, forbidden tokens and the earliest end, by enumeration."""
     options = SamplingOptions(max_new_tokens=2, min_new_tokens=min_new_tokens)
-    banned = set(tiny_model._banned_ids.tolist())
+    banned = set(tiny_model.token_draw.banned_ids.tolist())
     tokens = [i for i in range(len(tiny_model.tokenizer)) if i not in banned]
     (end,) = tiny_model.end_ids
     short = [[end]] if min_new_tokens == 0 else []

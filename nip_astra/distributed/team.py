@@ -1,0 +1,294 @@
+"""The processes that train one run together, and what they tell each other.
+
+One of them leads: it plays, measures, and writes the run directory. The others take part in the
+updates and, while the leader is at work alone, do what it asks them for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nip_astra.checkpoints.tensors import pack_state, unpack_state
+from nip_astra.distributed.launch import is_one_of_several, rank_of_process
+from nip_astra.errors import ConfigurationError, LostProcessError, StopRequested
+
+T = TypeVar("T")
+Handler = Callable[[Any], Any]
+"""What a process does when the leader asks for it; takes and gives plain values and tensors."""
+
+_SILENCE = timedelta(days=14)
+"""How long a process waits for another: one that measures says nothing meanwhile. That one has
+ended is seen at once, by its connections."""
+
+
+class Team:
+    """The processes of a run: one, unless a `ProcessTeam` says otherwise.
+
+    Attributes
+    ----------
+    rank, size : int
+        Which process this is, of how many.
+    """
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this process plays, measures, tracks and saves."""
+        return self.rank == 0
+
+    @property
+    def may_ask(self) -> bool:
+        """Whether the others wait to be asked for something."""
+        return False
+
+    def lead(self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}) -> T | None:
+        """Have the leader do something, and the others what it asks for meanwhile.
+
+        Parameters
+        ----------
+        handlers : Mapping
+            What may be asked for, by name; equal in all processes.
+
+        Returns
+        -------
+        T or None
+            What the work gave, in the leader; None in the others.
+
+        Raises
+        ------
+        StopRequested
+            In all processes, where the leader's work was stopped.
+        LostProcessError
+            When another process has ended; in the others as well where the leader failed.
+        """
+        return work()
+
+    def ask(self, name: str, arguments: Sequence[Any]) -> list[Any]:
+        """Have each process run a handler, the leader too, and give what came of it.
+
+        Only while `may_ask`. One argument a process.
+        """
+        raise NotImplementedError
+
+    def from_leader(self, value: T) -> T:
+        """The leader's value, in all processes."""
+        return value
+
+    def of_all(self, value: T) -> list[T]:
+        """The values of all processes, in all of them."""
+        return [value]
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors, of equal shapes in all processes, by their sums over the processes."""
+
+    def copy_from_leader(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors, of equal shapes in all processes, by the leader's."""
+
+    def share_of(self, count: int) -> range:
+        """Which of so many things are this process' to do: equal shares of neighbours."""
+        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+
+class ProcessTeam(Team):
+    """Processes that have met by torch.distributed.
+
+    What is told is JSON and safetensors; nothing is unpickled.
+
+    Parameters
+    ----------
+    tensors : ProcessGroup, optional
+        Group that adds up tensors on a GPU; those on the CPU, and whatever is told, go by gloo.
+    """
+
+    def __init__(self, tensors: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._tensors = tensors
+        self._handlers: Mapping[str, Handler] = {}
+        self._may_ask = False
+
+    @property
+    def may_ask(self) -> bool:
+        return self._may_ask
+
+    def lead(self, work: Callable[[], T], handlers: Mapping[str, Handler] = {}) -> T | None:
+        if not self.is_leader:
+            self._serve(handlers)
+            return None
+        self._handlers, self._may_ask = handlers, True
+        try:
+            result = work()
+        except BaseException as error:
+            stopped = error.signal_name if isinstance(error, StopRequested) else None
+            if not isinstance(error, LostProcessError):
+                with suppress(LostProcessError):
+                    self._tell({"stopped": stopped} if stopped else {"failed": str(error)})
+            raise
+        finally:
+            self._may_ask = False
+        self._tell({"done": True})
+        return result
+
+    def _serve(self, handlers: Mapping[str, Handler]) -> None:
+        """Do what the leader asks for, until its work is done."""
+        while True:
+            said = self._tell(None)
+            if "done" in said:
+                return
+            if "stopped" in said:
+                raise StopRequested(said["stopped"])
+            if "failed" in said:
+                raise LostProcessError(f"the process that leads has failed: {said['failed']}")
+            self._gather(handlers[said["do"]](said["with"][self.rank]))
+
+    def ask(self, name: str, arguments: Sequence[Any]) -> list[Any]:
+        self._tell({"do": name, "with": list(arguments)})
+        return self._gather(self._handlers[name](arguments[0]))
+
+    def from_leader(self, value: T) -> T:
+        told: T = self._tell(value)
+        return told
+
+    def of_all(self, value: T) -> list[T]:
+        packed = _as_tensor(pack_state(value))
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        with _told_as_lost(self):
+            dist.all_gather(sizes, torch.tensor([len(packed)]))
+            found = [packed.new_zeros(int(max(sizes))) for _ in sizes]
+            dist.all_gather(found, _padded(packed, len(found[0])))
+        return [_read(one, int(size)) for one, size in zip(found, sizes, strict=True)]
+
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        for some in _by_kind(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in some])
+            with _told_as_lost(self):
+                dist.all_reduce(flat, group=self._group_of(flat))
+            _copy_back(flat, some)
+
+    def copy_from_leader(self, tensors: Sequence[Tensor]) -> None:
+        for some in _by_kind(tensors):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
+            with _told_as_lost(self):
+                dist.broadcast(flat, src=0, group=self._group_of(flat))
+            _copy_back(flat, some)
+
+    def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
+        return None if tensor.device.type == "cpu" else self._tensors
+
+    def _tell(self, value: Any) -> Any:
+        """Hand the leader's value to all others."""
+        packed = _as_tensor(pack_state(value)) if self.is_leader else None
+        size = torch.tensor([0 if packed is None else len(packed)])
+        with _told_as_lost(self):
+            dist.broadcast(size, src=0)
+            if packed is None:
+                packed = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(packed, src=0)
+        return value if self.is_leader else _read(packed, int(size))
+
+    def _gather(self, value: Any) -> list[Any]:
+        """Hand the values of all to the leader; the others get nothing."""
+        packed = _as_tensor(pack_state(value))
+        sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        with _told_as_lost(self):
+            dist.all_gather(sizes, torch.tensor([len(packed)]))
+            most = int(max(sizes))
+            found = [packed.new_zeros(most) for _ in sizes] if self.is_leader else None
+            dist.gather(_padded(packed, most), found, dst=0)
+        if found is None:
+            return []
+        others = [_read(one, int(size)) for one, size in zip(found[1:], sizes[1:], strict=True)]
+        return [value, *others]
+
+
+@contextmanager
+def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
+    """Meet the other processes that a launcher has started, within the block.
+
+    Parameters
+    ----------
+    device : device
+        Where models are; on a GPU each process takes the one of its number on its machine, and
+        tensors are added up by NCCL.
+    store : str, optional
+        File, on a disk that all see, by which the processes find each other; without it they ask
+        the address and port that the launcher gave.
+
+    Raises
+    ------
+    ConfigurationError
+        When they do not find each other.
+    """
+    if not is_one_of_several():
+        yield Team()
+        return
+    rank, size = rank_of_process(), int(os.environ["WORLD_SIZE"])
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    method = "env://" if store is None else f"file://{Path(store).absolute()}"
+    try:
+        dist.init_process_group(
+            "gloo", init_method=method, rank=rank, world_size=size, timeout=_SILENCE
+        )
+        tensors = dist.new_group(backend="nccl") if device.type == "cuda" else None
+    except (RuntimeError, ValueError, OSError) as error:
+        raise ConfigurationError(
+            f"process {rank} of {size} was to meet the others by {method}, but: {error}. Start "
+            "all of them by `torchrun --nproc-per-node N run.py ...`, or give each RANK and "
+            "WORLD_SIZE and all the same new file with --settings process_store=FILE."
+        ) from error
+    try:
+        yield ProcessTeam(tensors)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _told_as_lost(team: Team) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        # "[place in gloo's source] What happened. Some advice."
+        reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].split(". ")[0]
+        raise LostProcessError(
+            f"the run was trained by {team.size} processes, but one of them has ended or cannot "
+            f"be reached ({reason})."
+        ) from error
+
+
+def _as_tensor(packed: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+
+
+def _read(packed: Tensor, size: int) -> Any:
+    return unpack_state(packed[:size].numpy().tobytes())
+
+
+def _padded(packed: Tensor, size: int) -> Tensor:
+    return torch.nn.functional.pad(packed, (0, size - len(packed)))
+
+
+def _by_kind(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Tensors that can be laid side by side: of one type, on one device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())
+
+
+@torch.no_grad()
+def _copy_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    pieces = torch.split(flat, [tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.view_as(tensor))

@@ -1,0 +1,186 @@
+"""A training service of ours in another process or on another machine.
+
+Shape suffixes: `B` row, `C` context position, `T` continuation position.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tensordict import TensorDict
+from torch import Tensor
+
+from nip_astra.checkpoints.tensors import pack_state, unpack_state
+from nip_astra.errors import ServiceRequestError
+from nip_astra.language_models.base import (
+    Generation,
+    LanguageModel,
+    SamplingOptions,
+    TokenCount,
+)
+from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
+from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
+from nip_astra.language_models.services.training_connection import TrainingConnection
+from nip_astra.language_models.services.training_wire import (
+    ROUTE,
+    pack_folder,
+    unpack_folder,
+    vocabulary_digest,
+    weights_digest,
+)
+
+
+@dataclass(frozen=True)
+class HttpTrainingOptions:
+    """What a service is to train, and how.
+
+    Attributes
+    ----------
+    model : str
+        Name of the model at the service.
+    optimizer, weight_decay
+        As in `TrainingConfiguration`.
+    seed : int
+        Of an adapter's first weights, where the policy brings none.
+    """
+
+    model: str
+    optimizer: str
+    weight_decay: float
+    seed: int
+    role: str = "policy"
+
+
+class HttpTrainingService(TrainingService):
+    """Trains at a service that `nip-astra serve --train` runs.
+
+    Log-probabilities come from the service, and the gradients of the loss by them go back. Numbers
+    are those of `LocalTrainingService`, and so is what `save_state` writes.
+
+    Parameters
+    ----------
+    policy : LanguageModel
+        Whose tokenizer and adapter the service's model must have. A loss must not differentiate it.
+
+    Raises
+    ------
+    ServiceModelError
+        When the service has no such model.
+    ServiceRequestError
+        When its model is another one.
+    """
+
+    def __init__(
+        self, policy: LanguageModel, connection: TrainingConnection, options: HttpTrainingOptions
+    ) -> None:
+        self.policy, self.connection, self.options = policy, connection, options
+        self._handed_out = HandedOut(policy)
+        self._number = 0
+        self._client = uuid.uuid4().hex
+        module = getattr(policy, "module", None)
+        lora = _lora_of(policy)
+        body = {
+            "base_model": options.model,
+            "lora": lora,
+            "seed": options.seed,
+            "optimizer": options.optimizer,
+            "weight_decay": options.weight_decay,
+            "role": options.role,
+            "vocabulary": vocabulary_digest(policy.tokenizer),
+            "weights": None if module is None else weights_digest(module),
+        }
+        self.model_id = str(connection.post_json(ROUTE, body, key=f"{self._client}:model")["id"])
+        # A run that ends, however it ends, leaves nothing behind at the service.
+        path = f"{ROUTE}/{self.model_id}"
+        self._forget = weakref.finalize(self, connection.forget, path)
+        if module is not None and lora is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                policy.save(Path(folder))
+                self._do("load_weights", files=pack_folder(Path(folder)))
+
+    def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
+        pieces: list[dict[str, Any]] = []
+
+        def send(asked: tuple[Tensor, ...], gradient_BT: Tensor) -> None:
+            pieces.append({"rows": asked, "gradient": gradient_BT})
+
+        found = mean_loss(batches, loss, self._handed_out, send)
+        self._do("backward", pieces=pieces)
+        return found
+
+    def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
+        found = self._do("optim_step", lr=lr, max_grad_norm=max_grad_norm)
+        return OptimizerFigures(found["grad_norm"], was_taken=found["was_taken"])
+
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        asked = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
+        found_BT: Tensor = self._do("logprobs", rows=asked)["logprobs"]
+        return self._handed_out.leaf(asked, found_BT)
+
+    def sample(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
+        found = self._do(
+            "sample",
+            contexts=[list(context) for context in contexts],
+            rows_per_context=rows_per_context,
+            uniforms=uniforms_BT,
+            options=asdict(options),
+        )
+        return Generation(found["ids"], found["mask"], found["logprobs"])
+
+    def save_state(self, directory: Path) -> None:
+        unpack_folder(self._do("save_state")["files"], directory)
+
+    def load_state(self, directory: Path) -> None:
+        self._do("load_state", files=pack_folder(directory))
+
+    def save_weights_for_sampler(self, directory: Path) -> None:
+        unpack_folder(self._do("save_weights_for_sampler")["files"], directory)
+
+    def close(self) -> None:
+        """Let the service forget the model; this happens by itself when the run ends."""
+        self._forget()
+
+    def _do(self, kind: str, **arguments: Any) -> dict[str, Any]:
+        """Have an operation carried out once, however often it must be asked for."""
+        number = self._number + 1
+        message = pack_state({"kind": kind, **arguments})
+        path = f"{ROUTE}/{self.model_id}/operations/{number}"
+        answer = self.connection.operate(path, message, key=f"{self._client}:{number}")
+        # One that was refused had its turn as well.
+        self._number = number
+        result: dict[str, Any] = unpack_state(answer.result())
+        self.policy.token_count.add(TokenCount(**result.pop("tokens", {})))
+        return result
+
+
+def _lora_of(policy: LanguageModel) -> dict[str, Any] | None:
+    """Size and place of the policy's adapter."""
+    module: Any = getattr(policy, "module", None)
+    if not hasattr(module, "peft_config"):
+        return None
+    config = module.peft_config[module.active_adapter]
+    targets = config.target_modules
+    if config.use_rslora or config.use_dora or config.lora_dropout:
+        raise ServiceRequestError(
+            "an adapter was to be trained at a service, but it is one with dropout, DoRA or rank "
+            "scaling, which services do not train. Set lora to a plain one."
+        )
+    return {
+        "rank": config.r,
+        "alpha": float(config.lora_alpha),
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+    }

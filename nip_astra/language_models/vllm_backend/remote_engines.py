@@ -1,0 +1,185 @@
+"""vLLM engines in actors of Ray: each samples a part of the requests, with the weights of now.
+
+Not run with vLLM on Ray yet; tested with a stand-in for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from nip_astra.language_models.vllm_backend.engine import (
+    EngineOptions,
+    VllmEngine,
+    refuse_other_vocabulary,
+    start_engine,
+)
+from nip_astra.language_models.vllm_backend.requests import Reply, Request
+from nip_astra.utils.actors import MAX_RESTARTS, results_of
+from nip_astra.utils.ray_cluster import open_ray
+
+
+class _Held(NamedTuple):
+    """What engines are to sample from, and where it is.
+
+    Attributes
+    ----------
+    version : int
+        Counted up whenever it changes.
+    reference : Any
+        To named weights, or to the files of an adapter by name.
+    is_adapter : bool
+        Which of them.
+    """
+
+    version: int
+    reference: Any
+    is_adapter: bool
+
+
+class EngineActor:
+    """An engine in a process of Ray's, which gets weights with the first request that needs them.
+
+    An actor that takes the place of one that died has the weights of the beginning, and gets those
+    of now in the same way.
+    """
+
+    def __init__(self, name: str, options: EngineOptions) -> None:
+        self._engine: VllmEngine = start_engine(name, options)
+        self._engine.note_weights(0)
+
+    def vocabulary(self) -> tuple[int, dict[str, int]]:
+        """The rows and tokens of the engine's vocabulary."""
+        return self._engine.vocabulary()
+
+    def generate(
+        self, requests: Sequence[Request], arguments: dict[str, Any], held: list[_Held]
+    ) -> list[Reply]:
+        """Sample a turn for each request."""
+        adapter = None
+        for one in held:
+            adapter = self._hold(one) or adapter
+        return self._engine.generate(requests, arguments, adapter=adapter)
+
+    def sleep(self) -> None:
+        """Give memory back until the next request."""
+        self._engine.sleep()
+
+    def _hold(self, held: _Held) -> Any:
+        import ray
+
+        if not held.is_adapter:
+            self._engine.hold_weights(held.version, lambda: ray.get(held.reference))
+            return None
+
+        def write(folder: Path) -> None:
+            for name, content in ray.get(held.reference).items():
+                (folder / name).write_bytes(content)
+
+        return self._engine.hold_adapter(held.version, write)
+
+
+class RemoteEngines:
+    """Engines of one model in actors of Ray, used as one `VllmEngine` is.
+
+    Which of them samples a turn changes no random number: each request has its own seed.
+
+    Parameters
+    ----------
+    ray : module
+        The package Ray, connected.
+    actors : Sequence
+        Handles of `EngineActor`s.
+    """
+
+    def __init__(self, ray: Any, actors: Sequence[Any], options: EngineOptions) -> None:
+        self.options = options
+        self._ray = ray
+        self._actors = list(actors)
+        self._weights: _Held | None = None
+        self._adapter: _Held | None = None
+        self._versions: dict[bool, Hashable] = {}
+        self._num_versions = 0
+
+    def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
+        """Raise `ModelLoadError` where the engines' tokens are others than the trainer's."""
+        for size, vocabulary in results_of(
+            self._ray, [actor.vocabulary.remote() for actor in self._actors]
+        ):
+            refuse_other_vocabulary(size, vocabulary, tokenizer, vocab_size)
+
+    def note_weights(self, version: Hashable) -> None:
+        """Say which version the engines were started with."""
+        self._versions[False] = version
+
+    def hold_weights(
+        self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
+    ) -> None:
+        """Take full weights, by their names in the checkpoint, unless this version is held."""
+        if self._versions.get(False) != version:
+            content = [(name, weight.cpu()) for name, weight in weights()]
+            self._weights = self._put(version, content, is_adapter=False)
+
+    def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
+        """What `generate` takes to sample with an adapter, taken anew unless it is held."""
+        if self._versions.get(True) != version:
+            with TemporaryDirectory(prefix="nip_astra_adapter_") as folder:
+                write(Path(folder))
+                files = {one.name: one.read_bytes() for one in sorted(Path(folder).iterdir())}
+            self._adapter = self._put(version, files, is_adapter=True)
+        return self._adapter
+
+    def sleep(self) -> None:
+        """Have the engines give their memory back until the next request."""
+        if self.options.can_sleep:
+            results_of(self._ray, [actor.sleep.remote() for actor in self._actors])
+
+    def generate(
+        self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
+    ) -> list[Reply]:
+        """Sample a turn for each request; each engine takes neighbours, which begin alike.
+
+        Raises
+        ------
+        ContextLengthError
+            When a context and its turn are longer than the engines' window.
+        WorkerProcessError
+            When an engine died, and those that took its place too.
+        """
+        held = [one for one in (self._weights, adapter) if one is not None]
+        count = len(self._actors)
+        ends = [len(requests) * place // count for place in range(count + 1)]
+        asked = [
+            actor.generate.remote(list(requests[start:stop]), arguments, held)
+            for actor, start, stop in zip(self._actors, ends, ends[1:], strict=False)
+            if stop > start
+        ]
+        return [reply for replies in results_of(self._ray, asked) for reply in replies]
+
+    def _put(self, version: Hashable, content: object, *, is_adapter: bool) -> _Held:
+        self._num_versions += 1
+        self._versions[is_adapter] = version
+        return _Held(self._num_versions, self._ray.put(content), is_adapter)
+
+
+def start_remote_engines(
+    name: str, options: EngineOptions, *, num_engines: int, num_gpus: float
+) -> RemoteEngines:
+    """Load a model into engines of their own, each in an actor of Ray.
+
+    Raises
+    ------
+    MissingDependencyError
+        When Ray is not installed, or vLLM is not where the actors are.
+    ModelLoadError
+        When vLLM cannot load the model.
+    """
+    ray = open_ray()
+    kind = ray.remote(num_gpus=num_gpus, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)(
+        EngineActor
+    )
+    return RemoteEngines(ray, [kind.remote(name, options) for _ in range(num_engines)], options)

@@ -1,0 +1,146 @@
+"""Read parameter files in the layout of NexRL, in which `trainer` is a group."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nip_astra.errors import ParameterError, ParameterFault
+from nip_astra.parameters.faults import show
+
+logger = logging.getLogger(__name__)
+
+SCENARIO = "arithmetic"
+"""What a file plays that names no scenario, since it has none to name."""
+
+_BACKENDS = {"self-hosted": "local", "direct-zmq": "local", "mock": "local"}
+_OF_A_CLUSTER = ("world_size", "resource", "identifier", "role")
+_TRAINER = {
+    "total_train_steps": "training.num_iterations",
+    "save_freq": "settings.checkpoint_period",
+}
+_SERVICE_CONFIG = {
+    "loss_fn": "{name}.service_loss.loss_fn",
+    "learning_rate": "training.lr",
+    "weight_decay": "training.weight_decay",
+    "grad_clip_norm": "training.max_grad_norm",
+}
+_ALGORITHM = {
+    "do_old_log_prob_compute": "{name}.policy_loss.rescore",
+    "kl_penalty_coef": "{name}.distillation.weight",
+    "kl_discount_factor": "{name}.distillation.discount",
+}
+"""Values of the built-in trainers; a trainer of one's own reads all of its `algorithm` itself."""
+
+
+def is_nexrl_layout(values: Mapping[str, Any]) -> bool:
+    """Whether `trainer` is a group rather than a name."""
+    return isinstance(values.get("trainer"), Mapping)
+
+
+def from_nexrl_layout(values: Mapping[str, Any], *, folder: Path, source: str) -> dict[str, Any]:
+    """The values as files of ours have them.
+
+    The trainer's class names it; its file is looked for from the folder of the parameter file, then
+    from the working directory. Places of a cluster (`world_size` and the like, and the `url` of
+    what runs in this process) are left out with a warning.
+
+    Raises
+    ------
+    ParameterError
+        For every value that has no counterpart.
+    """
+    given = dict(values["trainer"])
+    found = {name: value for name, value in values.items() if name != "trainer"}
+    found.setdefault("scenario", SCENARIO)
+    path, class_name = (
+        given.pop(name, None)
+        for name in ("custom_trainer_module_path", "custom_trainer_class_name")
+    )
+    kind = given.pop("type", None)
+    if path is None:
+        found["trainer"] = kind
+    else:
+        class_name = str(class_name or "CustomTrainer")
+        found["trainer"] = _snake(class_name)
+        found["custom_trainer_module_path"] = _located(str(path), folder)
+        found["custom_trainer_class_name"] = class_name
+    reading = _Reading(found, str(found["trainer"]), source)
+    reading.service(given.pop("train_service", None) or {})
+    algorithm = given.pop("algorithm", None) or {}
+    if path is None:
+        reading.take(algorithm, _ALGORITHM, "trainer.algorithm")
+    elif algorithm:
+        reading.put("{name}.algorithm", dict(algorithm))
+    reading.take(given, _TRAINER, "trainer")
+    if reading.faults:
+        raise ParameterError(reading.faults)
+    return found
+
+
+class _Reading:
+    """Values in the making, and what has no place among them."""
+
+    def __init__(self, values: dict[str, Any], trainer: str, source: str) -> None:
+        self.values, self.trainer, self.source = values, trainer, source
+        self.faults: list[ParameterFault] = []
+
+    def put(self, place: str, value: Any) -> None:
+        """Set a value at a dotted place."""
+        *groups, name = place.format(name=self.trainer).split(".")
+        into = self.values
+        for group in groups:
+            into = into.setdefault(group, {})
+        into[name] = value
+
+    def take(self, values: Mapping[str, Any], places: Mapping[str, str], prefix: str) -> None:
+        """Put each value where it belongs; one without a place is a fault."""
+        for name, value in values.items():
+            if name in places:
+                self.put(places[name], value)
+                continue
+            known = ", ".join(places)
+            self.faults.append(
+                ParameterFault(
+                    f"{prefix}.{name}",
+                    show(value),
+                    "has no counterpart",
+                    f"Known here: {known}. The guide coming-from-nexrl says where all else is.",
+                    self.source,
+                )
+            )
+
+    def service(self, values: Mapping[str, Any]) -> None:
+        """Read where the policy learns."""
+        values = dict(values)
+        backend = values.pop("backend", None)
+        if backend is not None:
+            self.put("{name}.train_service.backend", _BACKENDS.get(backend, backend))
+        is_local = backend is None or backend in (*_BACKENDS, "local")
+        left = [name for name in _OF_A_CLUSTER if values.pop(name, None) is not None]
+        url = values.pop("url", None)
+        if url is not None and is_local:
+            left.append("url")
+        elif url is not None:
+            self.put("{name}.train_service.base_url", url)
+        if left:
+            logger.warning(
+                "%s: trainer.train_service.%s left out; it says how NexRL's cluster is laid out",
+                self.source,
+                ", ".join(left),
+            )
+        self.take(values.pop("config", None) or {}, _SERVICE_CONFIG, "trainer.train_service.config")
+        self.take(values, {}, "trainer.train_service")
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
+
+
+def _located(path: str, folder: Path) -> str:
+    """The file from the folder of the parameter file, or else from the working directory."""
+    beside, below = folder / path, Path.cwd() / path
+    return str(below.resolve() if below.is_file() and not beside.is_file() else path)

@@ -1,0 +1,1 @@
+"""Train the models of a service: our own routes, and those of Tinker's protocol."""

@@ -1,0 +1,336 @@
+"""A search for the best values of parameters, by Optuna: trials that may be pruned and resumed."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nip_astra.errors import MissingDependencyError, RunDirectoryError
+from nip_astra.evaluation.rows import read_rows
+from nip_astra.evaluation.run_results import read_results
+from nip_astra.sweep.orders import FinishedRun, RunStatus
+from nip_astra.sweep.plan import DEV, Arm, PlannedRun, SweepPlan, as_text
+from nip_astra.sweep.search_space import Choice, Range, SearchParameters
+from nip_astra.tracking.local import METRICS_FILE
+from nip_astra.tracking.run_directory import write_atomically
+from nip_astra.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from optuna import Study, Trial
+
+STUDY_FILE, TRIALS_FILE = "study.db", "trials.json"
+STEPS_OF_A_SEED = 1_000_000
+"""Optuna's step of iteration i of the k-th seed is i and k times this."""
+_TRAINER, _SCENARIO = "trainer", "scenario"
+
+
+@dataclass(frozen=True)
+class TrialRecord:
+    """What is known of a trial.
+
+    Attributes
+    ----------
+    state : str
+        "running", "complete", "pruned" or "fail".
+    value : float or None
+        The objective, its mean over seeds; None until the trial has ended.
+    """
+
+    number: int
+    state: str
+    value: float | None
+    arm: Arm
+
+
+@dataclass
+class _OpenTrial:
+    """A trial that is not done, with what its runs have given so far, by seed."""
+
+    trial: Trial
+    arm: Arm
+    objective: str
+    waiting: list[PlannedRun]
+    values: dict[int, float] = field(default_factory=dict)
+    at_work: set[int] = field(default_factory=set)
+    reported: set[int] = field(default_factory=set)
+    is_pruned: bool = False
+    has_failed: bool = False
+
+
+class StudyQueue:
+    """The runs that an Optuna study asks for; a trial runs each seed of the plan in turn.
+
+    The study is kept in the sweep's folder. A trial that was not done when the sweep was killed is
+    the same trial again, and its runs go on where they were.
+
+    Raises
+    ------
+    MissingDependencyError
+        When Optuna is not installed.
+    RunDirectoryError
+        When the folder holds a study of another space or objective.
+    """
+
+    def __init__(self, plan: SweepPlan, directory: Path) -> None:
+        assert plan.search is not None
+        self.plan, self.search, self.directory = plan, plan.search, directory
+        self._optuna = import_optuna()
+        self._study = self._open_study()
+        self._open: list[_OpenTrial] = []
+        self._objectives: dict[tuple[str, str | None], str] = {}
+        states = self._optuna.trial.TrialState
+        for unfinished in self._study.get_trials(deepcopy=False, states=(states.RUNNING,)):
+            trial = self._optuna.trial.Trial(self._study, unfinished._trial_id)
+            # A step that an earlier process has reported stays as it was.
+            self._begin(trial).reported.update(unfinished.intermediate_values)
+        self._num_asked = len(self._study.get_trials(deepcopy=False))
+        self._write_trials()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether all trials are done."""
+        return not self._open and self._num_asked >= self.search.num_trials
+
+    def take(self) -> PlannedRun | None:
+        """The next seed of a trial that was begun, or the first of a new one."""
+        for one in self._open:
+            # One seed after the other, so that what is pruned has not cost all of them.
+            if one.waiting and not one.at_work:
+                return self._hand_out(one)
+        if self._num_asked >= self.search.num_trials:
+            return None
+        # Named by number, so that a study that was killed proposes what it would have.
+        self._study.sampler = self._sampler(self._num_asked)
+        self._num_asked += 1
+        return self._hand_out(self._begin(self._study.ask()))
+
+    def goes_on(self, run: PlannedRun) -> bool:
+        """Tell Optuna of new dev evaluations, and ask it whether to go on."""
+        one = self._trial_of(run)
+        if not one.objective.startswith(DEV) or self.search.pruner == "none":
+            return True
+        first = self.plan.seeds.index(run.seed) * STEPS_OF_A_SEED
+        new = [
+            (first + step, value)
+            for step, value in self._history(run, one.objective)
+            if first + step not in one.reported and math.isfinite(value)
+        ]
+        for step, value in new:
+            one.trial.report(value, step)
+            one.reported.add(step)
+        one.is_pruned = one.is_pruned or (bool(new) and one.trial.should_prune())
+        return not one.is_pruned
+
+    def note(self, one: FinishedRun) -> None:
+        """Take a run's figure; the trial ends with its last seed."""
+        trial = self._trial_of(one.run)
+        trial.at_work.discard(one.run.seed)
+        if one.status is RunStatus.STOPPED:
+            return
+        if one.status is RunStatus.ENDED:
+            value = self._value(one.run, trial.objective)
+            if value is None:
+                trial.has_failed = True
+            else:
+                trial.values[one.run.seed] = value
+        trial.has_failed |= one.status is RunStatus.FAILED
+        if one.status is RunStatus.PRUNED or trial.has_failed or not trial.waiting:
+            self._end(trial, is_pruned=one.status is RunStatus.PRUNED)
+
+    def _hand_out(self, one: _OpenTrial) -> PlannedRun:
+        run = one.waiting.pop(0)
+        one.at_work.add(run.seed)
+        return run
+
+    def _trial_of(self, run: PlannedRun) -> _OpenTrial:
+        return next(one for one in self._open if one.arm == run.arm and run.seed in one.at_work)
+
+    def _begin(self, trial: Trial) -> _OpenTrial:
+        arm = self._arm(trial)
+        key = arm.trainer, arm.scenario
+        if key not in self._objectives:
+            self._objectives[key] = self.plan.objective_of(self.plan.resolve(arm))
+        runs = [PlannedRun(arm, seed) for seed in self.plan.seeds]
+        begun = _OpenTrial(trial, arm, self._objectives[key], runs)
+        self._open.append(begun)
+        self._write_trials()
+        return begun
+
+    def _arm(self, trial: Trial) -> Arm:
+        trainer = _one_of(trial, _TRAINER, self.plan.trainers)
+        scenarios = self.plan.scenarios
+        scenario = _one_of(trial, _SCENARIO, scenarios) if scenarios else None
+        values: dict[str, str] = {}
+        for path, choice in self.plan.choices_of(trainer).items():
+            values[path] = _proposed(trial, path, choice)
+        trial.set_user_attr("arm", {"trainer": trainer, "scenario": scenario, "values": values})
+        return Arm(trainer, scenario, values, self.plan.fixed)
+
+    def _end(self, one: _OpenTrial, *, is_pruned: bool) -> None:
+        states = self._optuna.trial.TrialState
+        self._open.remove(one)
+        if is_pruned:
+            self._study.tell(one.trial, state=states.PRUNED)
+        elif one.has_failed or not one.values:
+            self._study.tell(one.trial, state=states.FAIL)
+        else:
+            self._study.tell(one.trial, sum(one.values.values()) / len(one.values))
+        self._write_trials()
+
+    def _history(self, run: PlannedRun, name: str) -> list[tuple[int, float]]:
+        rows = read_rows(self.directory / run.run_id / METRICS_FILE)
+        return [(int(row["step"]), float(row[name])) for row in rows if row.get(name) is not None]
+
+    def _value(self, run: PlannedRun, objective: str) -> float | None:
+        if not objective.startswith(DEV):
+            figures = read_results(self.directory / run.run_id).figures
+            found = [one.value for one in figures if one.when == "after" and one.name == objective]
+            return found[0] if found and math.isfinite(found[0]) else None
+        values = [value for _, value in self._history(run, objective) if math.isfinite(value)]
+        best = max if self.search.direction == "maximize" else min
+        return best(values) if values else None
+
+    def _open_study(self) -> Study:
+        optuna = self._optuna
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        study: Study = optuna.create_study(
+            storage=f"sqlite:///{(self.directory / STUDY_FILE).absolute()}",
+            study_name="sweep",
+            direction=self.search.direction,
+            pruner=self._pruner(),
+            load_if_exists=True,
+        )
+        asked = _identity(self.plan, self.search)
+        before = study.user_attrs.get("asked")
+        if before is None:
+            study.set_user_attr("asked", asked)
+        elif before != asked:
+            raise RunDirectoryError(
+                f"the search was to go on in {self.directory}, but the study there is of another "
+                "space, objective or direction. Give another --sweep-dir; more trials may be asked "
+                "for by --num-trials."
+            )
+        return study
+
+    def _sampler(self, number: int) -> Any:
+        samplers = self._optuna.samplers
+        seed = derive_seed(self.search.seed, "trial", number) % 2**32
+        if self.search.sampler == "random":
+            return samplers.RandomSampler(seed=seed)
+        return samplers.TPESampler(
+            seed=seed,
+            n_startup_trials=self.search.num_startup_trials,
+            # Trials at the same time are kept apart.
+            constant_liar=True,
+        )
+
+    def _pruner(self) -> Any:
+        pruners = self._optuna.pruners
+        if self.search.pruner == "median":
+            return pruners.MedianPruner(n_startup_trials=self.search.num_startup_trials)
+        if self.search.pruner == "halving":
+            return pruners.SuccessiveHalvingPruner()
+        return pruners.NopPruner()
+
+    def _write_trials(self) -> None:
+        """Keep what reading the sweep needs, so that it does not need Optuna."""
+        states = self._optuna.trial.TrialState
+        known = [
+            {
+                "number": trial.number,
+                "state": trial.state.name.lower(),
+                # Optuna takes the last evaluation for the value of what was pruned.
+                "value": trial.value if trial.state is states.COMPLETE else None,
+                **trial.user_attrs["arm"],
+            }
+            for trial in self._study.get_trials(deepcopy=False)
+            if "arm" in trial.user_attrs
+        ]
+        write_atomically(self.directory / TRIALS_FILE, json.dumps(known, indent=1) + "\n")
+
+
+def read_trials(directory: Path, plan: SweepPlan) -> list[TrialRecord]:
+    """The trials of a sweep that searches, in the order in which they were proposed.
+
+    Raises
+    ------
+    RunDirectoryError
+        When they cannot be read.
+    """
+    path = directory / TRIALS_FILE
+    if not path.exists():
+        return []
+    try:
+        return [
+            TrialRecord(
+                number=one["number"],
+                state=one["state"],
+                value=one["value"],
+                arm=Arm(one["trainer"], one["scenario"], one["values"], plan.fixed),
+            )
+            for one in json.loads(path.read_text(encoding="utf-8"))
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunDirectoryError(
+            f"the trials of {directory} were to be read, but {TRIALS_FILE} is broken: {error}. "
+            "Going on with the sweep writes it again."
+        ) from error
+
+
+def import_optuna() -> Any:
+    """The package Optuna.
+
+    Raises
+    ------
+    MissingDependencyError
+        When it is not installed.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"a search was asked for, but the package optuna cannot be imported: {error}. Install "
+            "it with: pip install 'nip_astra[sweep]'"
+        ) from error
+    return optuna
+
+
+def _identity(plan: SweepPlan, search: SearchParameters) -> dict[str, Any]:
+    """What all trials of a study have in common."""
+    said = search.to_dict()
+    return {name: said[name] for name in ("space", "objective", "direction")} | {
+        "trainers": plan.trainers,
+        "scenarios": plan.scenarios,
+        "seeds": plan.seeds,
+        "grid": {path: [as_text(value) for value in values] for path, values in plan.grid.items()},
+        "overrides": plan.overrides,
+        "parameters": plan.parameters,
+    }
+
+
+def _one_of(trial: Trial, name: str, values: list[str]) -> str:
+    return str(trial.suggest_categorical(name, values)) if len(values) > 1 else values[0]
+
+
+def _proposed(trial: Trial, path: str, choice: Choice) -> str:
+    if not isinstance(choice, Range):
+        return str(trial.suggest_categorical(path, [as_text(value) for value in choice]))
+    if choice.is_whole:
+        return as_text(
+            trial.suggest_int(path, int(choice.low), int(choice.high), log=choice.is_log)
+        )
+    return as_text(trial.suggest_float(path, choice.low, choice.high, log=choice.is_log))
+
+
+def best_first(trials: list[TrialRecord], direction: str) -> list[TrialRecord]:
+    """Trials that are complete before the others, the best first."""
+    sign = -1.0 if direction == "maximize" else 1.0
+
+    def rank(one: TrialRecord) -> tuple[bool, float, int]:
+        is_known = one.state == "complete" and one.value is not None
+        return not is_known, sign * one.value if is_known and one.value else 0.0, one.number
+
+    return sorted(trials, key=rank)

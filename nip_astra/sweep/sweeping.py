@@ -1,0 +1,188 @@
+"""Do a sweep: check all, run what has not ended, and keep its tables and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from nip_astra.errors import ConfigurationError, MissingDependencyError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.plugins import load_plugin
+from nip_astra.sweep.bar import SweepBar
+from nip_astra.sweep.orders import FinishedRun
+from nip_astra.sweep.places import LocalProcesses, Place, RayTasks
+from nip_astra.sweep.plan import SweepPlan, shard_of
+from nip_astra.sweep.report import write_sweep_report
+from nip_astra.sweep.results import SweepResults, as_csv, read_sweep
+from nip_astra.sweep.runner import GivenRuns, RunQueue, SweepRunner
+from nip_astra.sweep.search import StudyQueue
+from nip_astra.tracking.run_directory import write_atomically
+
+TABLE, SUMMARY, PARQUET, REPORT = "table.csv", "summary.csv", "table.parquet", "report.html"
+
+PlaceName = Literal["processes", "ray"]
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """How a sweep is done; none of it changes what it finds.
+
+    Attributes
+    ----------
+    settings : Mapping[str, Any]
+        Settings of all runs.
+    num_processes : int or None
+        Runs at once; None for one, or on Ray for as many as the cluster has room for.
+    shard : str or None
+        The part of the runs that is done, as `2/4`; None for all.
+    place : {"processes", "ray"}
+        Processes of this machine, or tasks of a Ray cluster.
+    num_cpus, num_gpus : float
+        What a run takes of a machine on Ray.
+    is_trusted : bool
+        Whether code that the runs name is loaded.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    num_processes: int | None = None
+    shard: str | None = None
+    place: PlaceName = "processes"
+    num_cpus: float = 1
+    num_gpus: float = 0
+    is_trusted: bool = False
+
+
+def run_sweep(
+    directory: str | Path,
+    *,
+    options: SweepOptions | None = None,
+    progress: bool = True,
+    on_end: Callable[[FinishedRun], object] = lambda _: None,
+    **plan: Any,
+) -> SweepResults:
+    """Run every combination, or search, and give what was found.
+
+    Called again with the same values it goes on where it was left. A run that fails does not stop
+    the others; `failures.json` of the folder tells of it.
+
+    Parameters
+    ----------
+    directory : str or Path
+        Holds a folder a run, the tables and the report.
+    progress : bool
+        Whether one bar over all runs is shown.
+    on_end : Callable
+        Told of each run as it ends.
+    **plan
+        Fields of `SweepPlan`: trainers, seeds, grid, search, and more.
+
+    Raises
+    ------
+    ConfigurationError
+        When a combination is wrong; nothing was run.
+    StopRequested
+        By a signal, after all runs at work have saved what they did.
+    """
+    given = {
+        name: list(value) if isinstance(value, range) else value for name, value in plan.items()
+    }
+    sweep_plan = SweepPlan.from_dict(given)
+    do_sweep(
+        sweep_plan, Path(directory), options or SweepOptions(), progress=progress, on_end=on_end
+    )
+    return read_sweep(directory)
+
+
+def do_sweep(
+    plan: SweepPlan,
+    directory: Path,
+    options: SweepOptions,
+    *,
+    progress: bool = True,
+    on_end: Callable[[FinishedRun], object] = lambda _: None,
+) -> list[FinishedRun]:
+    """Do what has not ended, and write the tables and the report of all that has."""
+    check(plan, options)
+    runner = runner_of(plan, directory, options, place=_place(options))
+    runs = [] if plan.search else shard_of(plan.runs, options.shard)
+    with runner.opened():
+        queue: RunQueue = StudyQueue(plan, directory) if plan.search else GivenRuns(runs)
+        count = plan.search.num_trials * len(plan.seeds) if plan.search else len(runs)
+        bar = SweepBar(count, runner.progress_path, enabled=progress)
+
+        def note(one: FinishedRun) -> None:
+            bar.note(one)
+            on_end(one)
+
+        def poll() -> None:
+            bar.poll(runner.at_work)
+
+        try:
+            finished = runner.work(queue, on_end=note, on_poll=poll)
+        finally:
+            bar.close()
+    write_findings(read_sweep(directory))
+    return finished
+
+
+def check(plan: SweepPlan, options: SweepOptions) -> None:
+    """Check everything that can be before anything runs.
+
+    Raises
+    ------
+    ConfigurationError
+        When a setting or a combination is wrong.
+    """
+    for plugin in plan.plugins:
+        load_plugin(plugin)
+    # The twentieth run is not to fail for a slip of the pen.
+    ExperimentSettings.from_dict({**ExperimentSettings().to_dict(), **options.settings})
+    if plan.search is not None and options.shard is not None:
+        raise ConfigurationError(
+            f"--shard {options.shard} of a search was asked for, but what a trial tries hangs on "
+            "those before it. Leave --shard out, or do the search --on ray."
+        )
+    plan.check()
+
+
+def runner_of(
+    plan: SweepPlan, directory: Path, options: SweepOptions, *, place: Place | None = None
+) -> SweepRunner:
+    """The runner of a sweep, which knows what is done."""
+    settings = dict(options.settings)
+    if options.place == "ray":
+        settings.setdefault("num_threads", max(1, int(options.num_cpus)))
+    return SweepRunner(
+        plan,
+        directory,
+        num_processes=options.num_processes or 1,
+        settings=settings,
+        is_trusted=options.is_trusted,
+        place=place,
+    )
+
+
+def write_findings(found: SweepResults) -> None:
+    """Write the tables and the report of what has been found so far."""
+    directory = found.directory
+    if found.rows:
+        write_atomically(directory / TABLE, found.to_csv())
+        write_atomically(directory / SUMMARY, as_csv(found.summary()))
+        # What reads Parquet is not needed for anything else here.
+        with suppress(MissingDependencyError):
+            found.write_parquet(directory / PARQUET)
+    write_sweep_report(found, directory / REPORT)
+
+
+def _place(options: SweepOptions) -> Place:
+    if options.place == "processes":
+        return LocalProcesses(options.num_processes or 1)
+    return RayTasks(
+        options.settings.get("ray_address"),
+        num_at_once=options.num_processes,
+        num_cpus=options.num_cpus,
+        num_gpus=options.num_gpus,
+    )

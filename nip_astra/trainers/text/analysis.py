@@ -1,0 +1,287 @@
+"""Rollout analyses of a run: what a judge said of what agents said, in files and in figures.
+
+Shape suffixes: `N` rollout, `A` agent, `C` channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.chat import ChatModel
+from nip_astra.language_models.services.patience import open_chat_model
+from nip_astra.scenario_base.text.analysers.base import Cast, RolloutAnalyser
+from nip_astra.scenario_base.text.analysers.judging import (
+    Judgements,
+    JudgingParameters,
+    Verdict,
+    judge_rollouts,
+    requests_of,
+)
+from nip_astra.scenario_base.text.analysers.registry import build_rollout_analysers
+from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+from nip_astra.trainers.text.rollout_files import ROLLOUTS
+from nip_astra.utils.intervals import rate_estimate
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+
+ANALYSES = "analyses"
+"""Folder of a run directory."""
+JUDGE = "judge"
+"""What the judge is called where requests are counted."""
+VERSION = 1
+VERDICTS_SUFFIX = ".verdicts.json"
+_WORDS = {Verdict.YES: "yes", Verdict.NO: "no", Verdict.DOES_NOT_APPLY: "does not apply"}
+_WORDS |= {Verdict.UNKNOWN: "unknown"}
+COLUMNS = ("analyser", "split", "rollout", "agent", "channel", "verdict", "reason")
+"""Of the table of what was judged."""
+
+
+class Sampling(NamedTuple):
+    """The rollouts of an iteration that a run has kept.
+
+    Attributes
+    ----------
+    split : str
+        "train" or "test".
+    """
+
+    split: str
+    iteration: int
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return self.path.parent.name
+
+
+def stored_samplings(run: RunDirectory) -> list[Sampling]:
+    """All rollouts of a run, by split and iteration."""
+    found = []
+    for path in sorted(run.rollouts_dir.glob(f"*/{ROLLOUTS}")):
+        split, _, number = path.parent.name.rpartition("_")
+        if number.isdigit():
+            found.append(Sampling(split, int(number), path))
+    return found
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What an analyser found in the rollouts of an iteration.
+
+    Attributes
+    ----------
+    summary : dict
+        As plain values, as it is written down.
+    verdicts : NestedArrayDict
+        See `Judgements`.
+    """
+
+    summary: dict[str, Any]
+    verdicts: NestedArrayDict
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """`<agent>/share_<analyser>`: the share of yes among yes and no."""
+        name = self.summary["analyser"]
+        shares = self.summary["shares"]
+        return {f"{agent}/share_{name}": one["share"] for agent, one in shares.items()}
+
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        """What was judged, in the order of `COLUMNS`."""
+        summary = self.summary
+        return [
+            (summary["analyser"], summary["split"], *(one[name] for name in COLUMNS[2:]))
+            for one in summary["judged"]
+        ]
+
+
+class RolloutAnalyses:
+    """Lets a judge answer the questions of analysers about rollouts, and keeps what it says.
+
+    A folder `analyses/<split>_<iteration>` has, for each analyser, `<analyser>.json` with shares
+    and all verdicts with their reasons, and `<analyser>.verdicts.json`, a `NestedArrayDict`.
+
+    Parameters
+    ----------
+    run : RunDirectory or None
+        None keeps nothing.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory | None,
+        cast: Cast,
+        analysers: Sequence[RolloutAnalyser],
+        model: ChatModel,
+        how: JudgingParameters,
+    ) -> None:
+        self.run, self.cast, self.analysers = run, cast, tuple(analysers)
+        self.model, self.how = model, how
+        for analyser in self.analysers:
+            _check_agents(analyser, cast)
+
+    def count_requests(self, rollouts: NestedArrayDict) -> dict[str, int]:
+        """How many requests each analyser would make at least."""
+        return {
+            one.name: len(requests_of(one, one.subjects(rollouts, self.cast), self.how))
+            for one in self.analysers
+        }
+
+    def analyse(
+        self,
+        rollouts: NestedArrayDict,
+        split: str,
+        iteration: int,
+        *,
+        is_overwritten: bool = False,
+    ) -> list[Analysis]:
+        """Judge the rollouts of an iteration by every analyser.
+
+        Raises
+        ------
+        ConfigurationError
+            When another judge has judged them before, and that is not to be overwritten.
+        ServiceError
+            When the judge cannot be reached.
+        """
+        folder = None if self.run is None else Path(ANALYSES) / f"{split}_{iteration:04d}"
+        if folder is not None and not is_overwritten:
+            for analyser in self.analysers:
+                self._check_judge(folder / f"{analyser.name}.json")
+        found = []
+        for analyser in self.analysers:
+            judged = judge_rollouts(analyser, rollouts, self.cast, self.model, self.how)
+            about = {"split": split, "iteration": iteration, "num_rollouts": len(rollouts)}
+            analysis = Analysis(self._summary(analyser, judged, about, rollouts), judged.verdicts)
+            if folder is not None and self.run is not None:
+                (self.run.path / folder).mkdir(parents=True, exist_ok=True)
+                judged.verdicts.save(self.run.path / folder / f"{analyser.name}{VERDICTS_SUFFIX}")
+                self.run.write_json(str(folder / f"{analyser.name}.json"), analysis.summary)
+            found.append(analysis)
+        return found
+
+    @property
+    def judge(self) -> dict[str, str]:
+        """Who judges."""
+        return {"model": self.model.name, "place": self.model.place}
+
+    def _check_judge(self, name: Path) -> None:
+        assert self.run is not None
+        if not (self.run.path / name).is_file():
+            return
+        before = self.run.read_json(str(name)).get("judge")
+        if before != self.judge:
+            raise ConfigurationError(
+                f"{self.run.path / name} was to be written by the judge {self.judge['model']!r}, "
+                f"but it holds what {(before or {}).get('model')!r} said. Give --overwrite "
+                "(is_overwritten=True) to replace it, or copy it elsewhere first."
+            )
+
+    def _summary(
+        self,
+        analyser: RolloutAnalyser,
+        judged: Judgements,
+        about: dict[str, Any],
+        rollouts: NestedArrayDict,
+    ) -> dict[str, Any]:
+        doc = type(analyser).__doc__ or ""
+        verdict_NAC = judged.verdicts["verdict"]
+        return {
+            "version": VERSION,
+            "analyser": analyser.name,
+            "meaning": doc.strip().partition("\n")[0],
+            "judge": self.judge,
+            **about,
+            "num_requests": judged.num_requests,
+            "shares": {
+                agent: _share(verdict_NAC[:, a], rollouts["datapoint_id"])
+                for a, agent in enumerate(self.cast.protocol.agent_names)
+                if _is_answered(verdict_NAC[:, a])
+            },
+            "judged": list(_told(judged.verdicts, self.cast)),
+        }
+
+
+def open_analyses(
+    instance: PureTextScenarioInstance, settings: ExperimentSettings
+) -> RolloutAnalyses | None:
+    """What an instance's parameters say is to be asked; None where they ask nothing."""
+    if instance.analysis is None:
+        return None
+    chosen = instance.analysis
+    model = open_chat_model(chosen.model, settings, scenario_dir=instance.scenario_dir, label=JUDGE)
+    analysers = build_rollout_analysers(chosen.analysers)
+    return RolloutAnalyses(settings.run_directory, instance.cast, analysers, model, chosen)
+
+
+def load_verdicts(run: RunDirectory, split: str, iteration: int, analyser: str) -> NestedArrayDict:
+    """The verdicts that an analysis has kept."""
+    folder = run.path / ANALYSES / f"{split}_{iteration:04d}"
+    return NestedArrayDict.load(folder / f"{analyser}{VERDICTS_SUFFIX}")
+
+
+def log_analyses(analyses: Sequence[Analysis], tracker: Tracker, *, step: int) -> None:
+    """Put everything that was judged into a table of a tracker."""
+    rows = [row for one in analyses for row in one.rows]
+    if rows:
+        tracker.log_table(ANALYSES, COLUMNS, rows, step=step)
+
+
+def log_analyses_artifact(tracker: Tracker, run: RunDirectory) -> None:
+    """Let a tracker keep all analyses of a run."""
+    if (run.path / ANALYSES).is_dir():
+        tracker.log_artifact(run.path / ANALYSES, name=f"analyses-{run.run_id}", type="analyses")
+
+
+def _is_answered(verdict_NC: np.ndarray[Any, np.dtype[np.int64]]) -> bool:
+    return bool((verdict_NC <= Verdict.YES).any())
+
+
+def _share(
+    verdict_NC: np.ndarray[Any, np.dtype[np.int64]],
+    datapoint_N: np.ndarray[Any, np.dtype[np.int64]],
+) -> dict[str, float]:
+    """How often the answer is yes, with a 95 % interval that allows for equal datapoints."""
+    places, channels = np.nonzero(verdict_NC <= Verdict.YES)
+    yes = verdict_NC[places, channels] == Verdict.YES
+    estimate = rate_estimate(yes.astype(float).tolist(), datapoint_N[places].tolist())
+    counts = {
+        f"num_{word.replace(' ', '_')}": int((verdict_NC == verdict).sum())
+        for verdict, word in _WORDS.items()
+    }
+    return {"share": float(yes.mean()), "low": estimate.low, "high": estimate.high, **counts}
+
+
+def _told(verdicts: NestedArrayDict, cast: Cast) -> Iterator[dict[str, Any]]:
+    """Every verdict in words."""
+    names, channels = cast.protocol.agent_names, cast.protocol.message_channel_names
+    asked = np.argwhere(verdicts["verdict"] != Verdict.NOT_ASKED)
+    for n, a, c in asked.tolist():
+        yield {
+            "rollout": n,
+            "agent": names[a],
+            "channel": channels[c],
+            "verdict": _WORDS[Verdict(int(verdicts["verdict"][n, a, c]))],
+            "reason": verdicts["reason"][n, a, c],
+        }
+
+
+def _check_agents(analyser: RolloutAnalyser, cast: Cast) -> None:
+    chosen = analyser.parameters.agents or []
+    unknown = sorted(set(chosen) - set(cast.protocol.agent_names))
+    if unknown:
+        raise ConfigurationError(
+            f"the analyser {analyser.name!r} was asked about the agent {unknown[0]!r}, but the "
+            f"protocol has {', '.join(cast.protocol.agent_names)}. Name one of them, or leave "
+            "`agents` out to ask about all of its role."
+        )

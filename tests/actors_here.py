@@ -1,0 +1,61 @@
+"""Actors without Ray: calls are written, and read by actors of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.utils import actors as actors_module
+from nip_astra.utils.actors import ActorOptions, _Actor, _Sender
+
+
+class Reference:
+    """A stand-in for an object reference of Ray's."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class ActorsHere:
+    """`Actors` without Ray: calls are written, and read by actors of this process."""
+
+    def __init__(self, num_actors: int) -> None:
+        self.sent: list[int] = []
+        self.sender = _Sender(self._put)
+        threads = torch.get_num_threads()
+        self.actors = [_Actor(threads, []) for _ in range(num_actors)]
+        self.turn = 0
+
+    def _put(self, value: object) -> Reference:
+        self.sent.append(len(value) if isinstance(value, bytes | list) else 0)
+        return Reference(value)
+
+    def call(self, calls: list[Callable[[], Any]], kept: list[object]) -> list[Any]:
+        self.sender.keep(kept)
+        weights, references = self.sender.weights(), list(self.sender.references)
+        results = []
+        for call in calls:
+            actor = self.actors[self.turn % len(self.actors)]
+            self.turn += 1
+            written = self.sender.written(call)
+            results.append(actor.make(references, weights, written, torch.is_grad_enabled()))
+        return results
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
+    """Have actors be of this process; those that were opened."""
+    made: list[ActorsHere] = []
+
+    def make(options: ActorOptions) -> ActorsHere:
+        made.append(ActorsHere(options.num_actors))
+        return made[-1]
+
+    monkeypatch.setattr(actors_module, "Actors", make)
+    monkeypatch.setattr("ray.get", lambda reference: reference.value)
+    return made

@@ -1,0 +1,159 @@
+"""Processes tell each other values, add up tensors, and notice when one has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.distributed.launch import is_one_of_several, processes_on_this_machine
+from nip_astra.distributed.rows import RowDivision
+from nip_astra.distributed.team import Team, open_team
+from nip_astra.errors import ConfigurationError, LostProcessError, StopRequested
+from nip_astra.utils.processor import num_cores
+from tests.distributed.processes import together
+from tests.messages import says
+
+CPU = torch.device("cpu")
+
+
+def test_one_process_is_a_team_of_its_own() -> None:
+    with open_team(CPU) as team:
+        assert (team.size, team.rank, team.is_leader) == (1, 0, True)
+        assert team.lead(lambda: 5) == 5
+        assert team.from_leader("x") == "x"
+        assert team.of_all(3) == [3]
+        assert list(team.share_of(7)) == list(range(7))
+
+
+def test_shares_are_all_there_is_and_as_equal_as_can_be() -> None:
+    teams = [Team() for _ in range(3)]
+    for rank, team in enumerate(teams):
+        team.rank, team.size = rank, 3
+    for count in (0, 1, 2, 3, 7, 9):
+        shares = [team.share_of(count) for team in teams]
+        assert [one for share in shares for one in share] == list(range(count))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_the_launcher_says_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    alone = num_cores()
+    assert not is_one_of_several()
+    # Some clusters set the size for every job.
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert not is_one_of_several()
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert is_one_of_several()
+    assert processes_on_this_machine() == 2
+    assert num_cores() == max(alone // 2, 1)
+
+
+def everything(store: str) -> dict[str, Any]:
+    """Use all that a team can do."""
+    with open_team(CPU, store) as team:
+        two = [torch.full((2,), team.rank + 1.0), torch.full((1,), 2**40 + team.rank)]
+        team.add_up(two)
+        copied = [torch.full((3,), float(team.rank))]
+        team.copy_from_leader(copied)
+        asked = team.lead(
+            lambda: team.ask("double", [{"x": torch.tensor([1.5])}, {"x": torch.tensor([4.0])}]),
+            {"double": lambda given: given["x"] * 2},
+        )
+        rows = torch.arange(5.0, requires_grad=True)
+        (joined,) = RowDivision(team)(lambda some: [rows[some] ** 2], 5)
+        (joined.sum() ** 2).backward()
+        assert rows.grad is not None
+        team.add_up([rows.grad])
+        (few,) = RowDivision(team)(lambda some: [rows[:1][some] * 3], 1)
+        few_grad = torch.autograd.grad(few.sum(), rows)[0]
+        team.add_up([few_grad])
+        stopped = ""
+        try:
+            team.lead(lambda: _stop())
+        except StopRequested as error:
+            stopped = error.signal_name
+        return {
+            "sums": [one.tolist() for one in two],
+            "copied": copied[0].tolist(),
+            "told": team.from_leader({"rank": team.rank, 1: (2, None)}),
+            "all": team.of_all("ab" * team.rank),
+            "asked": None if asked is None else [one.tolist() for one in asked],
+            "joined": joined.tolist(),
+            "gradient": rows.grad.tolist(),
+            "few": few_grad.tolist(),
+            "stopped": stopped,
+        }
+
+
+def _stop() -> None:
+    raise StopRequested("SIGTERM")
+
+
+def test_processes_share_what_they_compute(tmp_path: Path) -> None:
+    leader, other = together(everything, tmp_path)
+    assert leader.pop("asked") == [[3.0], [8.0]]
+    assert other.pop("asked") is None
+    assert leader == other
+    assert leader["sums"] == [[3.0, 3.0], [2**41 + 1.0]] or leader["sums"][1] == [2.0**41]
+    assert leader["copied"] == [0.0] * 3
+    assert leader["told"] == {"rank": 0, 1: (2, None)}
+    assert leader["all"] == ["", "ab"]
+    squares = [0.0, 1.0, 4.0, 9.0, 16.0]
+    assert leader["joined"] == squares
+    # d (sum x^2)^2 / dx = 2 sum x^2 * 2 x, once and not once a process.
+    assert leader["gradient"] == [4 * sum(squares) * x for x in range(5)]
+    assert leader["few"] == [3.0, 0.0, 0.0, 0.0, 0.0]
+    assert leader["stopped"] == "SIGTERM"
+
+
+def lose_one(store: str) -> str:
+    """Wait for a process that is killed."""
+    with open_team(CPU, store) as team:
+        team.of_all(0)
+        if team.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            team.of_all(0)
+        except LostProcessError as error:
+            return str(error)
+    return ""
+
+
+def test_that_a_process_has_ended_is_said_in_plain_words(tmp_path: Path) -> None:
+    message, _ = together(lose_one, tmp_path, killed=[1])
+    assert says(message, "trained by 2 processes", "one of them has ended")
+    assert "third_party" not in message
+
+
+def fail_in_leader(store: str) -> str:
+    with open_team(CPU, store) as team:
+        try:
+            team.lead(lambda: 1 / 0)
+        except (ZeroDivisionError, LostProcessError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_others_end_with_a_leader_that_fails(tmp_path: Path) -> None:
+    leader, other = together(fail_in_leader, tmp_path)
+    assert leader.startswith("ZeroDivisionError")
+    assert says(other, "LostProcessError", "leads has failed", "division by zero")
+
+
+def test_a_meeting_that_cannot_be_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigurationError) as caught, open_team(CPU):
+        pass
+    assert says(caught.value, "process 0 of 2", "env://", "torchrun", "process_store=FILE")

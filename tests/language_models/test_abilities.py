@@ -1,0 +1,209 @@
+"""A role takes a model with the abilities that it needs, and refuses by name what lacks one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nip_astra.errors import ConfigurationError, ModelAbilityError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.base import (
+    Generation,
+    LanguageModel,
+    Learner,
+    SamplingOptions,
+    TokenCount,
+    TokenModel,
+    TokenSampler,
+    TokenScorer,
+    as_language_model,
+    as_learner,
+    as_sampler,
+    as_scorer,
+)
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.registry import register_language_model
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment, run_experiment
+from tests.conftest import plugins_forgotten_after
+
+
+class Wrapped(TokenModel):
+    """A model in this process, of which only some abilities are shown."""
+
+    class Parameters(TokenModel.Parameters):
+        model: str
+
+    def __init__(self, inner: HuggingFaceLanguageModel) -> None:
+        self.inner = inner
+        self.tokenizer, self.end_ids = inner.tokenizer, inner.end_ids
+        self.context_window, self.token_count = inner.context_window, TokenCount()
+
+    @classmethod
+    def load(
+        cls, parameters: Any, *, device: torch.device, scenario_dir: Path | None, trainable: bool
+    ) -> Wrapped:
+        own = HuggingFaceLanguageModel.Parameters(model=parameters.model)
+        return cls(
+            HuggingFaceLanguageModel.load(
+                own, device=device, scenario_dir=scenario_dir, trainable=False
+            )
+        )
+
+    def num_parameters(self) -> int:
+        return self.inner.num_parameters()
+
+
+class Speaks(Wrapped, TokenSampler):
+    """Samples tokens alone, as a server of completions does."""
+
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_BT: Tensor,
+        options: SamplingOptions,
+    ) -> Generation:
+        return self.inner.generate(contexts, rows_per_context, uniforms_BT, options)
+
+
+class Reads(Wrapped, TokenScorer):
+    """Scores tokens alone."""
+
+    def logprobs(
+        self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
+    ) -> Tensor:
+        return self.inner.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT)
+
+
+class SpeaksAndReads(Speaks, Reads):
+    """Both, and does not learn."""
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    with plugins_forgotten_after():
+        for name, cls in {"speaks": Speaks, "reads": Reads, "both": SpeaksAndReads}.items():
+            register_language_model(name)(cls)
+        yield
+
+
+def options(scenario: Path, role: str, backend: str, *more: str) -> dict[str, Any]:
+    """An experiment in which one role has a backend of few abilities."""
+    model = json.dumps({"_type": backend, "model": str(scenario / role)})
+    return {
+        "trainer": "ast_dpo",
+        "scenario": str(scenario),
+        "overrides": [
+            "ast_chat.evaluation.num_episodes=2",
+            "ast_chat.evaluation.use_random_search=false",
+            "training.num_iterations=1",
+            f"ast_chat.{role}.language_model={model}",
+            *more,
+        ],
+    }
+
+
+def test_a_target_that_only_samples_is_attacked_as_any_other(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    found = []
+    for backend in ("speaks", "huggingface"):
+        resolved = resolve_experiment(**options(tiny_scenario, "target", backend))
+        settings = ExperimentSettings(runs_dir=str(tmp_path), run_id=backend, progress=False)
+        run_experiment(resolved, settings)
+        text = (tmp_path / backend / "metrics.jsonl").read_text()
+        metrics = [json.loads(line) for line in text.splitlines()]
+        found.append([(one["step"], one.get("loss"), one.get("mean_reward")) for one in metrics])
+    assert found[0] == found[1]
+    assert any(loss is not None for _, loss, _ in found[0])
+
+
+def prepared(**experiment: Any) -> Any:
+    return prepare_experiment(resolve_experiment(**experiment), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("role", "backend", "more", "told"),
+    [
+        (
+            "target",
+            "reads",
+            (),
+            r"target was to speak.* a TokenSampler.*'reads' is TokenScorer",
+        ),
+        (
+            "target",
+            "speaks",
+            ("ast_chat.reward.likelihood_model=target",),
+            r"the target was to .*likelihood_model.* a TokenScorer.*'speaks' is TokenSampler only",
+        ),
+        ("attacker", "speaks", (), r"the reference was to .* how likely it finds probes"),
+        ("attacker", "reads", (), r"the attacker was to speak"),
+        (
+            "attacker",
+            "both",
+            (),
+            r"attacker was to learn.* a Learner.*'both' is TokenSampler and",
+        ),
+    ],
+)
+def test_a_role_is_refused_a_model_without_the_ability_that_it_needs(
+    tiny_scenario: Path, role: str, backend: str, more: tuple[str, ...], told: str
+) -> None:
+    with pytest.raises(ModelAbilityError, match=told) as caught:
+        prepared(**options(tiny_scenario, role, backend, *more))
+    assert isinstance(caught.value, ConfigurationError)
+
+
+def test_a_likelihood_model_that_scores_need_not_learn(tiny_scenario: Path) -> None:
+    more = "ast_chat.reward.likelihood_model=target"
+    trainer = prepared(**options(tiny_scenario, "target", "both", more)).trainer
+    tree = trainer.rollouts.play(0)
+    assert bool(tree.nodes["probe_nll"].isfinite().all())
+
+
+@pytest.mark.parametrize(("backend", "is_refused"), [("reads", False), ("speaks", True)])
+def test_a_teacher_scores_tokens_and_nothing_else(backend: str, is_refused: bool) -> None:
+    base = {"trainer": "self_hosted_opd", "scenario": "arithmetic"}
+    policy = resolve_experiment(**base).hyper_params.get("task.policy.language_model.model")
+    folder = Path(policy.replace("scenario://", "scenarios/arithmetic/")).resolve()
+    teacher = json.dumps({"_type": backend, "model": str(folder)})
+    experiment = base | {"overrides": [f"self_hosted_opd.distillation.teacher={teacher}"]}
+    if is_refused:
+        with pytest.raises(ModelAbilityError, match="the teacher was to score what the student"):
+            prepared(**experiment)
+    else:
+        assert isinstance(prepared(**experiment).trainer.teacher, Reads)
+
+
+def test_each_ability_is_asked_for_by_itself(tiny_model: HuggingFaceLanguageModel) -> None:
+    assert as_language_model(tiny_model, role="policy") is tiny_model
+    speaks, reads, both = Speaks(tiny_model), Reads(tiny_model), SpeaksAndReads(tiny_model)
+    assert as_sampler(both, role="a") is both
+    assert as_scorer(both, role="a", to="read") is both
+    for refused in (
+        lambda: as_sampler(reads, role="a"),
+        lambda: as_scorer(speaks, role="a", to="read"),
+        lambda: as_learner(both, role="a", to="learn"),
+        lambda: as_language_model(both, role="a"),
+    ):
+        with pytest.raises(ModelAbilityError, match="the a was to"):
+            refused()
+    assert issubclass(LanguageModel, TokenSampler)
+    assert issubclass(LanguageModel, TokenScorer)
+    assert issubclass(LanguageModel, Learner)
+
+
+def test_a_session_of_a_sampler_is_not_asked_for_likelihoods(
+    tiny_model: HuggingFaceLanguageModel,
+) -> None:
+    session = Speaks(tiny_model).open_session()
+    with pytest.raises(ModelAbilityError, match="tell how likely"):
+        session.generate([[2, 6]], 1, torch.rand(1, 2), SamplingOptions(2), spans=[(1, 2)])

@@ -1,0 +1,103 @@
+"""Names of older versions are read in files, with a note, and pointed at elsewhere."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nip_astra.errors import ParameterError
+from nip_astra.parameters.conversion import convert
+from nip_astra.parameters.loading import read_yaml_layers
+from nip_astra.parameters.renamed import RENAMED, name_of_now, with_new_names
+from nip_astra.parameters.training import TrainingConfiguration
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.trainers.registry import TRAINERS
+
+OLD = {"training": {"training_steps": 3, "lr": 0.5, "batch_size": 2}, "seed": 1}
+NEW = {"training": {"num_iterations": 3, "lr": 0.5, "minibatch_size": 2}, "seed": 1}
+
+
+def test_old_names_are_read_with_a_note_and_other_values_stay(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert with_new_names(OLD, source="a.yaml") == NEW
+    [record] = caplog.records
+    told = record.getMessage()
+    assert record.levelno == logging.WARNING
+    assert "a.yaml" in told
+    assert "training.training_steps is training.num_iterations" in told
+    assert "training.batch_size is training.minibatch_size" in told
+    assert OLD["training"] == {"training_steps": 3, "lr": 0.5, "batch_size": 2}
+
+
+def test_new_names_are_left_as_they_are_without_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    for values in (NEW, {}, {"training": None}, {"scorer": {"batch_size": 3}}):
+        assert with_new_names(values, source="a.yaml") == values
+    assert not caplog.records
+
+
+def test_a_value_that_is_given_by_both_names_is_left_to_validation() -> None:
+    values = {"training": {"training_steps": 3, "num_iterations": 4}}
+    assert with_new_names(values, source="a.yaml") == values
+
+
+def test_a_file_of_a_run_is_converted_and_one_of_the_user_too(tmp_path: Path) -> None:
+    assert (
+        convert(OLD | {"package_version": "0.1.0"}, source="a run")["training"] == (NEW["training"])
+    )
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(OLD))
+    assert read_yaml_layers(path, source="mine")[-1].values == NEW
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("training.training_steps=2", "training.num_iterations"),
+        ("training.batch_size=2", "training.minibatch_size"),
+        ("training_steps=2", "num_iterations"),
+    ],
+)
+def test_an_assignment_by_an_old_name_is_told_the_new_one(old: str, new: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(trainer="ast_dpo", overrides=[old])
+    [fault] = caught.value.faults
+    assert fault.path == old.partition("=")[0]
+    assert new in fault.suggestion
+
+
+def test_a_value_that_is_asked_for_by_an_old_name_is_told_the_new_one() -> None:
+    with pytest.raises(ParameterError, match=r"'training\.num_iterations' now"):
+        resolve_experiment(trainer="ast_dpo").hyper_params.get("training.training_steps")
+    with pytest.raises(ParameterError, match="num_iterations"):
+        TrainingConfiguration(training_steps=3)  # type: ignore[call-arg]
+
+
+def test_every_new_name_is_one_that_a_trainer_reads() -> None:
+    examples = {
+        "training": "ast_dpo",
+        "solo_agent": "vanilla_ppo",
+        "text_rl": "pure_text_ei",
+        "spg": "spg",
+    }
+    for old, new in RENAMED.items():
+        group = new.partition(".")[0]
+        assert name_of_now(old) == new
+        if group in examples:
+            resolve_experiment(trainer=examples[group]).hyper_params.get(new)
+    regressor = {"_type": "mlp", "minibatch_size": 7}
+    found = resolve_experiment(
+        trainer="vanilla_ppo", hyper_params={"message_regression": {"regressor": regressor}}
+    )
+    assert found.hyper_params.get("message_regression.regressor.minibatch_size") == 7
+
+
+@pytest.mark.parametrize("name", sorted(TRAINERS.names()))
+def test_the_same_quantity_has_one_name_in_all_families(name: str) -> None:
+    groups: list[Any] = [TRAINERS.get(name).Parameters, TrainingConfiguration]
+    for group in groups:
+        assert not {"training_steps", "learning_rate", "batch_size"} & set(group.model_fields)

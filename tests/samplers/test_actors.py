@@ -1,0 +1,185 @@
+"""Actors of Ray play what one process would, whatever their number, and when they die."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, ContextLengthError
+from nip_astra.language_models import huggingface
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.run import prepare_experiment, run_experiment
+from nip_astra.samplers import parts
+from nip_astra.samplers.trees import TreeSampler
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
+from tests import actors_here
+from tests.actors_here import ActorsHere
+from tests.samplers.test_parts import counted
+from tests.samplers.test_trees import build
+
+pytest.importorskip("ray")
+
+PROMPTS = ["hello", "good day", "the cat sat", "hello there", "good", "a dog"]
+
+
+@pytest.fixture
+def instance(tiny_scenario: Path, monkeypatch: pytest.MonkeyPatch) -> ScenarioInstance:
+    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    return build(tiny_scenario)
+
+
+def sample(sampler: TreeSampler, number: int = 0) -> RolloutTree:
+    sampler.num_parts = 3
+    return sampler.sample(PROMPTS, tree_width=2, tree_depth=2, key=(0, "actors", number))
+
+
+def assert_equal(one: RolloutTree, other: RolloutTree) -> None:
+    for name in one.nodes.keys():  # noqa: SIM118 - iteration gives rows
+        assert torch.equal(one.nodes[name], other.nodes[name]), name
+    assert (one.probes, one.responses, one.contexts) == (
+        other.probes,
+        other.responses,
+        other.contexts,
+    )
+    assert one.num_unique_tokens == other.num_unique_tokens
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
+    """Actors are of this process."""
+    return actors_here.install(monkeypatch)
+
+
+@pytest.mark.parametrize("num_actors", [1, 2, 4])
+def test_any_number_of_actors_plays_the_same(
+    instance: ScenarioInstance, here: list[ActorsHere], num_actors: int
+) -> None:
+    sampler = instance.sampler
+    expected = sample(sampler)
+    before = counted(instance)
+    with using_actors(ActorOptions(num_actors)):
+        played = sample(sampler)
+    assert_equal(played, expected)
+    after = counted(instance)
+    assert [new - old for new, old in zip(after, before, strict=True)] == before
+
+
+def test_what_was_learnt_reaches_actors_once_a_rollout(
+    instance: ScenarioInstance, here: list[ActorsHere]
+) -> None:
+    sampler = instance.sampler
+    with using_actors(ActorOptions(2)):
+        sample(sampler)
+        num_sent = len(here[0].sent)
+        sample(sampler, 1)
+        assert len(here[0].sent) == num_sent
+        with torch.no_grad():
+            for parameter in instance.agents["attacker"].language_model.parameters():
+                parameter.data.mul_(1.5)
+        played = sample(sampler, 2)
+        assert len(here[0].sent) == num_sent + 1
+        again = sample(sampler.with_attacker(sampler.reference), 2)
+        assert len(here[0].sent) == num_sent + 1
+    assert_equal(played, sample(sampler, 2))
+    assert_equal(again, sample(sampler.with_attacker(sampler.reference), 2))
+    assert played.probes != again.probes
+
+
+def test_a_large_target_whose_matrices_were_freed_is_sent_whole(
+    tiny_scenario: Path, here: list[ActorsHere], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(huggingface, "SMALLEST_RELEASED", 1)
+    sampler = build(tiny_scenario).sampler
+    assert sampler.target.language_model._snapshot.is_released
+    expected = sample(sampler)
+    with using_actors(ActorOptions(2)):
+        assert_equal(sample(sampler), expected)
+        assert here[0].turn == 3
+
+
+def test_a_fault_in_an_actor_is_raised_as_what_it_is(
+    instance: ScenarioInstance, here: list[ActorsHere]
+) -> None:
+    sampler = instance.sampler
+    with using_actors(ActorOptions(1)):
+        sample(sampler)
+        with pytest.raises(ContextLengthError):
+            sampler.sample(["good " * 500], tree_width=2, tree_depth=2, key=(0,))
+
+
+@pytest.mark.slow
+def test_runs_on_any_number_of_actors_write_the_same_metrics(
+    tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    overrides = [
+        "training.num_iterations=2",
+        "training.eval_period=1",
+        "training.num_episodes_per_experience=8",
+        "ast_chat.num_rollout_parts=4",
+        "ast_chat.evaluation.num_episodes=4",
+    ]
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=str(tiny_scenario), overrides=overrides
+    )
+    written = {}
+    for num_actors in (0, 1, 2, 4):
+        settings = {"num_actors": num_actors, "actor_cpus": 0.25, "progress": False}
+        run = run_experiment(
+            resolved, runs_dir=str(tmp_path), run_id=f"actors-{num_actors}", **settings
+        )
+        written[num_actors] = (
+            (run.run_directory.path / "metrics.jsonl").read_bytes(),
+            run.results["before"],
+            run.results["after"],
+        )
+    assert written[0] == written[1] == written[2] == written[4]
+
+
+def test_actors_that_would_be_idle_are_refused() -> None:
+    for trainer in ("vanilla_ppo", "self_hosted_grpo"):
+        with pytest.raises(ConfigurationError, match="2 actors were asked for"):
+            prepare_experiment(resolve_experiment(trainer=trainer), num_actors=2)
+
+
+@pytest.mark.slow
+def test_actors_of_ray_play_the_same_though_one_is_killed(instance: ScenarioInstance) -> None:
+    sampler = instance.sampler
+    expected = sample(sampler)
+    for num_actors in (1, 2):
+        with using_actors(ActorOptions(num_actors, num_cpus=0.5)):
+            assert_equal(sample(sampler), expected)
+            actors = get_actors()
+            assert isinstance(actors, Actors)
+            killed = actors.process_ids()[0]
+            marker = Path(os.environ.get("TMPDIR", "/tmp")) / f"killed-{killed}"
+            results = actors.call([partial(_end_once, marker, number) for number in range(4)], [])
+            assert results == [0, 1, 2, 3]
+            assert marker.exists()
+            marker.unlink()
+            # What replaced it has the models again, as they have learnt meanwhile.
+            with torch.no_grad():
+                for parameter in instance.agents["attacker"].language_model.parameters():
+                    parameter.mul_(1.1)
+            expected = sample_alone(sampler)
+            assert_equal(sample(sampler), expected)
+
+
+def sample_alone(sampler: TreeSampler) -> RolloutTree:
+    with using_actors(ActorOptions(0)):
+        return sample(sampler)
+
+
+def _end_once(marker: Path, number: int) -> int:
+    if number == 2 and not marker.exists():
+        marker.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number

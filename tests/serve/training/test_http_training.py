@@ -1,0 +1,225 @@
+"""A service of ours in another process trains as one in this process does, and says what fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import (
+    ConfigurationError,
+    ServiceBusyError,
+    ServiceConflictError,
+    ServiceError,
+    ServiceModelError,
+    ServiceRequestError,
+    ServiceUnreachableError,
+)
+from nip_astra.language_models.services.training_wire import ROUTE
+from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.serve.local_service import LocalService
+from tests.serve.training.running import POLICY, Server, training_server
+from tests.trainers.test_service_trainers import trainer_of
+
+pytest.importorskip("fastapi")
+SHORT = ("training.num_episodes_per_experience=4", "training.lr=1e-3")
+LORA = "task.policy.language_model.lora.rank=4"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with training_server(["http"], max_training_models=64) as running:
+        yield running
+
+
+def distant(server: Server, *overrides: str, name: str = "remote_api_grpo") -> Any:
+    section = f"{name}.train_service"
+    options = [f"{section}.backend=http", f"{section}.base_url={server.url}"]
+    options += [f"{section}.model=policy", f"{section}.patience_seconds=0.3"]
+    return trainer_of(name, *SHORT, *options, *overrides)
+
+
+def iterate(trainer: Any, num_iterations: int = 2) -> list[float]:
+    """The losses of iterations."""
+    losses = []
+    for _ in range(num_iterations):
+        with torch.no_grad():
+            experience = trainer.collect(trainer.state.iteration)
+        trainer.state.begin(experience.samples, {})
+        trainer._update(trainer.state.iteration)
+        losses.append(trainer.state.end()["loss"])
+    return losses
+
+
+def weights(trainer: Any, folder: Path) -> dict[str, torch.Tensor]:
+    """The policy as its service would hand it out."""
+    from safetensors.torch import load_file
+
+    trainer.service.save_weights_for_sampler(folder)
+    found: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("remote_api_grpo", ()), ("remote_api_grpo", (LORA,)), ("self_hosted_grpo", ())],
+    ids=["full", "lora", "self_hosted"],
+)
+def test_a_service_elsewhere_gives_the_losses_and_weights_of_one_here(
+    server: Server, options: tuple[str, ...], name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    here = trainer_of(name, *SHORT, *options)
+    torch.manual_seed(0)
+    there = distant(server, *options, name=name)
+    assert iterate(here) == pytest.approx(iterate(there), abs=1e-6)
+    mine, theirs = weights(here, tmp_path / "here"), weights(there, tmp_path / "there")
+    before = weights(trainer_of(name, *SHORT), tmp_path / "before")
+    assert any(not torch.equal(mine[key], before[key]) for key in mine)
+    for key, tensor in mine.items():
+        torch.testing.assert_close(theirs[key], tensor, atol=1e-6, rtol=0)
+
+
+def test_a_saved_state_goes_on_to_the_bit_and_is_that_of_a_local_service(
+    server: Server, tmp_path: Path
+) -> None:
+    first = distant(server)
+    iterate(first, 1)
+    first.service.save_state(tmp_path / "state")
+    expected = iterate(first, 1)
+    again, here = distant(server), trainer_of("remote_api_grpo", *SHORT)
+    for other in (again, here):
+        other.service.load_state(tmp_path / "state")
+        other.state.iteration = 1
+    assert iterate(again, 1) == expected
+    assert iterate(here, 1) == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_repeated_request_repeats_no_step(server: Server) -> None:
+    trainer = distant(server)
+    service = trainer.service
+    asked: list[Any] = []
+    send = service.connection._client.post
+
+    def twice(path: str, **how: Any) -> Any:
+        asked.append(path)
+        send(path, **how)
+        return send(path, **how)
+
+    plain = iterate(distant(server), 2)
+    service.connection._client.post = twice
+    assert iterate(trainer, 2) == plain
+    assert len(asked) > 4
+
+
+def test_a_wrong_model_path_is_told_with_what_there_is(server: Server) -> None:
+    with pytest.raises(ServiceModelError, match=r"'nowhere'.*It has: policy"):
+        distant(server, "remote_api_grpo.train_service.model=nowhere")
+
+
+def test_other_weights_under_the_name_are_refused() -> None:
+    with (
+        training_server(["http"], {"policy": str(POLICY.parent / "teacher")}) as server,
+        pytest.raises(ServiceRequestError, match="weights here and at the client are not the same"),
+    ):
+        distant(server)
+
+
+def test_a_poisoned_request_leaves_the_model_as_it_was(server: Server, tmp_path: Path) -> None:
+    trainer = distant(server)
+    before = weights(trainer, tmp_path / "before")
+    one = torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ServiceRequestError, match="token 9999 was to be read"):
+        trainer.service.logprobs(torch.tensor([[3]]), one, torch.tensor([[9999]]), one)
+    with pytest.raises(ServiceRequestError, match="'explode' was asked for"):
+        trainer.service._do("explode")
+    with pytest.raises(ServiceRequestError, match="what it cannot take"):
+        trainer.service._do("sample", contexts=3)
+    wide = torch.ones(1, 9999, dtype=torch.bool)
+    with pytest.raises(ServiceRequestError, match="window"):
+        trainer.service.logprobs(torch.tensor([[3]]), one, wide.long(), wide)
+    after = weights(trainer, tmp_path / "after")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert iterate(trainer) == iterate(distant(server))
+
+
+def test_two_clients_on_one_model_are_told_apart(server: Server) -> None:
+    trainer, other = distant(server), distant(server)
+    iterate(trainer, 1)
+    other.service.model_id = trainer.service.model_id
+    with pytest.raises(ServiceConflictError, match="one client at a time"):
+        iterate(other, 1)
+    assert len(iterate(trainer, 1)) == 1
+
+
+def test_losses_that_services_cannot_differentiate_are_refused(server: Server) -> None:
+    trainer = distant(server)
+    with torch.no_grad():
+        batch = trainer.collate_fn(trainer.collect(0).samples)
+    rows = batch["context"], batch["context_mask"], batch["response"], batch["response_mask"]
+
+    def of_the_policy(_: Any) -> LossOutput:
+        return LossOutput(trainer.policy.logprobs(*rows).sum(), {})
+
+    with pytest.raises(ServiceRequestError, match="also differentiates the model at hand"):
+        trainer.service.forward_backward([batch], of_the_policy)
+    with pytest.raises(ServiceRequestError, match="hangs on no log-probability"):
+        trainer.service.forward_backward([batch], lambda _: LossOutput(torch.zeros(()), {}))
+
+
+def test_a_full_queue_and_too_many_models_are_told() -> None:
+    with training_server(["http"], max_training_models=1, max_waiting=1) as server:
+        trainer = distant(server)
+        with pytest.raises(ServiceBusyError, match="max_training_models"):
+            distant(server)
+        trainer.service.close()
+        with pytest.raises(ServiceModelError, match="nip-astra resume RUN"):
+            iterate(trainer, 1)
+        distant(server)
+
+
+def test_a_dead_server_is_told_and_a_checkpoint_goes_on_at_the_next(tmp_path: Path) -> None:
+    with training_server(["http"]) as server:
+        trainer = distant(server)
+        iterate(trainer, 1)
+        trainer.service.save_state(tmp_path / "state")
+        expected = iterate(trainer, 1)
+        server.stop()
+        with pytest.raises(ServiceUnreachableError, match=r"does not answer.*nip-astra resume"):
+            iterate(trainer, 1)
+        server.start()
+        # The new one knows nothing of the old one's models.
+        with pytest.raises(ServiceModelError, match="started anew"):
+            iterate(trainer, 1)
+        again = distant(server)
+        again.service.load_state(tmp_path / "state")
+        again.state.iteration = 1
+        assert iterate(again, 1) == expected
+
+
+def test_a_token_is_asked_for_and_an_address_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "secret")
+    section = "remote_api_grpo.train_service"
+    with training_server(["http"], token_variable="SERVICE_TOKEN") as server:
+        with pytest.raises(ServiceError, match="without its token"):
+            distant(server)
+        assert iterate(distant(server, f"{section}.token_variable=SERVICE_TOKEN"), 1)
+        with pytest.raises(ConfigurationError, match="NOT_THERE"):
+            distant(server, f"{section}.token_variable=NOT_THERE")
+    with pytest.raises(ConfigurationError, match="needs base_url"):
+        trainer_of("remote_api_grpo", f"{section}.backend=http")
+
+
+@pytest.mark.slow
+def test_the_command_serves_in_a_process_of_its_own() -> None:
+    import httpx
+
+    with LocalService({"policy": str(POLICY)}, protocols=["http"], num_threads=1) as service:
+        assert httpx.get(f"{service.base_url}{ROUTE}").json() == {"models": ["policy"]}
+        service._process.kill()
+        while service.is_alive:
+            time.sleep(0.01)

@@ -1,0 +1,257 @@
+"""Searches: what is proposed, pruned and resumed, and what a sweep's page says of its arms."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from nip_astra.errors import ConfigurationError, RunDirectoryError
+from nip_astra.sweep.orders import FinishedRun, RunOrder, RunStatus
+from nip_astra.sweep.places import Job
+from nip_astra.sweep.plan import SweepPlan
+from nip_astra.sweep.results import as_csv, read_sweep
+from nip_astra.sweep.runner import GivenRuns, SweepRunner
+from nip_astra.sweep.search import StudyQueue, read_trials
+from nip_astra.sweep.search_space import space_of
+from nip_astra.sweep.sweeping import write_findings
+
+DEV = "dev/mean_reward"
+
+
+class PlayedRun:
+    """A run of five dev evaluations, one each time that it is looked at."""
+
+    def __init__(self, order: RunOrder, course: Callable[[float, int], float]) -> None:
+        self.folder = Path(order.folder)
+        self.folder.mkdir(exist_ok=True)
+        words = [word for word in order.begin if word.startswith("training.lr=")]
+        self.lr = float(words[-1].partition("=")[2])
+        self.course = course
+        (self.folder / "hyper_parameters.yaml").write_text(f"training: {{lr: {self.lr}}}\n")
+        self.is_stopped = False
+
+    def has_ended(self) -> bool:
+        if self.is_stopped:
+            return True
+        file = self.folder / "metrics.jsonl"
+        step = len(file.read_text().splitlines()) + 1 if file.exists() else 1
+        with file.open("a") as metrics:
+            value = self.course(self.lr, step)
+            metrics.write(json.dumps({"step": step, DEV: value, "loss": -value}) + "\n")
+        if step < 5:
+            return False
+        (self.folder / "results.json").write_text(json.dumps({"after": {"mean_reward": value}}))
+        (self.folder / "report.html").write_text("")
+        return True
+
+    def stop(self) -> None:
+        self.is_stopped = True
+
+    def fault(self) -> str:
+        return ""
+
+
+class Stage:
+    """Plays runs in this process, and can be killed after so many beginnings."""
+
+    def __init__(
+        self, course: Callable[[float, int], float], num_at_once: int = 1, kill_at: int = 10**9
+    ) -> None:
+        self.num_at_once = num_at_once
+        self.course, self.kill_at = course, kill_at
+        self.begun: list[str] = []
+
+    def start(self, order: RunOrder) -> Job:
+        if len(self.begun) == self.kill_at:
+            raise KeyboardInterrupt
+        self.begun.append(Path(order.folder).name)
+        return PlayedRun(order, self.course)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nip_astra.sweep.runner.POLL_SECONDS", 0.0)
+
+
+def peak(lr: float, step: int) -> float:
+    """Best at a learning rate of 1e-3, and better with each step."""
+    return step / 5 - abs(math.log10(lr) + 3)
+
+
+def plan_of(**search: Any) -> SweepPlan:
+    return SweepPlan.from_dict(
+        {
+            "trainers": ["ast_dpo"],
+            "seeds": [0],
+            "overrides": ["training.eval_period=1"],
+            "search": {
+                "space": {"training.lr": {"low": 1e-5, "high": 1e-1, "is_log": True}},
+                "num_trials": 9,
+                "num_startup_trials": 3,
+                "pruner": "none",
+            }
+            | search,
+        }
+    )
+
+
+def search(plan: SweepPlan, folder: Path, stage: Stage) -> list[FinishedRun]:
+    runner = SweepRunner(plan, folder, place=stage)
+    with runner.opened():
+        return runner.work(StudyQueue(plan, folder))
+
+
+def test_ranges_are_whole_even_or_by_their_logarithm() -> None:
+    assert space_of(["a=1..8", "b=log 1e-5..1e-3", "c = 0..0.5"]) == {
+        "a": {"low": 1, "high": 8, "is_log": False},
+        "b": {"low": 1e-5, "high": 1e-3, "is_log": True},
+        "c": {"low": 0, "high": 0.5, "is_log": False},
+    }
+    for wrong in (["a"], ["a=1,2"], ["=1..2"], ["a=1..2", "a=1..3"]):
+        with pytest.raises(ConfigurationError, match="--search"):
+            space_of(wrong)
+    with pytest.raises(ConfigurationError, match="below its high"):
+        plan_of(space={"training.lr": {"low": 2.0, "high": 1.0}})
+
+
+def test_a_search_finds_what_is_best_and_says_so(tmp_path: Path) -> None:
+    plan = plan_of()
+    search(plan, tmp_path, Stage(peak))
+    trials = read_trials(tmp_path, plan)
+    assert [one.number for one in trials] == list(range(9))
+    assert {one.state for one in trials} == {"complete"}
+    for one in trials:
+        assert one.value == pytest.approx(peak(float(one.arm.values["training.lr"]), 5))
+    found = read_sweep(tmp_path)
+    best = max(trials, key=lambda one: one.value or -math.inf)
+    assert found.arms[0] == best.arm
+    assert abs(math.log10(float(best.arm.values["training.lr"])) + 3) < 0.5
+    write_findings(found)
+    page = (tmp_path / "report.html").read_text()
+    assert "Trials" in page
+    assert best.arm.name in page
+
+
+def test_a_killed_search_goes_on_with_the_trials_that_it_would_have_made(tmp_path: Path) -> None:
+    plan = plan_of(num_trials=4).model_copy(update={"seeds": [0, 1]})
+    whole, halted = Stage(peak), Stage(peak, kill_at=5)
+    search(plan, tmp_path / "whole", whole)
+    with pytest.raises(KeyboardInterrupt):
+        search(plan, tmp_path / "halted", halted)
+    # The fifth run, the first seed of the third trial, had ended; the second had begun.
+    again = Stage(peak)
+    search(plan, tmp_path / "halted", again)
+    assert whole.begun == halted.begun + again.begun
+    assert read_trials(tmp_path / "halted", plan) == read_trials(tmp_path / "whole", plan)
+
+
+def test_a_trial_that_is_worse_than_the_median_is_stopped(tmp_path: Path) -> None:
+    plan = plan_of(pruner="median", num_startup_trials=2, sampler="random", num_trials=8)
+    finished = search(plan, tmp_path, Stage(peak))
+    trials = read_trials(tmp_path, plan)
+    pruned = [one for one in trials if one.state == "pruned"]
+    kept = [one for one in trials if one.state == "complete"]
+    assert pruned
+    assert all(one.value is None for one in pruned)
+    whole = {one.number: peak(float(one.arm.values["training.lr"]), 5) for one in trials}
+    assert max(whole, key=lambda number: whole[number]) in {one.number for one in kept}
+    for one in pruned:
+        better = sum(whole[other.number] > whole[one.number] for other in kept)
+        assert 2 * better >= len([other for other in kept if other.number < one.number])
+    statuses = [one.status for one in finished]
+    assert statuses.count(RunStatus.PRUNED) == len(pruned)
+
+
+def test_a_failed_trial_does_not_end_the_search(tmp_path: Path) -> None:
+    def course(lr: float, step: int) -> float:
+        return math.nan if lr > 1e-2 else peak(lr, step)
+
+    plan = plan_of(num_trials=5, sampler="random", direction="minimize")
+    search(plan, tmp_path, Stage(course, num_at_once=3))
+    by_state = {
+        state: {
+            float(one.arm.values["training.lr"]) > 1e-2
+            for one in read_trials(tmp_path, plan)
+            if one.state == state
+        }
+        for state in ("complete", "fail")
+    }
+    assert by_state == {"complete": {False}, "fail": {True}}
+
+
+def test_a_study_of_another_space_is_not_gone_on_with(tmp_path: Path) -> None:
+    search(plan_of(num_trials=1), tmp_path, Stage(peak))
+    other = plan_of(space={"training.lr": {"low": 1e-6, "high": 1e-1, "is_log": True}})
+    with pytest.raises(RunDirectoryError, match="of another space"):
+        search(other, tmp_path, Stage(peak))
+    more = Stage(peak)
+    search(plan_of(num_trials=2), tmp_path, more)
+    assert len(more.begun) == 1
+
+
+def test_a_search_without_dev_evaluations_is_refused() -> None:
+    plan = plan_of().model_copy(update={"overrides": []})
+    with pytest.raises(ConfigurationError, match="eval_period is 0"):
+        plan.check()
+    plan_of().check()
+    plan_of(objective="failure_rate").check()
+
+
+def test_parameters_of_one_trainer_are_not_searched_with_another() -> None:
+    plan = SweepPlan.from_dict(
+        {
+            "trainers": ["ast_dpo", "ast_ipo"],
+            "grid": {"ast_dpo.beta": [0.1, 0.2], "training.num_epochs": [2]},
+            "search": {"space": {"training.lr": {"low": 1e-5, "high": 1e-3}}},
+        }
+    )
+    assert set(plan.choices_of("ast_dpo")) == {"ast_dpo.beta", "training.lr"}
+    assert set(plan.choices_of("ast_ipo")) == {"training.lr"}
+    assert plan.fixed == {"training.num_epochs": "2"}
+
+
+def test_a_page_tests_arms_in_pairs_and_tells_what_failed(tmp_path: Path) -> None:
+    plan = SweepPlan(
+        trainers=["ast_dpo"],
+        seeds=[0, 1, 2],
+        grid={"training.lr": ["1e-3", "1e-2", "1e-1"], "training.num_epochs": ["2"]},
+    )
+
+    class Failing(Stage):
+        def start(self, order: RunOrder) -> Job:
+            if "training.lr=1e-1" not in order.begin:
+                return super().start(order)
+            Path(order.log).write_text("Traceback\nit broke <here>\n")
+            job = PlayedRun(order, self.course)
+            job.stop()
+            return job
+
+    noise = iter(range(100))
+    runner = SweepRunner(
+        plan, tmp_path, place=Failing(lambda lr, step: 3 + peak(lr, step) + next(noise) % 7 / 50)
+    )
+    with runner.opened():
+        finished = runner.work(GivenRuns(plan.runs))
+    assert sum(one.status is RunStatus.FAILED for one in finished) == 3
+    found = read_sweep(tmp_path)
+    write_findings(found)
+    page = (tmp_path / "report.html").read_text()
+    assert "B less A" in page
+    assert "it broke &lt;here&gt;" in page
+    assert "training.lr" in page
+    assert page.count('class="area') >= 2
+    rows = found.summary(["mean_reward"])
+    assert [row["arm"] for row in rows] == ["ast_dpo lr=1e-3", "ast_dpo lr=1e-2"]
+    assert rows[1]["p_holm"] == rows[1]["p"] is not None
+    assert rows[1]["less_first"] == pytest.approx(rows[1]["mean"] - rows[0]["mean"])
+    assert "less_first_low" in as_csv(rows)
+    assert (tmp_path / "summary.csv").read_bytes().decode() == as_csv(found.summary())
+    frame = pytest.importorskip("pandas").read_parquet(tmp_path / "table.parquet")
+    assert frame["value"].tolist() == [row["value"] for row in found.rows]

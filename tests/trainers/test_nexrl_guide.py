@@ -1,0 +1,271 @@
+"""The code and parameter files of NexRL's guide to custom trainers run here.
+
+`tests/nexrl_guide/custom_trainers.nexrl.txt` holds its blocks as they are. What is changed is the
+import root (as `doc/guides/coming-from-nexrl.md` says) and what the guide itself leaves open.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra import (
+    Batch,
+    RemoteApiTrainer,
+    SelfHostedGrpoTrainer,
+    SelfHostedTrainer,
+    Trajectory,
+    load_plugin,
+    module_of,
+)
+from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment
+from tests.command_line import plugins_forgotten_after
+from tests.documents import ROOT
+
+BLOCKS = [
+    block.partition("\n")[2]
+    for block in (ROOT / "tests" / "nexrl_guide" / "custom_trainers.nexrl.txt")
+    .read_text(encoding="utf-8")
+    .split("```")[1::2]
+]
+TRAINER, TASK, _, REMOTE, REMOTE_TASK, ALGORITHM, USES_ALGORITHM = BLOCKS[:7]
+KL, VALUES, NSTEP, FIELDS, METRICS, EDGES, UTILITIES, UNIT_TEST = BLOCKS[7:15]
+INTEGRATION, OF_GRPO, OF_REMOTE_GRPO = BLOCKS[16:]
+SMALL = (
+    "training.num_episodes_per_experience=4",
+    "training.minibatch_size=32",
+    "training.num_iterations=1",
+    "task.evaluation.num_problems=2",
+)
+
+
+def ours(text: str) -> str:
+    """The text with the import root that the guide names."""
+    return re.sub(r"from nexrl(\.\w+)* import", "from nip_astra import", text)
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder `recipe/my_task` of a workspace, which is the working directory."""
+    folder = tmp_path / "recipe" / "my_task"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with plugins_forgotten_after():
+        yield folder
+
+
+def trainer_of(path: Path, *overrides: str) -> Any:
+    resolved = resolve_experiment(parameter_file=path, overrides=[*SMALL, *overrides])
+    return prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+
+
+def one_iteration(trainer: Any) -> dict[str, float]:
+    """Play, prepare and learn once, and give what is logged."""
+    trainer._collect(0)
+    metrics = dict(trainer.state.iteration_metrics)
+    trainer._update(0)
+    found: dict[str, float] = metrics | trainer.state.end()
+    return found
+
+
+def batch_of_two() -> Batch:
+    return Batch.from_trajectories(
+        [
+            Trajectory([5, 6, 7], [0, 1, 1], logprobs=[0, -1, -1], reward=1.0, group_id="a"),
+            Trajectory([5, 8], [0, 1], logprobs=[0, -2], reward=0.0, group_id="a"),
+        ]
+    )
+
+
+def with_methods(*blocks: str, base: type = SelfHostedTrainer) -> Any:
+    """A trainer of values alone that has the functions of some blocks as methods."""
+    names: dict[str, Any] = {"torch": torch, "Batch": Batch}
+    for block in blocks:
+        exec(ours(block), names)
+    methods = {name: value for name, value in names.items() if callable(value)}
+    methods = {name: value for name, value in methods.items() if name.startswith("_")}
+    methods.setdefault("_prepare_batch", lambda self, batch: (batch, {}))
+    return type("Mine", (base,), methods)({})
+
+
+def test_all_blocks_are_there() -> None:
+    assert len(BLOCKS) == 19
+    assert sum("import" in block or "def " in block or "self." in block for block in BLOCKS) >= 10
+
+
+def test_a_self_hosted_trainer_and_its_file_run(
+    recipe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (recipe / "my_trainer.py").write_text(ours(TRAINER))
+    (recipe / "my_task.yaml").write_text(TASK)
+    trainer = trainer_of(recipe / "my_task.yaml")
+    assert trainer.hyper_params.trainer == "my_custom_trainer"
+    assert trainer._my_param == 0.5
+    assert trainer.config.total_train_steps == 1  # of --set; the file's 100 are below it
+    assert "world_size left out" in caplog.text
+    metrics = one_iteration(trainer)
+    assert metrics["advantage_mean"] == pytest.approx(metrics["rollout/reward_mean"] / 2)
+
+
+def test_the_file_says_how_many_steps(recipe: Path) -> None:
+    (recipe / "my_trainer.py").write_text(ours(TRAINER))
+    (recipe / "test_config.yaml").write_text(INTEGRATION)
+    resolved = resolve_experiment(parameter_file=recipe / "test_config.yaml")
+    assert resolved.hyper_params.training.num_iterations == 2
+    assert one_iteration(trainer_of(recipe / "test_config.yaml"))["num_samples"] > 0
+
+
+def test_a_path_beside_the_file_works_as_well(recipe: Path) -> None:
+    (recipe / "my_trainer.py").write_text(ours(TRAINER))
+    (recipe / "here.yaml").write_text(TASK.replace("recipe/my_task/", ""))
+    assert type(trainer_of(recipe / "here.yaml")).__name__ == "MyCustomTrainer"
+
+
+def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
+    (recipe / "my_remote_trainer.py").write_text(ours(REMOTE))
+    (recipe / "my_task.yaml").write_text(REMOTE_TASK.replace('"tinker"', '"self-hosted"'))
+    trainer = trainer_of(recipe / "my_task.yaml")
+    assert isinstance(trainer, RemoteApiTrainer)
+    assert trainer.training.lr == 2e-6
+    assert trainer.parameters.service_loss.loss_fn == "importance_sampling"
+    metrics = one_iteration(trainer)
+    # Every run is a group of its own in the guide, so nothing is better than anything.
+    assert metrics["custom/advantage_mean"] == 0.0
+    assert metrics["rollout/dropped_share"] == 1.0
+
+
+def test_an_algorithm_module_is_imported_from_beside_the_trainer(recipe: Path) -> None:
+    left_open = "advantages = []  # Computed advantages"
+    assert left_open in ALGORITHM
+    done = ALGORITHM.replace(left_open, "advantages = [r * discount_factor for r in rewards]")
+    (recipe / "my_algorithm.py").write_text(ours(done))
+    (recipe / "my_trainer.py").write_text("import torch\n" + ours(USES_ALGORITHM))
+    file = TASK.replace("MyCustomTrainer", "MyTrainer").replace("my_param", "gae_lambda")
+    file = file.replace("use_custom_advantage: true", "discount_factor: 0.9")
+    (recipe / "my_task.yaml").write_text(file)
+    metrics = one_iteration(trainer_of(recipe / "my_task.yaml"))
+    assert metrics["advantage_mean"] == pytest.approx(0.9 * metrics["rollout/reward_mean"])
+
+
+def test_an_algorithm_that_is_left_open_is_told_by_field(recipe: Path) -> None:
+    (recipe / "my_algorithm.py").write_text(ours(ALGORITHM))
+    (recipe / "my_trainer.py").write_text("import torch\n" + ours(USES_ALGORITHM))
+    file = TASK.replace("MyCustomTrainer", "MyTrainer").replace("my_param", "gae_lambda")
+    file = file.replace("use_custom_advantage: true", "discount_factor: 0.9")
+    (recipe / "my_task.yaml").write_text(file)
+    with pytest.raises(
+        ConfigurationError, match=r"values\['advantages'\] has the shape \[0\] and must be"
+    ):
+        one_iteration(trainer_of(recipe / "my_task.yaml"))
+
+
+def test_the_penalty_in_the_reward_is_subtracted_token_by_token() -> None:
+    batch = batch_of_two()
+    batch.values["ref_log_probs"] = batch.values["logprobs"] - 0.5
+    batch.values["token_level_scores"] = torch.zeros(2, 3)
+    found = with_methods(KL)._apply_kl_penalty(batch, beta=0.1)
+    torch.testing.assert_close(found.values["token_level_scores"], torch.full((2, 3), -0.05))
+
+
+def test_a_value_network_is_asked_for_values() -> None:
+    trainer = with_methods(VALUES)
+
+    class Network:
+        def predict(self, ids: torch.Tensor) -> torch.Tensor:
+            return ids.float() / 10
+
+    trainer._value_network = Network()
+    assert trainer._compute_values(batch_of_two()).shape == (2, 3)
+
+
+def test_returns_over_several_steps() -> None:
+    assert with_methods(NSTEP)._compute_nstep_returns([1.0, 0.0, 2.0], 2, 0.5) == [1.0, 1.0, 2.0]
+
+
+def test_every_field_that_the_guide_requires_is_kept() -> None:
+    names = [line.split()[1] for line in FIELDS.splitlines() if line.startswith("- ")]
+    batch, _ = SelfHostedGrpoTrainer({})._prepare_batch(batch_of_two())
+    assert len(names) == 6
+    assert [name for name in names if name not in batch.values] == []
+
+
+def test_figures_and_edge_cases() -> None:
+    trainer = with_methods(METRICS, EDGES)
+    batch = batch_of_two()
+    _, metrics = trainer._prepare_batch(batch)
+    assert metrics["algorithm/advantage_mean"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["algorithm/advantage_max"] == pytest.approx(0.7071, abs=1e-3)
+    assert trainer._compute_advantages(batch.select([0])).tolist() == [0.0]
+    assert len(trainer._compute_advantages(batch.select([]))) == 0
+
+
+def test_utilities_are_imported_and_called_as_written() -> None:
+    batch = batch_of_two()
+    names: dict[str, Any] = {"batch": batch, "metrics": {}}
+    names["trajectories"] = batch.to_trajectories()
+    names["self"] = with_methods(VALUES)
+    exec(ours(UTILITIES), names)
+    assert names["metrics"]["rollout/reward_mean"] == 0.5
+    assert len(names["batch"]) == 2
+
+
+def test_the_unit_test_of_the_guide_passes(recipe: Path) -> None:
+    pytest.importorskip("omegaconf")
+    (recipe / "my_trainer.py").write_text(ours(TRAINER))
+    (recipe / "test_my_trainer.py").write_text(ours(UNIT_TEST))
+    module = module_of(load_plugin(recipe / "test_my_trainer.py"))
+    module.create_dummy_batch = batch_of_two  # type: ignore[attr-defined]  # left to the reader
+    module.test_custom_trainer_prepare_batch()
+
+
+def test_patterns_of_the_built_in_trainers_work_as_written(
+    recipe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (recipe / "built_in.yaml").write_text("trainer: {type: self_hosted_grpo}\n")
+    trainer = trainer_of(recipe / "built_in.yaml")
+    trainer._collect(0)
+    batch = batch_of_two()
+    names: dict[str, Any] = {"self": trainer, "Batch": Batch, "batch": batch}
+    exec(OF_GRPO.replace(", ...", ""), names)
+    assert names["reward_tensor"][0].tolist() == [0.0, 0.0, 1.0]
+    assert names["old_log_probs"].shape == (2, 3)
+    assert names["batch"].values["advantages"].tolist() == pytest.approx([0.7071, -0.7071], 1e-3)
+    names = {"trajectories": batch.to_trajectories(), "metrics": {}}
+    names["logger"] = logging.getLogger("nexrl_guide")
+    with caplog.at_level(logging.INFO):
+        exec(ours(OF_REMOTE_GRPO), names)
+    assert names["metrics"]["grpo/num_groups"] == 1.0
+    assert "0 of 1 groups" in caplog.text
+
+
+def test_values_of_the_built_in_ones_have_their_places(recipe: Path) -> None:
+    (recipe / "built_in.yaml").write_text(
+        "trainer:\n  type: self_hosted_grpo\n  total_train_steps: 7\n  save_freq: 3\n"
+        "  algorithm: {do_old_log_prob_compute: true}\n"
+    )
+    resolved = resolve_experiment(parameter_file=recipe / "built_in.yaml")
+    assert resolved.hyper_params.training.num_iterations == 7
+    assert resolved.settings.checkpoint_period == 3
+    assert resolved.hyper_params.get("self_hosted_grpo.policy_loss.rescore") is True
+
+
+def test_what_has_no_counterpart_is_told_all_at_once(recipe: Path) -> None:
+    (recipe / "wrong.yaml").write_text(
+        "trainer:\n  type: self_hosted_grpo\n  sync_weight_path: x\n"
+        "  algorithm: {use_kl_in_reward: true}\n  train_service: {config: {beta1: 0.9}}\n"
+    )
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(parameter_file=recipe / "wrong.yaml")
+    text = str(caught.value)
+    for name in ("sync_weight_path", "algorithm.use_kl_in_reward", "train_service.config.beta1"):
+        assert f"trainer.{name}" in text
+    assert "coming-from-nexrl" in text

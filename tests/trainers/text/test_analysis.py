@@ -1,0 +1,252 @@
+"""Rollout analyses: in a run, on stored rollouts, by a plug-in, in files, report and W&B."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra import plugins
+from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.chat import ChatRequest
+from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
+from nip_astra.resolving.analysing import analyse_run
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters, Verdict
+from nip_astra.scenario_base.text.analysers.registry import ROLLOUT_ANALYSERS
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.tracking.tracker import Tracker
+from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings
+from tests.command_line import CommandLine, refused
+from tests.text_games import Script, build_text_parts, build_text_trainer
+
+PLAYER = (
+    "{_type: scripted, when: {'Now decide': ['Decision: accept'], 'Ask for': ['the word?']}, "
+    "answers: [river]}"
+)
+JUDGE = '_type: scripted\nanswers: ["Reason: It is so.\\nAnswer: yes"]\n'
+PLUGIN = '''
+"""A question of one's own."""
+
+import nip_astra as na
+
+
+@na.register_rollout_analyser("politeness")
+class Politeness(na.RolloutAnalyser):
+    """Whether an agent is polite."""
+
+    role = "verifier"
+
+    def question(self, subject: na.Subject) -> str:
+        return f"Is {subject.name} polite throughout?"
+'''
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of scripted agents, which judged nothing."""
+    folder = tmp_path_factory.mktemp("analyses")
+    overrides = [
+        f"secret_word.agents.default.model={PLAYER}",
+        "secret_word.agents.default.freeze_agent=true",
+        "text_rl.num_iterations=2",
+        "text_rl.rollouts_per_iteration=4",
+        "secret_word.num_test=4",
+    ]
+    resolved = resolve_experiment(trainer="pure_text_ei", overrides=overrides)
+    run_experiment(resolved, runs_dir=str(folder), run_id="one", progress=False)
+    return folder / "one"
+
+
+@pytest.fixture
+def judge_file(tmp_path: Path) -> Path:
+    path = tmp_path / "judge.yaml"
+    path.write_text(JUDGE, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def type_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(tmp_path, tmp_path, capsys)
+
+
+class _Recorder(Tracker):
+    """Keeps what W&B would show."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, Sequence[Any]] = {}
+        self.artifacts: list[str] = []
+
+    def log_table(
+        self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, step: int
+    ) -> None:
+        self.tables[f"{name}/{step}"] = rows
+
+    def log_artifact(self, path: Path, *, name: str, type: str, aliases: Any = ()) -> None:  # noqa: A002
+        self.artifacts.append(name)
+
+
+def _deciding(name: str) -> Script:
+    def script(request: ChatRequest, number: int) -> str:
+        is_last = "Last turn" in request.messages[-1]["content"]
+        return "Decision: accept" if is_last else "said"
+
+    return script
+
+
+def test_a_run_judges_its_tests_and_its_results_hold_the_shares(tmp_path: Path) -> None:
+    parts = build_text_parts(tmp_path / "prompts", _deciding)
+    parts.instance.analysis = AnalysisParameters.from_dict(
+        {
+            "analysers": [{"_type": "prover_role_conformance"}],
+            "model": {
+                "_type": "scripted",
+                "when": {"claim [0246]": ["Answer: yes"], "claim": ["Answer: no"]},
+            },
+            "are_train_rollouts_judged": True,
+        }
+    )
+    directory = RunDirectory.create(tmp_path, "one")
+    trainer = build_text_trainer(parts, directory)
+    recorder = _Recorder()
+    trainer.tracker = recorder
+    trainer.train()
+    # Half of the eight claims of a test are even.
+    assert trainer.results["after"]["prover/share_prover_role_conformance"] == 0.5
+    assert "prover/share_prover_role_conformance" in trainer.results["training"]["last"]
+    folders = {path.parent.name for path in (directory.path / "analyses").glob("*/*.json")}
+    assert folders == {"train_0000", "train_0001", "test_0000", "test_0001"}
+    verdicts = load_verdicts(directory, "test", 1, "prover_role_conformance")
+    assert verdicts["verdict"].shape == (8, 2, 1)
+    assert (verdicts["verdict"][:, 1] == Verdict.NOT_ASKED).all()
+    assert [row[5] for row in recorder.tables["analyses/2"]] == ["yes", "no"] * 4
+    assert recorder.artifacts == ["rollouts-one", "analyses-one"]
+
+
+def test_stored_rollouts_are_judged_from_python_and_again_for_nothing(finished: Path) -> None:
+    model = ScriptedChatModel(["Answer: no"], name="stern")
+    found = analyse_run(finished, ["direct_quotation"], model, iteration=0)
+    assert [one.figures for one in found] == [{"prover/share_direct_quotation": 0.0}]
+    assert found[0].summary["shares"]["prover"]["num_no"] == len(model.requests) == 4
+    stored = json.loads((finished / "analyses/test_0000/direct_quotation.json").read_text())
+    assert stored == json.loads(json.dumps(found[0].summary))
+    verdicts = load_verdicts(RunDirectory.open(finished), "test", 0, "direct_quotation")
+    assert verdicts == found[0].verdicts
+    with pytest.raises(ConfigurationError, match="was to be written by the judge 'kind', but it"):
+        analyse_run(finished, ["direct_quotation"], ScriptedChatModel(["Answer: yes"], name="kind"))
+    again = analyse_run(
+        finished,
+        ["direct_quotation"],
+        ScriptedChatModel(["Answer: yes"], name="kind"),
+        iteration=0,
+        is_overwritten=True,
+    )
+    assert again[0].figures == {"prover/share_direct_quotation": 1.0}
+
+
+def test_what_a_judge_was_asked_once_is_remembered(finished: Path) -> None:
+    parameters = AnalysisParameters.from_dict(
+        {"analysers": [{"_type": "follow_up"}], "model": {"_type": "scripted", "model": "kept"}}
+    ).model
+    asked: list[int] = []
+    for _ in range(2):
+        analyse_run(finished, ["accurate_quotation"], parameters, iteration=1, is_overwritten=True)
+        ledger = finished / "service_answers.sqlite"
+        asked.append(ledger.stat().st_size)
+    assert asked[0] == asked[1] > 0
+
+
+def test_the_command_judges_by_every_analyser_and_the_report_tells_it(
+    finished: Path, judge_file: Path, type_command: CommandLine
+) -> None:
+    typed = ["analyse", str(finished), "--judge", str(judge_file), "--split", "all", "--overwrite"]
+    said = type_command(*typed)
+    assert re.search(r"train, iteration 0 +prover_role_conformance +prover +100.0%", said.out)
+    assert len(stored_samplings(RunDirectory.open(finished))) == 4
+    page = (finished / "report.html").read_text(encoding="utf-8")
+    assert "Rollout analyses" in page
+    assert "prover, accurate quotation" in page
+    assert "yes: It is so." in page
+
+
+def test_a_dry_run_of_the_command_counts_and_asks_nothing(
+    finished: Path, judge_file: Path, type_command: CommandLine
+) -> None:
+    typed = ["analyse", str(finished), "--judge", str(judge_file), "--dry-run", "--json"]
+    said = type_command(*typed, "--analyser", "direct_quotation")
+    assert json.loads(said.out) == {
+        "test_0000": {"direct_quotation": 4},
+        "test_0001": {"direct_quotation": 4},
+    }
+
+
+def test_a_question_of_ones_own_comes_from_a_plug_in(
+    finished: Path,
+    judge_file: Path,
+    tmp_path: Path,
+    type_command: CommandLine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugin = tmp_path / "politeness.py"
+    plugin.write_text(PLUGIN, encoding="utf-8")
+    typed = ["analyse", str(finished), "--judge", str(judge_file), "--plugin", str(plugin)]
+    snapshot = ROLLOUT_ANALYSERS.snapshot()
+    monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
+    try:
+        said = type_command(*typed, "--analyser", "politeness", "--iteration", "1", "--json")
+    finally:
+        ROLLOUT_ANALYSERS.restore(snapshot)
+    (summary,) = json.loads(said.out)
+    assert summary["meaning"] == "Whether an agent is polite."
+    assert set(summary["shares"]) == {"verifier"}
+
+
+def test_wandb_shows_what_was_found_in_a_stored_run(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Mapping[str, Any]] = []
+
+    class Recorder(_Recorder):
+        def __init__(self, *_: Any, **options: Any) -> None:
+            super().__init__()
+            made.append(options | {"tracker": self})
+
+        def log_summary(self, values: Mapping[str, float]) -> None:
+            made.append(values)
+
+    monkeypatch.setattr("nip_astra.tracking.wandb_tracker.WandbTracker", Recorder)
+    settings = ExperimentSettings(wandb="offline")
+    model = ScriptedChatModel(["Answer: yes"])
+    analyse_run(
+        *(finished, ["direct_quotation"], model),
+        settings=settings,
+        iteration=1,
+        is_overwritten=True,
+    )
+    assert made[0]["mode"] == "offline"
+    assert made[0]["config"]["trainer"] == "pure_text_ei"
+    assert made[1] == {"test_prover/share_direct_quotation": 1.0}
+    assert made[0]["tracker"].artifacts == ["analyses-one"]
+    assert len(made[0]["tracker"].tables["analyses/2"]) == 4
+
+
+def test_what_cannot_be_judged_is_told(finished: Path, type_command: CommandLine) -> None:
+    model = ScriptedChatModel(["Answer: yes"])
+    with pytest.raises(ConfigurationError, match="parameters name no judge"):
+        analyse_run(finished)
+    with pytest.raises(DataError, match="has test_0000, test_0001, train_0000, train_0001"):
+        analyse_run(finished, model=model, iteration=7)
+    with pytest.raises(UnknownNameError, match="Did you mean 'follow_up'"):
+        analyse_run(finished, ["folow_up"], model)
+    about = [{"_type": "follow_up", "agents": ["arthur"]}]
+    wrong = AnalysisParameters.from_dict({"analysers": about, "model": {"_type": "scripted"}})
+    with pytest.raises(ConfigurationError, match="about the agent 'arthur', but the protocol has"):
+        analyse_run(finished, wrong.analysers, model)
+    said = type_command("analyse", str(finished), "--judge", "none.yaml")
+    assert "a judge was to be read from none.yaml" in refused(said)
