@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
-from nip_astra.serve.api_errors import ApiError, error_body
+from nip_astra.serve.api_errors import ApiError, error_body, wrong
 from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.guards import Guard
 from nip_astra.serve.settings import ServiceSettings
@@ -73,6 +73,11 @@ def guarded_app(routers: Sequence[APIRouter], settings: ServiceSettings, *, abou
         )
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
         return JSONResponse(error_body(text, kind), error.status_code)
+
+    @app.exception_handler(ClientDisconnect)
+    async def leave(_: Request, error: Exception) -> Response:
+        # Nobody reads it.
+        return to_response(wrong("the connection ended before the whole request was sent."))
 
     @app.exception_handler(Exception)
     async def fail(_: Request, error: Exception) -> Response:

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError, ServiceError
+from nip_astra.evaluation.cards import model_card
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services import service_process
 from nip_astra.language_models.services.asking import ask_all, close_all
 from nip_astra.language_models.services.chat import ChatAnswer
@@ -21,6 +23,7 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.service_process import OwnService
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.scenario_base.text.models import open_text_models
 from tests.language_models.services.requests import saying
 from tests.tiny import write_scenario
 
@@ -146,6 +149,22 @@ def test_conditions_are_told_where_both_or_neither_are_given(tmp_path: Path) -> 
             *("ast_chat.scorer.service=local", "ast_chat.scorer.weights=x"),
             "ast_chat.scorer.base_url=http://127.0.0.1:1/v1",
         )
+
+
+def test_agents_that_are_trained_by_jobs_need_a_service_that_stays(tiny_model_dir: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"players was to be .* start nip-astra serve"):
+        open_text_models(
+            OpenAIChatModel.Parameters(**local(tiny_model_dir)),
+            label="players",
+            scenario_dir=None,
+            settings=ExperimentSettings(),
+        )
+
+
+def test_a_card_names_the_weights_that_are_served(tiny_model_dir: Path) -> None:
+    target = OpenAIChatModel.Parameters(**local(tiny_model_dir))
+    card = model_card("target", target, None)
+    assert card["source"] == f"{tiny_model_dir} behind a service of the run"
 
 
 CODE = """

@@ -32,6 +32,7 @@ from tests.serve.running import Running, running
 from tests.tiny import write_scenario
 
 NEVER = threading.Event()
+KEY = "key-that-nobody-writes"
 LATE = {"attempt_timeout": 0.7}
 """A limit for the fault that answers never."""
 Fault = Callable[[str], Reply]
@@ -192,9 +193,10 @@ def test_misconfigurations_end_with_the_right_error(service: Running) -> None:
             ask(client(stub), saying("hello"))
 
 
-def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one(
-    service: Running, tmp_path: Path
+def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one_and_writes_no_key(
+    service: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("MY_KEY", KEY)
     faults = [one for name, (one, _) in PASSING.items() if name != "no answer"]
     paid: Counter[str] = Counter()
 
@@ -205,6 +207,7 @@ def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one(
         with proxy(service, fault_of) as stub:
             limits = {"num_retries": 20, "backoff": 0.0, "concurrency": 4}
             chat = {"_type": "openai", "base_url": stub.base_url, "model": "tiny"}
+            chat["api_key_variable"] = "MY_KEY"
             target = {"chat_model": chat | {"limits": limits}, "max_new_tokens": 4}
             scenario = write_scenario(tmp_path / name, target=target)
             resolved = resolve_experiment(
@@ -213,6 +216,7 @@ def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one(
             result = run_experiment(
                 resolved, runs_dir=str(tmp_path / "runs"), run_id=name, progress=False
             ).results
+            assert {one["Authorization"] for one in stub.headers} == {"Bearer " + KEY}
             paid.update(json.dumps(body) for body in stub.requests)
             return result
 
@@ -225,3 +229,6 @@ def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one(
     num_failed = sum(use["failures"].values())
     assert set(use["failures"]) == {"rate_limited", "unavailable", "malformed"}
     assert use["num_requests"] - num_failed == once == clean["services"]["target"]["num_requests"]
+    written = [path for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert len(written) > 10
+    assert not [path for path in written if KEY.encode() in path.read_bytes()]

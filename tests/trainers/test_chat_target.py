@@ -250,6 +250,9 @@ def test_evaluate_score_and_compare_work_and_remember_what_the_run_was_told(
     assert cli("score", str(run)).code == 0
     more = cli("evaluate", str(run), "--probability-episodes", "4", "--target", "other")
     assert more.code == 0, more.err
+    compared = cli("compare", *(str(run / "evaluations" / name) for name in ("test", "test-other")))
+    assert compared.code == 0, compared.err
+    assert "difference to" in compared.out
 
 
 def num_requests(ledger: Path) -> int:
