@@ -255,3 +255,27 @@ def test_a_page_tests_arms_in_pairs_and_tells_what_failed(tmp_path: Path) -> Non
     assert (tmp_path / "summary.csv").read_bytes().decode() == as_csv(found.summary())
     frame = pytest.importorskip("pandas").read_parquet(tmp_path / "table.parquet")
     assert frame["value"].tolist() == [row["value"] for row in found.rows]
+
+
+def test_runs_are_grouped_and_tagged_by_what_sets_them_apart(tmp_path: Path) -> None:
+    plan = SweepPlan(
+        trainers=["ast_dpo"],
+        seeds=[0],
+        grid={"training.lr": ["1e-3", "1e-2"], "training.num_epochs": ["2"]},
+    )
+    orders: list[RunOrder] = []
+
+    class Noting(Stage):
+        def start(self, order: RunOrder) -> Job:
+            orders.append(order)
+            return super().start(order)
+
+    runner = SweepRunner(
+        plan, tmp_path / "rates", settings={"wandb_tags": ["mine"]}, place=Noting(peak)
+    )
+    runner.run(plan.runs)
+    for order, rate in zip(orders, ("1e-3", "1e-2"), strict=True):
+        for words in (order.begin, order.go_on):
+            assert f'wandb_tags=["mine", "ast_dpo", "lr={rate}"]' in words
+            assert 'wandb_group="rates"' in words
+        assert "training.num_epochs=2" in order.begin
