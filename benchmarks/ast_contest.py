@@ -58,7 +58,6 @@ class Effort:
     repeats: int = 5
     plain_repeats: int = 1
     plain_episodes: int | None = None
-    is_autograd_kept: bool = False
 
     def turns(self, variants: Sequence[str]) -> Iterator[tuple[str, int]]:
         """Who is timed next and for the how-many-th time; the ways take turns."""
@@ -97,8 +96,7 @@ class Contest:
     ours: dict[str, OurAst] = field(init=False)
 
     def __post_init__(self) -> None:
-        keeps = self.effort.is_autograd_kept
-        self.plain = build_plain(self.setting, self.files, is_autograd_kept=keeps)
+        self.plain = build_plain(self.setting, self.files)
         self.ours = {
             name: OurAst(self.setting, self.files, overrides)
             for name, overrides in self.variants.items()
@@ -284,17 +282,15 @@ def measure(
 # ---- memory
 
 
-def measure_memory(setting: Setting, who: str, overrides: Sequence[str], effort: Effort) -> Figures:
+def measure_memory(setting: Setting, who: str, overrides: Sequence[str]) -> Figures:
     """What one iteration takes at most in this process, by part; bytes.
 
     Only a process of its own says something: what was held before counts too.
     """
     before = held_memory_bytes()
     with on_disk(setting) as files:
-        weights: dict[str, int] = {}
         if who == PLAIN:
-            plain = build_plain(setting, files, is_autograd_kept=effort.is_autograd_kept)
-            weights = _plain_weights(plain)
+            plain = build_plain(setting, files)
         else:
             ours = OurAst(setting, files, overrides)
         loaded, loading_peak = held_memory_bytes(), peak_memory_bytes()
@@ -312,18 +308,9 @@ def measure_memory(setting: Setting, who: str, overrides: Sequence[str], effort:
     return {
         "before_loading": before,
         "after_loading": loaded,
-        "weights": weights,
         "peak_while_loading": loading_peak,
         "peak_of_rollout": playing_peak,
         "peak_of_iteration": peak,
         "peak": max(loading_peak, peak),
         "peak_on_device": on_device,
-    }
-
-
-def _plain_weights(plain: PlainAst) -> dict[str, int]:
-    roles = {"attacker": plain.attacker, "target": plain.target, "reference": plain.reference}
-    return {
-        role: sum(p.numel() * p.element_size() for p in model.module.parameters())
-        for role, model in roles.items()
     }

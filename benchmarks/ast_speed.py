@@ -34,6 +34,7 @@ from ast_contest import (
 )
 from ast_report import markdown, ratios
 from ast_work import Setting
+from measuring import shown_command
 from our_ast import PRECISIONS
 
 from nip_astra.tracking.environment import describe_environment
@@ -51,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.memory_of is not None:
         _limit_threads(options, _setting(options).model)
         overrides = [*PRECISIONS[_only(options.precision)], *options.override]
-        figures = measure_memory(_setting(options), options.memory_of, overrides, _effort(options))
+        figures = measure_memory(_setting(options), options.memory_of, overrides)
         print(json.dumps(figures))
         return
-    Measurement(options, _shown_command(sys.argv[1:] if arguments is None else arguments)).run()
+    Measurement(options, shown_command("ast_speed.py", arguments)).run()
 
 
 @dataclass
@@ -107,7 +108,6 @@ class Measurement:
         for who, precision in [(PLAIN, "fp32"), *((name, name) for name in self._variants())]:
             child = [sys.executable, __file__, *_as_arguments(setting), "--memory-of", who]
             child += ["--precision", precision, "--override", *self.options.override]
-            child += ["--plain-autograd"] if self.options.plain_autograd else []
             child += ["--threads", str(torch.get_num_threads())]
             paths = os.pathsep.join(path for path in sys.path if path)
             done = subprocess.run(
@@ -182,9 +182,6 @@ def _parser() -> argparse.ArgumentParser:
     measured.add_argument("--repeats", type=int, default=5, help="timed runs of ours")
     measured.add_argument("--plain-repeats", type=int, default=1, help="of the plain way")
     measured.add_argument("--plain-episodes", type=int, help="play fewer, and scale its time")
-    measured.add_argument(
-        "--plain-autograd", action="store_true", help="keep gradients of target and reference"
-    )
     measured.add_argument("--memory", action="store_true", help="peak memory of both ways too")
     measured.add_argument("--trl", action="store_true", help="TRL's OnlineDPO beside ours")
     measured.add_argument("--out", type=Path, default=Path("ast_speed.json"))
@@ -209,17 +206,6 @@ def _names(text: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def _shown_command(arguments: Sequence[str]) -> str:
-    """What was called, without the places of files."""
-    shown: list[str] = []
-    for word in arguments:
-        if shown and shown[-1] in ("--out", "--markdown"):
-            shown.pop()
-        else:
-            shown.append(Path(word).name if Path(word).is_absolute() else word)
-    return " ".join(["python benchmarks/ast_speed.py", *shown])
-
-
 def _only(names: Sequence[str]) -> str:
     (name,) = names
     return name
@@ -238,9 +224,7 @@ def _as_arguments(setting: Setting) -> list[str]:
 
 
 def _effort(options: argparse.Namespace) -> Effort:
-    return Effort(
-        options.repeats, options.plain_repeats, options.plain_episodes, options.plain_autograd
-    )
+    return Effort(options.repeats, options.plain_repeats, options.plain_episodes)
 
 
 def _limit_threads(options: argparse.Namespace, model: str) -> None:

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
-from measuring import count_unique_tokens
 from plain_ast import PlainAst, PlainModel, RewardWeights, Sampling
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -27,6 +26,7 @@ from transformers import (
 )
 
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
+from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
 from nip_astra.scorers.registry import SCORERS, build_scorer
 
@@ -213,7 +213,7 @@ def _num_tokens(tokenizer: Any, words: Sequence[str]) -> int:
     return len(tokenizer.encode(" ".join(words), add_special_tokens=False))
 
 
-def build_plain(setting: Setting, files: Files, *, is_autograd_kept: bool) -> PlainAst:
+def build_plain(setting: Setting, files: Files) -> PlainAst:
     """The plain way of a setting: three models of its own and a scorer of its own."""
     attacker = _plain_model(setting, files, "attacker")
     if setting.mode == "lora":
@@ -235,7 +235,6 @@ def build_plain(setting: Setting, files: Files, *, is_autograd_kept: bool) -> Pl
         REWARD,
         lr=LEARNING_RATE,
         beta=BETA,
-        is_autograd_kept=is_autograd_kept,
     )
 
 
@@ -300,7 +299,7 @@ def unique_rollout_tokens(setting: Setting, files: Files) -> dict[str, int]:
                 said = [*attacker_turns, Turn(True, probe), Turn(False, response)]
                 grown.append((said, [*asked, Turn(True, response)]))
         conversations = grown
-    counted = {role: count_unique_tokens(rows) for role, rows in read.items()}
+    counted = {role: build_trie(rows).num_unique for role, rows in read.items()}
     # The reference rates the probes, so it reads what the attacker reads.
     return counted | {"reference": counted["attacker"]}
 
@@ -310,7 +309,7 @@ def unique_pair_tokens(pairs: Sequence[tuple[list[int], list[int], list[int]]]) 
     rows = [
         [*context, *said[:-1]] for context, chosen, rejected in pairs for said in (chosen, rejected)
     ]
-    return count_unique_tokens(rows)
+    return build_trie(rows).num_unique
 
 
 # ---- tiny models

@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import plain_proofs
-from measuring import markdown_table, median_by_name
+from measuring import markdown_table, median_by_name, shown_command
 from our_proofs import (
     COLLECT,
     GAE,
@@ -117,9 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     agreement: dict[str, dict[str, float]] = {}
     arms = _graph_arms(options, sizes, agreement)
     measure(arms, options.repetitions)
-    command = " ".join(["python benchmarks/interactive_proofs.py", *_shown(arguments)])
     report = {
-        "command": command,
+        "command": shown_command("interactive_proofs.py", arguments),
         "sizes": vars(sizes),
         "plain_epochs": PLAIN_EPOCHS,
         "agreement": agreement,
@@ -234,17 +232,6 @@ def _ratio_table(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     header = ["times as long", "as", WHOLE, COLLECT, GAE, UPDATE]
     return markdown_table(header, [list(row.values()) for row in rows])
-
-
-def _shown(arguments: Sequence[str] | None) -> list[str]:
-    """What was asked for, without the places of files."""
-    shown: list[str] = []
-    for word in sys.argv[1:] if arguments is None else arguments:
-        if shown and shown[-1] in ("--out", "--markdown"):
-            shown.pop()
-        else:
-            shown.append(word)
-    return shown
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,28 +92,21 @@ def count_work(module: Any) -> WorkCount:
     return count
 
 
-def count_unique_tokens(sequences: Iterable[Sequence[int]]) -> int:
-    """Count the tokens that a model must read at least once to read all sequences.
-
-    A token is the same as another where all tokens before it are the same too, so this is the
-    number of nodes of the trie of the sequences, its root not counted.
-    """
-    root: dict[int, Any] = {}
-    num_unique = 0
-    for sequence in sequences:
-        node = root
-        for token in sequence:
-            if token not in node:
-                node[token] = {}
-                num_unique += 1
-            node = node[token]
-    return num_unique
-
-
 def median_by_name(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The median of each name; a name that is missing somewhere counts as 0 there."""
     names = dict.fromkeys(name for values in measured for name in values)
     return {name: statistics.median(values.get(name, 0.0) for values in measured) for name in names}
+
+
+def shown_command(script: str, arguments: Sequence[str] | None) -> str:
+    """What was called, without the places of files."""
+    shown: list[str] = []
+    for word in sys.argv[1:] if arguments is None else arguments:
+        if shown and shown[-1] in ("--out", "--markdown"):
+            shown.pop()
+        else:
+            shown.append(Path(word).name if Path(word).is_absolute() else word)
+    return " ".join([f"python benchmarks/{script}", *shown])
 
 
 # ---- memory

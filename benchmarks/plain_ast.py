@@ -9,7 +9,7 @@ through the policy and the reference one after the other.
 
 Where two ways are open, the faster is taken, so that nothing is gained by a weak opponent: what was
 said is kept as tokens and not tokenised again, and no gradients are kept for models that do not
-learn (the original keeps them; `is_autograd_kept` does as it does).
+learn (the original keeps them).
 
 Shape suffixes: `B` row, `C` context position, `L` position of context and continuation.
 """
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
@@ -174,8 +173,6 @@ class PlainAst:
     ----------
     beta : float
         Inverse temperature of DPO.
-    is_autograd_kept : bool
-        Whether gradients are kept, and taken, for target and reference too, as in the original.
     """
 
     attacker: PlainModel
@@ -185,7 +182,6 @@ class PlainAst:
     weights: RewardWeights
     lr: float
     beta: float
-    is_autograd_kept: bool = False
     watch: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
@@ -263,7 +259,7 @@ class PlainAst:
             # What follows the probe in the target's context is no part of the condition.
             start, _ = self.target.conversation_format.last_turn_span(turns, context)
             before.append(context[:start])
-        with self.watch.phase("target log-probabilities"), self._without_gradients():
+        with self.watch.phase("target log-probabilities"), torch.no_grad():
             logprobs_BL = self.target.logprobs(before, probes)
         lengths_B = torch.tensor([len(probe) for probe in probes])
         return -logprobs_BL.detach().sum(dim=1).cpu() / lengths_B
@@ -321,12 +317,9 @@ class PlainAst:
         context = [pair.context]
         chosen = self.attacker.logprobs(context, [pair.chosen]).sum()
         rejected = self.attacker.logprobs(context, [pair.rejected]).sum()
-        with self._without_gradients():
+        with torch.no_grad():
             reference_chosen = self.reference.logprobs(context, [pair.chosen]).sum()
             reference_rejected = self.reference.logprobs(context, [pair.rejected]).sum()
         margin = (chosen - rejected) - (reference_chosen - reference_rejected)
         # Falls as the chosen probe gains on the rejected one beyond what the reference gives it.
         return -F.logsigmoid(self.beta * margin)
-
-    def _without_gradients(self) -> torch.no_grad | nullcontext[None]:
-        return nullcontext() if self.is_autograd_kept else torch.no_grad()

@@ -1,9 +1,10 @@
 """Load on the text service: many clients at once against one, and against one after another.
 
 Measures one client, `--clients` at once, and the same on a service that answers one request after
-the other (`max_rows` 1); each several times, of which the median is told. Every answer is compared
-with that of the lone client with the same seed; one may differ where two tokens are as likely as
-each other up to rounding.
+the other (`max_rows` 1), by turns: `--repeats` rounds of all three, of which medians are told, and
+of ratios the median of each round's, since what else runs on a machine slows all of a round. Every
+answer is compared with that of the lone client with the same seed; one may differ where two tokens
+are as likely as each other up to rounding.
 
     python benchmarks/serve.py --model scenario://pocket_chat/models/target --max-tokens 18
 """
@@ -13,16 +14,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import re
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from nip_astra.serve.local_service import start_service
+from nip_astra.serve.local_service import LocalService, start_service
 from nip_astra.serve.settings import ServiceSettings
 
 QUESTIONS = (
@@ -137,26 +139,94 @@ def peak_mib(pid: int) -> float:
     return int(found[1]) / 1024 if found else float("nan")
 
 
-def measure(model: str, load: Load, clients: Sequence[int], args: Any) -> dict[str, Any]:
-    """Figures of one service, by number of clients."""
-    figures: dict[str, Any] = {}
-    settings = ServiceSettings(port=0, max_rows=args.rows)
-    with start_service({"model": model}, settings, num_threads=args.threads) as service:
-        asyncio.run(ask_all(service.base_url, load, max(clients)))  # warms up
-        for number in clients:
-            times, told = [], []
-            for _ in range(args.repeats):
-                seconds, answers = asyncio.run(ask_all(service.base_url, load, number))
-                times.append(seconds)
-                told += asyncio.run(first_tokens(service.base_url, load, number))
-                figures.setdefault("answers", []).append(answers)
-            figures[str(number)] = {
-                "answers_per_second": load.num_requests / statistics.median(times),
-                "first_token_ms": 1000 * statistics.median(told),
-                "first_token_ms_worst": 1000 * max(told),
-            }
-        figures["peak_mib"] = peak_mib(service.pid)
-    return figures
+def cpu_seconds(pid: int) -> float:
+    """What a process has computed for so far, all its threads together."""
+    values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Way:
+    """One way to be asked, round by round.
+
+    Attributes
+    ----------
+    rates : list of float
+        Answers a second of each round.
+    cpu_ms : list of float
+        Milliseconds that the service computed for an answer, of each round.
+    first_tokens : list of float
+        Seconds to the first token of every stream.
+    """
+
+    service: LocalService
+    num_clients: int
+    rates: list[float] = field(default_factory=list)
+    cpu_ms: list[float] = field(default_factory=list)
+    first_tokens: list[float] = field(default_factory=list)
+    answers: list[dict[int, str]] = field(default_factory=list)
+
+    def play(self, load: Load) -> None:
+        """Ask for everything once."""
+        before = cpu_seconds(self.service.pid)
+        seconds, answers = asyncio.run(ask_all(self.service.base_url, load, self.num_clients))
+        computed = cpu_seconds(self.service.pid) - before
+        self.rates.append(load.num_requests / seconds)
+        self.cpu_ms.append(1000 * computed / load.num_requests)
+        self.answers.append(answers)
+        self.first_tokens += asyncio.run(
+            first_tokens(self.service.base_url, load, self.num_clients)
+        )
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Medians of the rounds."""
+        return {
+            "answers_per_second": statistics.median(self.rates),
+            "cpu_ms_per_answer": statistics.median(self.cpu_ms),
+            "first_token_ms": 1000 * statistics.median(self.first_tokens),
+            "first_token_ms_worst": 1000 * max(self.first_tokens),
+        }
+
+
+def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """The median over rounds of one way's figure by another's: others on the machine slow both."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+
+
+def start(args: Any, max_rows: int) -> LocalService:
+    """A service of the model with at most so many answers at once."""
+    settings = ServiceSettings(port=0, max_rows=max_rows)
+    return start_service({"model": args.model}, settings, num_threads=args.threads)
+
+
+def measure(args: Any, load: Load) -> dict[str, Any]:
+    """Figures of each way to be asked, and what they are to each other, round by round."""
+    with start(args, max(256, args.clients)) as service, start(args, 1) as in_turn:
+        lone = Way(service, 1)
+        many = Way(service, args.clients)
+        queue = Way(in_turn, args.clients)
+        for way in (many, queue):  # warms up
+            asyncio.run(ask_all(way.service.base_url, load, args.clients))
+        for _ in range(args.repeats):
+            for way in (lone, many, queue):
+                way.play(load)
+        peak = peak_mib(service.pid)
+    others = [*lone.answers[1:], *many.answers, *queue.answers]
+    pairs = [(lone.answers[0][number], one[number]) for one in others for number in one]
+    return {
+        "one_client": lone.figures,
+        "many_clients": many.figures,
+        "one_after_the_other": queue.figures,
+        "peak_mib": peak,
+        "num_compared": len(pairs),
+        "num_same": sum(one == other for one, other in pairs),
+        "ratios": {
+            "to_one_client": ratio(many.rates, lone.rates),
+            "to_one_after_the_other": ratio(many.rates, queue.rates),
+            "cpu_of_one_after_the_other": ratio(queue.cpu_ms, many.cpu_ms),
+        },
+    }
 
 
 def main() -> None:
@@ -171,42 +241,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    load = Load("model", args.max_tokens, args.requests, args.temperature)
-    args.rows = max(256, args.clients)
-    together = measure(args.model, load, [1, args.clients], args)
-    args.rows = 1
-    in_turn = measure(args.model, load, [args.clients], args)
-    lone, *others = [*together.pop("answers"), *in_turn.pop("answers")]
-    pairs = [(lone[number], other[number]) for other in others for number in lone]
-    same = sum(one == other for one, other in pairs)
-    many = str(args.clients)
+    found = measure(args, Load("model", args.max_tokens, args.requests, args.temperature))
     rows = {
-        "1 client": together["1"],
-        f"{many} clients": together[many],
-        f"{many} clients, one request after the other": in_turn[many],
+        "1 client": "one_client",
+        f"{args.clients} clients": "many_clients",
+        f"{args.clients} clients, one request after the other": "one_after_the_other",
     }
     print(f"{args.model}, {args.requests} requests of up to {args.max_tokens} tokens\n")
-    print("| | answers/s | first token, ms: median | worst |")
-    print("|---|---|---|---|")
-    for name, row in rows.items():
-        first, worst = row["first_token_ms"], row["first_token_ms_worst"]
-        print(f"| {name} | {row['answers_per_second']:.1f} | {first:.0f} | {worst:.0f} |")
-    rate = together[many]["answers_per_second"]
-    ratios = {
-        "to_one_client": rate / together["1"]["answers_per_second"],
-        "to_one_after_the_other": rate / in_turn[many]["answers_per_second"],
-    }
-    print(f"\n{ratios['to_one_client']:.1f} times one client's throughput, ", end="")
+    print("| | answers/s | service's CPU, ms an answer | first token, ms: median | worst |")
+    print("|---|---|---|---|---|")
+    for name, key in rows.items():
+        rate, cpu, first, worst = found[key].values()
+        print(f"| {name} | {rate:.1f} | {cpu:.1f} | {first:.0f} | {worst:.0f} |")
+    ratios = found["ratios"]
     print(
-        f"{ratios['to_one_after_the_other']:.1f} times that of one request after the other; ",
-        end="",
+        f"\n{ratios['to_one_client']:.1f} times one client's throughput, "
+        f"{ratios['to_one_after_the_other']:.1f} times that of one request after the other, which "
+        f"computes for {ratios['cpu_of_one_after_the_other']:.1f} times as long; "
+        f"peak memory {found['peak_mib']:.0f} MiB; "
+        f"{found['num_same']} of {found['num_compared']} answers are the lone client's"
     )
-    print(f"peak memory {together['peak_mib']:.0f} MiB; ", end="")
-    print(f"{same} of {len(pairs)} answers are the lone client's")
     if args.out is not None:
-        figures = {"together": together, "in_turn": in_turn, "ratios": ratios}
-        figures |= {"num_compared": len(pairs), "num_same": same}
-        args.out.write_text(json.dumps(figures, indent=2))
+        args.out.write_text(json.dumps(found, indent=2))
 
 
 if __name__ == "__main__":

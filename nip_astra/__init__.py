@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from nip_astra.parameters.protocols import BaseRunParameters as BaseRunParameters
     from nip_astra.parameters.protocols import CommonProtocolParameters as CommonProtocolParameters
     from nip_astra.parameters.protocols import ZkProtocolParameters as ZkProtocolParameters
+    from nip_astra.parameters.text import TextRlParameters as TextRlParameters
     from nip_astra.parameters.trainers import CommonPpoParameters as CommonPpoParameters
     from nip_astra.parameters.trainers import RlTrainerParameters as RlTrainerParameters
     from nip_astra.parameters.training import TrainingConfiguration as TrainingConfiguration
@@ -169,13 +170,18 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.tasks.registry import register_task as register_task
     from nip_astra.scenario_base.text.analysers.base import RolloutAnalyser as RolloutAnalyser
     from nip_astra.scenario_base.text.analysers.base import Subject as Subject
+    from nip_astra.scenario_base.text.analysers.judging import (
+        AnalysisParameters as AnalysisParameters,
+    )
     from nip_astra.scenario_base.text.analysers.registry import (
         register_rollout_analyser as register_rollout_analyser,
     )
+    from nip_astra.scenario_base.text.parameters import TextAgentParameters
     from nip_astra.scenario_instance import ConversationInstance as ConversationInstance
     from nip_astra.scenario_instance import ProtocolInstance as ProtocolInstance
     from nip_astra.scenario_instance import ScenarioInstance as ScenarioInstance
     from nip_astra.scenario_instance import TaskInstance as TaskInstance
+    from nip_astra.scenarios.code_validation import CodeValidationScenario
     from nip_astra.scenarios.graph_isomorphism import GraphIsomorphismScenario
     from nip_astra.scenarios.graphs.agent_parameters import (
         GraphIsomorphismAgentParameters as GraphIsomorphismAgentParameters,
@@ -217,6 +223,8 @@ if TYPE_CHECKING:
     from nip_astra.trainers.ast_ppo import AstPpoTrainer as AstPpoTrainer
     from nip_astra.trainers.language_model_base import LanguageModelTrainer as LanguageModelTrainer
     from nip_astra.trainers.optimization import build_optimizer as build_optimizer
+    from nip_astra.trainers.pure_text_ei import PureTextEiTrainer
+    from nip_astra.trainers.pure_text_malt import PureTextMaltTrainer
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
     from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
@@ -238,12 +246,20 @@ if TYPE_CHECKING:
     from nip_astra.utils.diversity import self_bleu as self_bleu
     from nip_astra.utils.diversity import vendi_score as vendi_score
     from nip_astra.utils.nested_array_dict import NestedArrayDict as NestedArrayDict
+    from nip_astra.utils.sandbox import call_in_sandbox as call_in_sandbox
+    from nip_astra.utils.sandbox import run_in_sandbox as run_in_sandbox
+    from nip_astra.utils.sandbox_values import SandboxLimits as SandboxLimits
     from nip_astra.utils.seeding import derive_seed as derive_seed
     from nip_astra.utils.seeding import derived_generator as derived_generator
 
     GraphIsomorphismParameters = GraphIsomorphismScenario.Parameters
     ImageClassificationParameters = ImageClassificationScenario.Parameters
     ReinforceParameters = ReinforceTrainer.Parameters
+    CodeValidationAgentParameters = TextAgentParameters
+    CodeValidationParameters = CodeValidationScenario.Parameters
+    PureTextAgentParameters = TextAgentParameters
+    PureTextEiParameters = PureTextEiTrainer.Parameters
+    PureTextMaltParameters = PureTextMaltTrainer.Parameters
     SoloAgentParameters = SoloAgentTrainer.Parameters
     SpgParameters = SpgTrainer.Parameters
 
@@ -256,6 +272,7 @@ _HOMES = {
     "AgentValueHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentsParameters": "nip_astra.parameters.agents",
     "AlternatingPeriodicUpdateSchedule": "nip_astra.parameters.update_schedule",
+    "AnalysisParameters": "nip_astra.scenario_base.text.analysers.judging",
     "AstDpoTrainer": "nip_astra.trainers.ast_dpo",
     "AstGrpoTrainer": "nip_astra.trainers.ast_grpo",
     "AstPpoTrainer": "nip_astra.trainers.ast_ppo",
@@ -271,6 +288,10 @@ _HOMES = {
     "ChatRequest": "nip_astra.language_models.services.chat",
     "ChatUsage": "nip_astra.language_models.services.usage",
     "Choice": "nip_astra.scenario_base.protocol.datapoint_views",
+    "CodeValidationAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
+    "CodeValidationParameters": (
+        "nip_astra.scenarios.code_validation:CodeValidationScenario.Parameters"
+    ),
     "CombinedAgents": "nip_astra.scenario_base.protocol.combined",
     "CommonPpoParameters": "nip_astra.parameters.trainers",
     "CommonProtocolParameters": "nip_astra.parameters.protocols",
@@ -333,6 +354,9 @@ _HOMES = {
     "PretrainedModel": "nip_astra.scenarios.images.pretrained.base",
     "ProtocolHandler": "nip_astra.protocols.protocol_base",
     "ProtocolInstance": "nip_astra.scenario_instance",
+    "PureTextAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
+    "PureTextEiParameters": "nip_astra.trainers.pure_text_ei:PureTextEiTrainer.Parameters",
+    "PureTextMaltParameters": "nip_astra.trainers.pure_text_malt:PureTextMaltTrainer.Parameters",
     "PureTextRlTrainer": "nip_astra.trainers.rl_pure_text_base",
     "PureTextScenario": "nip_astra.scenarios.pure_text_base",
     "PureTextSharedModelGroup": "nip_astra.scenario_base.agents",
@@ -354,6 +378,7 @@ _HOMES = {
     "RunResults": "nip_astra.evaluation.run_results",
     "SCORERS": "nip_astra.scorers.registry",
     "Sample": "nip_astra.rollouts.samples",
+    "SandboxLimits": "nip_astra.utils.sandbox_values",
     "Scenario": "nip_astra.scenarios.registry",
     "ScenarioInstance": "nip_astra.scenario_instance",
     "ScenarioType": "nip_astra.parameters.types",
@@ -375,6 +400,7 @@ _HOMES = {
     "TokenModel": "nip_astra.language_models.base",
     "TokenSampler": "nip_astra.language_models.base",
     "TokenScorer": "nip_astra.language_models.base",
+    "TextRlParameters": "nip_astra.parameters.text",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
@@ -393,6 +419,7 @@ _HOMES = {
     "build_protocol_handler": "nip_astra.protocols.registry",
     "build_scenario_instance": "nip_astra.factory",
     "build_scorer": "nip_astra.scorers.registry",
+    "call_in_sandbox": "nip_astra.utils.sandbox",
     "collate": "nip_astra.rollouts.samples",
     "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
     "compute_position_id_with_mask": "nip_astra.rollouts.padding",
@@ -435,6 +462,7 @@ _HOMES = {
     "resume_experiment": "nip_astra.run",
     "round_one_hot": "nip_astra.scenario_base.protocol.tensordict_agents",
     "run_experiment": "nip_astra.run",
+    "run_in_sandbox": "nip_astra.utils.sandbox",
     "run_sweep": "nip_astra.sweep.sweeping",
     "self_bleu": "nip_astra.utils.diversity",
     "start_service": "nip_astra.serve.local_service",

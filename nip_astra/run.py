@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,14 +26,14 @@ from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.services.asking import close_all
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.plugins import loaded_plugins
 from nip_astra.report.page import write_report
 from nip_astra.resolving.base_runs import RERUN_TESTS, fetch_base_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.safe_text import SafeFormatter
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking import run_directory as files
-from nip_astra.tracking.environment import changes_of_rounding, describe_environment
+from nip_astra.tracking.changes import note_computation, warn_of_changed_plugins
+from nip_astra.tracking.environment import describe_environment
+from nip_astra.tracking.log_file import log_file
 from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
@@ -44,6 +41,7 @@ from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import SIGNATURE, on_behalf_of, sign
 from nip_astra.utils.devices import resolve_device
+from nip_astra.utils.stop_signals import signals_left_to_leader, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -234,7 +232,7 @@ def _team_of(settings: ExperimentSettings) -> Iterator[Team]:
         if team.is_leader:
             yield team
             return
-        with _signals_left_to_leader():
+        with signals_left_to_leader():
             yield team
 
 
@@ -292,7 +290,7 @@ def _run(
     built: list[Trainer],
 ) -> ExperimentResult:
     """Build and train; the trainer is put into `built` as soon as it is there."""
-    with _log_file(directory), _stop_on_signals() as stop_flag:
+    with log_file(directory), stop_on_signals() as stop_flag:
         _remove_leftovers(directory)
         tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
         is_done = False
@@ -307,7 +305,13 @@ def _run(
             prepared = prepare_experiment(resolved, settings.model_copy(update=runtime))
             built.append(prepared.trainer)
             services += prepared.scenario_instance.services.values()
-            _note_computation(directory, settings, prepared.scenario_instance)
+            note_computation(
+                directory,
+                {
+                    "device": resolve_device(settings.device).type,
+                    "layers": prepared.scenario_instance.layers,
+                },
+            )
             _train(prepared.trainer, directory, checkpoint)
             is_done = True
             _write_report(directory, tracker)
@@ -350,7 +354,7 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         trainer.tracker.rewind({})
     else:
         logger.info("resuming from %s", checkpoint.name)
-        _warn_of_changed_plugins(directory)
+        warn_of_changed_plugins(directory)
         trainer.go_on_from(checkpoint)
     base_run = trainer.hyper_params.base_run
     if base_run.base_run_type == RERUN_TESTS:
@@ -369,48 +373,6 @@ def _write_report(directory: RunDirectory, tracker: Tracker | None = None) -> No
             tracker.log_report(path)
     except NipAstraError as error:
         logger.warning("the report was not written: %s", error)
-
-
-def _note_computation(
-    directory: RunDirectory, settings: ExperimentSettings, instance: ScenarioInstance
-) -> None:
-    """Write down by what layers are computed, and tell what changed since the run was begun."""
-    try:
-        before = dict(directory.read_json(files.ENVIRONMENT))
-    except (RunDirectoryError, TypeError, ValueError) as error:
-        # Resuming does not need what the run was begun on.
-        logger.warning("what the run was begun on cannot be told: %s", error)
-        return
-    computed = {"device": resolve_device(settings.device).type, "layers": instance.layers}
-    changes = changes_of_rounding(before, describe_environment() | computed)
-    if changes:
-        logger.warning(
-            "the run goes on where it was not begun, so last digits may differ from those of a "
-            "run that was not stopped: %s",
-            "; ".join(changes),
-        )
-    # What the run was begun on stays; a run of an older version has not written it down.
-    directory.write_json(files.ENVIRONMENT, computed | before)
-
-
-def _warn_of_changed_plugins(directory: RunDirectory) -> None:
-    try:
-        recorded = directory.read_json(files.ENVIRONMENT)["plugins"]
-        before = {plugin["spec"]: plugin["sha256"] for plugin in recorded}
-        by_name = {Path(spec).name: digest for spec, digest in before.items()}
-    except (RunDirectoryError, KeyError, TypeError) as error:
-        # Resuming needs no more of that file than this.
-        logger.warning("whether plug-ins have changed cannot be told: %s", error)
-        return
-    for plugin in loaded_plugins():
-        # A copy elsewhere has the name of what it stands in for.
-        digest = before.get(plugin.spec, by_name.get(Path(plugin.spec).name, plugin.sha256))
-        if digest != plugin.sha256:
-            logger.warning(
-                "the plug-in %s has changed since the run was started; results may differ from "
-                "those of a run that was not stopped",
-                plugin.spec,
-            )
 
 
 def _refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSettings) -> None:
@@ -454,70 +416,3 @@ def _settings(base: ExperimentSettings, fields: dict[str, Any]) -> ExperimentSet
         if field.exclude
     }
     return ExperimentSettings.from_dict(base.to_dict() | runtime | fields)
-
-
-@contextmanager
-def _log_file(directory: RunDirectory) -> Iterator[None]:
-    """Write the package's log to log.txt within the block."""
-    handler = logging.FileHandler(directory.path / files.LOG, encoding="utf-8")
-    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger("nip_astra")
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        root.setLevel(level)
-        root.removeHandler(handler)
-        handler.close()
-
-
-@contextmanager
-def _stop_on_signals() -> Iterator[Callable[[], str | None]]:
-    """A function that tells which of SIGINT and SIGTERM came; a second one stops at once."""
-    received: list[str] = []
-
-    def note(number: int, _frame: Any) -> None:
-        name = signal.Signals(number).name
-        if received:
-            _tell_at_once(f"{name} again: stopping without saving")
-            raise KeyboardInterrupt
-        received.append(name)
-        _tell_at_once(
-            f"{name}: finishing the step, then saving and stopping; once more stops without saving"
-        )
-
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: received[0] if received else None
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _signals_left_to_leader() -> Iterator[None]:
-    """Hear neither SIGINT nor SIGTERM: the process that leads stops all others."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    stopping = (signal.SIGINT, signal.SIGTERM)
-    previous = {number: signal.signal(number, signal.SIG_IGN) for number in stopping}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def _tell_at_once(text: str) -> None:
-    """Write a line to standard error from within a signal's handler.
-
-    By its number, since a stream that was being written to when the signal came cannot be used.
-    """
-    with suppress(OSError):
-        os.write(2, f"\n{text}\n".encode())

@@ -30,6 +30,12 @@ SERVICE_OVERRIDES = (
 )
 SHORT_TRAINERS = tuple(str(one) for one in TrainerType if not one.startswith("pure_text_"))
 """Trainers of short runs; those of chat models are killed at every stage by tests of their own."""
+TEXT_OVERRIDES = (
+    "text_rl.rollouts_per_iteration=4",
+    "text_rl.min_fine_tune_examples=1",
+    "text_rl.num_fine_tune_epochs=1",
+    "secret_word.num_test=4",
+)
 MORE = {"ast_sft": ("ast_sft.min_score=0.0",), "ast_ppo": ("ast_ppo.kl.target=0.01",)}
 
 
@@ -46,6 +52,9 @@ def short_experiment(
     if trainer in SERVICE_TRAINERS:
         length = f"training.num_iterations={num_iterations}"
         return resolve_experiment(trainer=trainer, overrides=[*SERVICE_OVERRIDES, length, *more])
+    if trainer.startswith("pure_text_"):
+        length = f"text_rl.num_iterations={num_iterations}"
+        return resolve_experiment(trainer=trainer, overrides=[*TEXT_OVERRIDES, length, *more])
     scenario = toy_scenario_folder(folder)
     values = SMALL | {"trainer": trainer, "scenario": str(scenario)}
     if trainer == TrainerType.SOLO_AGENT:
@@ -72,6 +81,8 @@ def what_was_found(run: Path) -> dict[str, bytes]:
     """What must not depend on whether a run was stopped: metrics, conversations, weights."""
     files = [run / "metrics.jsonl", *run.glob("rollouts/*.jsonl"), *run.glob("model/*.safetensors")]
     results = json.loads((run / RESULTS).read_text())
-    results.pop("model_dir", None)
+    # Where models are, and what jobs are called, is each run's own.
+    for name in ("model_dir", "models", "groups"):
+        results.pop(name, None)
     found = {str(file.relative_to(run)): file.read_bytes() for file in sorted(files)}
     return found | {RESULTS: json.dumps(results).encode()}

@@ -48,3 +48,11 @@ def test_runs_are_killed_all_over_and_one_of_each_family_here_and_there(tmp_path
 def test_a_run_is_killed_at_every_file_operation(trainer: str, tmp_path: Path) -> None:
     (found,) = killed(tmp_path, **{trainer: 1})
     assert found["kills"] == found["operations"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["pure_text_ei", "pure_text_malt"])
+def test_a_run_of_chat_models_is_killed_all_over(trainer: str, tmp_path: Path) -> None:
+    """Models and jobs are in its own process; behind a service, see `test_text_kills`."""
+    (found,) = killed(tmp_path, **{trainer: 10})
+    assert found["kills"] > 20

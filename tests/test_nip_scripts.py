@@ -14,7 +14,7 @@ from nip_astra.parameters import HyperParameters
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.documents import ROOT
-from tests.nip_scripts import ppo_gi, solo_agents_gi
+from tests.nip_scripts import ei_cv, ppo_gi, solo_agents_gi
 
 GUIDE = (ROOT / "doc" / "guides" / "coming-from-nip.md").read_text(encoding="utf-8")
 SCRIPTS = Path(__file__).parent / "nip_scripts"
@@ -49,7 +49,7 @@ def lines_of(name: str) -> list[str]:
     return [line.strip() for line in text.replace("from nip ", "from nip_astra ").splitlines()]
 
 
-@pytest.mark.parametrize("name", ["ppo_gi", "solo_agents_gi"])
+@pytest.mark.parametrize("name", ["ppo_gi", "solo_agents_gi", "ei_cv"])
 def test_every_line_that_changes_is_in_the_guide(name: str) -> None:
     theirs, ours = lines_of(f"{name}.nip.txt"), lines_of(f"{name}.py")
     gone = [line for line in theirs if line not in ours]
@@ -108,6 +108,40 @@ def test_the_solo_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert recorded["solo_agent"]["num_epochs"] == 2
     agents = recorded["graph_isomorphism"]["agents"]
     assert agents["prover"]["body_lr_factor"] == {"actor": 0.01, "critic": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("protocol", "provers"), [("nip", ["prover"]), ("debate", ["prover0", "prover1"])]
+)
+def test_the_script_of_expert_iteration_runs(
+    protocol: str, provers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = {"interaction_protocol": [protocol], "num_iterations": [2], "max_message_rounds": [3]}
+    tiny |= {"rollouts_per_iteration": [4], "levels": [[1]], "num_invalid_generation_retries": [2]}
+    monkeypatch.setattr(ei_cv, "param_grid", ei_cv.param_grid | tiny)
+    ei_cv.run_all(runs_dir=str(tmp_path), progress=False)
+    run = RunDirectory.open(tmp_path / "ei_cv_a_0")
+    results = run.read_json("results.json")
+    assert results["protocol"] == protocol
+    assert sorted(results["agents"]) == [*provers, "verifier"]
+    assert sorted(results["groups"]) == ["provers", "verifiers"]
+    assert {"accuracy_where_level_1", "mean_accuracy"} <= set(results["after"])
+    combo = {name: values[0] for name, values in ei_cv.param_grid.items()}
+    recorded = HyperParameters.from_dict(run.read_yaml("hyper_parameters.yaml"))
+    assert recorded == ei_cv.construct_params(combo)
+
+
+def test_the_script_of_expert_iteration_names_hosted_models_without_the_dummy() -> None:
+    combo = {name: values[0] for name, values in ei_cv.param_grid.items()}
+    given = ei_cv.construct_params(combo | {"use_dummy_api": False})
+    agents = given.to_dict()["code_validation"]["agents"]
+    assert agents["prover"]["model"]["_type"] == "openai"
+    assert agents["prover"]["model"]["model"] == "gpt-4o-2024-08-06"
+    assert agents["verifier"]["fine_tune_from_scratch"] is True
+    assert agents["verifier"]["freeze_agent"] is False
+    assert given.text_rl.verifier_guess_replacement_annealing == "linear"
+    assert given.text_rl.num_iterations == 8
+    assert ei_cv.run_preparer_fn(combo).total_num_iterations == 8
 
 
 def default_of(path: str) -> Any:

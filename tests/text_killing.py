@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from nip_astra.serve.settings import ServiceSettings
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
 from tests.killing import go_on, in_a_fork
 
-SETTINGS = {"progress": False}
+SETTINGS: dict[str, Any] = {"progress": False}
 SMALL = (
     "text_rl.num_iterations=2",
     "text_rl.rollouts_per_iteration=6",
@@ -132,7 +133,7 @@ def _find(pattern: str, text: str) -> str:
 def kill_at_points(
     resolved: ResolvedExperiment, folder: Path, log: Log, points: list[str]
 ) -> list[dict[str, Any]]:
-    """Run to the end, then kill a run at each point, go on, and tell what was not as before."""
+    """Run once to the end, then kill one at each point, go on, and tell what differs."""
 
     def run(name: str) -> None:
         run_experiment(resolved, runs_dir=str(folder / name), run_id="run", **SETTINGS)
@@ -149,7 +150,7 @@ def kill_at_points(
                 run(str(number))
 
         status = in_a_fork(until_killed)
-        again = in_a_fork(lambda number=number: go_on(resolved, folder / str(number)))
+        again = in_a_fork(partial(go_on, resolved, folder / str(number)))
         told: dict[str, Any] = {"number": number, "operation": operations[number - 1], "faults": []}
         if (status, again) != (-signal.SIGKILL, 0):
             told["faults"].append(f"ended with {status}, and going on with {again}")

@@ -68,13 +68,15 @@ def experience_of(trainer: AstTrainer, iteration: int = 0) -> Played:
     return Played(tree, found.samples, found.metrics)
 
 
-def make_language_model(directory: Path, *, seed: int = 0, window: int = 96) -> Path:
+def make_language_model(
+    directory: Path, *, seed: int = 0, window: int = 96, head_size: int = 8
+) -> Path:
     """Write a random Llama of two layers with its tokenizer, and give its folder."""
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
+        hidden_size=4 * head_size,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,

@@ -36,6 +36,7 @@ CHAPTERS = (
     ("language_model", "Language models"),
     ("message_regressor", "Message regressors"),
     ("pretrained_model", "Image models"),
+    ("rollout_analyser", "Rollout analysers"),
 )
 """Kinds of registries in the order of the site; others follow."""
 

@@ -188,13 +188,20 @@ def show(
     show_all: Annotated[
         bool, typer.Option("--all", help="Show those as well that nothing in the run reads.")
     ] = False,
+    prompts: Annotated[
+        bool, typer.Option("--prompts", help="Show what chat models are told in a protocol.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
-    from nip_astra.cli import show_commands
+    from nip_astra.cli import show_commands, show_prompts
 
+    given = _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust)
+    if prompts:
+        show_prompts.show_prompts(given)
+        return
     show_commands.show(
-        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
+        given,
         as_yaml=as_yaml,
         is_explained=explain,
         are_all_shown=show_all,

@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.cli.attacker_folders import Surroundings, attacker_of_folder, resolve_around
 from nip_astra.cli.text_attackers import LoadedTexts, is_text_attacker, load_texts, place_of
-from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.storage import EVALUATIONS, weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
@@ -32,10 +30,8 @@ from nip_astra.scenario_base.agents import (
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_instance import ConversationInstance
-from nip_astra.scorers.base import Scorer
-from nip_astra.scorers.registry import SCORERS, build_scorer
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
-from nip_astra.trust import active_source, on_behalf_of
+from nip_astra.trust import on_behalf_of
 from nip_astra.utils.devices import resolve_device
 
 MODEL_DIR, ATTACKER_DIR = "model", "attacker"
@@ -96,14 +92,6 @@ class LoadedTarget:
     description: dict[str, Any]
     language_model: Any
     scenario_dir: Path | None
-
-
-@dataclass(frozen=True)
-class LoadedScorers:
-    """Scorers by name, the one that decides first, and their parameters."""
-
-    scorers: dict[str, Scorer]
-    parameters: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -303,64 +291,6 @@ def load_target(
         language_model=model_of(parameters),
         scenario_dir=scenario_dir,
     )
-
-
-def load_scorers(
-    specs: Sequence[str],
-    own: Any,
-    settings: ExperimentSettings,
-    scenario_dir: Path | None,
-    own_scorer: Scorer | None = None,
-) -> LoadedScorers:
-    """The scorers asked for; without any, the scenario's own.
-
-    Parameters
-    ----------
-    specs : Sequence[str]
-        A registered name, `own` for the scenario's, or a YAML file of a scorer's parameters.
-    own : Any
-        Parameters of the scenario's scorer.
-    """
-    scorers: dict[str, Scorer] = {}
-    found: dict[str, Any] = {}
-    for spec in specs or ("own",):
-        name, parameters = _scorer_parameters(spec, own)
-        while name in scorers:
-            name += "_2"
-        # Any but the run's own was named by the user.
-        with on_behalf_of(active_source() if spec == "own" else None):
-            is_built = spec == "own" and own_scorer is not None
-            scorers[name] = (
-                own_scorer
-                if is_built and own_scorer is not None
-                else build_scorer(
-                    parameters, device=resolve_device(settings.device), scenario_dir=scenario_dir
-                )
-            )
-        found[name] = parameters.to_dict()
-    return LoadedScorers(scorers, found)
-
-
-def _scorer_parameters(spec: str, own: Any) -> tuple[str, Any]:
-    if spec == "own":
-        return str(own.type_name), own
-    path = Path(spec)
-    if path.suffix not in (".yaml", ".yml"):
-        return spec, SCORERS.get(spec).Parameters.from_dict({})
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise DataError(
-            f"a scorer was to be read from {path}, but: {error}. Give a YAML file with _type and "
-            "the scorer's parameters."
-        ) from error
-    if not isinstance(values, dict) or not isinstance(values.get("_type"), str):
-        raise DataError(
-            f"a scorer was to be read from {path}, but it has no _type. Begin it with `_type: "
-            f"<name>`, one of: {', '.join(SCORERS.names())}."
-        )
-    rest = {name: value for name, value in values.items() if name != "_type"}
-    return path.stem, SCORERS.get(values["_type"]).Parameters.from_dict(rest)
 
 
 def _of_model_folder(

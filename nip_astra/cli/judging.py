@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from nip_astra.cli.evaluation_loading import load_scorers
+from nip_astra.cli.scorer_loading import load_scorers
 from nip_astra.cli.terminal import complain, open_console, say
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.cards import scorer_card

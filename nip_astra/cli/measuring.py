@@ -70,13 +70,17 @@ def evaluate(
     column: Column = DEFAULT_COLUMN,
     debug: Debug = False,
 ) -> None:
-    """Measure attackers on held-out prompts; goes on where a killed evaluation was."""
+    """Measure attackers on held-out prompts, or chat models that play a protocol, on held-out data;
+    goes on where a killed evaluation was.
+    """
     from nip_astra.cli import evaluation_commands as commands
     from nip_astra.cli.attacker_folders import Surroundings
     from nip_astra.cli.evaluation_loading import RunCode
     from nip_astra.cli.judging import JudgingRequest
+    from nip_astra.cli.text_runs import evaluate_text_runs, is_text_run
 
-    commands.evaluate(
+    play = evaluate_text_runs if is_text_run(runs[0]) else commands.evaluate
+    play(
         commands.EvaluateRequest(
             runs=runs,
             targets=targets or [],
@@ -141,10 +145,14 @@ def compare(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Compare evaluations with the first, paired by opening prompt."""
+    """Compare evaluations with the first, paired by opening prompt or datapoint."""
     from nip_astra.cli import stored_evaluations
     from nip_astra.cli.evaluation_loading import RunCode
+    from nip_astra.cli.text_runs import compare_text_runs, is_text_run
 
+    if is_text_run(runs[0]) and len(runs) > 1:
+        compare_text_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
+        return
     code = RunCode(plugin or [], trust)
     stored_evaluations.compare_runs(runs, code=code, fail_if=fail_if, out=out, as_json=as_json)
 

@@ -39,11 +39,11 @@ from nip_astra.language_models.base import (
     TokenCount,
     TokenScores,
 )
-from nip_astra.language_models.drawn import DrawRule, KeptTokens
+from nip_astra.language_models.drawing import TokenDraw
+from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.plain_forward import generate_turns, score_rows
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
-from nip_astra.language_models.sampling import sample_tokens
 from nip_astra.language_models.saved_weights import has_adapter, restore_weights, save_weights
 from nip_astra.language_models.sources import (
     DTYPES,
@@ -77,6 +77,11 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     The module is kept in eval mode always: dropout would make the log-probabilities of the policy
     and of the reference differ by noise.
+
+    Parameters
+    ----------
+    is_unbridled : bool
+        Any token may be drawn, special ones too, and none ends a turn by itself.
     """
 
     class Parameters(LanguageModel.Parameters):
@@ -115,6 +120,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         dtype: torch.dtype | None = None,
         decoder: Decoder | None = None,
         decode_graphs: DecodeGraphs = "auto",
+        is_unbridled: bool = False,
     ) -> None:
         self.module = module.to(device).eval()
         self.tokenizer = tokenizer
@@ -126,9 +132,11 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.token_count = TokenCount()
         self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
-        self._banned_ids = torch.tensor(
-            find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size), device=device
-        )
+        banned_ids = find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
+        if is_unbridled:
+            # Whoever asks says which tokens end a turn.
+            banned_ids, self.end_ids = [], ()
+        self.token_draw = TokenDraw(banned_ids, self.end_ids, device)
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
             self.module.requires_grad_(False)
@@ -140,7 +148,6 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.source: str | None = None
         self._decode_graphs = decode_graphs
         self._steps = build_fixed_steps(self._decoder, device, decode_graphs)
-        self._end_ids: dict[tuple[int, ...], Tensor] = {}
         self._snapshot = self._new_snapshot()
         self._load_again: Callable[[], HuggingFaceLanguageModel] | None = None
 
@@ -295,7 +302,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return CachedSession(
             self._decoder,
             self._snapshot.of(self.parameters()),
-            self._draw,
+            self.token_draw.draw,
             end_ids=self.end_ids,
             token_count=self.token_count,
             max_batch_tokens=self.max_batch_tokens,
@@ -328,36 +335,12 @@ class HuggingFaceLanguageModel(LanguageModel):
                 rows,
                 uniforms_BT,
                 options,
-                draw=self._draw,
+                draw=self.token_draw.draw,
                 end_ids=self.end_ids,
                 max_batch_tokens=self.max_batch_tokens,
             )
         self.token_count.add(spent)
         return said
-
-    def _draw(
-        self, logits_BV: Tensor, uniforms_B: Tensor, position: int, options: SamplingOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Draw a token of each row; the logits are used up."""
-        logprobs_BV = logits_BV.log_softmax(dim=1)
-        logits_BV.index_fill_(1, self._banned_ids, float("-inf"))
-        if position < options.min_new_tokens:
-            logits_BV.index_fill_(1, self._ends(options), float("-inf"))
-        token_B = sample_tokens(
-            logits_BV,
-            uniforms_B,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-        )
-        return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
-
-    def _ends(self, options: SamplingOptions) -> Tensor:
-        """The end tokens on the device; making them anew each step would wait for it."""
-        ids = (*self.end_ids, *options.end_ids)
-        if ids not in self._end_ids:
-            self._end_ids[ids] = torch.tensor(ids, device=self.device)
-        return self._end_ids[ids]
 
     # ---- scoring
 
@@ -387,7 +370,7 @@ class HuggingFaceLanguageModel(LanguageModel):
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
-        needs["rule"] = None if drawn is None else self._rule_of(drawn, mask_BT)
+        needs["rule"] = None if drawn is None else self.token_draw.rule_of(drawn, mask_BT)
         pair_cost = pair_cost_of(self._decoder, self.device)
         trie = build_trie(sequences_to_read(*rows), pair_cost=pair_cost)
         self.token_count.scored += trie.num_unique
@@ -408,6 +391,14 @@ class HuggingFaceLanguageModel(LanguageModel):
                     )
         self.token_count.add(spent)
         return found
+
+    def logits_of(self, hidden_NX: Tensor) -> Tensor:
+        """Logits `[N, V]`, float32, of hidden states that `token_scores` gave; with gradient."""
+        if self._decoder is None:
+            with adapter_state(self.module, is_on=self.use_adapter):
+                logits: Tensor = self._causal_lm.get_output_embeddings()(hidden_NX.to(self.dtype))
+            return logits.float()
+        return self._weights_for_scoring().head(hidden_NX.to(self.dtype)).float()
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference always by the same path: others differ by rounding.
@@ -448,20 +439,10 @@ class HuggingFaceLanguageModel(LanguageModel):
             weights.head if weights is not None else self._causal_lm.get_output_embeddings(),
             scores.hidden_BTX[mask_BT].to(self.dtype),
             ids_BT.to(self.device)[mask_BT],
-            self._rule_of(Drawn(options), mask_BT),
+            self.token_draw.rule_of(Drawn(options), mask_BT),
             top_k=options.top_k,
             top_p=options.top_p,
             vocab_size=int(self.module.config.vocab_size),
-        )
-
-    def _rule_of(self, drawn: Drawn, mask_BT: Tensor) -> DrawRule:
-        options = drawn.options
-        return DrawRule(
-            temperature=options.temperature,
-            banned_ids=self._banned_ids,
-            end_ids=self._ends(options),
-            is_early_S=(mask_BT.nonzero()[:, 1] < options.min_new_tokens).to(self.device),
-            kept=None if drawn.kept is None else drawn.kept.to(self.device),
         )
 
     # ---- saving

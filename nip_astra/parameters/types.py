@@ -76,6 +76,8 @@ class TaskType(StrEnum):
     """Find a hidden number in several turns, told each time whether it is higher or lower."""
     PIG_LATIN = "pig_latin"
     """Say words in Pig Latin."""
+    VERIFIERS = "verifiers"
+    """Tasks of a taskset of the library verifiers."""
     DATASET = "dataset"
     """Problems of a file or data set, rated by their answers or by a scorer."""
 

@@ -60,7 +60,7 @@ def kinds_found(run: RunRecord) -> Chart | None:
 
 
 def turns_to_failure(run: RunRecord) -> tuple[list[Row], Chart | None]:
-    """Give, for the turns of held-out chains, the share failing and failed so far."""
+    """The share failing, and failed so far, at the turns of held-out chains."""
     rows: list[Row] = []
     lines: list[Line] = []
     for table in sorted(run.tables, key=order_of):

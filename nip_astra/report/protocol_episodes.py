@@ -111,7 +111,7 @@ def tables_of(run: RunRecord) -> list[EpisodeTable]:
                 replace(_episode(row, colors), verdicts=_verdicts(run, name, row, colors))
                 for row in rows
             ]
-            title = _TITLES.get(name, name.replace("_", " "))
+            title = _TITLES.get(name, name.replace("evaluations/", "evaluation ").replace("_", " "))
             is_first = not tables
             tables.append(
                 EpisodeTable(title, step, episodes, len(by_step[step]), _open(episodes, is_first))

@@ -221,6 +221,10 @@ def _cost_tiles(run: RunRecord) -> Iterator[Tile]:
 def overall_rows(run: RunRecord) -> tuple[list[str], list[Row]]:
     """Headings and rows of the figures of all agents together."""
     reports = [("before", measured(run)[0]), ("after", measured(run)[1])]
+    reports += [
+        (f"evaluation {name}", statistics_of(mapping(one.get("figures"))))
+        for name, one in run.evaluations.items()
+    ]
     reports = [(heading, one) for heading, one in reports if one.overall]
     names = dict.fromkeys(name for _, one in reports for name in one.overall)
     rows = []

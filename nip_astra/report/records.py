@@ -188,6 +188,9 @@ def read_run(path: str | Path) -> RunRecord:
     for file in sorted((directory.path / "evaluations").glob("*/evaluation.json")):
         name = file.relative_to(directory.path).as_posix()
         run.evaluations[file.parent.name] = reader.document(name, directory.read_json)
+        if (file.parent / "episodes.jsonl").is_file():
+            told = list(reader.lines(f"{Path(name).parent}/episodes.jsonl"))
+            run.episodes[f"evaluations/{file.parent.name}"] = told
         nodes = [node_of(row) for row in reader.lines(f"{Path(name).parent}/rows.jsonl", False)]
         if any(node.probe or node.response for node in nodes):
             run.tables[f"evaluations/{file.parent.name}"] = nodes

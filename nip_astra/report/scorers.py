@@ -29,7 +29,7 @@ Groups = list[tuple[str, list[Row]]]
 
 
 def quality_rows(run: RunRecord) -> Groups:
-    """Give, for each scorer of each evaluation with labels, its quality and corrected rate."""
+    """Quality and corrected rate of each scorer of each evaluation with labels."""
     found = [
         (name, [_quality(one, scorer) for scorer in mapping(one.get("detectors"))])
         for name, one in run.evaluations.items()
@@ -38,7 +38,7 @@ def quality_rows(run: RunRecord) -> Groups:
 
 
 def agreement_rows(run: RunRecord) -> Groups:
-    """Give, for each two scorers of each evaluation, how far they agree."""
+    """How far each two scorers of each evaluation agree."""
     found = [
         (name, [_agreement(mapping(pair)) for pair in items(one.get("scorer_agreement"))])
         for name, one in run.evaluations.items()

@@ -149,7 +149,8 @@ class _OpenedRun:
             plugins=asked.plugins,
             is_trusted=asked.is_trusted,
         )
-        if not issubclass(SCENARIOS.get(resolved.kind), PureTextScenario):
+        scenario = SCENARIOS.get(resolved.kind)
+        if not issubclass(scenario, PureTextScenario):
             raise ConfigurationError(
                 f"the rollouts of {path} were to be analysed, but its scenario is of the kind "
                 f"{resolved.kind!r}, whose agents do not play in words. Give a run of a trainer of "
@@ -162,7 +163,11 @@ class _OpenedRun:
         with on_behalf_of(resolved.source):
             analyses = RolloutAnalyses(
                 directory,
-                cast_of(section, build_protocol_handler(resolved.hyper_params)),
+                cast_of(
+                    section,
+                    build_protocol_handler(resolved.hyper_params),
+                    scenario.hidden_columns,
+                ),
                 build_rollout_analysers(asked.analysers or _analysers_of(own)),
                 _judge(path, asked.model, own, chosen, resolved.scenario_dir),
                 own or JudgingParameters(),

@@ -25,6 +25,7 @@ from nip_astra.parameters.loading import (
     read_yaml_layers,
     resolve_parameters,
 )
+from nip_astra.parameters.merging import Merger
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.plugins import load_plugin
 from nip_astra.resolving.base_runs import (
@@ -171,6 +172,7 @@ class _Stack:
         """Read the parameter file and the base run; scenario and preset are not known yet."""
         path = None if parameter_file is None else Path(parameter_file)
         file = [] if path is None else read_yaml_layers(path, source=str(path))
+        file, top = ([_with_taskset(layer) for layer in layers] for layers in (file, top))
         base_run = read_base_run([*file, *top])
         base = base_run.layer(_merged(*file, *top))
         folder = None if path is None else path.resolve().parent
@@ -288,6 +290,21 @@ def _source_of(stack: _Stack, given: Sequence[str], *, is_trusted: bool) -> Stor
     # What the run names itself is no copy of another of the same file name.
     copies = tuple(spec for spec in given if spec not in named)
     return StoredSource(place, is_trusted or not strange, copies)
+
+
+TASKSETS = "verifiers"
+"""Scenario of the tasksets of the library verifiers, and what they are named by: verifiers:NAME."""
+
+
+def _with_taskset(layer: Layer) -> Layer:
+    """A layer whose scenario is `verifiers:TASKSET` with scenario and taskset apart."""
+    scenario, sign, taskset = str(layer.values.get("scenario") or "").partition(":")
+    if scenario != TASKSETS or not sign:
+        return layer
+    merger = Merger()
+    merger.add({"task": {"task": {"taskset": taskset}}}, layer.source)
+    merger.add({**layer.values, "scenario": TASKSETS}, layer.source)
+    return Layer(layer.source, merger.values, layer.stored_in)
 
 
 def _merged(*layers: Layer) -> dict[str, Any]:

@@ -31,6 +31,7 @@ class CodeValidationScenario(PureTextScenario):
 
     kind: ClassVar[str] = str(ScenarioType.CODE_VALIDATION)
     groupings: ClassVar[tuple[str, ...]] = ("level",)
+    hidden_columns: ClassVar[tuple[str, ...]] = ("mutation", "name", "level")
 
     class Parameters(PureTextScenario.Parameters):
         """Which problems, and which of their solutions."""

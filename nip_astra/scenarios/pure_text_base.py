@@ -72,6 +72,8 @@ class PureTextScenarioInstance(ScenarioInstance):
         Columns of the data by which accuracy is told apart.
     analysis : AnalysisParameters or None
         What a judge is asked about rollouts.
+    hidden_columns : tuple of str
+        Columns of the data that nobody is told.
     """
 
     protocol_handler: ProtocolHandler
@@ -82,11 +84,12 @@ class PureTextScenarioInstance(ScenarioInstance):
     loop: EventLoop
     groupings: tuple[str, ...] = ()
     analysis: AnalysisParameters | None = None
+    hidden_columns: tuple[str, ...] = ()
 
     @property
     def cast(self) -> Cast:
         """Who plays, for rollout analysers."""
-        return Cast(self.game.protocol, self.game.human_names)
+        return Cast(self.game.protocol, self.game.human_names, self.hidden_columns)
 
     @property
     def num_parameters(self) -> int:
@@ -118,6 +121,8 @@ class PureTextScenario(Scenario):
     """The name under which the kind is registered; a kind sets it."""
     groupings: ClassVar[tuple[str, ...]] = ()
     """Columns of the data by which accuracy is told apart."""
+    hidden_columns: ClassVar[tuple[str, ...]] = ()
+    """Columns of the data that nobody is to be told, since they give the label away."""
 
     class Parameters(SubParameters):
         """Who plays; a kind adds its data."""
@@ -165,7 +170,7 @@ class PureTextScenario(Scenario):
     ) -> PureTextScenarioInstance:
         protocol = build_protocol_handler(hyper_params)
         agents = cls._build_agents(parameters, protocol)
-        game = cls._build_game(hyper_params, parameters, protocol, scenario_dir)
+        game = cls.build_game(hyper_params, parameters, protocol, scenario_dir)
         datasets = cls.build_datasets(parameters, seed=hyper_params.seed, scenario_dir=scenario_dir)
         for split, data in zip(TextDatasets._fields, datasets, strict=True):
             _check_data(data, split)
@@ -193,6 +198,7 @@ class PureTextScenario(Scenario):
             loop=loop,
             groupings=cls.groupings,
             analysis=parameters.analysis,
+            hidden_columns=cls.hidden_columns,
         )
 
     @classmethod
@@ -221,13 +227,14 @@ class PureTextScenario(Scenario):
         return agents
 
     @classmethod
-    def _build_game(
+    def build_game(
         cls,
         hyper_params: HyperParameters,
         parameters: Any,
         protocol: ProtocolHandler,
         scenario_dir: Path | None,
     ) -> TextGame:
+        """The rules, with the prompts of the scenario's folder."""
         names = protocol.agent_names
         cast = cast_of(parameters, protocol)
         roles: dict[str, str] = {name: cast.role(name) for name in names}
@@ -250,10 +257,13 @@ def parameters_of_agents(
     return {name: given.get(name) or given[DEFAULT_AGENT] for name in protocol.agent_names}
 
 
-def cast_of(parameters: Any, protocol: ProtocolHandler) -> Cast:
+def cast_of(
+    parameters: Any, protocol: ProtocolHandler, hidden_columns: tuple[str, ...] = ()
+) -> Cast:
     """Who plays, by the parameters of a scenario in words."""
     own = parameters_of_agents(parameters, protocol)
-    return Cast(protocol, {name: one.human_name or name for name, one in own.items()})
+    names = {name: one.human_name or name for name, one in own.items()}
+    return Cast(protocol, names, hidden_columns)
 
 
 def _check_data(data: NestedArrayDict, split: str) -> None:

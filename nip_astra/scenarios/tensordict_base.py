@@ -31,7 +31,7 @@ from nip_astra.scenario_base.protocol.central_critic import (
 from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.head_shapes import check_agents
-from nip_astra.scenario_base.protocol.message_space import AgentShape, MessageSpace
+from nip_astra.scenario_base.protocol.message_space import AgentShape, MessageSpace, shape_of_agent
 from nip_astra.scenario_base.protocol.tensordict_agents import (
     Agent,
     AgentBody,
@@ -253,7 +253,7 @@ class TensorDictScenario(Scenario):
         agents = {}
         for name in protocol.agent_names:
             agent_parameters = cls.parameters_of(parameters, name)
-            shape = _shape_of(name, protocol, space, parameters.d_representation)
+            shape = shape_of_agent(name, protocol, space, parameters.d_representation)
             with _seeded(derive_seed(hyper_params.seed, "agent", name)):
                 agents[name] = cls._build_agent(
                     parameters,
@@ -355,23 +355,6 @@ def _merged(default: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         else:
             merged[name] = value
     return merged
-
-
-def _shape_of(
-    name: str, protocol: ProtocolHandler, space: MessageSpace, d_representation: int
-) -> AgentShape:
-    number = protocol.agent_names.index(name)
-    seen = protocol.visibility_AC[number].nonzero().flatten().tolist()
-    return AgentShape(
-        name=name,
-        is_verifier=name not in protocol.prover_names,
-        has_decision=protocol.has_decision_logits(name),
-        num_rounds=protocol.max_message_rounds,
-        num_channels=protocol.num_channels,
-        visible_channels=tuple(seen),
-        message_space=space,
-        d_representation=d_representation,
-    )
 
 
 def _num_environments(frames_per_batch: int, steps: int) -> int:

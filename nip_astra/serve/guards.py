@@ -14,6 +14,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nip_astra.serve.api_errors import ApiError
 
 OPEN_ROUTES = ("/health",)
+KEY_HEADER = "x-api-key"
+"""In which Tinker's SDK brings the token."""
 
 
 class Guard:
@@ -66,6 +68,8 @@ class Guard:
     def _check_token(self, headers: Headers) -> None:
         assert self.token is not None
         kind, _, given = headers.get("authorization", "").partition(" ")
+        if KEY_HEADER in headers:
+            kind, given = "bearer", headers[KEY_HEADER]
         is_right = hmac.compare_digest(given.strip().encode(), self.token.encode())
         if kind.lower() != "bearer" or not is_right:
             raise ApiError(

@@ -17,6 +17,9 @@ from nip_astra.serve.api_errors import wrong
 
 SECONDS_TO_FINISH = 5
 """How long requests that are being answered may go on once the service is told to end."""
+SECONDS_IDLE = 75
+"""After which a connection without requests is closed. Clients keep theirs for a few seconds; one
+that is closed just as it is used again costs an attempt."""
 
 
 def http_config(app: ASGIApp) -> uvicorn.Config:
@@ -28,6 +31,7 @@ def http_config(app: ASGIApp) -> uvicorn.Config:
         log_level=logging.WARNING,
         access_log=False,
         timeout_graceful_shutdown=SECONDS_TO_FINISH,
+        timeout_keep_alive=SECONDS_IDLE,
     )
 
 

@@ -234,7 +234,7 @@ class _JobRoutes:
         return job
 
     def _take_file(self, identity: str, place: Path, body: JobBody, param: str) -> None:
-        """Give a job its own name for a file, so that it may be deleted."""
+        """Put a file under a name of the job's own, so that the file may be deleted."""
         if not self.store.files(identity):
             raise not_found("file", identity, param)
         source = self.store.file_path(identity)

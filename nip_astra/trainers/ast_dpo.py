@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
+import torch
 from pydantic import Field, model_validator
 from tensordict import TensorDict
 
+from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives.masked import mean_over_rows
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.preference import preference_loss
+from nip_astra.rl_objectives.preference_family import (
+    Divergence,
+    PairKind,
+    divergence_scores,
+    kto_loss,
+    pair_loss,
+)
 from nip_astra.trainers.ast.preference import AstPreferenceTrainer
 from nip_astra.trainers.registry import register_trainer
 
@@ -26,32 +36,65 @@ class AstDpoTrainer(AstPreferenceTrainer):
       conservative, `-(1 - e) log sigmoid(beta * h) - e log sigmoid(-beta * h)`;
     - `robust`: `(-(1 - e) log sigmoid(beta * h) + e log sigmoid(-beta * h)) / (1 - 2 e)`, unbiased
       where a share e of the preferences is flipped (arXiv:2403.00409);
-    - `hinge`: `max(0, 1 - beta * h)` (SLiC, arXiv:2305.10425).
+    - `hinge`: `max(0, 1 - beta * h)` (SLiC, arXiv:2305.10425);
+    - `nca`, `sppo`, `apo_zero`, `apo_down`: of each probe's own log-ratio, see
+      `rl_objectives.preference_family.pair_loss`;
+    - `kto`: `1 - sigmoid(beta (c - z))` of the chosen and `1 - sigmoid(beta (z - r))` of the
+      rejected probe (arXiv:2402.01306), with z the mean log-ratio of the minibatch's probes, at
+      least 0.
+
+    With a `divergence` the first three compare `f'(pi / ref)` of both probes for their log-ratios
+    (f-DPO, arXiv:2309.16240).
     """
 
     class Parameters(AstPreferenceTrainer.Parameters):
         """Strength of the preference, choice of pairs, and the loss on them."""
 
-        loss: Literal["sigmoid", "robust", "hinge"] = "sigmoid"
-        """Loss on the margin of a pair."""
+        loss: Literal[
+            "sigmoid", "robust", "hinge", "nca", "sppo", "apo_zero", "apo_down", "kto"
+        ] = "sigmoid"
+        """Loss of a pair."""
+        divergence: Annotated[Divergence, where("loss", "sigmoid", "robust", "hinge")] = (
+            "reverse_kl"
+        )
+        """Divergence that holds the attacker near the reference: reverse_kl is DPO; forward_kl and
+        js hold probes that the reference would say more than those that it would not."""
+        alpha: Annotated[float, where("divergence", "alpha")] = Field(default=0.5, gt=0, lt=1)
+        """Of the alpha-divergence, between forward_kl (0) and reverse_kl (1)."""
         label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
         """Share of preferences taken to be wrong, for instance since the scorer errs. Larger trusts
         each pair less."""
 
         @model_validator(mode="after")
         def _has_a_use_for_smoothing(self) -> AstDpoTrainer.Parameters:
-            if self.loss == "hinge" and self.label_smoothing > 0:
+            if self.loss not in ("sigmoid", "robust") and self.label_smoothing > 0:
                 raise ValueError(
-                    "label_smoothing has no meaning for the hinge loss; set it to 0, or loss to "
-                    "sigmoid or robust"
+                    f"label_smoothing has no meaning for the {self.loss} loss; set it to 0, or "
+                    "loss to sigmoid or robust"
                 )
             return self
 
     def loss(self, batch: TensorDict) -> LossOutput:
         """The loss of a batch of pairs."""
+        options = self.parameters
+        if options.loss in get_args(PairKind):
+            return pair_loss(*self.answer_logratios(batch), kind=options.loss, beta=options.beta)
+        if options.loss == "kto":
+            ratios_B = torch.cat(self.answer_logratios(batch))
+            is_chosen_B = torch.arange(len(ratios_B), device=ratios_B.device) < len(batch)
+            baseline = mean_over_rows(ratios_B.detach())
+            return kto_loss(ratios_B, is_chosen_B, beta=options.beta, baseline=baseline)
+        policy_B, reference_B = self.logratios(batch)
+        if options.divergence != "reverse_kl":
+            chosen_B, rejected_B = (
+                divergence_scores(ratios_B, options.divergence, alpha=options.alpha)
+                for ratios_B in self.answer_logratios(batch)
+            )
+            policy_B, reference_B = chosen_B - rejected_B, torch.zeros_like(chosen_B)
         return preference_loss(
-            *self.logratios(batch),
-            kind=self.parameters.loss,
-            beta=self.parameters.beta,
-            label_smoothing=self.parameters.label_smoothing,
+            policy_B,
+            reference_B,
+            kind=options.loss,
+            beta=options.beta,
+            label_smoothing=options.label_smoothing,
         )

@@ -15,7 +15,6 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,16 +28,24 @@ from nip_astra.distributed.team import Handler
 from nip_astra.errors import (
     BudgetExhaustedError,
     LostProcessError,
-    NonFiniteLossError,
     StopRequested,
 )
-from nip_astra.language_models.base import LanguageModel, TokenCount
+from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
+from nip_astra.trainers.language_model.continuations import logprobs_of
+from nip_astra.trainers.language_model.experience import Experience as Experience
+from nip_astra.trainers.language_model.keeping import keep_policy
 from nip_astra.trainers.language_model.processes import divided, lead
 from nip_astra.trainers.language_model.state import LanguageModelState
+from nip_astra.trainers.language_model.steps import (
+    non_finite_error,
+    num_tokens_in_step,
+    token_metrics,
+    write_step_totals,
+)
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
 from nip_astra.trainers.trainer_base import (
     IterationContext,
@@ -50,28 +57,6 @@ from nip_astra.utils.forked import get_num_processes, using_processes
 from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
 
 logger = logging.getLogger(__name__)
-
-STEP_TOTALS = "step_totals"
-"""Column of a batch: trained tokens and samples of the whole optimizer step, int64 `[B, 2]`."""
-
-
-@dataclass(frozen=True)
-class Experience:
-    """What an iteration gathered.
-
-    Attributes
-    ----------
-    samples : list of Sample
-        What is learnt from; an iteration without any takes no step.
-    metrics : dict[str, float]
-        What is logged of it; `tokens/generated` gives the speed that the bar shows.
-    seconds : Mapping[str, float]
-        How long parts of the collecting took.
-    """
-
-    samples: list[Sample]
-    metrics: dict[str, float] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class LanguageModelTrainer(TensorDictTrainer):
@@ -179,33 +164,8 @@ class LanguageModelTrainer(TensorDictTrainer):
         self._noted.update(metrics)
 
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
-        """The policy's log-probabilities of continuations of `context`, with gradient.
-
-        All continuations go through the model in one pass.
-
-        Parameters
-        ----------
-        batch : TensorDict
-            Holds `context` and, for each name, tokens and `<name>_mask`.
-
-        Returns
-        -------
-        tuple[Tensor, ...]
-            One `[B, T]` tensor a name, all of the width of the longest, nats, 0 on padding.
-        """
-        width = max(batch[name].shape[1] for name in names)
-        ids, masks = [], []
-        for name in names:
-            padding = (0, width - batch[name].shape[1])
-            ids.append(torch.nn.functional.pad(batch[name], padding))
-            masks.append(torch.nn.functional.pad(batch[f"{name}_mask"], padding))
-        logprobs = self.service.logprobs(
-            batch["context"].repeat(len(names), 1),
-            batch["context_mask"].repeat(len(names), 1),
-            torch.cat(ids),
-            torch.cat(masks),
-        )
-        return logprobs.chunk(len(names))
+        """The policy's log-probabilities of continuations, with gradient; see `logprobs_of`."""
+        return logprobs_of(self.service.logprobs, batch, names)
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:
         """The part of a batch, by samples, of the learnt tokens of the whole optimizer step.
@@ -213,11 +173,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         A sum over tokens divided by it is a mean over the step's tokens once the loop has averaged
         the batches by their samples, however the step is split into batches.
         """
-        totals = batch.get(STEP_TOTALS, None)
-        if totals is None:
-            return float(int(batch[f"{self.trained_tokens}_mask"].sum()))
-        num_tokens, num_samples = totals[0].tolist()
-        return float(num_tokens * len(batch) / num_samples)
+        return num_tokens_in_step(batch, self.trained_tokens)
 
     # ---- the job
 
@@ -269,7 +225,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("Training")
         for iteration in iteration_context.iterate(self.state.iteration):
-            if self._has_stopped_early():
+            if self.state.has_stopped_early(self.training):
                 break
             started = time.perf_counter()
             seconds: Mapping[str, float] = {}
@@ -339,7 +295,7 @@ class LanguageModelTrainer(TensorDictTrainer):
                 continue
             with self.policy.counting() as spent:
                 metrics = self._optimizer_step(group)
-            self.state.count_step(metrics | _token_metrics(spent))
+            self.state.count_step(metrics | token_metrics(spent))
             asked = self.settings.stop_flag() if self.settings.stop_flag else None
             if asked := self.team.from_leader(asked):
                 self._save_checkpoint()
@@ -369,21 +325,11 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
         """Tell each batch of a step what the whole step learns; see `num_tokens_in_step`."""
-        name = f"{self.trained_tokens}_mask"
-        if any(batch.get(name, None) is None for batch in batches):
-            return
-        totals = [sum(int(batch[name].sum()) for batch in batches), sum(map(len, batches))]
-        for batch in batches:
-            batch[STEP_TOTALS] = torch.tensor([totals]).expand(len(batch), 2)
+        write_step_totals(batches, self.trained_tokens)
 
     def _stop_on_non_finite(self, loss: float, norm: float) -> None:
         self._save_checkpoint()
-        raise NonFiniteLossError(
-            f"optimizer step {self.state.num_optimizer_steps + 1} (iteration "
-            f"{self.state.iteration + 1}) has loss {loss} and gradient norm {norm}; the weights "
-            "before it are saved. Lower training.lr or training.max_grad_norm, and look at the "
-            "iteration's rollouts."
-        )
+        raise non_finite_error(self.state, loss, norm)
 
     def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
         metrics = self.state.end()
@@ -408,19 +354,6 @@ class LanguageModelTrainer(TensorDictTrainer):
         if is_best or is_last or (every and self.state.iteration % every == 0):
             self._save_checkpoint(is_best=is_best)
         self._stop_between_iterations(already_saved=is_last)
-
-    def _has_stopped_early(self) -> bool:
-        """Say whether the dev evaluations have brought nothing better for too long."""
-        patience = self.training.early_stopping_patience
-        if patience is None or self.state.num_evals_since_best < patience:
-            return False
-        logger.info(
-            "stopped after iteration %d: no better dev/%s in %d evaluations",
-            self.state.iteration,
-            self.training.dev_metric,
-            self.state.num_evals_since_best,
-        )
-        return True
 
     def _stop_between_iterations(self, *, already_saved: bool) -> None:
         try:
@@ -458,17 +391,9 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Write the trained policy in Hugging Face layout, and hand it to the tracker."""
         if self.run_directory is None:
             return
-        model_dir, run_id = self.run_directory.path / "model", self.run_directory.run_id
-        self.service.save_weights_for_sampler(model_dir)
-        self.results["model_dir"] = str(model_dir)
-        store = self._checkpoint_store()
-        found = {"latest": store.latest(), "best": store.best()} if store else {}
-        for alias, path in found.items():
-            if path is not None:
-                self.tracker.log_artifact(
-                    path, name=f"checkpoint-{run_id}", type="checkpoint", aliases=[alias]
-                )
-        self.tracker.log_artifact(model_dir, name=f"{self.policy_role}-{run_id}", type="model")
+        store, role = self._checkpoint_store(), self.policy_role
+        kept = keep_policy(self.service, self.run_directory, store, self.tracker, role=role)
+        self.results["model_dir"] = str(kept)
 
     @abstractmethod
     def _write_results(self) -> None:
@@ -477,11 +402,3 @@ class LanguageModelTrainer(TensorDictTrainer):
     def _warn(self, text: str) -> None:
         self.results.setdefault("warnings", []).append(text)
         logger.warning(text)
-
-
-def _token_metrics(spent: TokenCount) -> dict[str, float]:
-    """The tokens that an optimizer step forwarded and their ratio to the unique ones."""
-    return {
-        "tokens/update_forwarded": float(spent.forwarded),
-        "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
-    }

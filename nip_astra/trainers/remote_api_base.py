@@ -24,7 +24,7 @@ from nip_astra.rl_objectives.token_losses import (
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.trainers.language_model_base import STEP_TOTALS
+from nip_astra.trainers.language_model.steps import STEP_TOTALS
 from nip_astra.trainers.service.contract import check_trajectories
 from nip_astra.trainers.service.losses import clip_share, ratio_metrics
 from nip_astra.trainers.service.mismatch import mismatch_metrics

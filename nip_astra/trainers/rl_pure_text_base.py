@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from abc import abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +21,7 @@ import numpy as np
 from nip_astra.checkpoints.run_state import RunState
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.parameters.text import guess_replacement_proportion
 from nip_astra.samplers.text_arrays import rollouts_of
 from nip_astra.samplers.text_rollouts import TextRolloutSampler
@@ -27,17 +29,19 @@ from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import JobPlan
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
 from nip_astra.tracking.groups import summary_of
-from nip_astra.tracking.run_directory import RESULTS, RunDirectory
+from nip_astra.tracking.run_directory import RESULTS
 from nip_astra.trainers.protocol.results import as_of_test
+from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.text.analysis import (
     log_analyses,
     log_analyses_artifact,
     open_analyses,
 )
+from nip_astra.trainers.text.costs import cost_metrics, open_services, told_costs
 from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
 from nip_astra.trainers.text.dry_run import estimate_cost
 from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
-from nip_astra.trainers.text.rollout_files import RolloutFiles
+from nip_astra.trainers.text.rollout_files import RolloutFiles, models_of_run
 from nip_astra.trainers.text.state import Stage, TextRunState
 from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
@@ -99,6 +103,7 @@ class PureTextRlTrainer(Trainer):
         self.files = RolloutFiles(self.run_directory)
         self.analyses = open_analyses(instance, self.settings)
         self._rollouts: NestedArrayDict | None = None
+        self._services_used: dict[str, Any] = {}
 
     # ---- hooks
 
@@ -133,23 +138,27 @@ class PureTextRlTrainer(Trainer):
             with self._open_progress_bar(), using_actors(actor_options(self.settings)):
                 self._run_train_loop()
         finally:
-            self._close()
+            self.close()
         self._write_results()
 
     def rerun_tests(self, base_run: Path) -> None:
         """Test the trained models of a finished run again and train nothing."""
         self._set_seed()
-        self._prepare_groups()
-        self.state.groups = _models_of_run(base_run)
-        self._take_up_groups()
+        self.take_up_models(models_of_run(base_run))
+        # As the base run was tested last, so that the same models give the same figures.
+        self.state.iteration = self.text_rl.num_iterations - 1
         try:
             with using_actors(actor_options(self.settings)):
-                rollouts = self._sample_rollouts("test", 0)
+                self._stage_test(self.state.iteration)
         finally:
-            self._close()
-        self._keep(rollouts, "test", 0)
-        self.state.after = self._report(rollouts) | self._analyse(rollouts, "test", 0)
+            self.close()
         self._write_results()
+
+    def take_up_models(self, groups: Mapping[str, Any]) -> None:
+        """Let agents speak through the models of a run; see `models_of_run`."""
+        self._prepare_groups()
+        self.state.groups = dict(groups)
+        self._take_up_groups()
 
     @attach_progress_bar(lambda self: self.text_rl.num_iterations)
     def _run_train_loop(self, iteration_context: IterationContext) -> None:
@@ -169,7 +178,7 @@ class PureTextRlTrainer(Trainer):
                 self._save_checkpoint()
                 iteration_context.set_postfix(
                     accuracy=self.state.last.get("mean_accuracy", float("nan")),
-                    **{name: str(count) for name, count in self.state.costs().items()},
+                    **told_costs(self.state.costs(), self.services()),
                 )
                 self._raise_if_stopped()
 
@@ -196,7 +205,7 @@ class PureTextRlTrainer(Trainer):
         self.state.last = self._get_log_stats(rollouts)
         if self.instance.analysis is not None and self.instance.analysis.are_train_rollouts_judged:
             self.state.last |= self._analyse(rollouts, "train", iteration)
-        figures = {f"cost/{name}": float(count) for name, count in self.state.costs().items()}
+        figures = cost_metrics(self.state.costs(), self.services())
         self.tracker.log_metrics(self.state.last | figures, step=iteration + 1)
         if iteration % self.settings.rollout_sample_period == 0:
             self._log_rows(rollouts, "train", iteration + 1, self.settings.num_rollout_samples)
@@ -211,7 +220,7 @@ class PureTextRlTrainer(Trainer):
     def _stage_test(self, iteration: int) -> None:
         rollouts = self._sample_rollouts("test", iteration)
         self._keep(rollouts, "test", iteration)
-        report = self._report(rollouts) | self._analyse(rollouts, "test", iteration)
+        report = self.figures_of(rollouts) | self._analyse(rollouts, "test", iteration)
         self.tracker.log_metrics(as_of_test(report), step=iteration + 1)
         if self.state.before is None and iteration == 0:
             self.state.before = report
@@ -287,7 +296,8 @@ class PureTextRlTrainer(Trainer):
             rollouts, split, iteration, agent_names=self.agent_names, channel_names=channels
         )
 
-    def _report(self, rollouts: NestedArrayDict) -> dict[str, Any]:
+    def figures_of(self, rollouts: NestedArrayDict) -> dict[str, Any]:
+        """What results say of rollouts: what is logged of them, with an interval."""
         measured = statistics_with_interval(rollouts, self.agent_names, self.instance.groupings)
         return measured | self._get_log_stats(rollouts)
 
@@ -337,7 +347,10 @@ class PureTextRlTrainer(Trainer):
         self.state.groups = {name: group.get_state() for name, group in groups.items()}
         self.state.num_jobs = sum(len(list(filter(None, one.job_ids))) for one in groups.values())
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the connections to models; they open again when they are asked."""
+        self._services_used = services_used(self.services())
+
         async def close() -> None:
             await asyncio.gather(*(one.close() for one in self.shared_model_groups.values()))
 
@@ -364,6 +377,7 @@ class PureTextRlTrainer(Trainer):
                 **state.costs(),
             },
         }
+        self.results |= self._services_used
         for when in ("before", "after"):
             self.tracker.log_summary(summary_of(when, self.results[when] or {}))
         if self.run_directory is not None:
@@ -372,26 +386,18 @@ class PureTextRlTrainer(Trainer):
             log_analyses_artifact(self.tracker, self.run_directory)
             self.run_directory.write_json(RESULTS, self.results)
 
+    def services(self) -> dict[str, PatientChatModel]:
+        """The models that are asked at present, by group, and the judge; those that are open."""
+        return open_services(self.shared_model_groups, self.analyses)
+
     def dry_run(self) -> dict[str, Any]:
         """Play a few rollouts, and estimate what a whole run would ask of its services."""
         self._prepare_groups()
         try:
             return estimate_cost(self)
         finally:
-            self._close()
+            self.close()
 
 
 def _words(stage: Stage) -> str:
     return stage.replace("_", " ").capitalize()
-
-
-def _models_of_run(base_run: Path) -> dict[str, Any]:
-    """What a finished run says of its groups of agents."""
-    results = RunDirectory(base_run).read_json(RESULTS)
-    groups = results.get("groups")
-    if not groups:
-        raise ConfigurationError(
-            f"the models of {base_run} were to be tested again, but its {RESULTS} names none. Give "
-            "a finished run of a trainer of chat models."
-        )
-    return dict(groups)

@@ -13,6 +13,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -59,6 +60,7 @@ from nip_astra.trainers.protocol.statistics import (
     mean_over_agents,
     policy_figures,
     read,
+    timings_of,
 )
 from nip_astra.trainers.protocol.testing import PlayStatistics
 from nip_astra.trainers.solo.pretraining import pretrain_bodies
@@ -69,7 +71,6 @@ from nip_astra.trainers.trainer_base import (
     TensorDictTrainer,
     attach_progress_bar,
 )
-from nip_astra.utils.processor import peak_memory_bytes
 
 Gae = nn.Module
 """Called with a batch [E, T]; writes value, advantage and value target under `agents`."""
@@ -255,7 +256,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         metrics, num_steps = self.learner.learn(batch, iteration)
         self.agents.eval()
         self.state.num_optimizer_steps += num_steps
-        timings = _timings(batch.numel(), started, collected)
+        timings = timings_of(batch.numel(), started, collected)
 
         def finish() -> None:
             statistics = read(metrics | self._statistics(batch, metrics))
@@ -386,6 +387,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         generators.
         """
         loss = self.loss_module
+        device = torch.device(self.sampler.environment.device)
         is_own = isinstance(loss, Objective)
         parts = {
             "optimizers": Part(self.optimizers.state_dict, self.optimizers.load_state_dict),
@@ -394,7 +396,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 loss.load_own_state if is_own else loss.load_state_dict,
             ),
             "sampler": Part(self.sampler.state, self.sampler.load_state),
-            "ledger": Part(self.ledger.state, self._load_ledger),
+            "ledger": Part(self.ledger.state, partial(self.ledger.load_state, device=device)),
             "message_regression": Part(
                 self.message_regression.state, self.message_regression.load_state
             ),
@@ -402,9 +404,6 @@ class TensorDictRlTrainer(TensorDictTrainer):
         if isinstance(self.buffer, MinibatchBuffer):
             parts["buffer"] = Part(self.buffer.state_dict, self.buffer.load_state_dict)
         return parts | super().kept_parts()
-
-    def _load_ledger(self, state: dict[str, Any]) -> None:
-        self.ledger.load_state(state, torch.device(self.sampler.environment.device))
 
     def _write_results(self) -> None:
         self.results |= results_of(self)
@@ -421,13 +420,3 @@ class TensorDictRlTrainer(TensorDictTrainer):
         with ExitStack() as stack:
             self._build_train_context(stack)
             return estimate_cost(self)
-
-
-def _timings(num_frames: int, started: float, collected: float) -> dict[str, float]:
-    updated = time.perf_counter()
-    return {
-        "time/collect_seconds": collected - started,
-        "time/update_seconds": updated - collected,
-        "time/frames_per_second": num_frames / max(updated - started, 1e-9),
-        "memory/peak_gib": peak_memory_bytes() / 2**30,
-    }

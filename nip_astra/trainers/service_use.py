@@ -18,6 +18,13 @@ def services_used(services: Mapping[str, PatientChatModel]) -> dict[str, Any]:
     return {"services": {name: model.use.to_dict() for name, model in services.items()}}
 
 
+def total_cost(services: Mapping[str, PatientChatModel]) -> float | None:
+    """What chat models cost so far together; None where no prices are known."""
+    costs = [model.use.cost for model in services.values()]
+    known = [cost for cost in costs if cost is not None]
+    return sum(known) if known else None
+
+
 def warnings_about_services(services: Mapping[str, PatientChatModel]) -> list[str]:
     """Say where so many requests failed that the figures tell more of the service than of it."""
     found = []

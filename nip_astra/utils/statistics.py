@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
 from nip_astra.utils.seeding import derive_seed
 
@@ -42,21 +43,17 @@ def kaplan_meier(turns: Sequence[int], is_event: Sequence[bool], *, horizon: int
         False for an episode that was censored.
     """
     last, events = np.asarray(turns, dtype=int), np.asarray(is_event, dtype=bool)
-    survival, at_risk = [], []
-    share, median = 1.0, None
-    for turn in range(1, horizon + 1):
-        watched = int((last >= turn).sum())
-        failed = int((events & (last == turn)).sum())
-        if watched:
-            share *= 1.0 - failed / watched
-        elif share > 0.0:
-            # Nobody is left to observe; where all have failed, none survives any later turn.
-            share = math.nan
-        if median is None and share <= 0.5:
-            median = turn
-        survival.append(share)
-        at_risk.append(watched)
-    return Survival(survival, median, at_risk)
+    turns_H = np.arange(1, horizon + 1)
+    at_risk_H = (last[:, None] >= turns_H).sum(axis=0)
+    survival_H = np.ones(horizon)
+    if len(last):
+        watched = stats.CensoredData.right_censored(last, ~events)
+        survival_H = np.asarray(stats.ecdf(watched).sf.evaluate(turns_H))
+    # Where nobody is left to observe, it is known only that nobody survives whom all failed before.
+    survival_H[(at_risk_H == 0) & (survival_H > 0)] = math.nan
+    half = np.flatnonzero(survival_H <= 0.5)
+    median = int(turns_H[half[0]]) if len(half) else None
+    return Survival(survival_H.tolist(), median, at_risk_H.tolist())
 
 
 def hit_at_k(num_tries: int, num_hits: int, k: int) -> float:
@@ -80,9 +77,7 @@ def mcnemar_exact(num_only_first: int, num_only_second: int) -> float:
     total = num_only_first + num_only_second
     if total == 0:
         return 1.0
-    extreme = min(num_only_first, num_only_second)
-    tail = sum(math.comb(total, i) for i in range(extreme + 1)) / (1 << total)
-    return min(1.0, 2.0 * tail)
+    return float(stats.binomtest(num_only_first, total).pvalue)
 
 
 def sign_flip_test(

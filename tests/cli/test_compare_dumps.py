@@ -10,8 +10,8 @@ from tests.command_line import CommandLine, refused
 
 SMALL = (
     "training.num_episodes_per_experience=2",
-    "training.batch_size=16",
-    "training.training_steps=1",
+    "training.minibatch_size=16",
+    "training.num_iterations=1",
     "task.evaluation.num_problems=2",
 )
 

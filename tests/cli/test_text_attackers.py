@@ -108,6 +108,27 @@ def test_a_file_of_probes_is_an_attacker_whose_goals_scorers_read(cli: CommandLi
     assert {one.history[-1].text for one in rated} >= {"the cat sat", "a silly mat"}
 
 
+def test_a_data_set_of_probes_is_an_attacker_whose_goals_scorers_read(
+    cli: CommandLine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    # A folder is read as a repository of the hub is: a file a split.
+    folder = cli.folder / "owner" / "attacks"
+    folder.mkdir(parents=True)
+    (folder / "train.csv").write_text("probe,goal\nhello,calm\n")
+    (folder / "test.csv").write_text(PROBES)
+    spec = "owner/attacks:test"
+    figures = evaluate(cli, spec, "--column", "probe", "--scorer", "goal")
+    assert (figures["num_episodes"], figures["tree_depth"]) == (3, 1)
+    assert figures["failure_rate"]["value"] == pytest.approx(2 / 3)
+    rows = rows_of(cli.folder / "owner_attacks_test" / "evaluations" / "test-goal")
+    assert [row["probe"] for row in rows] == ["the cat sat", "are you fine", "a silly mat"]
+    assert [row["prompt_columns"]["goal"] for row in rows] == ["rudeness", "calm", "rudeness"]
+    said = cli("evaluate", "owner/attacks:dev", "--scenario", str(cli.scenario))
+    assert "the data set" in refused(said)
+
+
 def test_probes_are_said_as_they_are_written_whatever_the_references_vocabulary(
     cli: CommandLine,
 ) -> None:

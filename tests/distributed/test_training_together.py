@@ -105,7 +105,7 @@ def check_equal(one: dict[str, Any], leader: dict[str, Any], other: dict[str, An
         # Three batches a step, of which the last is smaller: some are dealt out, one is cut.
         (
             "ast_dpo",
-            (*LORA, "training.batch_size=1", "training.gradient_accumulation_steps=3"),
+            (*LORA, "training.minibatch_size=1", "training.gradient_accumulation_steps=3"),
         ),
         ("self_hosted_grpo", ()),
         ("ast_ppo", ()),

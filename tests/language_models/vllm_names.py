@@ -25,7 +25,7 @@ METHODS = {
 
 
 def known_names() -> dict[str, dict[str, list[str]]]:
-    """Give, by version, the fields of each class and the arguments of each method."""
+    """The fields of each class and the arguments of each method, by version."""
     found: dict[str, dict[str, list[str]]] = json.loads(NAMES.read_text())
     return found
 

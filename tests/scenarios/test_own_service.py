@@ -27,7 +27,7 @@ from tests.tiny import write_scenario
 for package in ("openai", "fastapi", "uvicorn"):
     pytest.importorskip(package)
 
-FEW = ("training.training_steps=2", "training.num_episodes_per_experience=2")
+FEW = ("training.num_iterations=2", "training.num_episodes_per_experience=2")
 
 
 def local(weights: Path, **fields: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def test_a_run_and_its_service_are_killed_and_resumed_to_the_same_end(
     judge |= {"rubric": "Rate.", "response_format": "text"}
     scenario = write_scenario(tmp_path / "s", target=target)
     runs = str(tmp_path / "runs")
-    more = [*FEW, "training.training_steps=6"]
+    more = [*FEW, "training.num_iterations=6"]
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(scenario), overrides=more)
     whole = run_experiment(
         resolved, runs_dir=runs, run_id="whole", progress=False, checkpoint_period=1

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import uvicorn
 
+from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.http_server import http_config
 from nip_astra.serve.job_store import JobStore
@@ -34,10 +35,15 @@ class Running:
         Its models.
     store : JobStore
         Its files and jobs.
+    completions : CompletionStore
+        The log of what it answered.
     """
 
-    def __init__(self, base_url: str, shelf: Shelf, store: JobStore) -> None:
+    def __init__(
+        self, base_url: str, shelf: Shelf, store: JobStore, completions: CompletionStore
+    ) -> None:
         self.base_url, self.shelf, self.store = base_url, shelf, store
+        self.completions = completions
 
     @property
     def root(self) -> str:
@@ -60,7 +66,8 @@ def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
             while not server.started:
                 time.sleep(0.01)
             try:
-                yield Running(f"http://127.0.0.1:{port}/v1", shelf, service.store)
+                url = f"http://127.0.0.1:{port}/v1"
+                yield Running(url, shelf, service.store, service.completions)
             finally:
                 server.should_exit = True
                 thread.join()

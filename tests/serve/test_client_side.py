@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nip_astra.errors import ConfigurationError, ServiceError
-from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
+from nip_astra.errors import ServiceError
+from nip_astra.language_models.services.chat import ChatAnswer, FinishReason
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
@@ -22,13 +18,11 @@ from nip_astra.language_models.services.fine_tuning import (
     PreferenceExample,
     SupervisedExample,
 )
-from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.openai_fine_tuning import (
     FineTuningParameters,
     OpenAIFineTuning,
 )
-from nip_astra.language_models.services.patience import open_chat_model
-from tests.language_models.services.requests import ask, failure, saying, texts
+from tests.language_models.services.requests import ask, saying, texts
 from tests.serve.running import Running, running
 
 SAID = SupervisedExample(
@@ -79,25 +73,6 @@ def test_answers_seeds_samples_stops_and_logprobs_are_as_asked_for(tiny_model_di
         assert len(several[0].samples) == 4
 
 
-def test_what_the_service_refuses_is_data_or_ends_the_run(tiny_model_dir: Path) -> None:
-    with running({"tiny": str(tiny_model_dir)}) as service:
-        long = failure(ask(client(service), saying("hello " * 500, max_tokens=4))[0])
-        assert long.reason is FailureReason.REFUSED
-        with pytest.raises(ConfigurationError, match="status 404"):
-            ask(client(service, model="another"), saying("hello"))
-
-
-def test_a_patient_client_keeps_sixteen_requests_apart(tiny_model_dir: Path) -> None:
-    with running({"tiny": str(tiny_model_dir)}) as service:
-        parameters = OpenAIChatModel.Parameters(base_url=service.base_url, model="tiny")
-        model = open_chat_model(parameters)
-        outcomes = ask(
-            model, *(saying(f"hello {'you ' * n}", seed=n, max_tokens=6) for n in range(16))
-        )
-        assert {type(outcome.samples[0]) for outcome in outcomes} == {ChatAnswer}
-        assert (model.use.num_requests, model.use.failures) == (16, {})
-
-
 @pytest.mark.parametrize("method", ["supervised", "dpo"])
 def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
     tiny_model_dir: Path, method: str
@@ -129,36 +104,3 @@ def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
         assert done.model is not None
         (outcome,) = ask(client(service, model=done.model), saying("hello", max_tokens=3))
         assert isinstance(outcome.samples[0], ChatAnswer)
-
-
-@pytest.mark.slow
-def test_the_same_client_speaks_to_the_server_that_transformers_ships(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [str(Path(sys.executable).with_name("transformers")), "serve", str(tiny_model_dir)]
-    with (tmp_path / "log.txt").open("w") as log:
-        server = subprocess.Popen(
-            [*command, "--port", str(port), "--device", "cpu"],
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        parameters = OpenAIChatModel.Parameters(
-            base_url=f"http://127.0.0.1:{port}/v1",
-            model=str(tiny_model_dir),
-            # Until it listens it is not there, which may pass.
-            limits=LimitParameters(num_retries=60, backoff=2.0),
-        )
-        model = open_chat_model(parameters)
-        outcomes = ask(model, *(saying("hello you", seed=n, max_tokens=5) for n in range(8)))
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-    for outcome in outcomes:
-        (answer,) = outcome.samples
-        assert isinstance(answer, ChatAnswer)
-        assert outcome.usage.prompt_tokens > 0
-        assert 0 < outcome.usage.completion_tokens <= 5

@@ -208,7 +208,7 @@ def test_a_run_through_a_faulty_proxy_ends_as_an_undisturbed_one(
             target = {"chat_model": chat | {"limits": limits}, "max_new_tokens": 4}
             scenario = write_scenario(tmp_path / name, target=target)
             resolved = resolve_experiment(
-                trainer="ast_dpo", scenario=str(scenario), overrides=["training.training_steps=2"]
+                trainer="ast_dpo", scenario=str(scenario), overrides=["training.num_iterations=2"]
             )
             result = run_experiment(
                 resolved, runs_dir=str(tmp_path / "runs"), run_id=name, progress=False

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +24,40 @@ import torch
 from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.services.asking import ask_all
+from nip_astra.language_models.services.chat import ChatAnswer, ChatOutcome, ChatRequest
+from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.limits import LimitParameters
+from nip_astra.language_models.services.memory import AnswerMemory
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.job_store import JobStore, Status, is_running
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
 from nip_astra.serve.state import open_service
-from nip_astra.serve.tuning import TuningPlan, fine_tune
-from nip_astra.serve.tuning_data import read_texts
+from nip_astra.serve.tuning import Tuning, TuningPlan, fine_tune
+from nip_astra.serve.tuning_data import TrainingText, read_texts
 from tests.serve.running import Running, running
 
 PAIRS = [("how are you", "fine thanks"), ("the cat", "sat on a mat"), ("hello", "good day")]
 FAST = {"n_epochs": 8, "batch_size": 1, "learning_rate_multiplier": 10.0}
+
+
+HELD_OUT = [("you are how", "fine thanks"), ("a cat", "sat on a mat"), ("hello hello", "good day")]
+"""Others than those that jobs learn from, with answers of the same kind."""
+
+
+def held_out(*others: str) -> list[TrainingText]:
+    """Conversations to measure a model by, with the answer that is wanted and others."""
+    return [TrainingText(({"role": "user", "content": a},), (b, *others)) for a, b in HELD_OUT]
+
+
+def trained(service: Running, job: Any) -> TuningPlan:
+    """What goes on training the result of a job; before its first step it is that result."""
+    plan = TuningPlan(**service.store.job(job.id).plan)
+    folder = service.store.job_folder(job.id) / "model"
+    return replace(plan, lora_rank=None, start_from=str(folder))
 
 
 def supervised() -> bytes:
@@ -132,13 +159,17 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
     by_job = load_file(folder / "adapter_model.safetensors")
     assert direct.keys() == by_job.keys()
     assert all(torch.equal(direct[name], by_job[name]) for name in direct)
+    nll = [Tuning(one, held_out()).evaluate(held_out()) for one in (plan, trained(service, job))]
+    assert nll[1] < nll[0] - 0.5, "held-out answers have become likelier"
     assert [one.id for one in client.fine_tuning.jobs.list(metadata={"run": "one"})] == [job.id]
     assert client.fine_tuning.jobs.list(metadata={"run": "two"}).data == []
 
 
-def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(client: openai.OpenAI) -> None:
+def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
+    service: Running, client: openai.OpenAI, tmp_path: Path
+) -> None:
     first = finish(client, submit(client, supervised(), options=FAST | {"n_epochs": 2}))
-    held_out = upload(client, preferences())
+    validation = upload(client, preferences())
     options = FAST | {"beta": 0.5, "n_epochs": 4}
     job = submit(
         client,
@@ -146,7 +177,7 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(client: openai.OpenAI) -> 
         "dpo",
         options=options,
         model=first.fine_tuned_model,
-        validation_file=held_out,
+        validation_file=validation,
     )
     done = finish(client, job)
     assert done.status == "succeeded", done.error
@@ -157,6 +188,16 @@ def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(client: openai.OpenAI) -> 
     assert metrics.train_loss < 0.3
     assert metrics.full_valid_loss is not None
     assert say(client, done.fine_tuned_model, "hello")
+    plan = TuningPlan(**service.store.job(job.id).plan)
+    pairs = held_out("silly stupid cat")
+    before, after = (Tuning(one, pairs).reference for one in (plan, trained(service, job)))
+    assert all(new > old for old, new in zip(before, after, strict=True)), "held-out preferences"
+    (tmp_path / "data").write_bytes(preferences())
+    fine_tune(plan, read_texts(tmp_path / "data", "dpo"), tmp_path / "direct")
+    direct = load_file(tmp_path / "direct" / "adapter_model.safetensors")
+    by_job = load_file(service.store.job_folder(job.id) / "model" / "adapter_model.safetensors")
+    assert direct.keys() == by_job.keys()
+    assert all(torch.equal(direct[name], by_job[name]) for name in direct)
 
 
 def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
@@ -301,28 +342,91 @@ def test_models_of_up_to_a_size_are_trained_in_full(tiny_model_dir: Path) -> Non
         assert say(client, done.fine_tuned_model, "the cat") == "sat on a mat"
 
 
-def start(model: Path, state: Path) -> LocalService:
-    settings = ServiceSettings(port=0, state_dir=str(state))
+def start(model: Path, state: Path, port: int = 0) -> LocalService:
+    settings = ServiceSettings(port=port, state_dir=str(state))
     return LocalService({"tiny": str(model)}, settings, num_threads=1)
 
 
+def half_an_upload(port: int) -> socket.socket:
+    """A connection on which an upload has begun that never ends."""
+    connection = socket.create_connection(("127.0.0.1", port))
+    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="half"\r\n\r\n'
+    head = "POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 3000000\r\n"
+    head += "Content-Type: multipart/form-data; boundary=x\r\n\r\n"
+    connection.sendall(head.encode() + part + b"a" * 2_000_000)
+    return connection
+
+
+class Insistent:
+    """A client side that goes on asking, in a thread, while the service is away."""
+
+    def __init__(self, base_url: str, memory: Path) -> None:
+        parameters = OpenAIChatModel.Parameters(
+            base_url=base_url, model="tiny", samples_per_request=64
+        )
+        self.model = PatientChatModel(
+            OpenAIChatModel(parameters),
+            LimitParameters(num_retries=10_000),
+            memory=AnswerMemory(memory),
+            pause=lambda _: asyncio.sleep(0.2),
+        )
+        self.pool = ThreadPoolExecutor(1)
+
+    def ask(self, **fields: Any) -> Future[ChatOutcome]:
+        asked = ChatRequest(({"role": "user", "content": "hello you"},), **fields)
+        return self.pool.submit(lambda: ask_all(self.model, [asked])[0])
+
+
 @pytest.mark.slow  # several processes, each of which imports torch
-def test_jobs_and_models_survive_a_kill_of_the_service(
-    tiny_model_dir: Path, tmp_path: Path
+def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_finished(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     store = JobStore(tmp_path)
-    service = start(tiny_model_dir, tmp_path)
-    with openai.OpenAI(base_url=service.base_url, api_key="any") as client:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    service = start(tiny_model_dir, tmp_path, port)
+    insistent = Insistent(service.base_url, tmp_path / "answers.sqlite")
+    finished = insistent.ask(seed=1, max_tokens=8).result()
+    with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
         done = finish(client, submit(client, supervised()))
         running_job = submit(client, supervised(), options=FAST | {"n_epochs": 60})
         waiting = submit(client, supervised(), options=FAST | {"n_epochs": 1})
+        kept = client.files.create(file=("kept", b"whole"), purpose="fine-tune").id
         wait_until(lambda: len(store.events(running_job.id)) > 10)
-    os.kill(service.pid, signal.SIGKILL)
+        uploading = half_an_upload(port)
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hello"}],
+            n=100,
+            max_tokens=85,
+            temperature=0,
+            stream=True,
+        )
+        next(iter(stream))
+        cut = insistent.ask(seed=2, num_samples=64, max_tokens=80)
+        os.kill(service.pid, signal.SIGKILL)
+        with pytest.raises((openai.APIConnectionError, httpx.TransportError)):
+            list(stream)
+    with suppress(ConnectionError):
+        assert uploading.recv(1) == b""
+    uploading.close()
     (tmp_path / "files" / "file-cut.part").write_bytes(b"half an upload")
     service.stop()
-    service = start(tiny_model_dir, tmp_path)
+    service = start(tiny_model_dir, tmp_path, port)
     with service, openai.OpenAI(base_url=service.base_url, api_key="any") as client:
         assert say(client, done.fine_tuned_model, "the cat") == "sat on a mat"
+        assert client.files.content(kept).read() == b"whole"
+        assert "half" not in [file.filename for file in client.files.list()]
+        outcome = cut.result(timeout=120)
+        assert all(isinstance(one, ChatAnswer) for one in outcome.samples)
+        assert insistent.model.use.failures.keys() == {"unavailable"}
+        num_requests = insistent.model.use.num_requests
+        again = insistent.ask(seed=1, max_tokens=8).result()
+        assert again.is_cached
+        assert again.samples == finished.samples
+        assert insistent.model.use.num_requests == num_requests
         assert finish(client, running_job).status == "succeeded"
         assert finish(client, waiting).status == "succeeded"
         steps = [row["step"] for row in store.events(running_job.id) if row["step"] is not None]

@@ -122,12 +122,20 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -
 CHANGES: dict[str, dict[str, object]] = {
     "ast_dpo": {
         "loss": "hinge",
+        "divergence": "js",
+        "alpha": 0.1,
         "label_smoothing": 0.3,
         "length_normalised": "true",
         "credit.kind": "best_child",
     },
     "ast_ipo": {"beta": 2.0, "length_normalised": "true", "credit.kind": "mean_child"},
-    "ast_simpo": {"beta": 0.5, "length_normalised": "false", "margin": 3.0},
+    "ast_simpo": {
+        "loss": "orpo",
+        "orpo_weight": 2.0,
+        "beta": 0.5,
+        "length_normalised": "false",
+        "margin": 3.0,
+    },
     "ast_ppo": {
         "clip_range": 0.001,
         "gamma": 0.0,
@@ -170,7 +178,9 @@ CHANGES: dict[str, dict[str, object]] = {
 }
 # Without these the parameter has nothing to act on.
 CONTEXT = {
+    "ast_dpo.alpha": ("ast_dpo.divergence=alpha",),
     "ast_dpo.label_smoothing": ("ast_dpo.loss=robust",),
+    "ast_simpo.orpo_weight": ("ast_simpo.loss=orpo",),
     "ast_ppo.kl.horizon": ("ast_ppo.kl.target=0.01",),
     "ast_sft.credit.kind": ("ast_sft.num_best=4",),
 }

@@ -118,10 +118,10 @@ def test_a_run_stopped_anywhere_and_resumed_equals_one_that_was_not(
     for count in (1, 4, 6, 9):
         parts = f"stopped-{count}"
         flag = _StopAfter(count)
-        monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda flag=flag: _stopping(flag))
+        monkeypatch.setattr("nip_astra.run.stop_on_signals", lambda flag=flag: _stopping(flag))
         with pytest.raises(StopRequested, match="nip-astra resume"):
             _run(tiny_scenario, tmp_path, parts, *overrides)
-        monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda: _stopping(lambda: None))
+        monkeypatch.setattr("nip_astra.run.stop_on_signals", lambda: _stopping(lambda: None))
         resume_experiment(tmp_path / parts, **QUIET)
         assert what_was_found(tmp_path / parts) == what_was_found(tmp_path / "whole"), parts
 

@@ -91,12 +91,12 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
     whole = run(scenario, "ast_dpo", "whole", "training.minibatch_size=2")
     asked = iter(range(100))
     monkeypatch.setattr(
-        "nip_astra.run._stop_on_signals",
+        "nip_astra.run.stop_on_signals",
         lambda: _stopping(lambda: "SIGTERM" if next(asked) >= 3 else None),
     )
     with pytest.raises(StopRequested):
         run(scenario, "ast_dpo", "parts", "training.minibatch_size=2")
-    monkeypatch.setattr("nip_astra.run._stop_on_signals", lambda: _stopping(lambda: None))
+    monkeypatch.setattr("nip_astra.run.stop_on_signals", lambda: _stopping(lambda: None))
     resume_experiment(scenario.parent / "parts", progress=False)
     assert metrics(scenario.parent / "parts") == metrics(whole)
     assert len(fake_vllm.LLM.started) == 6, "two engines for each of three processes"

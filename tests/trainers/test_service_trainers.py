@@ -112,7 +112,7 @@ def test_a_task_with_solutions_is_learnt_by_heart() -> None:
     assert sample["is_trained"].all()
 
 
-AHEAD = ("training.training_steps=5", "task.task.levels=[1]", "training.lr=1e-3")
+AHEAD = ("training.num_iterations=5", "task.task.levels=[1]", "training.lr=1e-3")
 
 
 @pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])

@@ -113,7 +113,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _shares(queries: Tensor, keys_KND: Tensor, blocks: list[Block]) -> Iterator[Tensor]:
-    """Give, block by block, the weight of each key for each query, `[K, Q, L]`."""
+    """The weight of each key for each query, `[K, Q, L]`, block by block."""
     group = queries.shape[1] // keys_KND.shape[1]
     # In float32: rounded to bfloat16, a large score would be off by more than its inputs are.
     exact_queries, exact_keys_KND = queries.float(), keys_KND.float()

@@ -197,7 +197,7 @@ def _ends(
     is_new_SD: NDArray[np.bool_],
     rows: list[tuple[int, int]],
 ) -> IntArray:
-    """Give, for each token, the index in its row where the tokens that follow from it end.
+    """For each token, the index in its row where the tokens that follow from it end.
 
     That is where the first later sequence of the row begins that does not share the token.
     """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nip_astra.protocols.protocol_base import ProtocolHandler
+
 MASKED = -1e9
 """Logit of a symbol that cannot be sent; finite, so that entropies have no 0 times infinity."""
 
@@ -64,3 +66,21 @@ class AgentShape:
     def num_visible(self) -> int:
         """Cv, the number of channels that the agent sees."""
         return len(self.visible_channels)
+
+
+def shape_of_agent(
+    name: str, protocol: ProtocolHandler, space: MessageSpace, d_representation: int
+) -> AgentShape:
+    """What the networks of an agent must fit, of a protocol and its messages."""
+    number = protocol.agent_names.index(name)
+    seen = protocol.visibility_AC[number].nonzero().flatten().tolist()
+    return AgentShape(
+        name=name,
+        is_verifier=name not in protocol.prover_names,
+        has_decision=protocol.has_decision_logits(name),
+        num_rounds=protocol.max_message_rounds,
+        num_channels=protocol.num_channels,
+        visible_channels=tuple(seen),
+        message_space=space,
+        d_representation=d_representation,
+    )

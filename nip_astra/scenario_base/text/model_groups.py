@@ -250,6 +250,10 @@ class PureTextSharedModelGroup:
         self._model_name, self._pending = state["model"], state["pending"]
         self.job_ids = list(state["jobs"])
 
+    def models(self) -> list[ChatModel]:
+        """The models that have spoken for its members so far, in this process."""
+        return list(self._models.values())
+
     async def close(self) -> None:
         """End the connections of its models."""
         for model in self._models.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import random
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -136,12 +136,42 @@ def solutions(
     DataError
         When the right solution fails a test.
     """
-    right = normal_form(code)
-    if share_passed(right, function, cases) != 1:
-        raise DataError(f"the right solution {function!r} fails a test of its own")
     candidates = [*mutations(code), *special_cases(code, _large_sizes(code, cases))]
+    return verified_solutions(
+        normal_form(code),
+        lambda one: share_passed(one, function, cases),
+        candidates,
+        num_wrong,
+        rng,
+        name=function,
+        num_processes=num_processes,
+    )
+
+
+def verified_solutions(
+    right: str,
+    share_of: Callable[[str], float],
+    candidates: Sequence[Mutation],
+    num_wrong: int,
+    rng: random.Random,
+    *,
+    name: str,
+    num_processes: int = 2,
+) -> list[Solution]:
+    """The same for tests of any kind: `share_of` gives the share of them that a program passes.
+
+    Raises
+    ------
+    DataError
+        When the right solution fails a test.
+    """
+    if share_of(right) != 1:
+        raise DataError(
+            f"wrong solutions of {name!r} were to be made of a right one, but that fails a test of "
+            "its own. Mend it, or leave the problem out."
+        )
     with ThreadPoolExecutor(num_processes) as pool:
-        shares = pool.map(lambda one: share_passed(one.code, function, cases), candidates)
+        shares = pool.map(lambda one: share_of(one.code), candidates)
         subtle = [
             (mutation, share)
             for mutation, share in zip(candidates, shares, strict=True)

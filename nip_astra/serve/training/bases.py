@@ -13,6 +13,7 @@ import torch
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
+from nip_astra.language_models.special_tokens import find_end_ids
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.serve.api_errors import ApiError
 from nip_astra.serve.loading import find_model
@@ -39,6 +40,21 @@ class Base:
     def vocab_size(self) -> int:
         """Tokens that the model may say, padding of the vocabulary included."""
         return int(self.module.config.vocab_size)
+
+    @property
+    def tokenizer_source(self) -> str:
+        """Where a client on this machine finds the tokenizer."""
+        return str(self.tokenizer.name_or_path or self.source)
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens that prompt and answer may have together."""
+        return int(getattr(self.module.config, "max_position_embeddings", 1 << 20))
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+        return find_end_ids(self.module.generation_config, self.tokenizer)
 
 
 class Bases:
@@ -92,7 +108,13 @@ class Bases:
         return found
 
     def policy(
-        self, base: Base, lora: LoraParameters | None, *, seed: int, trainable: bool = True
+        self,
+        base: Base,
+        lora: LoraParameters | None,
+        *,
+        seed: int = 0,
+        trainable: bool = True,
+        is_unbridled: bool = False,
     ) -> HuggingFaceLanguageModel:
         """A model to train: a low-rank adapter on a base's weights, or a copy of them.
 
@@ -100,6 +122,10 @@ class Bases:
         ----------
         seed : int
             Of the adapter's first weights.
+        trainable : bool
+            False for a model to sample from.
+        is_unbridled : bool
+            As of `HuggingFaceLanguageModel`.
         """
         shared = base.module if lora is not None or not trainable else None
         module = _twin(base.module) if shared is not None else copy.deepcopy(base.module)
@@ -117,6 +143,7 @@ class Bases:
             trainable=trainable,
             dtype=torch.float32,
             decoder=base.decoder,
+            is_unbridled=is_unbridled,
         )
         model.source = base.source
         return model

@@ -72,6 +72,13 @@ class AstPreferenceTrainer(AstTrainer):
         chosen_B, rejected_B = self.pair_logprobs(batch)
         return chosen_B - rejected_B, batch["reference_logratio"].to(chosen_B.device)
 
+    def answer_logratios(self, batch: TensorDict) -> tuple[Tensor, Tensor]:
+        """`log policy - log reference` of the chosen and of the rejected probe, `[B]` nats."""
+        chosen_B, rejected_B = self.pair_logprobs(batch)
+        of_chosen_B = batch["reference_chosen"].to(chosen_B.device)
+        of_rejected_B = of_chosen_B - batch["reference_logratio"].to(chosen_B.device)
+        return chosen_B - of_chosen_B, rejected_B - of_rejected_B
+
 
 def _of_width(mask_BT: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(mask_BT, (0, width - mask_BT.shape[1]))

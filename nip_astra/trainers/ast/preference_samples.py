@@ -60,8 +60,8 @@ class PairParameters(SubParameters):
 
 
 class PreferenceSamples(NamedTuple):
-    """Samples with `context`, `chosen`, `rejected`, `reference_logratio`, `episode`, and what was
-    noticed.
+    """Samples with `context`, `chosen`, `rejected`, `reference_logratio`, `reference_chosen` (log
+    p of the chosen one under the reference), `episode`, and what was noticed.
     """
 
     samples: list[Sample]
@@ -86,6 +86,7 @@ def preference_samples(tree: RolloutTree, parameters: PairParameters) -> Prefere
             "chosen": probe[chosen][mask[chosen]],
             "rejected": probe[rejected][mask[rejected]],
             "reference_logratio": reference_N[chosen] - reference_N[rejected],
+            "reference_chosen": reference_N[chosen],
             "episode": tree.nodes["episode"][chosen],
         }
         for chosen, rejected in zip(pairs.chosen, pairs.rejected, strict=True)
@@ -156,6 +157,7 @@ class GivenProbes:
                 "chosen": torch.tensor(ids_of_probe),
                 "rejected": probe[row][probe_mask[row]],
                 "reference_logratio": chosen_P[row] - rejected_P[row],
+                "reference_chosen": chosen_P[row],
                 "episode": torch.tensor(episode),
             }
             for row, (context, ids_of_probe, episode) in enumerate(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 
 from nip_astra.checkpoints.run_state import RunState
+from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rollouts.samples import Sample
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -62,6 +66,19 @@ class LanguageModelState(RunState):
             self.best_dev_value = value
         self.num_evals_since_best = 0 if is_best else self.num_evals_since_best + 1
         return is_best
+
+    def has_stopped_early(self, training: TrainingConfiguration) -> bool:
+        """Say whether the dev evaluations have brought nothing better for too long."""
+        patience = training.early_stopping_patience
+        if patience is None or self.num_evals_since_best < patience:
+            return False
+        logger.info(
+            "stopped after iteration %d: no better dev/%s in %d evaluations",
+            self.iteration,
+            training.dev_metric,
+            self.num_evals_since_best,
+        )
+        return True
 
     def end(self) -> dict[str, float]:
         """Finish the iteration and give its metrics, the steps' as means."""

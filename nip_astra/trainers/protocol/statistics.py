@@ -9,6 +9,7 @@ C channels, P positions, S symbols.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.scenario_base.protocol.message_space import MASKED
+from nip_astra.utils.processor import peak_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -261,3 +263,14 @@ def read(metrics: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:
 def _prefixed(name: str, prefix: str) -> str:
     agent, slash, figure = name.rpartition("/")
     return f"{agent}{slash}{prefix}{figure}"
+
+
+def timings_of(num_frames: int, started: float, collected: float) -> dict[str, float]:
+    """How long an iteration took, by what it did, and how much memory; by `time.perf_counter`."""
+    updated = time.perf_counter()
+    return {
+        "time/collect_seconds": collected - started,
+        "time/update_seconds": updated - collected,
+        "time/frames_per_second": num_frames / max(updated - started, 1e-9),
+        "memory/peak_gib": peak_memory_bytes() / 2**30,
+    }

@@ -6,6 +6,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nip_astra.samplers.answer_journal import AnswerJournal
+from nip_astra.samplers.text_arrays import rollouts_of
+from nip_astra.trainers.service_use import total_cost
 
 if TYPE_CHECKING:
     from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
@@ -24,32 +26,46 @@ def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
     train = trainer.episodes("train", 0)
     num_tested = num_tests * len(trainer.episodes("test", 0))
     parts = [
-        _measure(trainer, trainer.num_branches, num_iterations * len(train)),
-        _measure(trainer, 1, num_tested),
+        _measure(trainer, trainer.num_branches, num_iterations * len(train), is_test=False),
+        _measure(trainer, 1, num_tested, is_test=True),
     ]
     learning = [one for one in trainer.shared_model_groups.values() if not one.is_frozen]
+    prices = {"cost": sum(part.pop("cost") for part in parts)}
+    known = total_cost(trainer.services()) is not None
     return {
         "num_iterations": num_iterations,
         "num_rollouts": num_iterations * len(train) + num_tested,
         "num_jobs": (num_iterations - 1) * len(learning),
         **{name: round(sum(part[name] for part in parts)) for name in parts[0] if name != "hours"},
         "estimated_hours_of_sampling": sum(part["hours"] for part in parts),
+        **(prices if known else {}),
     }
 
 
-def _measure(trainer: PureTextRlTrainer, num_branches: int, count: int) -> dict[str, float]:
+def _measure(
+    trainer: PureTextRlTrainer, num_branches: int, count: int, *, is_test: bool
+) -> dict[str, float]:
     """What so many rollouts would take."""
     episodes, journal = trainer.episodes("train", 0)[:NUM_ROLLOUTS], AnswerJournal()
     key = (trainer.hyper_params.seed, "dry run", num_branches)
-    started = time.perf_counter()
-    trainer.instance.loop.run(
+    started, cost_before = time.perf_counter(), total_cost(trainer.services()) or 0.0
+    ends = trainer.instance.loop.run(
         trainer.sampler.sample(episodes, key=key, num_branches=num_branches, journal=journal)
     )
     factor = count / len(episodes)
     prompt_tokens, completion_tokens = journal.tokens()
+    cost = (total_cost(trainer.services()) or 0.0) - cost_before
+    analysis = trainer.instance.analysis
+    num_judged = 0
+    is_judged = analysis is not None and (is_test or analysis.are_train_rollouts_judged)
+    if is_judged and trainer.analyses is not None:
+        counts = trainer.analyses.count_requests(rollouts_of(trainer.game, ends))
+        num_judged = sum(counts.values())
     return {
         "num_requests": len(journal) * factor,
         "prompt_tokens": prompt_tokens * factor,
         "completion_tokens": completion_tokens * factor,
+        **({} if analysis is None else {"num_judge_requests": num_judged * factor}),
+        "cost": cost * factor,
         "hours": (time.perf_counter() - started) * factor / 3600,
     }

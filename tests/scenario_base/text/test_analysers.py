@@ -80,6 +80,8 @@ def test_a_subject_is_what_an_agent_sent_in_a_channel_amid_what_it_read(tmp_path
     ]
     assert (verifier.role, verifier.stance) == ("verifier", "")
     assert prover.datapoint == {"claim": "the sky is blue"}, "the label is no column"
+    hiding = Cast(cast.protocol, cast.human_names, ("claim",))
+    assert next(subjects_of(rollouts, hiding)).datapoint == {}
     second = verifier.own[1]
     assert [line.text for line in verifier.heard_before(second)] == ["answer 0"]
 

@@ -47,7 +47,7 @@ CONTEXT = [2, 7, 9]
 def _all_probes(trainer: AstTrainer) -> list[list[int]]:
     """Every probe of at most two tokens that is not empty."""
     assert trainer.attacker.sampling.min_new_tokens == 1
-    banned = set(trainer.policy._banned_ids.tolist())
+    banned = set(trainer.policy.token_draw.banned_ids.tolist())
     tokens = [i for i in range(len(trainer.policy.tokenizer)) if i not in banned]
     (end,) = trainer.policy.end_ids
     return [[a, b] for a in tokens for b in tokens if a != end]
@@ -59,7 +59,9 @@ def _model_logprobs(trainer: AstTrainer, rows: list[list[int]], *, drawn: bool) 
     ids = torch.tensor([[*CONTEXT, *row] for row in rows])
     logits = policy.module(ids).logits[:, len(CONTEXT) - 1 : -1]
     if drawn:
-        never = torch.zeros(logits.shape[-1]).index_fill(0, policy._banned_ids, float("-inf"))
+        never = torch.zeros(logits.shape[-1]).index_fill(
+            0, policy.token_draw.banned_ids, float("-inf")
+        )
         logits = logits / sampling.temperature + never
         logits[:, 0, list(policy.end_ids)] = float("-inf")
         probabilities, order = logits.softmax(dim=-1).detach().sort(dim=-1, descending=True)

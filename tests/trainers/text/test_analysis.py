@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from nip_astra import plugins
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatRequest
@@ -18,10 +19,11 @@ from nip_astra.resolving.analysing import analyse_run
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters, Verdict
+from nip_astra.scenario_base.text.analysers.registry import ROLLOUT_ANALYSERS
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.text.analysis import load_verdicts, stored_samplings
-from tests.command_line import CommandLine, plugins_forgotten_after, refused
+from tests.command_line import CommandLine, refused
 from tests.text_games import Script, build_text_parts, build_text_trainer
 
 PLAYER = (
@@ -185,13 +187,21 @@ def test_a_dry_run_of_the_command_counts_and_asks_nothing(
 
 
 def test_a_question_of_ones_own_comes_from_a_plug_in(
-    finished: Path, judge_file: Path, tmp_path: Path, type_command: CommandLine
+    finished: Path,
+    judge_file: Path,
+    tmp_path: Path,
+    type_command: CommandLine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plugin = tmp_path / "politeness.py"
     plugin.write_text(PLUGIN, encoding="utf-8")
     typed = ["analyse", str(finished), "--judge", str(judge_file), "--plugin", str(plugin)]
-    with plugins_forgotten_after():
+    snapshot = ROLLOUT_ANALYSERS.snapshot()
+    monkeypatch.setattr(plugins, "_LOADED", dict(plugins._LOADED))
+    try:
         said = type_command(*typed, "--analyser", "politeness", "--iteration", "1", "--json")
+    finally:
+        ROLLOUT_ANALYSERS.restore(snapshot)
     (summary,) = json.loads(said.out)
     assert summary["meaning"] == "Whether an agent is polite."
     assert set(summary["shares"]) == {"verifier"}

@@ -286,37 +286,6 @@ def test_a_run_that_is_killed_at_any_stage_ends_as_if_it_was_not(
     assert len(keys) == len(set(keys)) == 4, "no job was submitted twice"
 
 
-@pytest.mark.parametrize("number", [0, 5, 6, 13, 30, 60])
-def test_a_run_that_is_killed_between_two_requests_repeats_none(
-    number: int, unbroken: Any, tmp_path: Path
-) -> None:
-    directory = _directory(tmp_path)
-    count = 0
-
-    def dying(name: str) -> Script:
-        script = honest(name)
-
-        def answer(request: ChatRequest, sample: int) -> str:
-            nonlocal count
-            count += 1
-            if count > number:
-                raise Killed
-            return script(request, sample)
-
-        return answer
-
-    parts = build_text_parts(tmp_path / "prompts", dying, groups={"text_rl": {"num_iterations": 3}})
-    with pytest.raises(Killed):
-        build_text_trainer(parts, directory).train()
-    num_answered = number
-    parts.models.clear()
-    ended = _continue(tmp_path, directory, parts)
-    final, rollouts, num_requests = unbroken
-    assert _final(ended) == final
-    assert _rollouts(directory) == rollouts
-    assert num_answered + parts.num_requests == num_requests
-
-
 def test_a_signal_stops_after_the_round_and_keeps_its_answers(tmp_path: Path) -> None:
     directory = _directory(tmp_path)
     parts = _build(tmp_path)
@@ -388,7 +357,6 @@ def test_the_report_shows_what_was_said(tmp_path: Path) -> None:
 
 
 def test_the_groups_are_where_nip_has_them() -> None:
-    assert PureTextSharedModelGroup.__name__ == "PureTextSharedModelGroup"
     for name in (
         "create_supervised_fine_tune_job",
         "create_dpo_fine_tune_job",

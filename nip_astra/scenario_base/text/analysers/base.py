@@ -47,10 +47,13 @@ class Cast:
         Its declaration, by which rollouts are arranged.
     human_names : Mapping of str
         What agents call each other, by agent; those left out go by their names in the protocol.
+    hidden_columns : tuple of str
+        Columns of the data that nobody is told, a judge neither.
     """
 
     protocol: ProtocolHandler
     human_names: Mapping[str, str] = field(default_factory=dict)
+    hidden_columns: tuple[str, ...] = ()
 
     def role(self, agent: str) -> Role:
         """What an agent is."""
@@ -81,7 +84,7 @@ class Subject:
     stance : str
         What a prover argued for, "accept" or "reject"; empty for a verifier.
     datapoint : Mapping
-        The columns of the data, without the label.
+        The columns of the data, without the label and what nobody is told.
     lines : tuple of Line
         The messages of all channels that the agent reads, in order.
     """
@@ -169,7 +172,8 @@ def subjects_of(rollouts: NestedArrayDict, cast: Cast) -> Iterator[Subject]:
     columns = rollouts.get("datapoint")
     for n in range(len(rollouts)):
         said = _lines(rollouts, n, cast)
-        values = _row(columns, n)
+        row = _row(columns, n)
+        values = {key: value for key, value in row.items() if key not in cast.hidden_columns}
         for a, agent in enumerate(names):
             seen = cast.seen_channels(agent)
             role = cast.role(agent)

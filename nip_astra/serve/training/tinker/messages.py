@@ -1,0 +1,326 @@
+"""What Tinker's SDK sends and reads as protocol buffers.
+
+Shape suffixes: `T` token, `K` candidate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nip_astra.errors import MissingDependencyError
+from nip_astra.serve.api_errors import wrong
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+PROTOBUF = "application/x-protobuf"
+NO_LOGPROB = -99999.0
+"""What fills a place of the likeliest tokens at which nothing was scored."""
+
+
+def schema() -> ModuleType:
+    """The messages of Tinker's SDK.
+
+    Raises
+    ------
+    MissingDependencyError
+        Where it is not installed.
+    """
+    try:
+        from tinker.proto import tinker_public_pb2
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Tinker's protocol was to be served, and its messages are described in the package "
+            "tinker. Install it with: pip install 'nip_astra[tinker]'."
+        ) from error
+    module: ModuleType = tinker_public_pb2
+    return module
+
+
+@dataclass(frozen=True)
+class Datum:
+    """Tokens, and what the loss reads of each.
+
+    Attributes
+    ----------
+    ids : tuple of int
+        What the model reads.
+    inputs : Mapping[str, Tensor]
+        `target_tokens` `[T]` or `[T, K]` int64 and, of the same shape, what else the loss reads.
+    """
+
+    ids: tuple[int, ...]
+    inputs: Mapping[str, Tensor]
+
+    @property
+    def targets(self) -> Tensor:
+        """The tokens whose log-probabilities the loss is made of."""
+        return self.inputs["target_tokens"]
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """A request for a loss and its gradients.
+
+    Attributes
+    ----------
+    is_forward_only : bool
+        Whether no gradients are wanted.
+    """
+
+    model_id: str
+    seq_id: int
+    data: list[Datum]
+    loss: str
+    config: dict[str, float | str]
+    is_forward_only: bool
+
+
+def read_head(body: bytes) -> tuple[str, int]:
+    """Model and number of a request.
+
+    Raises
+    ------
+    ApiError
+        Where it is no such message.
+    """
+    message = _parsed(body)
+    return str(message.model_id), int(message.seq_id)
+
+
+def read_forward_backward(body: bytes) -> ForwardBackward:
+    """The whole request.
+
+    Raises
+    ------
+    ApiError
+        Where it holds what is not trained here.
+    """
+    message = _parsed(body)
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():
+        config[name] = value.text if value.WhichOneof("value") == "text" else float(value.number)
+    return ForwardBackward(
+        str(message.model_id),
+        int(message.seq_id),
+        [_datum(number, one) for number, one in enumerate(message.data)],
+        str(message.loss_fn),
+        config,
+        bool(message.forward_only),
+    )
+
+
+def _parsed(body: bytes) -> Any:
+    from google.protobuf.message import DecodeError
+
+    message = schema().ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise wrong(
+            f"a request for gradients was sent that is no message of Tinker's SDK: {error}. Use "
+            "tinker 0.25 or later.",
+            code="invalid_message",
+        ) from error
+    return message
+
+
+def _datum(number: int, message: Any) -> Datum:
+    ids: list[int] = []
+    for chunk in message.model_input:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise wrong(
+                f"datum {number} holds a part of the kind {kind!r}, but this service reads tokens "
+                "alone. Leave images and sounds out."
+            )
+        ids += np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).tolist()
+    inputs = {
+        name: read_tensor(value, f"{name} of datum {number}")
+        for name, value in message.loss_fn_inputs.items()
+    }
+    targets = inputs.get("target_tokens")
+    if targets is None or targets.dtype != torch.int64:
+        raise wrong(
+            f"datum {number} has no target_tokens of whole numbers. Give, for each token that the "
+            "model reads, the one that is to follow."
+        )
+    if targets.ndim not in (1, 2) or len(targets) != len(ids) or not ids:
+        raise wrong(
+            f"target_tokens of datum {number} has the shape {list(targets.shape)}, but the datum "
+            f"has {len(ids)} tokens. Give one or several targets for each."
+        )
+    for name, value in inputs.items():
+        if value.shape != targets.shape:
+            raise wrong(
+                f"{name} of datum {number} has the shape {list(value.shape)}, but target_tokens "
+                f"{list(targets.shape)}. Give both the same."
+            )
+    return Datum(tuple(ids), inputs)
+
+
+def read_tensor(message: Any, name: str) -> Tensor:
+    """A tensor of a request; sparse rows become dense ones with zeros."""
+    pb = schema()
+    kinds = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
+    if message.dtype not in kinds:
+        raise wrong(f"{name} is neither float32 nor int64. Send one of these.")
+    shape = list(message.shape)
+    kind = np.dtype(kinds[message.dtype])
+    try:
+        if message.WhichOneof("encoding") == "sparse_csr":
+            csr = message.sparse_csr
+            values = np.frombuffer(csr.values, dtype=kind).copy()
+            rows = np.frombuffer(csr.crow_indices, dtype=np.int64).copy()
+            columns = np.frombuffer(csr.col_indices, dtype=np.int64).copy()
+            dense = np.zeros(shape, dtype=kind)
+            dense[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns] = values
+            return torch.from_numpy(dense)
+        found = torch.from_numpy(np.frombuffer(message.dense, dtype=kind).copy())
+        return found.reshape(shape) if shape else found
+    except (ValueError, RuntimeError, IndexError) as error:
+        raise wrong(f"{name} cannot be read: {error}. Send as many values as its shape has.") from (
+            error
+        )
+
+
+def loss_outputs(outputs: Mapping[str, Sequence[Tensor]], metrics: Mapping[str, float]) -> bytes:
+    """The answer to a request for gradients.
+
+    Parameters
+    ----------
+    outputs : Mapping[str, Sequence[Tensor]]
+        By name, a tensor a datum.
+    metrics : Mapping[str, float]
+        By `name:reduction`.
+    """
+    pb = schema()
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    count = len(next(iter(outputs.values())))
+    # One record a run of data with as many candidates: within it all must be of one shape.
+    start = 0
+    while start < count:
+        trailing = list(next(iter(outputs.values()))[start].shape[1:])
+        stop = start
+        while stop < count and list(next(iter(outputs.values()))[stop].shape[1:]) == trailing:
+            stop += 1
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=stop - start)
+        for name, tensors in outputs.items():
+            parts = [one.detach().cpu().float().numpy() for one in tensors[start:stop]]
+            sizes = np.cumsum([0, *(part.nbytes for part in parts)], dtype=np.int64)
+            record.fields[name].CopyFrom(
+                pb.BatchedTensor(
+                    data=b"".join(part.tobytes() for part in parts),
+                    offsets=sizes.tobytes(),
+                    dtype=pb.DTYPE_FLOAT32,
+                    trailing_shape=trailing,
+                )
+            )
+        start = stop
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+@dataclass(frozen=True)
+class Likeliest:
+    """The likeliest tokens at each place.
+
+    Attributes
+    ----------
+    ids_TK, logprobs_TK : Tensor
+        The likeliest first.
+    """
+
+    ids_TK: Tensor
+    logprobs_TK: Tensor
+
+    def after(self, num_places: int) -> Likeliest:
+        """The same with places before it at which nothing was scored."""
+        width = self.ids_TK.shape[1]
+        return Likeliest(
+            torch.cat([torch.zeros(num_places, width, dtype=torch.long), self.ids_TK]),
+            torch.cat([torch.full((num_places, width), NO_LOGPROB), self.logprobs_TK]),
+        )
+
+
+@dataclass(frozen=True)
+class SampledAnswer:
+    """One sampled answer."""
+
+    ids: list[int]
+    logprobs: list[float]
+    has_stopped: bool
+    likeliest: Likeliest | None = None
+
+
+@dataclass(frozen=True)
+class SampleAnswer:
+    """What became of a request for samples.
+
+    Attributes
+    ----------
+    prompt_logprobs : Tensor or None
+        float32, NaN where nothing was scored.
+    targets : Tensor or None
+        Log-probabilities of named tokens.
+    alternatives : Likeliest or None
+        Tokens drawn at each place of the prompt, in no order.
+    """
+
+    sequences: list[SampledAnswer]
+    prompt_logprobs: Tensor | None = None
+    likeliest: Likeliest | None = None
+    targets: Tensor | None = None
+    alternatives: Likeliest | None = None
+
+    def encoded(self) -> bytes:
+        """As the SDK reads it."""
+        pb = schema()
+        message = pb.SampleResponse()
+        for one in self.sequences:
+            reason = pb.STOP_REASON_STOP if one.has_stopped else pb.STOP_REASON_LENGTH
+            added = message.sequences.add(
+                stop_reason=reason,
+                tokens=np.asarray(one.ids, dtype=np.int32).tobytes(),
+                logprobs=np.asarray(one.logprobs, dtype=np.float32).tobytes(),
+            )
+            if one.likeliest is not None:
+                added.topk_sampled_logprobs.CopyFrom(_likeliest(one.likeliest))
+        if self.prompt_logprobs is not None:
+            message.prompt_logprobs = self.prompt_logprobs.float().numpy().tobytes()
+        if self.likeliest is not None:
+            message.topk_prompt_logprobs.CopyFrom(_likeliest(self.likeliest))
+        if self.targets is not None:
+            message.target_prompt_logprobs.CopyFrom(_tensor(self.targets))
+        if self.alternatives is not None:
+            message.prompt_alt_tokens.tokens.CopyFrom(_tensor(self.alternatives.ids_TK))
+            message.prompt_alt_tokens.logprobs.CopyFrom(_tensor(self.alternatives.logprobs_TK))
+        encoded: bytes = message.SerializeToString()
+        return encoded
+
+
+def _likeliest(given: Likeliest) -> Any:
+    length, width = given.ids_TK.shape
+    return schema().TopkLogprobs(
+        token_ids=given.ids_TK.numpy().astype(np.int32).tobytes(),
+        logprobs=given.logprobs_TK.float().numpy().tobytes(),
+        k=width,
+        length=length,
+    )
+
+
+def _tensor(given: Tensor) -> Any:
+    pb = schema()
+    is_float = given.is_floating_point()
+    array = given.float().numpy() if is_float else given.numpy().astype(np.int32)
+    return pb.Tensor(
+        dense=array.tobytes(),
+        dtype=pb.DTYPE_FLOAT32 if is_float else pb.DTYPE_INT32,
+        shape=list(given.shape),
+    )

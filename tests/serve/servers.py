@@ -1,0 +1,122 @@
+"""Servers of OpenAI's protocol that the client side is tested with: ours, and those of others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.running import running
+
+SECONDS_TO_START = 600
+VLLM = "NIP_ASTRA_TEST_VLLM"
+"""Environment variable with the command `vllm` of an environment of its own."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs.
+
+    Attributes
+    ----------
+    model : str
+        Name under which it serves the model.
+    differences : Mapping[str, str]
+        By what is asked of a server, how this one is known to differ.
+    """
+
+    kind: str
+    base_url: str
+    model: str
+    differences: Mapping[str, str] = field(default_factory=dict)
+
+
+KNOWN: dict[str, dict[str, str]] = {
+    "ours": {},
+    "transformers": {
+        "models": "lists the hub's cache, and not what it serves",
+        "logprobs": "gives none",
+        "seed": "always says the likeliest, so that all seeds answer alike",
+        "temperature": "always says the likeliest",
+        "n": "gives one answer",
+        "stop": "fails with status 500",
+        "unknown model": "answers for any name",
+        "too long": "answers beyond the model's window",
+        "malformed messages": "fails with status 500",
+        "no content": "answers a message that says nothing",
+    },
+    "vllm": {
+        "no content": "answers a message that says nothing",
+        "unknown options": "ignores options that it does not know",
+    },
+}
+
+
+@contextmanager
+def server_of(kind: str, model: Path, log: Path) -> Iterator[Server]:
+    """Serve a model by one of the kinds in `KNOWN` within the block."""
+    if kind == "ours":
+        with running({"model": str(model)}) as service:
+            yield Server(kind, service.base_url, "model")
+        return
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    if kind == "transformers":
+        command = [str(Path(sys.executable).with_name("transformers")), "serve", str(model)]
+        command += ["--port", port, "--device", "cpu"]
+        # It looks into the cache of the hub, which must be there.
+        (log.parent / "hub").mkdir()
+        name, more = str(model), {"HF_HUB_CACHE": str(log.parent / "hub")}
+    else:
+        found = os.environ.get(VLLM) or shutil.which("vllm")
+        if found is None:
+            pytest.skip(f"needs the command vllm of a CPU build, named by {VLLM}")
+        command = [found, "serve", str(model), "--served-model-name", "model", "--port", port]
+        command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager"]
+        name = "model"
+        more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        more |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": ""}
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", **more},
+            stdout=said,
+            stderr=said,
+            cwd=log.parent,
+            start_new_session=True,
+        )
+    try:
+        base_url = f"http://127.0.0.1:{port}/v1"
+        _wait_until_there(process, base_url, log)
+        yield Server(kind, base_url, name, KNOWN[kind])
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=60)
+        finally:
+            # Its workers too.
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def _wait_until_there(process: subprocess.Popen[bytes], base_url: str, log: Path) -> None:
+    deadline = time.monotonic() + SECONDS_TO_START
+    while time.monotonic() < deadline:
+        assert process.poll() is None, log.read_text()[-3000:]
+        try:
+            httpx.get(f"{base_url}/models", timeout=5)
+            return
+        except httpx.HTTPError:
+            time.sleep(0.5)
+    raise AssertionError(log.read_text()[-3000:])

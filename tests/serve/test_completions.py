@@ -1,0 +1,122 @@
+"""Requests are logged, and who asks again under the same name is given the same answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from nip_astra.language_models.services.chat import ChatAnswer, ChatOutcome, ChatRequest
+from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.serve import completions
+from nip_astra.serve.completions import CompletionStore
+from tests.serve.running import Running, running
+
+BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model_dir: Path) -> Iterator[Running]:
+    with running({"tiny": str(tiny_model_dir)}) as service:
+        yield service
+
+
+def ask(service: Running, key: str | None, **more: Any) -> httpx.Response:
+    headers = {} if key is None else {"Idempotency-Key": key}
+    url = f"{service.base_url}/{more.pop('route', 'chat/completions')}"
+    return httpx.post(url, json=BODY | more, headers=headers, timeout=60)
+
+
+def outcomes(service: Running, key: str | None) -> list[str]:
+    return [one.outcome for one in service.completions.log() if one.key == key]
+
+
+def test_the_same_name_is_given_the_same_answer(service: Running) -> None:
+    # Without a seed, each answer would be another one.
+    first, again = (ask(service, "one") for _ in range(2))
+    assert first.content == again.content
+    assert "idempotent-replayed" not in first.headers
+    assert again.headers["idempotent-replayed"] == "true"
+    assert outcomes(service, "one") == ["answered", "again"]
+    other = ask(service, "two")
+    assert other.json()["id"] != first.json()["id"]
+
+
+def test_completions_have_names_too(service: Running) -> None:
+    body = {"prompt": "hello", "messages": None, "route": "completions"}
+    given = {name: value for name, value in (BODY | body).items() if value is not None}
+    url = f"{service.base_url}/{given.pop('route')}"
+    headers = {"Idempotency-Key": "a prompt"}
+    texts = [httpx.post(url, json=given, headers=headers, timeout=60).text for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert outcomes(service, "a prompt") == ["answered", "again"]
+
+
+def test_a_name_belongs_to_one_request(service: Running) -> None:
+    assert ask(service, "mine").status_code == 200
+    refused = ask(service, "mine", max_tokens=5)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["code"] == "idempotency_key_reused"
+    assert "Give each request an Idempotency-Key of its own" in refused.json()["error"]["message"]
+
+
+def test_those_who_ask_at_once_under_one_name_wait_for_one_answer(service: Running) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: ask(service, "at once").content, range(4)))
+    assert len(set(found)) == 1
+    assert sorted(outcomes(service, "at once")) == ["again"] * 3 + ["answered"]
+
+
+def test_requests_without_a_name_are_logged_and_forgotten(service: Running) -> None:
+    before = len(outcomes(service, None))
+    answers = [ask(service, None).json()["id"] for _ in range(2)]
+    assert answers[0] != answers[1]
+    assert outcomes(service, None)[before:] == ["answered", "answered"]
+    digests = {one.digest for one in service.completions.log()[-2:]}
+    assert len(digests) == 1
+
+
+def test_a_refused_request_may_be_asked_again(service: Running) -> None:
+    assert ask(service, "wrong", max_tokens=0).status_code == 400
+    assert ask(service, "wrong").status_code == 200
+
+
+def test_a_chat_model_names_its_requests(service: Running) -> None:
+    values = {"model": "tiny", "base_url": service.base_url, "samples_per_request": 2}
+    model = OpenAIChatModel.load(
+        OpenAIChatModel.Parameters.from_dict({"_type": "openai", **values}), scenario_dir=None
+    )
+    request = ChatRequest(({"role": "user", "content": "hi"},), 6, num_samples=3, key="run/1")
+    num_before = len(service.completions.log())
+
+    async def ask_twice() -> list[ChatOutcome]:
+        found = [await model.answer(request) for _ in range(2)]
+        await model.close()
+        return found
+
+    first, again = asyncio.run(ask_twice())
+    assert first.samples == again.samples
+    assert all(isinstance(one, ChatAnswer) for one in first.samples)
+    new = service.completions.log()[num_before:]
+    assert [one.outcome for one in new] == ["answered"] * 2 + ["again"] * 2
+    assert len({one.key for one in new}) == 2
+
+
+def test_what_was_answered_is_there_after_a_restart(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"state_dir": str(tmp_path)}
+    with running({"tiny": str(tiny_model_dir)}, **state) as service:
+        first = ask(service, "before").content
+    with running({"tiny": str(tiny_model_dir)}, **state) as service:
+        assert ask(service, "before").content == first
+        monkeypatch.setattr(completions, "NUM_KEPT", 1)
+        ask(service, "after")
+    store = CompletionStore(tmp_path)
+    assert [one.key for one in store.log()] == ["after"]
+    store.close()

@@ -1,0 +1,373 @@
+"""The unmodified SDK of Tinker's trains and samples against the local server of its protocol."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+tinker = pytest.importorskip("tinker")
+
+from tests.serve.training.running import Server, training_server  # noqa: E402
+
+PROMPT = [1, 10, 11, 12, 13]
+ANSWER = [20, 21, 22, 2]
+"""Tokens of the small model's."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with training_server(["tinker"], max_training_models=64) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_telemetry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Any]:
+    with service_client(server) as found:
+        yield found
+
+
+def service_client(server: Server, api_key: str = "tml-any") -> Any:
+    return tinker.ServiceClient(base_url=server.url, api_key=api_key)
+
+
+def training_client(client: Any, **options: Any) -> Any:
+    return client.create_lora_training_client("policy", rank=4, seed=3, **options).result()
+
+
+def datum(**inputs: Any) -> Any:
+    tokens = [*PROMPT, *ANSWER]
+    given = {"target_tokens": torch.tensor(tokens[1:]), **inputs}
+    return tinker.Datum(model_input=tinker.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=given)
+
+
+MASK = torch.tensor([0.0] * (len(PROMPT) - 1) + [1.0] * len(ANSWER))
+ADAM = {"learning_rate": 1e-2}
+
+
+def step(training: Any, data: list[Any], loss: str, config: Any = None) -> Any:
+    """The figures of a forward and backward pass that a step follows."""
+    passed = training.forward_backward(data, loss, config)
+    stepped = training.optim_step(tinker.AdamParams(**ADAM))
+    stepped.result()
+    return passed.result()
+
+
+def logprobs_of(training: Any) -> torch.Tensor:
+    output = training.forward([datum(weights=MASK)], "cross_entropy").result()
+    found: torch.Tensor = output.loss_fn_outputs[0]["logprobs"].to_torch()
+    return found
+
+
+def test_cross_entropy_learns_an_answer_and_the_sampler_says_it(client: Any) -> None:
+    training = training_client(client)
+    losses = [
+        step(training, [datum(weights=MASK)], "cross_entropy").metrics["loss:sum"]
+        for _ in range(25)
+    ]
+    assert losses[-1] < 0.1 * losses[0]
+    sampling = training.save_weights_and_get_sampling_client().result()
+    params = tinker.SamplingParams(max_tokens=6, temperature=0.0)
+    found = sampling.sample(tinker.ModelInput.from_ints(PROMPT), 1, params).result()
+    (said,) = found.sequences
+    assert (list(said.tokens), said.stop_reason) == (ANSWER, "stop")
+    assert said.logprobs == pytest.approx(logprobs_of(training)[-4:].tolist(), abs=1e-4)
+
+
+def expected_loss(name: str, new: torch.Tensor, old: torch.Tensor, gains: torch.Tensor) -> float:
+    """Closed forms as the documentation of Tinker's losses writes them."""
+    ratio = (new - old).exp()
+    losses = {
+        "importance_sampling": -ratio * gains,
+        "ppo": -torch.minimum(ratio * gains, ratio.clamp(0.8, 1.2) * gains),
+        "cispo": -ratio.clamp(0.0, 4.0) * new * gains,
+        "dro": -(new * gains - 0.5 * 0.05 * (new - old) ** 2),
+    }
+    return float(losses[name].sum())
+
+
+@pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "dro"])
+def test_losses_of_policies_equal_their_closed_forms_and_raise_what_paid(
+    client: Any, name: str
+) -> None:
+    training = training_client(client)
+    before = logprobs_of(training)
+    old, gains = before - 0.4 * MASK, 2.0 * MASK
+    found = step(training, [datum(logprobs=old, advantages=gains)], name).metrics["loss:sum"]
+    assert found == pytest.approx(expected_loss(name, before, old, gains), rel=1e-5)
+    moved = (logprobs_of(training) - before)[MASK > 0].sum()
+    # Beyond the clip PPO gives no gradient.
+    assert moved == pytest.approx(0.0, abs=1e-6) if name == "ppo" else moved > 0.1
+
+
+def test_bounds_of_a_clip_come_from_the_configuration(client: Any) -> None:
+    training = training_client(client)
+    before = logprobs_of(training)
+    data = [datum(logprobs=before - 0.4 * MASK, advantages=MASK)]
+    config = {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}
+    step(training, data, "ppo", config)
+    assert (logprobs_of(training) - before)[MASK > 0].sum() > 0.1
+
+
+def test_a_custom_loss_has_the_gradient_of_the_same_built_in_one(client: Any) -> None:
+    ours, theirs = training_client(client), training_client(client)
+
+    def weighted(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        return -(logprobs[0] * MASK).sum(), {"told": 7.0}
+
+    found = ours.forward_backward_custom([datum()], weighted).result()
+    ours.optim_step(tinker.AdamParams(**ADAM)).result()
+    plain = step(theirs, [datum(weights=MASK)], "cross_entropy")
+    assert found.metrics["told"] == 7.0
+    assert found.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-5)
+    torch.testing.assert_close(logprobs_of(ours), logprobs_of(theirs))
+
+
+def test_targets_may_be_others_than_what_is_read_and_several_a_token(client: Any) -> None:
+    training = training_client(client)
+    plain = logprobs_of(training)
+    targets = torch.tensor([*PROMPT[1:], *ANSWER])
+    several = torch.stack([targets, (targets + 1) % 54], dim=1)
+    data = [
+        tinker.Datum(
+            model_input=tinker.ModelInput.from_ints([*PROMPT, *ANSWER][:-1]),
+            loss_fn_inputs={"target_tokens": several, "weights": torch.ones(several.shape)},
+        ),
+        datum(weights=MASK),
+    ]
+    output = training.forward_backward(data, "cross_entropy").result()
+    both, alone = (one["logprobs"].to_torch() for one in output.loss_fn_outputs)
+    torch.testing.assert_close(both[:, 0], plain, atol=1e-5, rtol=0)
+    torch.testing.assert_close(alone, plain, atol=1e-5, rtol=0)
+    loss = -float(both.sum()) - float((alone * MASK).sum())
+    assert output.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+    training.optim_step(tinker.AdamParams(**ADAM)).result()
+    assert (logprobs_of(training) - plain).sum() > 0
+
+
+def test_parameters_of_adam_are_those_of_each_step(client: Any) -> None:
+    training = training_client(client)
+    before = logprobs_of(training)
+    training.forward_backward([datum(weights=MASK)], "cross_entropy").result()
+    figures = training.optim_step(tinker.AdamParams(learning_rate=0.0)).result().metrics
+    assert figures["grad_norm:mean"] > 0
+    assert torch.equal(logprobs_of(training), before)
+    # Another model: moments of the first step would move the weights whatever is clipped now.
+    training = training_client(client)
+    training.forward_backward([datum(weights=MASK)], "cross_entropy").result()
+    training.optim_step(tinker.AdamParams(learning_rate=1e-2, grad_clip_norm=1e-9, eps=1.0))
+    assert torch.allclose(logprobs_of(training), before, atol=1e-5)
+
+
+def test_a_state_goes_on_to_the_bit_with_its_optimizer(client: Any) -> None:
+    training, data = training_client(client), [datum(weights=MASK)]
+    for _ in range(3):
+        step(training, data, "cross_entropy")
+    path = training.save_state("middle").result().path
+    expected = [step(training, data, "cross_entropy").metrics["loss:sum"] for _ in range(3)]
+    again = client.create_training_client_from_state_with_optimizer(path).result()
+    assert [step(again, data, "cross_entropy").metrics["loss:sum"] for _ in range(3)] == expected
+    fresh = client.create_training_client_from_state(path).result()
+    found = [step(fresh, data, "cross_entropy").metrics["loss:sum"] for _ in range(3)]
+    assert found[0] == expected[0]
+    assert found != expected
+    assert again.get_info().lora_rank == 4
+
+
+def test_requests_are_done_in_the_order_in_which_they_were_sent(client: Any) -> None:
+    training, slow = training_client(client), training_client(client)
+    data = [datum(weights=MASK)]
+    waited = [step(slow, data, "cross_entropy").metrics["loss:sum"] for _ in range(6)]
+    futures = []
+    for _ in range(6):
+        futures.append(training.forward_backward(data, "cross_entropy"))
+        training.optim_step(tinker.AdamParams(**ADAM))
+    assert [one.result().metrics["loss:sum"] for one in futures] == waited
+
+
+def test_several_clients_train_beside_each_other(server: Server) -> None:
+    alone = [step(training_client(service_client(server)), [datum(weights=MASK)], "cross_entropy")]
+    clients = [service_client(server) for _ in range(3)]
+    trainings = [training_client(one) for one in clients]
+    futures = [
+        one.forward_backward([datum(weights=MASK)], "cross_entropy") for one in trainings * 2
+    ]
+    for one in futures:
+        assert one.result().metrics["loss:sum"] == alone[0].metrics["loss:sum"]
+
+
+def test_more_data_than_one_request_holds_are_one_loss(client: Any) -> None:
+    training = training_client(client)
+    one = training.forward([datum(weights=MASK)], "cross_entropy").result().metrics["loss:sum"]
+    output = training.forward([datum(weights=MASK)] * 1030, "cross_entropy").result()
+    assert len(output.loss_fn_outputs) == 1030
+    assert output.metrics["loss:sum"] == pytest.approx(1030 * one, rel=1e-4)
+
+
+def sampler(client: Any) -> Any:
+    return client.create_sampling_client(base_model="policy").result()
+
+
+def test_many_prompts_are_sampled_together_as_each_alone(client: Any) -> None:
+    sampling = sampler(client)
+    params = [tinker.SamplingParams(max_tokens=8, seed=seed) for seed in range(12)]
+    prompt = tinker.ModelInput.from_ints(PROMPT)
+    together = [sampling.sample(prompt, 3, one) for one in params]
+    found = [[list(s.tokens) for s in one.result().sequences] for one in together]
+    alone = [sampling.sample(prompt, 3, one).result().sequences for one in params]
+    assert found == [[list(s.tokens) for s in one] for one in alone]
+    assert len({tuple(map(tuple, one)) for one in found}) > 1
+
+
+def test_logprobs_of_a_prompt_are_those_of_training(client: Any) -> None:
+    sampling, training = sampler(client), training_client(client)
+    tokens = tinker.ModelInput.from_ints([*PROMPT, *ANSWER])
+    found = sampling.compute_logprobs(tokens).result()
+    assert found[0] is None
+    assert found[1:] == pytest.approx(logprobs_of(training).tolist(), abs=1e-5)
+    last = sampling.compute_logprobs(tokens, prompt_logprobs_last_n=2).result()
+    assert last[:-2] == [None] * 7
+    assert last[-2:] == pytest.approx(found[-2:])
+
+
+def test_likeliest_named_and_other_tokens_of_a_prompt(client: Any) -> None:
+    sampling = sampler(client)
+    named = tinker.TensorData(data=[11, -1] * 4, dtype="int64", shape=[4, 2])
+    found = sampling.sample(
+        tinker.ModelInput.from_ints(PROMPT),
+        2,
+        tinker.SamplingParams(max_tokens=3, seed=1, stop=[]),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=54,
+        topk_sample_logprobs=2,
+        target_prompt_logprobs=named,
+        prompt_alt_tokens_k=5,
+    ).result()
+    ids, logprobs = found.topk_prompt_logprobs_np.token_ids, found.topk_prompt_logprobs_np.logprobs
+    for place in range(1, 5):
+        by_token = dict(zip(ids[place].tolist(), logprobs[place].tolist(), strict=True))
+        assert math.fsum(math.exp(one) for one in by_token.values()) == pytest.approx(1, abs=1e-4)
+        assert by_token[PROMPT[place]] == pytest.approx(found.prompt_logprobs[place], abs=1e-5)
+        told = found.target_prompt_logprobs.to_torch()[place - 1]
+        assert told.tolist() == pytest.approx([by_token[11], 0.0], abs=1e-5)
+    assert found.prompt_alt_tokens.tokens.to_torch().shape == (4, 5)
+    for one in found.sequences:
+        assert len(one.tokens) == 3
+        assert one.topk_logprobs_np.token_ids.shape == (3, 2)
+
+
+def test_answers_end_where_they_are_told_to(client: Any) -> None:
+    sampling = sampler(client)
+    prompt = tinker.ModelInput.from_ints(PROMPT)
+
+    def said(**options: Any) -> Any:
+        params = tinker.SamplingParams(max_tokens=12, seed=5, **options)
+        return sampling.sample(prompt, 1, params).result().sequences[0]
+
+    free = said(stop=[])
+    assert (len(free.tokens), free.stop_reason) == (12, "length")
+    third = int(free.tokens[2])
+    place = list(free.tokens).index(third)
+    by_id = said(stop=[third])
+    assert list(by_id.tokens) == list(free.tokens)[: place + 1]
+    # A sampling client looks for the tokenizer by the model's name, a training client where it is.
+    tokenizer = training_client(client).get_tokenizer()
+    text = tokenizer.decode(list(free.tokens)[:3])
+    by_text = said(stop=[text])
+    assert (by_text.stop_reason, len(by_text.tokens) <= 3) == ("stop", True)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (lambda t: t.forward_backward([datum(weights=MASK)], "gspo"), "this service has cross_entropy"),
+    (lambda t: t.forward_backward([datum()], "ppo"), "advantages is missing; logprobs is missing"),
+    (
+        lambda t: t.forward_backward([datum(weights=MASK)], "cross_entropy", {"beta": 1.0}),
+        "does not read",
+    ),
+    (
+        lambda t: t.forward_backward([datum(weights=MASK, advantages=MASK)], "cross_entropy"),
+        "advantages is nothing that it reads",
+    ),
+    (
+        lambda t: t.forward_backward([datum(weights=MASK * math.nan)], "cross_entropy"),
+        "no finite number",
+    ),
+    (lambda t: t.save_state("../escape"), "a name consists of"),
+    (lambda t: t.save_weights_for_sampler("a b"), "a name consists of"),
+]
+
+
+@pytest.mark.parametrize(("ask", "told"), REFUSED)
+def test_poisoned_requests_are_told_and_leave_the_model_as_it_was(
+    client: Any, ask: Any, told: str
+) -> None:
+    training = training_client(client)
+    with pytest.raises(tinker.RequestFailedError, match=told):
+        ask(training).result()
+    other = training_client(client)
+    data = [datum(weights=MASK)]
+    found = [step(one, data, "cross_entropy").metrics["loss:sum"] for one in (training, other)]
+    assert found[0] == found[1]
+    torch.testing.assert_close(logprobs_of(training), logprobs_of(other), rtol=0, atol=0)
+
+
+def test_wrong_names_and_options_are_refused_at_once(client: Any) -> None:
+    with pytest.raises(tinker.NotFoundError, match=r"'nowhere'.*It has: policy"):
+        client.create_lora_training_client("nowhere").result()
+    with pytest.raises(tinker.NotFoundError, match="has none of that address"):
+        client.create_training_client_from_state("tinker://a:train:0/weights/b").result()
+    with pytest.raises(tinker.NotFoundError, match="has none of that address"):
+        client.create_sampling_client(model_path="tinker://a:train:0/sampler_weights/b").result()
+    with pytest.raises(tinker.BadRequestError, match="has adamw"):
+        training_client(client, optimizer=tinker.types.DimuonOptimizerConfig())
+    params = tinker.SamplingParams(max_tokens=9999)
+    with pytest.raises(tinker.BadRequestError, match="window"):
+        sampler(client).sample(tinker.ModelInput.from_ints(PROMPT), 1, params).result()
+    with pytest.raises(tinker.BadRequestError, match="other tokens than those"):
+        sampler(client).compute_logprobs(tinker.ModelInput.from_ints([999])).result()
+    training = training_client(client)
+    with pytest.raises(tinker.BadRequestError, match="Leave kind out"):
+        training.save_weights_and_get_sampling_client(kind="inflight").result()
+
+
+def test_what_was_saved_is_listed_and_deleted(client: Any) -> None:
+    training = training_client(client, user_metadata={"purpose": "listing"})
+    state = training.save_state("one", ttl_seconds=3600, user_metadata={"step": "1"}).result().path
+    sampled = training.save_weights_for_sampler("two").result().path
+    rest = client.create_rest_client()
+    run = rest.get_training_run_by_tinker_path(state).result()
+    assert (run.base_model, run.lora_rank, run.user_metadata) == (
+        "policy",
+        4,
+        {"purpose": "listing"},
+    )
+    found = rest.list_checkpoints(run.training_run_id).result().checkpoints
+    assert [one.tinker_path for one in found] == [state, sampled]
+    assert found[0].user_metadata == {"step": "1"}
+    assert found[0].expires_at is not None
+    assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
+    rest.set_checkpoint_ttl_from_tinker_path(state, None).result()
+    rest.delete_checkpoint_from_tinker_path(sampled).result()
+    (left,) = rest.list_checkpoints(run.training_run_id).result().checkpoints
+    assert left.expires_at is None
+    assert rest.list_user_checkpoints(limit=1).result().checkpoints
+    assert client.get_server_capabilities().supported_models[0].model_name == "policy"
+    with pytest.raises(tinker.BadRequestError, match="does not offer"):
+        rest.publish_checkpoint_from_tinker_path(state).result()
+
+
+def test_a_key_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVICE_TOKEN", "tml-secret")
+    with training_server(["tinker"], token_variable="SERVICE_TOKEN") as guarded:
+        with pytest.raises(tinker.AuthenticationError, match="without its token"):
+            service_client(guarded).get_server_capabilities()
+        assert service_client(guarded, "tml-secret").get_server_capabilities().supported_models
