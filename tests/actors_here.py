@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,5 +59,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[ActorsHere]:
         return made[-1]
 
     monkeypatch.setattr(actors_module, "Actors", make)
-    monkeypatch.setattr("ray.get", lambda reference: reference.value)
+    ray = SimpleNamespace(get=lambda reference: reference.value)
+    monkeypatch.setitem(sys.modules, "ray", ray)
     return made

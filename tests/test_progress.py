@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from nip_astra.progress import (
     ProgressBar,
     attach_progress_bar,
     open_progress,
+    read_progress,
     total_num_iterations,
 )
 
@@ -278,3 +280,29 @@ def test_progress_that_is_switched_off_prints_nothing(monkeypatch: pytest.Monkey
     bar.step(3)
     bar.close()
     assert (stream.getvalue(), bar.num_done) == ("", 3)
+
+
+def test_a_file_tells_how_far_a_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.progress"
+    assert read_progress(file) is None
+    clock = [0.0]
+    monkeypatch.setattr("nip_astra.progress.time.monotonic", lambda: clock[0])
+    bar = open_progress(5, enabled=False, path=str(file))
+    assert read_progress(file) == (0, 5)
+    bar.step(2)
+    assert read_progress(file) == (0, 5), "it is not written at every iteration"
+    clock[0] += 1.0
+    bar.skip(1)
+    bar.lengthen(4)
+    assert read_progress(file) == (3, 5)
+    bar.close()
+    assert read_progress(file) == (3, 9)
+    file.write_text("")
+    assert read_progress(file) is None
+
+
+def test_a_run_goes_on_where_its_progress_cannot_be_written(tmp_path: Path) -> None:
+    bar = open_progress(2, enabled=False, path=str(tmp_path / "missing" / "run.progress"))
+    bar.step()
+    bar.close()
+    assert bar.num_done == 1

@@ -134,11 +134,12 @@ class _Sender:
 
     def written(self, value: object) -> bytes:
         """A value that an actor can read."""
-        from ray import cloudpickle
+        # Needed with Ray only, and installed with tensordict too.
+        import cloudpickle
 
         names = self._names
 
-        class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # a class of Ray's
+        class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
             def persistent_id(self, one: object) -> _Kept | None:
                 return names.get(id(one))
 

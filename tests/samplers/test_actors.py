@@ -24,8 +24,6 @@ from tests.actors_here import ActorsHere
 from tests.samplers.test_parts import counted
 from tests.samplers.test_trees import build
 
-pytest.importorskip("ray")
-
 PROMPTS = ["hello", "good day", "the cat sat", "hello there", "good", "a dog"]
 
 
@@ -119,6 +117,7 @@ def test_a_fault_in_an_actor_is_raised_as_what_it_is(
 def test_runs_on_any_number_of_actors_write_the_same_metrics(
     tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("ray")
     monkeypatch.setattr(parts, "SMALLEST_PART", 2)
     overrides = [
         "training.num_iterations=2",
@@ -145,13 +144,13 @@ def test_runs_on_any_number_of_actors_write_the_same_metrics(
 
 
 def test_actors_that_would_be_idle_are_refused() -> None:
-    for trainer in ("vanilla_ppo", "self_hosted_grpo"):
-        with pytest.raises(ConfigurationError, match="2 actors were asked for"):
-            prepare_experiment(resolve_experiment(trainer=trainer), num_actors=2)
+    with pytest.raises(ConfigurationError, match="2 actors were asked for"):
+        prepare_experiment(resolve_experiment(trainer="vanilla_ppo"), num_actors=2)
 
 
 @pytest.mark.slow
 def test_actors_of_ray_play_the_same_though_one_is_killed(instance: ScenarioInstance) -> None:
+    pytest.importorskip("ray")
     sampler = instance.sampler
     expected = sample(sampler)
     for num_actors in (1, 2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from nip_astra.errors import ConfigurationError, RunDirectoryError
+from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
 from nip_astra.sweep.orders import FinishedRun, RunOrder, RunStatus
 from nip_astra.sweep.places import Job
 from nip_astra.sweep.plan import SweepPlan
-from nip_astra.sweep.results import as_csv, read_sweep
+from nip_astra.sweep.results import SweepResults, as_csv, read_sweep
 from nip_astra.sweep.runner import GivenRuns, SweepRunner
 from nip_astra.sweep.search import StudyQueue, read_trials
 from nip_astra.sweep.search_space import space_of
@@ -255,3 +256,36 @@ def test_a_page_tests_arms_in_pairs_and_tells_what_failed(tmp_path: Path) -> Non
     assert (tmp_path / "summary.csv").read_bytes().decode() == as_csv(found.summary())
     frame = pytest.importorskip("pandas").read_parquet(tmp_path / "table.parquet")
     assert frame["value"].tolist() == [row["value"] for row in found.rows]
+
+
+def test_runs_are_grouped_and_tagged_by_what_sets_them_apart(tmp_path: Path) -> None:
+    plan = SweepPlan(
+        trainers=["ast_dpo"],
+        seeds=[0],
+        grid={"training.lr": ["1e-3", "1e-2"], "training.num_epochs": ["2"]},
+    )
+    orders: list[RunOrder] = []
+
+    class Noting(Stage):
+        def start(self, order: RunOrder) -> Job:
+            orders.append(order)
+            return super().start(order)
+
+    runner = SweepRunner(
+        plan, tmp_path / "rates", settings={"wandb_tags": ["mine"]}, place=Noting(peak)
+    )
+    runner.run(plan.runs)
+    for order, rate in zip(orders, ("1e-3", "1e-2"), strict=True):
+        for words in (order.begin, order.go_on):
+            assert f'wandb_tags=["mine", "ast_dpo", "lr={rate}"]' in words
+            assert 'wandb_group="rates"' in words
+        assert "training.num_epochs=2" in order.begin
+
+
+def test_missing_packages_name_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[sweep\]'"):
+        StudyQueue(plan_of(), tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[sweep\]'"):
+        SweepResults(plan_of(), tmp_path, []).write_parquet(tmp_path / "table.parquet")

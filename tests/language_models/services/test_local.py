@@ -126,7 +126,6 @@ def test_a_tokenizer_without_a_chat_template_is_refused(
 def test_actors_answer_what_one_process_does(
     model: LocalChatModel, monkeypatch: pytest.MonkeyPatch, num_actors: int
 ) -> None:
-    pytest.importorskip("ray")
     made = actors_here.install(monkeypatch)
     model.max_batch_size = 2
     said = ["hello", "good day", "the cat sat", "a dog", "hello there"]

@@ -1,0 +1,62 @@
+"""Where Ray is reached, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import ConfigurationError, MissingDependencyError
+from nip_astra.utils.ray_cluster import open_ray
+
+
+class Ray(SimpleNamespace):
+    """A stand-in that notes how it was opened, and takes signals as the real one does."""
+
+    def __init__(self) -> None:
+        super().__init__(given=[], fault=None)
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **given: Any) -> None:
+        self.given.append(given)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if self.fault is not None:
+            raise self.fault
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    found = Ray()
+    monkeypatch.setitem(sys.modules, "ray", found)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    return found
+
+
+def test_a_missing_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'nip_astra\[ray\]'"):
+        open_ray()
+
+
+def test_the_cluster_is_the_one_asked_for_then_that_of_the_environment_then_here(
+    ray: Ray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    open_ray(num_cpus=1000)
+    monkeypatch.setenv("RAY_ADDRESS", "there:1")
+    open_ray(num_cpus=1000)
+    open_ray("elsewhere:2")
+    assert [one["address"] for one in ray.given] == ["local", "there:1", "elsewhere:2"]
+    assert [one["num_cpus"] for one in ray.given] == [1000, None, None]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_cluster_that_is_not_there_is_told(ray: Ray) -> None:
+    ray.fault = ConnectionError("nobody answers")
+    with pytest.raises(ConfigurationError, match=r"'far:6379'.*nobody answers.*ray_address"):
+        open_ray("far:6379")
