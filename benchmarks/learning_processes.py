@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 benchmarks/learning_processes.py --rounds 7
 
-The three take turns in the same processes, on the same batch and from the same weights; while one or
-forked processes learn, the others wait. Prints medians, and medians of the ratios of each round.
+The three take turns in the same processes, on the same batch and from the same weights; while one
+or forked processes learn, the others wait. Prints medians, and medians of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def measure(trainer: Any, team: Team, num_rounds: int) -> list[dict[str, float]]
 
 
 def main() -> None:
+    """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--scenario", default="graph_isomorphism_small")

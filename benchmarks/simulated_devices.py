@@ -2,9 +2,9 @@
 
     python benchmarks/simulated_devices.py
 
-Every device takes a lognormal time for its share; all wait for the slowest, twice an iteration. Devices
-fail at random, independently; then the work since the last checkpoint is done again after a restart.
-The run that is simulated is large: a rollout of 4,096 episodes and 4 steps of 4,096 rows.
+Every device takes a lognormal time for its share; all wait for the slowest, twice an iteration.
+Devices fail at random, independently; then the work since the last checkpoint is done again after a
+restart. The run that is simulated is large: a rollout of 4,096 episodes and 4 steps of 4,096 rows.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def simulated_hours(work: Work, count: int, cluster: Cluster, generator: random.
 
 
 def main() -> None:
+    """Simulate, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
