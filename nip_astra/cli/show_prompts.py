@@ -59,8 +59,7 @@ def show_prompts(experiment: dict[str, Any]) -> None:
 def first_turn(game: TextGame, start: TextEpisode, agent: str) -> tuple[TextEpisode, Turn] | None:
     """The first turn of an agent, where nobody has said anything before; None where it has none."""
     for number in range(game.protocol.max_message_rounds):
-        nothing = {"said": ((),) * number, "answers": ({},) * number}
-        episode = replace(start, round=number, **nothing)
+        episode = replace(start, round=number, said=((),) * number, answers=({},) * number)
         for turn in game.turns(episode):
             if turn.agent == agent:
                 return episode, turn
