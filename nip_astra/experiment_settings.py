@@ -77,6 +77,9 @@ class ExperimentSettings(SubParameters):
     service_cache: str | None = None
     """File in which answers of chat models are remembered, for instance for several runs; null
     keeps them in the run directory."""
+    device_price: float | None = Field(default=None, ge=0)
+    """Price of one device and hour, by which --dry-run reckons what a run on many costs; null for
+    no costs."""
     process_store: str | None = None
     """File, on a disk that all see, by which the processes of a run find each other where no port
     can be used; a new one for every start. null takes the address that torchrun gives."""

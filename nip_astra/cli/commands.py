@@ -42,7 +42,9 @@ def run(experiment: dict[str, Any], settings: dict[str, Any], *, dry_run: bool) 
     resolved = resolve_experiment(**experiment)
     if dry_run:
         prepared = prepare_experiment(resolved, **settings)
-        print_dry_run(prepared.trainer.dry_run(), open_console())
+        trainer = prepared.trainer
+        price = trainer.settings.device_price
+        print_dry_run(trainer.dry_run(), open_console(), device_price=price)
         return
     _report(run_experiment(resolved, **settings))
 

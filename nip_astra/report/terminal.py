@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.distributed.placement import PLACEMENT, Plan
 from nip_astra.evaluation.tables import services_table
 from nip_astra.report import protocol_runs
 from nip_astra.report.records import RunRecord
@@ -68,14 +69,58 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
         console.print(Text(f"W&B        upload it with: wandb sync {folder}"), soft_wrap=True)
 
 
-def print_dry_run(estimate: Mapping[str, Any], console: Console) -> None:
-    """Print the cost estimate of a dry run."""
+def print_dry_run(
+    estimate: Mapping[str, Any], console: Console, *, device_price: float | None = None
+) -> None:
+    """Print the cost estimate of a dry run, and what the run takes on other numbers of devices.
+
+    Parameters
+    ----------
+    device_price : float, optional
+        Price of one device and hour.
+    """
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
     for name, value in estimate.items():
-        table.add_row(Text(name.replace("_", " ")), _number(value, 4))
+        if name != PLACEMENT:
+            table.add_row(Text(name.replace("_", " ")), _number(value, 4))
     console.print("dry run: nothing was written", table, sep="\n")
+    if estimate.get(PLACEMENT):
+        _print_placement(estimate[PLACEMENT], console, device_price)
+        if estimate.get("loss") is None:
+            console.print(
+                "The episode gave no sample to learn from, so updates are not in the table."
+            )
+
+
+def _print_placement(plans: Sequence[Plan], console: Console, price: float | None) -> None:
+    """Print a column for each number of devices, and say what was measured."""
+    table = Table()
+    table.add_column("devices")
+    for plan in plans:
+        table.add_column(f"{plan.num_devices:,}", justify="right")
+    rows = {
+        "with work to do": [f"{plan.num_used:,}" for plan in plans],
+        **{
+            f"GiB of {name}": [_number(plan.memory[name] / 2**30) for plan in plans]
+            for name in plans[0].memory
+        },
+        "tokens/s of the policy": [_number(plan.tokens_per_second) for plan in plans],
+        "hours": [_number(plan.hours) for plan in plans],
+        "device hours": [_number(plan.device_hours) for plan in plans],
+        "efficiency": [_percent(plan.efficiency) for plan in plans],
+    }
+    if price is not None:
+        rows["cost"] = [_number(plan.device_hours * price) for plan in plans]
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
+    console.print("", "on devices such as this one", table, sep="\n")
+    console.print(
+        "Measured: seconds, tokens and memory of one episode and its step on this device. "
+        "Computed: the table, also its first column, with assumed links, stragglers and failures; "
+        "see doc/guides/scaling.md. torchrun divides updates, actors of Ray rollouts."
+    )
 
 
 def _print_protocol(run: RunRecord, console: Console) -> None:

@@ -25,6 +25,7 @@ from tests.distributed.processes import together
 from tests.messages import says
 from tests.resuming import short_experiment
 
+AGENTS = ("vanilla_ppo", "mappo", "reinforce")
 CPU = torch.device("cpu")
 LORA = ("ast_chat.attacker.language_model.lora={rank: 2}",)
 
@@ -43,7 +44,7 @@ def learn(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
         torch.manual_seed(3)
         trainer: Any = prepare_experiment(resolved, settings).trainer
         losses: list[dict[str, float]] = []
-        if resolved.hyper_params.trainer == "vanilla_ppo":
+        if resolved.hyper_params.trainer in AGENTS:
             weights = _in_float64(trainer)
         else:
             model = trainer.policy
@@ -110,8 +111,13 @@ def check_equal(one: dict[str, Any], leader: dict[str, Any], other: dict[str, An
         ("self_hosted_grpo", ()),
         ("ast_ppo", ()),
         ("vanilla_ppo", ()),
+        pytest.param("mappo", (), marks=pytest.mark.slow),
+        pytest.param("reinforce", (), marks=pytest.mark.slow),
     ],
-    ids=["ast_dpo", "ast_dpo_lora", "self_hosted_grpo", "ast_ppo", "vanilla_ppo"],
+    ids=[
+        *("ast_dpo", "ast_dpo_lora", "self_hosted_grpo", "ast_ppo"),
+        *("vanilla_ppo", "mappo", "reinforce"),
+    ],
 )
 def test_two_processes_learn_what_one_does(
     trainer: str, overrides: tuple[str, ...], tmp_path: Path

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
+from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
 from nip_astra.report.terminal import print_dry_run, print_results
 from tests.report.protocol_runs import protocol_results
 
@@ -157,3 +158,23 @@ def test_a_dry_run_prints_its_estimate() -> None:
         ["loss", "-"],
         ["hours", "0.02305"],
     ]
+
+
+def test_a_dry_run_prints_a_plan_and_its_cost() -> None:
+    work = Work(
+        *(10, 8, 16, 1, 3600.0, 0.0, 36.0, 0.0),
+        memory={"weights": 2.0**30},
+        divided_memory={"keys and values": 2.0**31},
+    )
+    cluster = Cluster(spread=0.0, checkpoint_seconds=0.0, hours_between_failures=1e12)
+    stream = io.StringIO()
+    estimate = {"loss": None, PLACEMENT: plans_for(work, cluster, (1, 8))}
+    print_dry_run(estimate, Console(file=stream, width=100), device_price=2.0)
+    text = stream.getvalue()
+    assert cells(text, "with work to do") == ["1", "8"]
+    assert cells(text, "GiB of keys and values") == ["2", "0.25"]
+    assert cells(text, "device hours")[0] == "10"
+    assert cells(text, "cost")[0] == "20"
+    assert "no sample to learn from" in text
+    assert "Measured: " in text
+    assert "Computed: " in text

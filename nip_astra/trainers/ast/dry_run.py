@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from tensordict import TensorDict
 
+from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.parameters.training import TrainingConfiguration
@@ -89,6 +91,13 @@ def estimate_cost(trainer: CostlyTrainer) -> dict[str, Any]:
     rollout = after_rollout - at_start + max(cache - rollouts.cache_bytes(1), 0)
     step = (after_step - after_rollout) * training.minibatch_size / max(len(samples), 1)
     update = after_rollout - at_start + step
+    work = _work_of(
+        trainer,
+        tree,
+        num_samples=len(samples),
+        seconds=(played - started, stepped - played),
+        memory=(float(cache), max(float(step), 0.0)),
+    )
     num_episodes = training.num_iterations * training.num_episodes_per_experience
     return {
         "num_parameters": trainer.policy.num_parameters(),
@@ -99,4 +108,49 @@ def estimate_cost(trainer: CostlyTrainer) -> dict[str, Any]:
         "predicted_peak_gib": (at_start + max(rollout, update)) / 2**30,
         "training_target_queries": num_episodes * tree.num_nodes,
         "estimated_training_hours_at_most": num_episodes * (stepped - started) / 3600.0,
+        PLACEMENT: plans_for(work, Cluster()),
     }
+
+
+def _work_of(
+    trainer: CostlyTrainer,
+    tree: RolloutTree,
+    *,
+    num_samples: int,
+    seconds: tuple[float, float],
+    memory: tuple[float, float],
+) -> Work:
+    """The run as one episode and its step have shown it.
+
+    Parameters
+    ----------
+    seconds : tuple of float
+        That the episode and the step took.
+    memory : tuple of float
+        Bytes of keys and values of an iteration, and of a full minibatch's step.
+    """
+    training = trainer.training
+    per_iteration = training.num_episodes_per_experience
+    rows = training.minibatch_size * training.gradient_accumulation_steps
+    # Of one episode the first minibatch alone was learned from.
+    num_rows = max(num_samples, 1) * per_iteration
+    num_learned = num_rows * training.num_epochs
+    learned = sum(p.numel() * p.element_size() for p in trainer.policy.parameters())
+    weights = trainer.policy.num_parameters() * 4.0
+    return Work(
+        num_iterations=training.num_iterations,
+        num_episodes=per_iteration,
+        rows_per_step=min(rows, num_rows),
+        steps_per_iteration=math.ceil(num_rows / rows) * training.num_epochs,
+        rollout_seconds=seconds[0] * per_iteration,
+        update_seconds=seconds[1] / max(num_samples, 1) * num_learned,
+        tokens_per_iteration=float(tree.nodes["probe_mask"].sum()) * per_iteration,
+        gradient_bytes=float(learned),
+        memory={
+            "weights": weights,
+            "gradients": float(learned),
+            "optimizer": 2.0 * learned if "adam" in training.optimizer else float(learned),
+            "step": memory[1],
+        },
+        divided_memory={"keys and values": memory[0]},
+    )

@@ -1,0 +1,98 @@
+"""Simulate a run on many devices with stragglers and failures, beside the model of a plan.
+
+    python benchmarks/simulated_devices.py
+
+Every device takes a lognormal time for its share; all wait for the slowest, twice an iteration.
+Devices fail at random, independently; then the work since the last checkpoint is done again after a
+restart. The run that is simulated is large: a rollout of 4,096 episodes and 4 steps of 4,096 rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from pathlib import Path
+
+from nip_astra.distributed.placement import (
+    NUM_DEVICES,
+    Cluster,
+    Work,
+    exchange_seconds,
+    plan_for,
+)
+
+RUN = Work(
+    num_iterations=500,
+    num_episodes=4096,
+    rows_per_step=4096,
+    steps_per_iteration=4,
+    rollout_seconds=20_000.0,
+    update_seconds=10_000.0,
+    tokens_per_iteration=4096 * 8192.0,
+    gradient_bytes=2e9,
+    memory={},
+    divided_memory={},
+)
+"""8 M tokens a rollout of a model of 1 G weights, whose gradients are added up in bfloat16."""
+
+
+def simulated_hours(work: Work, count: int, cluster: Cluster, generator: random.Random) -> float:
+    """How long one run takes."""
+    clock, done, saved = 0.0, 0, 0
+    mean_between = cluster.hours_between_failures * 3600 / count
+    fails_at = generator.expovariate(1 / mean_between)
+    exchanges = work.steps_per_iteration * exchange_seconds(count, work.gradient_bytes, cluster)
+    rollout, update = (
+        seconds * -(-parts // count) / parts
+        for seconds, parts in (
+            (work.rollout_seconds, work.num_episodes),
+            (work.update_seconds, work.rows_per_step),
+        )
+    )
+    while done < work.num_iterations:
+        slowest = [
+            max(generator.lognormvariate(0, cluster.spread) for _ in range(count)) for _ in range(2)
+        ]
+        clock += rollout * slowest[0] + update * slowest[1] + exchanges
+        done += 1
+        if done % cluster.checkpoint_period == 0:
+            clock += cluster.checkpoint_seconds
+        if clock >= fails_at:
+            clock = fails_at + cluster.restart_seconds
+            done = saved
+            fails_at = clock + generator.expovariate(1 / mean_between)
+        elif done % cluster.checkpoint_period == 0:
+            saved = done
+    return clock / 3600
+
+
+def main() -> None:
+    """Simulate, and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    cluster = Cluster(spread=0.1, hours_between_failures=10_000.0)
+    found = []
+    print("devices  hours: computed  simulated (least, most)  ratio  efficiency")
+    for count in NUM_DEVICES:
+        computed = plan_for(RUN, count, cluster)
+        hours = [
+            simulated_hours(RUN, count, cluster, random.Random(f"{options.seed} {count} {run}"))
+            for run in range(options.runs)
+        ]
+        middle = statistics.median(hours)
+        print(
+            f"{count:>7,}  {computed.hours:>15,.1f}  {middle:>9,.1f} ({min(hours):,.1f}, "
+            f"{max(hours):,.1f})  {computed.hours / middle:.3f}  {computed.efficiency:.1%}"
+        )
+        found.append({"devices": count, "computed": computed.hours, "simulated": hours})
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
