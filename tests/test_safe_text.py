@@ -21,10 +21,10 @@ from nip_astra.evaluation.rows import encode_rows, read_rows
 from nip_astra.evaluation.tables import as_text, matrix_tables, warning_lines
 from nip_astra.progress import open_progress
 from nip_astra.report.page import write_report
-from nip_astra.run import _log_file
 from nip_astra.safe_console import SafeConsole
 from nip_astra.safe_text import has_unsafe, safe_line, safe_text, to_json
 from nip_astra.tracking.local import LocalTracker
+from nip_astra.tracking.log_file import log_file
 from nip_astra.tracking.run_directory import RunDirectory, to_yaml
 from nip_astra.tracking.wandb_tracker import _cells
 from tests.command_line import CommandLine
@@ -165,7 +165,7 @@ def test_a_message_in_the_log_acts_on_nothing_and_forges_no_entry(tmp_path: Path
     run = write_run(tmp_path / "one")
     forged = "2026-01-01 00:00:00,000 ERROR nip_astra: forged"
     said = HOSTILE.replace("\ud800", "")  # pytest keeps records, and sends them as UTF-8
-    with _log_file(RunDirectory(run)):
+    with log_file(RunDirectory(run)):
         logging.getLogger("nip_astra.x").warning("the target said %s", f"{said}\n{forged}")
     log = (run / "log.txt").read_text()
     assert not has_unsafe(log)

@@ -48,7 +48,7 @@ def test_a_sound_installation_is_told_so(cli: CommandLine) -> None:
     assert "Everything that is needed works." in said.out
     for line in ("torch ", "cpu ", "profanity ", "judge ", "pocket_chat ", "W&B mode ", "offline "):
         assert f"\n{line}" in said.out
-    assert "can be imported; needs base_url, model" in said.out
+    assert "can be imported; needs model" in said.out
     assert "GiB free, will be made" in said.out
 
 
