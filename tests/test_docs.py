@@ -56,7 +56,17 @@ NOT_RUN = ("pip install ", "python -m venv ")
 """Lines that need a network or minutes; .ci/run executes the two that README begins with."""
 
 
-@pytest.mark.parametrize("page", RUN_BY_READERS, ids=lambda page: page.stem)
+FIRST_PAGES = ("README", "a-first-run", "evaluating")
+"""Whose commands the default tests run; those of all others are run with the slow tests."""
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[] if page.stem in FIRST_PAGES else pytest.mark.slow)
+        for page in RUN_BY_READERS
+    ],
+)
 def test_what_a_page_tells_the_reader_to_run_runs(
     page: Path,
     tmp_path: Path,

@@ -73,6 +73,7 @@ def test_modules_of_the_api_are_there() -> None:
             assert importlib.import_module(module).__doc__
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     for package in ("mkdocs", "material", "mkdocstrings"):
         pytest.importorskip(package)

@@ -188,7 +188,7 @@ def test_two_thousand_requests_that_are_no_http_end_in_json_errors(
 
 
 def test_malformed_requests_end_in_json_errors(service: Running) -> None:
-    fuzz(service, 500, seed=0)
+    fuzz(service, 120, seed=0)
 
 
 @pytest.mark.slow

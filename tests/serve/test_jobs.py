@@ -207,6 +207,7 @@ def test_a_job_with_a_key_is_started_once(client: openai.OpenAI) -> None:
     client.fine_tuning.jobs.cancel(one.id)
 
 
+@pytest.mark.slow
 def test_a_job_is_cancelled_paused_and_resumed(service: Running, client: openai.OpenAI) -> None:
     long = FAST | {"n_epochs": 900}
     job = submit(client, supervised(), options=long)
@@ -229,6 +230,7 @@ def test_a_job_is_cancelled_paused_and_resumed(service: Running, client: openai.
             getattr(client.fine_tuning.jobs, change)(job.id)
 
 
+@pytest.mark.slow
 def test_a_killed_worker_goes_on_and_repeats_no_step(
     service: Running, client: openai.OpenAI, tmp_path: Path
 ) -> None:

@@ -140,6 +140,7 @@ def test_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
         read_sweep(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_goes_on_to_the_results_of_single_runs(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
