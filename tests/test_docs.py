@@ -73,6 +73,8 @@ def test_what_a_page_tells_the_reader_to_run_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if page.stem == "coming-from-tinker":
+        pytest.importorskip("tinker")
     monkeypatch.chdir(tmp_path)
     reader = _Reader(page, CommandLine(tmp_path, tmp_path, capsys))
     with plugins_forgotten_after(), _service_of(page):
