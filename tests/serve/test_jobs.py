@@ -165,6 +165,7 @@ def test_a_supervised_job_teaches_and_equals_training_directly(
     assert client.fine_tuning.jobs.list(metadata={"run": "two"}).data == []
 
 
+@pytest.mark.slow
 def test_a_dpo_job_prefers_from_a_fine_tuned_model_on(
     service: Running, client: openai.OpenAI, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     assert same.over_seeds(one, "failure_rate")[1:] == (0.5, None, None)  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_what_is_left_and_tells_what_failed(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:
