@@ -344,6 +344,13 @@ def get_actors() -> Actors | None:
     return _open
 
 
+def actors_for(device: torch.device) -> Actors | None:
+    """The actors that have such a device; None where there are none."""
+    if _asked is None or (device.type != "cpu" and not _asked.num_gpus):
+        return None
+    return get_actors()
+
+
 def _learnt(module: object) -> list[torch.nn.Parameter]:
     """What training may change of something that is kept."""
     if not isinstance(module, torch.nn.Module):
