@@ -206,7 +206,7 @@ class TinkerTrainingService(TrainingService):
             params = self._tinker.SamplingParams(
                 max_tokens=options.max_new_tokens,
                 # Each place of a uniform number adds bits, so that equal seeds are no accident.
-                seed=int((first[:4].cumsum(0)[-1] / 4) * (1 << 53)) % (1 << 53),
+                seed=int((first[:4].sum() / 4) * (1 << 53)) % (1 << 53),
                 stop=ends,
                 temperature=options.temperature,
                 top_k=-1 if options.top_k is None else options.top_k,
