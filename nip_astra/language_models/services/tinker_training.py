@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import os
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,8 @@ ADDRESS = "tinker.json"
 """Name of the file that says where the service keeps what was saved."""
 LORA_ALPHA = 32.0
 """Of all adapters of Tinker's."""
+SECONDS_TO_FORGET = 2.0
+"""After which a service that does not answer is left to find out by itself."""
 DEFAULT_KEY = "tml-local"
 """Brought where no key is named; a local server without a token asks for none."""
 
@@ -100,6 +105,8 @@ class TinkerTrainingService(TrainingService):
         self._client = self._told(
             lambda: self._tinker.ServiceClient(base_url=options.base_url, api_key=key)
         )
+        # A run that ends, however it ends, holds no model at the service any more.
+        self._forget = weakref.finalize(self, _finish, self._client)
         self._training = self._asked(
             lambda: self._client.create_lora_training_client(
                 options.model, seed=options.seed % (1 << 62), **shape
@@ -199,7 +206,7 @@ class TinkerTrainingService(TrainingService):
             params = self._tinker.SamplingParams(
                 max_tokens=options.max_new_tokens,
                 # Each place of a uniform number adds bits, so that equal seeds are no accident.
-                seed=int((first[:4].cumsum(0)[-1] / 4) * (1 << 53)) % (1 << 53),
+                seed=int((first[:4].sum() / 4) * (1 << 53)) % (1 << 53),
                 stop=ends,
                 temperature=options.temperature,
                 top_k=-1 if options.top_k is None else options.top_k,
@@ -242,6 +249,10 @@ class TinkerTrainingService(TrainingService):
         saved = self._asked(lambda: self._training.save_weights_for_sampler(uuid.uuid4().hex))
         _write_address(directory, saved.path)
         self.policy.tokenizer.save_pretrained(directory)
+
+    def close(self) -> None:
+        """Let the service forget the model; this happens by itself when the run ends."""
+        self._forget()
 
     # ---- asking
 
@@ -347,6 +358,16 @@ def _adapter_shape(policy: LanguageModel) -> dict[str, Any]:
             "lora.target_modules to all-linear."
         )
     return {"rank": config.r, **{part: True in found for part, found in parts.items()}}
+
+
+def _finish(client: Any) -> None:
+    """End a client's session, and the thread that tells the service that it is alive."""
+    # Whatever fails here, the run is over.
+    with suppress(Exception):
+        closed = client.close("success").future()
+        wait([closed], SECONDS_TO_FORGET)
+        # The SDK would go on asking a service that is gone for minutes.
+        closed.cancel()
 
 
 def _write_address(directory: Path, path: str) -> None:

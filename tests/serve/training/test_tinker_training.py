@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ pytest.importorskip("tinker")
 
 from nip_astra.errors import (
     ConfigurationError,
+    ServiceError,
     ServiceModelError,
+    ServiceRequestError,
     ServiceUnreachableError,
 )
+from nip_astra.language_models.services import tinker_training
 from nip_astra.utils.seeding import derive_seed
 from tests.serve.training.running import Server, training_server
 from tests.serve.training.test_http_training import SHORT, iterate
@@ -41,7 +46,7 @@ def trainer_at(server: Server, backend: str, *overrides: str) -> Any:
     options = [f"{section}.backend={backend}"]
     if backend != "local":
         options += [f"{section}.base_url={server.url}", f"{section}.model=policy"]
-        options += [f"{section}.patience_seconds=2"]
+        options += [f"{section}.patience_seconds=0.5"]
     seed = trainer_of("remote_api_grpo", *ADAPTED).hyper_params.seed
     # The service draws an adapter's first weights from its seed in this way.
     torch.manual_seed(derive_seed(derive_seed(seed, "adapter") % (1 << 62), "adapter"))
@@ -103,6 +108,28 @@ def test_what_the_protocol_cannot_honour_is_refused(server: Server) -> None:
         iterate(trainer_at(server, "tinker", "task.policy.min_new_tokens=1"), 1)
     with pytest.raises(ServiceModelError, match="nowhere"):
         trainer_at(server, "tinker", "remote_api_grpo.train_service.model=nowhere")
+
+
+def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinker_training, "SECONDS_TO_FORGET", 0.3)
+    with training_server(["tinker"], max_training_models=1) as server:
+        first = trainer_at(server, "tinker")
+        with pytest.raises(ServiceRequestError, match="max_training_models"):
+            trainer_at(server, "tinker")
+        first.service.close()
+        second = trainer_at(server, "tinker")
+        with pytest.raises(ServiceError, match="closed"):
+            iterate(first, 1)
+        # One that is dropped is closed as well.
+        del second
+        gc.collect()
+        third = trainer_at(server, "tinker")
+        assert len(iterate(third, 1)) == 1
+        server.stop()
+        started = time.monotonic()
+        third.service.close()
+        assert time.monotonic() - started < 1.0
+        server.start()
 
 
 def test_a_server_that_dies_is_told_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
