@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.cli.evaluation_loading import RunCode
+from nip_astra.cli.export_commands import export
 from nip_astra.errors import CheckpointError, LostProcessError
 from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.resolving.resolution import ResolvedExperiment
@@ -106,11 +110,16 @@ def test_a_divided_run_goes_on_in_any_number_of_processes(
     assert gap_of(whole, stopped) <= (0 if is_exact else 1e-4)
 
 
-def test_a_lost_part_is_told_with_the_checkpoint_that_is_good(
+def test_parts_are_joined_for_others_and_a_lost_one_is_told_with_the_checkpoint_that_is_good(
     resolved: ResolvedExperiment, tmp_path: Path
 ) -> None:
     path = tmp_path / "run"
     together(lambda store: run(resolved, path, store), tmp_path)
+    weights = weights_of(path)
+    export(str(path), form="huggingface", output=str(tmp_path / "joined"), code=RunCode([], False))
+    joined = AutoModelForCausalLM.from_pretrained(tmp_path / "joined").state_dict()
+    assert all(torch.equal(joined[name], weights[name]) for name in weights)
+    assert AutoTokenizer.from_pretrained(tmp_path / "joined").encode("hello")
     (path / "results.json").unlink()
     store = CheckpointStore(path / "checkpoints")
     latest = store.latest()
