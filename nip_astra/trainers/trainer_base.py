@@ -97,6 +97,8 @@ class Trainer(ABC):
     """Parameters that may differ from those of the checkpoint that a run goes on from."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
+    can_be_sharded: ClassVar[bool] = False
+    """Whether what it learns may be divided among several processes."""
     plays_on_actors: ClassVar[bool] = False
     """Whether actors of Ray may play its rollouts."""
     never_reads: ClassVar[tuple[str, ...]] = ()
@@ -136,6 +138,13 @@ class Trainer(ABC):
             raise ConfigurationError(
                 f"{self.team.size} processes were to train the run together, but the trainer "
                 f"{self.hyper_params.trainer!r} trains in one. Start it without torchrun."
+            )
+        if self.settings.sharding != "none" and not self.can_be_sharded:
+            raise ConfigurationError(
+                f"weights were to be divided among processes (sharding={self.settings.sharding}), "
+                f"but what the trainer {self.hyper_params.trainer!r} learns is held whole by each "
+                "of them. Set sharding to none; trainers of language models, ast_* and "
+                "self_hosted_*, can divide theirs."
             )
 
     @abstractmethod
