@@ -22,7 +22,6 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.services import tinker_training
-from nip_astra.utils.seeding import derive_seed
 from tests.serve.training.running import Server, training_server
 from tests.serve.training.test_http_training import SHORT, iterate
 from tests.trainers.test_service_trainers import trainer_of
@@ -47,9 +46,6 @@ def trainer_at(server: Server, backend: str, *overrides: str) -> Any:
     if backend != "local":
         options += [f"{section}.base_url={server.url}", f"{section}.model=policy"]
         options += [f"{section}.patience_seconds=0.5"]
-    seed = trainer_of("remote_api_grpo", *ADAPTED).hyper_params.seed
-    # The service draws an adapter's first weights from its seed in this way.
-    torch.manual_seed(derive_seed(derive_seed(seed, "adapter") % (1 << 62), "adapter"))
     return trainer_of("remote_api_grpo", *ADAPTED, *options, *overrides)
 
 
