@@ -9,7 +9,7 @@ import json
 import os
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from nip_astra.errors import (
     ConfigurationError,
     MissingDependencyError,
     ServiceBusyError,
+    ServiceConflictError,
     ServiceError,
     ServiceModelError,
     ServiceRequestError,
@@ -41,6 +42,12 @@ LORA_ALPHA = 32.0
 """Of all adapters of Tinker's."""
 SECONDS_TO_FORGET = 2.0
 """After which a service that does not answer is left to find out by itself."""
+TOLD_KINDS: Mapping[str, type[ServiceError]] = {
+    "started anew": ServiceModelError,
+    "one client at a time": ServiceConflictError,
+    "higher max_training_models": ServiceBusyError,
+}
+"""Refusals of a local server for which the SDK has no error of their own."""
 DEFAULT_KEY = "tml-local"
 """Brought where no key is named; a local server without a token asks for none."""
 
@@ -296,7 +303,10 @@ class TinkerTrainingService(TrainingService):
 
     def _error(self, error: Exception) -> type[ServiceError]:
         sdk = self._tinker
-        if isinstance(error, sdk.NotFoundError) or "started anew" in str(error):
+        for told, kind in TOLD_KINDS.items():
+            if told in str(error):
+                return kind
+        if isinstance(error, sdk.NotFoundError):
             return ServiceModelError
         if isinstance(error, sdk.RateLimitError):
             return ServiceBusyError
