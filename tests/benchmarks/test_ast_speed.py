@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-
-from tests.documents import ROOT
 
 
 class Modules(NamedTuple):
@@ -27,12 +25,9 @@ class Modules(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[Modules]:
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(ROOT / "benchmarks"))
+def modules(load: Callable[[str], ModuleType]) -> Modules:
     names = ("our_ast", "plain_ast", "ast_speed", "ast_work")
-    yield Modules(*(importlib.import_module(name) for name in names))
-    patch.undo()
+    return Modules(*map(load, names))
 
 
 class Ways(NamedTuple):
@@ -260,7 +255,7 @@ def test_the_script_tells_ratios_and_scales_what_was_not_played(
 
 
 def test_trl_that_is_missing_is_named(
-    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    modules: Modules, load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metadata = importlib.metadata
 
@@ -268,9 +263,8 @@ def test_trl_that_is_missing_is_named(
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    trl = importlib.import_module("trl_online_dpo")
     with pytest.raises(SystemExit, match="pip install trl"):
-        trl.measure(modules.work.Setting(), "fp32", 1)
+        load("trl_online_dpo").measure(modules.work.Setting(), "fp32", 1)
 
 
 @pytest.mark.slow
