@@ -51,7 +51,7 @@ def options_of(text: str | None, **options: Any) -> argparse.ArgumentParser:
     return parser
 
 
-def tell(figures: Mapping[str, Any], out: Path | None, *, shown: str | None = None) -> None:
+def tell(figures: Any, out: Path | None, *, shown: str | None = None) -> None:
     """Print figures, a line each or as they are `shown`, and write them where `out` says."""
     if shown is None:
         lines = [f"{name.replace('_', ' '):>28}  {_cell(value)}" for name, value in figures.items()]

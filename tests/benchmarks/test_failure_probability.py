@@ -25,7 +25,7 @@ def test_it_measures_a_run_and_keeps_the_brute_force(
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), overrides=small)
     run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False)
     truth, out = tmp_path / "truth.npy", tmp_path / "out.json"
-    arguments = [str(tmp_path / "one"), "--truth", str(truth), "--json", str(out)]
+    arguments = [str(tmp_path / "one"), "--truth", str(truth), "--out", str(out)]
     sizes = ["--episodes", "30", "--repetitions", "2", "--brute-force", "60"]
     monkeypatch.setattr(sys, "argv", ["failure_probability.py", *arguments, *sizes])
     benchmark.main()
