@@ -16,18 +16,16 @@ compared with those of this process, number by number.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from measuring import in_turns, markdown_table, options_of, ratio, tell
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
@@ -56,16 +54,9 @@ class Way(NamedTuple):
 
 def main(given: Sequence[str] | None = None) -> None:
     """Measure, print a table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--episodes", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(given)
+    options = options_of(__doc__, episodes=256, rounds=5, parts=2).parse_args(given)
     figures = measure(options.episodes, options.rounds, options.parts)
-    print(table(figures))
-    if options.out:
-        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+    tell(figures, options.out, shown=table(figures))
 
 
 def measure(num_episodes: int, num_rounds: int, num_parts: int) -> dict[str, Any]:
@@ -83,9 +74,7 @@ def measure(num_episodes: int, num_rounds: int, num_parts: int) -> dict[str, Any
 
     expected = play()
     started: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {}
-    busy: dict[str, list[float]] = {}
-    loads = []
+    loads: list[float] = []
     with ExitStack() as stack:
         ways = {
             ALONE: Way(play),
@@ -100,17 +89,21 @@ def measure(num_episodes: int, num_rounds: int, num_parts: int) -> dict[str, Any
             ways[name] = Way(partial(_on, opened, play), partial(_seconds_of, opened))
             check(ways[name].play(), expected)
             started[name] = time.perf_counter() - began
-        for _ in range(num_rounds):
+
+        def timed(way: Way) -> tuple[float, float]:
+            forget()
             loads.append(os.getloadavg()[0])
-            for name, way in ways.items():
-                forget()
-                before, own, began = way.others(), time.process_time(), time.perf_counter()
-                tree = way.play()
-                seconds.setdefault(name, []).append(time.perf_counter() - began)
-                spent = [b - a for a, b in zip(before, way.others(), strict=True)]
-                chain = time.process_time() - own + max(spent, default=0.0)
-                busy.setdefault(name, []).append(chain)
-                check(tree, expected)
+            before, own, began = way.others(), time.process_time(), time.perf_counter()
+            tree = way.play()
+            spent = time.perf_counter() - began
+            more = [b - a for a, b in zip(before, way.others(), strict=True)]
+            chain = time.process_time() - own + max(more, default=0.0)
+            check(tree, expected)
+            return spent, chain
+
+        found = in_turns({name: partial(timed, way) for name, way in ways.items()}, num_rounds)
+    seconds = {name: [one for one, _ in times] for name, times in found.items()}
+    busy = {name: [one for _, one in times] for name, times in found.items()}
     return {
         "num_episodes": num_episodes,
         "num_parts": num_parts,
@@ -118,15 +111,9 @@ def measure(num_episodes: int, num_rounds: int, num_parts: int) -> dict[str, Any
         "seconds": seconds,
         "processor_seconds": busy,
         "seconds_to_start": started,
-        **{name: ratio(seconds, *pair) for name, pair in RATIOS.items()},
-        "of_processor_seconds": {name: ratio(busy, *pair) for name, pair in RATIOS.items()},
+        **{name: ratio(seconds[a], seconds[b]) for name, (a, b) in RATIOS.items()},
+        "of_processor_seconds": {name: ratio(busy[a], busy[b]) for name, (a, b) in RATIOS.items()},
     }
-
-
-def ratio(seconds: dict[str, list[float]], one: str, other: str) -> float:
-    """The median over rounds of one way's time over another's in the same round."""
-    pairs = zip(seconds[one], seconds[other], strict=True)
-    return statistics.median(a / b for a, b in pairs)
 
 
 def check(tree: RolloutTree | None, expected: RolloutTree) -> None:
@@ -140,23 +127,22 @@ def check(tree: RolloutTree | None, expected: RolloutTree) -> None:
 
 def table(figures: dict[str, Any]) -> str:
     """The figures in Markdown."""
-    lines = [
-        "| way | median, s | least, s | of processor, s | to start, s |",
-        "|---|---:|---:|---:|---:|",
+    rows = [
+        [
+            name,
+            statistics.median(times),
+            min(times),
+            statistics.median(figures["processor_seconds"][name]),
+            figures["seconds_to_start"].get(name),
+        ]
+        for name, times in figures["seconds"].items()
     ]
-    for name, times in figures["seconds"].items():
-        start = figures["seconds_to_start"].get(name)
-        told = "" if start is None else f"{start:.1f}"
-        busy = statistics.median(figures["processor_seconds"][name])
-        median = statistics.median(times)
-        lines.append(f"| {name} | {median:.2f} | {min(times):.2f} | {busy:.2f} | {told} |")
+    header = ["way", "median, s", "least, s", "of processor, s", "to start, s"]
+    lines = [markdown_table(header, rows)]
     loads = figures["load_average"]
-    lines += ["", f"load average: {min(loads):.1f} to {max(loads):.1f}"]
-    lines += [
-        f"{name}: {figures[name]:.2f} (of processor seconds: "
-        f"{figures['of_processor_seconds'][name]:.2f})"
-        for name in RATIOS
-    ]
+    lines.append(f"load average: {min(loads):.1f} to {max(loads):.1f}")
+    busy = figures["of_processor_seconds"]
+    lines += [f"{name}: {figures[name]:.2f}, of processor {busy[name]:.2f}" for name in RATIOS]
     return "\n".join(lines)
 
 

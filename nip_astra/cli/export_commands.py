@@ -9,6 +9,7 @@ from pathlib import Path
 from nip_astra.cli.evaluation_loading import RunCode, resolve_run
 from nip_astra.cli.stored_evaluations import final_episodes, stored_rows
 from nip_astra.cli.terminal import say
+from nip_astra.cli.weight_export import export_weights
 from nip_astra.errors import UnknownNameError
 from nip_astra.evaluation.exports.inspect_log import write_inspect
 from nip_astra.evaluation.exports.material import Material, make_folder
@@ -26,14 +27,20 @@ FORMATS: dict[str, Callable[[Material, Path], list[Path]]] = {
     "tensorboard": write_tensorboard,
     "inspect": write_inspect,
 }
+WEIGHTS = "huggingface"
+"""Format of the weights of a checkpoint."""
 EXPORTS = "exports"
 """Folder in a run's directory, unless another is asked for."""
 
 
 def export(path: str, *, form: str, output: str | None, code: RunCode) -> None:
     """Write a run's newest evaluation, or the one given, in a format of others."""
+    if form == WEIGHTS:
+        export_weights(path, None if output is None else Path(output))
+        return
     if form not in FORMATS:
-        raise UnknownNameError("format", form, FORMATS, "Give one of them as --format.")
+        known = [*FORMATS, WEIGHTS]
+        raise UnknownNameError("format", form, known, "Give one of them as --format.")
     material, run = _material(Path(path), code)
     folder = run / EXPORTS if output is None else Path(output)
     make_folder(folder)

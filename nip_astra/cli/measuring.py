@@ -179,10 +179,14 @@ def report(
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or an evaluation.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run, evaluation, or checkpoint.")],
     form: Annotated[
         str,
-        typer.Option("--format", metavar="NAME", help="csv, jsonl, hitlog, tensorboard, inspect."),
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="csv, jsonl, hitlog, tensorboard, inspect; huggingface for weights.",
+        ),
     ],
     output: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder to write to; RUN/exports.")
@@ -191,7 +195,7 @@ def export(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Write conversations, figures and curves in the formats of other tools."""
+    """Write conversations, figures and curves, or weights, in the formats of other tools."""
     from nip_astra.cli import export_commands
     from nip_astra.cli.evaluation_loading import RunCode
 

@@ -115,14 +115,43 @@ def _generate_batch(
     return Generation(ids, mask, logprobs)
 
 
+class RowReader(torch.nn.Module):
+    """A causal language model's own forward pass over rows, as one module.
+
+    So what watches a module's calls, as the dividing of its weights does, sees whole passes: the
+    head is applied to the scored positions alone, which the model's own call has no way to say.
+
+    Parameters
+    ----------
+    causal_lm : Module
+        The model, as transformers gives it.
+    """
+
+    def __init__(self, causal_lm: Any) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+
+    def forward(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        **needs: Any,
+    ) -> TokenScores:
+        """What the model thinks of each continuation token; see `score_rows`."""
+        rows = context_BC, context_mask_BC, ids_BT, mask_BT
+        return _score_batch(self.causal_lm, *rows, **needs)
+
+
 def score_rows(
-    module: Any,
+    reader: RowReader,
     context_BC: Tensor,
     context_mask_BC: Tensor,
     ids_BT: Tensor,
     mask_BT: Tensor,
     *,
-    max_batch_tokens: int,
+    max_batch_tokens: int | None,
     needs_entropy: bool = False,
     needs_hidden: bool = False,
     rule: DrawRule | None = None,
@@ -131,18 +160,22 @@ def score_rows(
 
     Parameters
     ----------
+    max_batch_tokens : int or None
+        Most positions in a pass; None for one pass.
     rule : DrawRule, optional
         Turns logits into those of another distribution.
     """
     widths = context_mask_BC.sum(dim=1).tolist()
     pieces, order, spent = [], [], TokenCount()
-    for part in _parts([width + ids_BT.shape[1] for width in widths], max_batch_tokens):
+    lengths = [width + ids_BT.shape[1] for width in widths]
+    limit = len(lengths) * max(lengths) if max_batch_tokens is None else max_batch_tokens
+    for part in _parts(lengths, limit):
         # Columns of padding that no row of this part needs are cut off.
         start = context_BC.shape[1] - max(widths[i] for i in part)
         context, mask = context_BC[part, start:], context_mask_BC[part, start:]
         pieces.append(
-            _score_batch(
-                *(module, context, mask, ids_BT[part], mask_BT[part]),
+            reader(
+                *(context, mask, ids_BT[part], mask_BT[part]),
                 needs_entropy=needs_entropy,
                 needs_hidden=needs_hidden,
                 rule=None if rule is None else rule.at(_positions_of(part, mask_BT)),

@@ -186,13 +186,15 @@ def computing_dtype(
     Parameters
     ----------
     asked : str
-        "auto" or a key of `DTYPES`.
+        "auto", "fastest" or a key of `DTYPES`.
     keeps_float32 : bool
         Whether the weights stay in float32 and go through the module's own forward pass, which
         computes in what they are held in.
     """
     dtype = DTYPES.get(asked, torch.float32)
-    if asked == "auto" and trainable and gains_from_bfloat16(module, device):
+    if (asked == "fastest" or (asked == "auto" and trainable)) and gains_from_bfloat16(
+        module, device
+    ):
         dtype = torch.bfloat16
     if keeps_float32 and dtype != torch.float32:
         logger.info(

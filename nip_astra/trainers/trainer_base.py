@@ -46,7 +46,7 @@ from nip_astra.progress import (
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, RunDirectory
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
+from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,8 @@ class Trainer(ABC):
     """Parameters that may differ from those of the checkpoint that a run goes on from."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
+    can_be_sharded: ClassVar[bool] = False
+    """Whether what it learns may be divided among several processes."""
     plays_on_actors: ClassVar[bool] = False
     """Whether actors of Ray may play its rollouts."""
     never_reads: ClassVar[tuple[str, ...]] = ()
@@ -136,6 +138,13 @@ class Trainer(ABC):
             raise ConfigurationError(
                 f"{self.team.size} processes were to train the run together, but the trainer "
                 f"{self.hyper_params.trainer!r} trains in one. Start it without torchrun."
+            )
+        if self.settings.sharding != "none" and not self.can_be_sharded:
+            raise ConfigurationError(
+                f"weights were to be divided among processes (sharding={self.settings.sharding}), "
+                f"but what the trainer {self.hyper_params.trainer!r} learns is held whole by each "
+                "of them. Set sharding to none; trainers of language models, ast_* and "
+                "self_hosted_*, can divide theirs."
             )
 
     @abstractmethod
@@ -363,12 +372,5 @@ class TensorDictTrainer(Trainer):
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        keep_freed_memory()
-        before = torch.get_num_threads()
-        torch.set_num_threads(
-            choose_num_threads(self.scenario_instance.num_parameters, self.settings.num_threads)
-        )
-        try:
+        with threads_for(self.scenario_instance.num_parameters, self.settings.num_threads):
             yield
-        finally:
-            torch.set_num_threads(before)
