@@ -7,7 +7,7 @@ the rows that a batch has. How many processes play the parts depends on the mach
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import pairwise
@@ -96,7 +96,7 @@ def begin_parts(
     agents = _each_once(agents)
     actors = get_actors()
     assert actors is not None
-    models = [model for model in _models_of(agents) if not isinstance(model, ChatWork)]
+    models = [model for model in _all_models_of(agents) if not isinstance(model, ChatWork)]
     kept = [part for model in models for part in (*model.shared_parts(), model)]
     wait = actors.begin([partial(_play, play, agents, [part]) for part in parts], kept)
 
@@ -165,17 +165,27 @@ def _play(play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[
 
 def _can_be_divided(agent: Speaker | TextAttacker) -> bool:
     # An agent of another class may keep what only its own process would know.
-    model = agent.language_model
-    is_known = type(agent) is ConversationAgent and getattr(model, "can_be_forked", False)
-    is_small = model.num_parameters() < SMALL_MODEL_PARAMETERS
+    models = list(_all_models_of([agent]))
+    is_known = type(agent) is ConversationAgent and all(
+        getattr(model, "can_be_forked", False) for model in models
+    )
+    is_small = max(model.num_parameters() for model in models) < SMALL_MODEL_PARAMETERS
     return (is_known and is_small) or (are_actors_used() and _can_be_copied(agent))
 
 
 def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
-    return type(agent) is ConversationAgent and agent.language_model.can_be_copied
+    return type(agent) is ConversationAgent and all(
+        getattr(model, "can_be_copied", False) for model in _all_models_of([agent])
+    )
 
 
 def _models_of(agents: Sequence[Speaker | TextAttacker]) -> list[TokenModel | ChatWork]:
     """The agents' models, one of those that share a count."""
-    models = (agent.language_model for agent in agents)
-    return list({id(model.token_count): model for model in models}.values())
+    return list({id(model.token_count): model for model in _all_models_of(agents)}.values())
+
+
+def _all_models_of(agents: Sequence[Speaker | TextAttacker]) -> Iterator[TokenModel | ChatWork]:
+    """The agents' models, behind those that speak for them."""
+    for agent in agents:
+        yield from getattr(agent.language_model, "voices", ())
+        yield agent.language_model
