@@ -10,16 +10,15 @@ trees are compared with those of this process, number by number.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from measuring import in_turns, markdown_table, options_of, ratio, seconds_of, tell
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.rollouts.tree import RolloutTree
@@ -33,16 +32,15 @@ Way = Callable[[], RolloutTree]
 
 def main(given: Sequence[str] | None = None) -> None:
     """Measure, print a table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--episodes", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--parts", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(given)
+    options = options_of(__doc__, episodes=256, rounds=5, parts=2).parse_args(given)
     figures = measure(options.episodes, options.rounds, options.parts)
-    print(table(figures))
-    if options.out:
-        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+    rows = [
+        [name, statistics.median(times), min(times), figures["seconds_to_start"].get(name)]
+        for name, times in figures["seconds"].items()
+    ]
+    shown = markdown_table(["way", "median, s", "least, s", "to start, s"], rows)
+    lines = [f"{name}: {value:.2f}" for name, value in figures.items() if "_over_" in name]
+    tell(figures, options.out, shown="\n".join([shown, *lines]))
 
 
 def measure(num_episodes: int, num_rounds: int, num_parts: int) -> dict[str, Any]:
@@ -60,7 +58,6 @@ def measure(num_episodes: int, num_rounds: int, num_parts: int) -> dict[str, Any
 
     expected = play()
     started: dict[str, float] = {}
-    seconds: dict[str, list[float]] = {}
     with ExitStack() as stack:
         ways: dict[str, Way] = {"one process": play, "two forked workers": lambda: _forked(play)}
         for name, count in (("one actor", 1), ("two actors", 2)):
@@ -70,27 +67,24 @@ def measure(num_episodes: int, num_rounds: int, num_parts: int) -> dict[str, Any
             ways[name] = lambda opened=opened: _on(opened, play)
             check(ways[name](), expected)
             started[name] = time.perf_counter() - began
-        for _ in range(num_rounds):
-            for name, way in ways.items():
-                began = time.perf_counter()
-                tree = way()
-                seconds.setdefault(name, []).append(time.perf_counter() - began)
-                check(tree, expected)
+        timed = {name: partial(_timed, way, expected) for name, way in ways.items()}
+        seconds = in_turns(timed, num_rounds)
     return {
         "num_episodes": num_episodes,
         "num_parts": num_parts,
         "seconds": seconds,
         "seconds_to_start": started,
-        "two_actors_over_one": ratio(seconds, "two actors", "one actor"),
-        "two_actors_over_forked": ratio(seconds, "two actors", "two forked workers"),
-        "forked_over_one_process": ratio(seconds, "two forked workers", "one process"),
+        "two_actors_over_one": ratio(seconds["two actors"], seconds["one actor"]),
+        "two_actors_over_forked": ratio(seconds["two actors"], seconds["two forked workers"]),
+        "forked_over_one_process": ratio(seconds["two forked workers"], seconds["one process"]),
     }
 
 
-def ratio(seconds: dict[str, list[float]], one: str, other: str) -> float:
-    """The median over rounds of one way's time over another's in the same round."""
-    pairs = zip(seconds[one], seconds[other], strict=True)
-    return statistics.median(a / b for a, b in pairs)
+def _timed(way: Way, expected: RolloutTree) -> float:
+    trees: list[RolloutTree] = []
+    seconds = seconds_of(lambda: trees.append(way()))
+    check(trees[0], expected)
+    return seconds
 
 
 def check(tree: RolloutTree, expected: RolloutTree) -> None:
@@ -98,18 +92,6 @@ def check(tree: RolloutTree, expected: RolloutTree) -> None:
     assert (tree.probes, tree.responses) == (expected.probes, expected.responses)
     for name, values in expected.nodes.items():
         assert torch.equal(tree.nodes[name], values), name
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The figures in Markdown."""
-    lines = ["| way | median, s | least, s | to start, s |", "|---|---:|---:|---:|"]
-    for name, times in figures["seconds"].items():
-        start = figures["seconds_to_start"].get(name)
-        told = "" if start is None else f"{start:.1f}"
-        lines.append(f"| {name} | {statistics.median(times):.2f} | {min(times):.2f} | {told} |")
-    names = ("two_actors_over_one", "two_actors_over_forked", "forked_over_one_process")
-    lines += ["", *(f"{name}: {figures[name]:.2f}" for name in names)]
-    return "\n".join(lines)
 
 
 def _forked(play: Way) -> RolloutTree:

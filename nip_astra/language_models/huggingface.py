@@ -50,7 +50,6 @@ from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.saved_weights import has_adapter, restore_weights, save_weights
 from nip_astra.language_models.sources import (
-    DTYPES,
     computing_dtype,
     round_weights,
 )
@@ -213,8 +212,10 @@ class HuggingFaceLanguageModel(LanguageModel):
         if parameters.type_name != LanguageModelType.HUGGINGFACE:
             return None
         is_same = self.has_adapter and parameters.model == self.source
-        # What never learns computes in float32 unless it is told otherwise.
-        if is_same and self.dtype == DTYPES.get(parameters.dtype, torch.float32):
+        asked = computing_dtype(
+            self.module, parameters.dtype, self.device, trainable=False, keeps_float32=False
+        )
+        if is_same and self.dtype == asked:
             twin = self.without_adapter()
             twin.max_batch_tokens = parameters.max_batch_tokens
             twin._decode_graphs = parameters.decode_graphs

@@ -185,10 +185,12 @@ def computing_dtype(
     Parameters
     ----------
     asked : str
-        "auto" or a key of `DTYPES`.
+        "auto", "fastest" or a key of `DTYPES`.
     """
     dtype = DTYPES.get(asked, torch.float32)
-    if asked == "auto" and trainable and gains_from_bfloat16(module, device):
+    if (asked == "fastest" or (asked == "auto" and trainable)) and gains_from_bfloat16(
+        module, device
+    ):
         dtype = torch.bfloat16
     return dtype
 

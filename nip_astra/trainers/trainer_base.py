@@ -46,7 +46,7 @@ from nip_astra.progress import (
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, RunDirectory
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
+from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -382,12 +382,5 @@ class TensorDictTrainer(Trainer):
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        keep_freed_memory()
-        before = torch.get_num_threads()
-        torch.set_num_threads(
-            choose_num_threads(self.scenario_instance.num_parameters, self.settings.num_threads)
-        )
-        try:
+        with threads_for(self.scenario_instance.num_parameters, self.settings.num_threads):
             yield
-        finally:
-            torch.set_num_threads(before)

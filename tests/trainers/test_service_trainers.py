@@ -299,3 +299,15 @@ def test_rollouts_ahead_of_weights_that_are_elsewhere_are_refused() -> None:
             "self_hosted_grpo.max_staleness=1",
             "self_hosted_grpo.train_service={backend: http, base_url: 'http://127.0.0.1:1'}",
         )
+
+
+def test_an_adapter_begins_with_the_weights_of_its_seed() -> None:
+    lora = "task.policy.language_model.lora.rank=2"
+
+    def first_weights(*overrides: str) -> torch.Tensor:
+        module = trainer_of("remote_api_grpo", lora, *overrides).policy.module
+        return torch.cat([one.flatten() for n, one in module.named_parameters() if "lora_A" in n])
+
+    one, again, other = first_weights(), first_weights(), first_weights("seed=7")
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
