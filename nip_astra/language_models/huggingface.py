@@ -212,9 +212,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         if parameters.type_name != LanguageModelType.HUGGINGFACE:
             return None
         is_same = self.has_adapter and parameters.model == self.source
-        asked = computing_dtype(
-            self.module, parameters.dtype, self.device, trainable=False, keeps_float32=False
-        )
+        asked = computing_dtype(self.module, parameters.dtype, self.device, trainable=False)
         if is_same and self.dtype == asked:
             twin = self.without_adapter()
             twin.max_batch_tokens = parameters.max_batch_tokens
