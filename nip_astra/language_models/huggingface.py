@@ -39,7 +39,13 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.drawing import TokenDraw
 from nip_astra.language_models.drawn import KeptTokens
-from nip_astra.language_models.plain_forward import RowReader, generate_turns, score_rows
+from nip_astra.language_models.plain_forward import (
+    RowReader,
+    autocast_to,
+    generate_turns,
+    layers_of,
+    score_rows,
+)
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.saved_weights import has_adapter, restore_weights, save_weights
@@ -130,6 +136,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.scores_by_module = self._decoder is None
         """Whether tokens are scored by the module's own forward pass, as those of a model are
         whose learner knows no other."""
+        self.recomputes_layers = False
+        """Whether learning forgets the inside of layers, and computes it again going back."""
         self._reader: RowReader | None = None
 
     @classmethod
@@ -160,10 +168,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         # Before the weights are rounded, so that it can be checked exactly.
         decoder = build_decoder(module)
         is_full = trainable and parameters.lora is None
-        is_kept = is_full and decoder is None
-        dtype = computing_dtype(
-            module, parameters.dtype, device, trainable=trainable, keeps_float32=is_kept
-        )
+        dtype = computing_dtype(module, parameters.dtype, device, trainable=trainable)
         if not is_full:
             round_weights(module, dtype)
         if trainable and parameters.lora is not None:
@@ -207,9 +212,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         if parameters.type_name != LanguageModelType.HUGGINGFACE:
             return None
         is_same = self.has_adapter and parameters.model == self.source
-        asked = computing_dtype(
-            self.module, parameters.dtype, self.device, trainable=False, keeps_float32=False
-        )
+        asked = computing_dtype(self.module, parameters.dtype, self.device, trainable=False)
         if is_same and self.dtype == asked:
             twin = self.without_adapter()
             twin.max_batch_tokens = parameters.max_batch_tokens
@@ -313,7 +316,8 @@ class HuggingFaceLanguageModel(LanguageModel):
             session = self.open_session()
             return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
         rows = [context for context in contexts for _ in range(rows_per_context)]
-        with adapter_state(self.module, is_on=self.use_adapter):
+        autocast = autocast_to(self.module, self.dtype)
+        with adapter_state(self.module, is_on=self.use_adapter), autocast():
             said, spent = generate_turns(
                 self.module,
                 rows,
@@ -375,11 +379,26 @@ class HuggingFaceLanguageModel(LanguageModel):
                 )
             else:
                 with adapter_state(self.module, is_on=self.use_adapter):
-                    reader = RowReader(self._causal_lm)
+                    recomputes = self.recomputes_layers
+                    reader = RowReader(self._causal_lm, self.dtype, recomputes_layers=recomputes)
                     limit = self.max_batch_tokens
                     found, spent = score_rows(reader, *rows, max_batch_tokens=limit, **needs)
         self.token_count.add(spent)
         return found
+
+    def recompute_layers(self) -> None:
+        """Have learning forget the inside of layers, and compute it again in the backward pass.
+
+        Raises
+        ------
+        ConfigurationError
+            When the model does not say which its layers are.
+        """
+        if self._decoder is None:
+            layers_of(self._causal_lm)
+        else:
+            self._decoder.recomputes_layers = True
+        self.recomputes_layers = True
 
     @contextmanager
     def reading_through(self, reader: RowReader) -> Iterator[None]:
@@ -394,9 +413,14 @@ class HuggingFaceLanguageModel(LanguageModel):
         """Logits `[N, V]`, float32, of hidden states that `token_scores` gave; with gradient."""
         if self._decoder is None:
             with adapter_state(self.module, is_on=self.use_adapter):
-                logits: Tensor = self._causal_lm.get_output_embeddings()(hidden_NX.to(self.dtype))
-            return logits.float()
+                return self._module_head(hidden_NX).float()
         return self._weights_for_scoring().head(hidden_NX.to(self.dtype)).float()
+
+    def _module_head(self, hidden_NX: Tensor) -> Tensor:
+        with autocast_to(self._causal_lm, self.dtype)():
+            head = self._causal_lm.get_output_embeddings()
+            logits: Tensor = head(hidden_NX.to(head.weight.dtype))
+        return logits
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference always by the same path: others differ by rounding.
@@ -434,7 +458,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         mask_BT = mask_BT.to(self.device)
         weights = self._weights_for_scoring() if self._decoder is not None else None
         return find_kept_tokens(
-            weights.head if weights is not None else self._causal_lm.get_output_embeddings(),
+            weights.head if weights is not None else self._module_head,
             scores.hidden_BTX[mask_BT].to(self.dtype),
             ids_BT.to(self.device)[mask_BT],
             self.token_draw.rule_of(Drawn(options), mask_BT),

@@ -8,14 +8,19 @@ Shape suffixes: `B` row, `C` context position, `T` sampled position, `V` vocabul
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import (
     Draw,
     Generation,
@@ -125,11 +130,25 @@ class RowReader(torch.nn.Module):
     ----------
     causal_lm : Module
         The model, as transformers gives it.
+    dtype : torch.dtype
+        What is computed in; where the weights are of another, torch's autocast rounds what it is
+        safe to round.
+    recomputes_layers : bool
+        Whether a layer's inside is forgotten, and computed again in the backward pass.
+
+    Raises
+    ------
+    ConfigurationError
+        When it is to recompute layers that it does not know.
     """
 
-    def __init__(self, causal_lm: Any) -> None:
+    def __init__(
+        self, causal_lm: Any, dtype: torch.dtype, *, recomputes_layers: bool = False
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
+        self.autocast = autocast_to(causal_lm, dtype)
+        self.recomputed = layers_of(causal_lm) if recomputes_layers else []
 
     def forward(
         self,
@@ -141,7 +160,50 @@ class RowReader(torch.nn.Module):
     ) -> TokenScores:
         """What the model thinks of each continuation token; see `score_rows`."""
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
-        return _score_batch(self.causal_lm, *rows, **needs)
+        with self.autocast(), _recomputing(self.recomputed if torch.is_grad_enabled() else []):
+            return _score_batch(self.causal_lm, *rows, **needs)
+
+
+def autocast_to(module: Any, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes blocks in which a module computes in a precision, whatever its weights are held in."""
+    if next(module.parameters()).dtype == dtype:
+        return nullcontext
+    return partial(torch.autocast, module.device.type, dtype=dtype)
+
+
+def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of a model of transformers.
+
+    Raises
+    ------
+    ConfigurationError
+        When it does not say which they are.
+    """
+    layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigurationError(
+            f"the layers of {type(module).__name__} were to be read one by one, but it does not "
+            "say which they are, as models of transformers do by GradientCheckpointingLayer. Set "
+            "sharding to none and gradient_checkpointing to false, or choose another model."
+        )
+    return layers
+
+
+@contextmanager
+def _recomputing(layers: Sequence[Any]) -> Iterator[None]:
+    """Have layers called within the block keep their input alone.
+
+    Inside of what watches their calls; transformers' own way is for modules in train mode alone.
+    """
+    for layer in layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
 
 
 def score_rows(

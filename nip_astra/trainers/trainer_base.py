@@ -97,8 +97,9 @@ class Trainer(ABC):
     """Parameters that may differ from those of the checkpoint that a run goes on from."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
-    can_be_sharded: ClassVar[bool] = False
-    """Whether what it learns may be divided among several processes."""
+    learns_layer_by_layer: ClassVar[bool] = False
+    """Whether it learns a language model, whose layers can be divided among processes, and computed
+    again where they are needed."""
     plays_on_actors: ClassVar[bool] = False
     """Whether actors of Ray may play its rollouts."""
     never_reads: ClassVar[tuple[str, ...]] = ()
@@ -139,12 +140,21 @@ class Trainer(ABC):
                 f"{self.team.size} processes were to train the run together, but the trainer "
                 f"{self.hyper_params.trainer!r} trains in one. Start it without torchrun."
             )
-        if self.settings.sharding != "none" and not self.can_be_sharded:
+        self._check_learns_as_asked()
+
+    def _check_learns_as_asked(self) -> None:
+        """Refuse settings that are for language models where none learns."""
+        settings = self.settings
+        asked = {
+            f"sharding={settings.sharding}": settings.sharding != "none",
+            "gradient_checkpointing=true": settings.gradient_checkpointing,
+        }
+        found = [text for text, is_asked in asked.items() if is_asked]
+        if found and not self.learns_layer_by_layer:
             raise ConfigurationError(
-                f"weights were to be divided among processes (sharding={self.settings.sharding}), "
-                f"but what the trainer {self.hyper_params.trainer!r} learns is held whole by each "
-                "of them. Set sharding to none; trainers of language models, ast_* and "
-                "self_hosted_*, can divide theirs."
+                f"the settings {' and '.join(found)} were given, but they are for trainers of "
+                f"language models, ast_* and self_hosted_*, and {self.hyper_params.trainer!r} "
+                "learns networks that are small, or models that others hold. Leave them out."
             )
 
     @abstractmethod

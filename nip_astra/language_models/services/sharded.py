@@ -13,14 +13,13 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nip_astra.checkpoints.shards import SHARDS, load_shards, save_shards
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.distributed.team import Handler, Team, told_as_lost
-from nip_astra.errors import CheckpointError, ConfigurationError
+from nip_astra.errors import CheckpointError
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.plain_forward import RowReader
+from nip_astra.language_models.plain_forward import RowReader, layers_of
 from nip_astra.language_models.saved_weights import saved_weights
 from nip_astra.language_models.services.data_parallel import DataParallelService
 from nip_astra.language_models.services.optimizer_files import (
@@ -72,7 +71,8 @@ class ShardedService(DataParallelService):
         self.model: HuggingFaceLanguageModel = model
         whole = [weight for weight in model.module.parameters() if weight.requires_grad]
         module = copy.deepcopy(model.module) if team.is_leader else model.module
-        self.reader = RowReader(module)
+        recomputes = model.recomputes_layers
+        self.reader = RowReader(module, model.dtype, recomputes_layers=recomputes)
         divide(self.reader, team, model)
         self._parts = [weight for weight in module.parameters() if weight.requires_grad]
         self._whole = whole if team.is_leader else None
@@ -221,38 +221,20 @@ def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> No
     ConfigurationError
         When its layers are not known.
     """
-    layers = layers_of(reader)
-    is_mixed = model.dtype != next(reader.parameters()).dtype
-    policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": team.mesh(model.device)}
-    if is_mixed:
-        options["mp_policy"] = policy
-    for layer in layers:
-        fully_shard(layer, **options)
+    mixed = options
+    if model.dtype != next(reader.parameters()).dtype:
+        # Layers travel rounded; what they are given is left to autocast, as in one process.
+        policy = MixedPrecisionPolicy(model.dtype, torch.float32, cast_forward_inputs=False)
+        mixed = options | {"mp_policy": policy}
+    for layer in layers_of(reader):
+        fully_shard(layer, **mixed)
     fully_shard(reader, **options)
     for module in reader.modules():
         if isinstance(module, FSDPModule):
             # Losses are divided by the rows of all already.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """The layers of a model of transformers.
-
-    Raises
-    ------
-    ConfigurationError
-        When it does not say which they are.
-    """
-    layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
-    if not layers:
-        raise ConfigurationError(
-            f"the layers of {type(module).__name__} were to be read one by one, but it does not "
-            "say which they are, as models of transformers do by GradientCheckpointingLayer. Set "
-            "sharding to none and gradient_checkpointing to false, or choose another model."
-        )
-    return layers
 
 
 def _local(tensor: Tensor | None) -> Tensor:

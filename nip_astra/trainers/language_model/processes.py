@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from nip_astra.errors import ConfigurationError, LostProcessError
+from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.data_parallel import DataParallelService
 from nip_astra.language_models.services.sharded import ShardedService
@@ -18,14 +19,16 @@ T = TypeVar("T")
 
 
 def divided(trainer: LanguageModelTrainer, service: TrainingService) -> TrainingService:
-    """A service by which this process and the others of a team learn together.
+    """A service by which this process and the others of a team learn, as the settings ask.
 
     Raises
     ------
     ConfigurationError
-        When the weights are not in this process, or cannot be divided as the settings ask.
+        When the weights are not in this process, or cannot be divided or recomputed as asked.
     """
     team = trainer.team
+    if trainer.settings.gradient_checkpointing:
+        _recompute_layers(trainer.policy, service)
     if team.size == 1:
         return service
     if type(service) is not LocalTrainingService:
@@ -42,6 +45,21 @@ def divided(trainer: LanguageModelTrainer, service: TrainingService) -> Training
         # All that is compared with what the policy learns from goes the same way as that.
         model.scores_by_module = True
     return ShardedService(service, team)
+
+
+def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
+    """Have what learns compute its layers again in the backward pass, or refuse by name."""
+    # vLLM samples; a model beside it learns.
+    learner = getattr(policy, "scorer", policy)
+    is_here = isinstance(service, LocalTrainingService)
+    if not is_here or not isinstance(learner, HuggingFaceLanguageModel):
+        held = type(policy if is_here else service).__name__
+        raise ConfigurationError(
+            "layers were to be computed again in the backward pass (gradient_checkpointing), but "
+            f"the policy learns by {held}, whose layers are not known here. Set "
+            "gradient_checkpointing to false."
+        )
+    learner.recompute_layers()
 
 
 def _models_of(trainer: LanguageModelTrainer) -> list[HuggingFaceLanguageModel]:
