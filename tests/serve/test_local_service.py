@@ -48,11 +48,13 @@ def test_a_service_starts_answers_and_stops_twice(tiny_model_dir: Path) -> None:
         httpx.get(f"{service.base_url}/models")
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_a_model_that_is_not_there_is_told_by_the_starter(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"ended at once:.*no_model.*nip-astra serve"):
         start_service({"tiny": str(tmp_path / "no_model")})
 
 
+@pytest.mark.slow  # two processes that import torch
 def test_a_service_ends_with_the_process_that_started_it(tiny_model_dir: Path) -> None:
     code = (
         "import sys, time\n"
