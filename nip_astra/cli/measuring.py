@@ -182,13 +182,14 @@ def report(
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or an evaluation.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run, evaluation, or checkpoint.")],
     form: Annotated[
         str,
         typer.Option(
             "--format",
             metavar="NAME",
-            help="csv, jsonl, hitlog, tensorboard, inspect; of runs in words parquet, model too.",
+            help="csv, jsonl, hitlog, tensorboard, inspect; huggingface for weights; of runs in "
+            "words parquet too.",
         ),
     ],
     output: Annotated[
@@ -198,7 +199,7 @@ def export(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Write conversations, figures and curves in the formats of other tools."""
+    """Write conversations, figures and curves, or weights, in the formats of other tools."""
     from nip_astra.cli import export_commands
     from nip_astra.cli.evaluation_loading import RunCode
 

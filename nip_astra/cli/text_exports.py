@@ -35,8 +35,8 @@ from nip_astra.trainers.text.analysis import stored_samplings
 from nip_astra.trainers.text.rollout_files import ROLLOUTS, models_of_run
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
-MODEL = "model"
-"""The format that copies what jobs have trained."""
+WEIGHTS = "huggingface"
+"""The format that writes what has been trained, in the layout of transformers."""
 TEXT_FORMATS: dict[str, Callable[[TextMaterial, Path], list[Path]]] = {
     "csv": write_text_csv,
     "jsonl": write_text_jsonl,
@@ -60,13 +60,13 @@ def export_text_run(path: Path, form: str, folder: Path, code: RunCode) -> list[
     ConfigurationError
         When the format is none of rollouts in words, or there is no model to write.
     """
-    if form != MODEL and form not in TEXT_FORMATS:
+    if form != WEIGHTS and form not in TEXT_FORMATS:
         raise ConfigurationError(
             f"an export of {path} as {form!r} was asked for, but its agents play an interaction "
             "protocol in words: there is no target whose failures could be listed. Take one of "
-            f"{', '.join([*TEXT_FORMATS, MODEL])}."
+            f"{', '.join([*TEXT_FORMATS, WEIGHTS])}."
         )
-    if form == MODEL:
+    if form == WEIGHTS:
         return _write_models(run_of_text(path), folder)
     make_folder(folder)
     return TEXT_FORMATS[form](_material(path, code), folder)

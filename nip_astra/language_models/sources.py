@@ -182,7 +182,6 @@ def computing_dtype(
     device: torch.device,
     *,
     trainable: bool,
-    keeps_float32: bool,
 ) -> torch.dtype:
     """What a model computes in.
 
@@ -190,22 +189,12 @@ def computing_dtype(
     ----------
     asked : str
         "auto", "fastest" or a key of `DTYPES`.
-    keeps_float32 : bool
-        Whether the weights stay in float32 and go through the module's own forward pass, which
-        computes in what they are held in.
     """
     dtype = DTYPES.get(asked, torch.float32)
     if (asked == "fastest" or (asked == "auto" and trainable)) and gains_from_bfloat16(
         module, device
     ):
         dtype = torch.bfloat16
-    if keeps_float32 and dtype != torch.float32:
-        logger.info(
-            "%s computes in float32: its weights are trained in full, and its own forward pass "
-            "knows no other precision for them",
-            type(module).__name__,
-        )
-        return torch.float32
     return dtype
 
 

@@ -24,7 +24,7 @@ class WeightsParameters(TokenModel.Parameters):
     """What is computed in. fastest: bfloat16 for a model that has 50 M weights or more and runs
     where bfloat16 is computed natively, else float32. auto: the same for a model that learns, and
     float32 for any other, so that a target answers exactly as published. Weights that are trained
-    in full are kept in float32 either way."""
+    in full are kept in float32 either way, and rounded as they are read: mixed precision."""
     lora: LoraParameters | None = None
     """Train a low-rank adapter instead of the weights; the base stays as it is and serves as
     the reference, and as the target where that is the same model."""

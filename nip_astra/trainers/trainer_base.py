@@ -97,6 +97,9 @@ class Trainer(ABC):
     """Parameters that may differ from those of the checkpoint that a run goes on from."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
+    learns_layer_by_layer: ClassVar[bool] = False
+    """Whether it learns a language model, whose layers can be divided among processes, and computed
+    again where they are needed."""
     plays_on_actors: ClassVar[bool] = False
     """Whether actors of Ray may play its rollouts."""
     never_reads: ClassVar[tuple[str, ...]] = ()
@@ -136,6 +139,22 @@ class Trainer(ABC):
             raise ConfigurationError(
                 f"{self.team.size} processes were to train the run together, but the trainer "
                 f"{self.hyper_params.trainer!r} trains in one. Start it without torchrun."
+            )
+        self._check_learns_as_asked()
+
+    def _check_learns_as_asked(self) -> None:
+        """Refuse settings that are for language models where none learns."""
+        settings = self.settings
+        asked = {
+            f"sharding={settings.sharding}": settings.sharding != "none",
+            "gradient_checkpointing=true": settings.gradient_checkpointing,
+        }
+        found = [text for text, is_asked in asked.items() if is_asked]
+        if found and not self.learns_layer_by_layer:
+            raise ConfigurationError(
+                f"the settings {' and '.join(found)} were given, but they are for trainers of "
+                f"language models, ast_* and self_hosted_*, and {self.hyper_params.trainer!r} "
+                "learns networks that are small, or models that others hold. Leave them out."
             )
 
     @abstractmethod

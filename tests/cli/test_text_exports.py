@@ -163,17 +163,17 @@ def test_trained_models_are_copied_in_the_layout_of_transformers(
     results["groups"][group]["model"] = "/where/it/was/jobs/job-1/model"
     moved.write_json("results.json", results)
     assert models_of_run(moved.path)[group]["model"] == str(model.resolve())
-    said = type_command("export", str(moved.path), "--format", "model", "--output", "out")
+    said = type_command("export", str(moved.path), "--format", "huggingface", "--output", "out")
     assert said.code == 0, said.err
     assert (type_command.folder / "out" / "models" / group / "config.json").read_text() == "{}"
     results["groups"][group]["model"] = "ft:gpt-4o-mini:1"
     moved.write_json("results.json", results)
-    said = type_command("export", str(moved.path), "--format", "model")
+    said = type_command("export", str(moved.path), "--format", "huggingface")
     assert "is 'ft:gpt-4o-mini:1' at the service that trained it" in refused(said)
 
 
 def test_what_cannot_be_exported_is_refused(run: Path, type_command: CommandLine) -> None:
-    said = type_command("export", str(run), "--format", "model")
+    said = type_command("export", str(run), "--format", "huggingface")
     assert "but its jobs have trained none" in refused(said)
     said = type_command("export", str(run), "--format", "hitlog")
     assert "there is no target whose failures could be listed. Take one of csv" in refused(said)
