@@ -6,19 +6,23 @@ from pathlib import Path
 
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.cli.evaluation_loading import run_of
-from nip_astra.cli.terminal import say
 from nip_astra.errors import RunDirectoryError
 from nip_astra.language_models.joined_weights import write_joined
 from nip_astra.language_models.sources import is_model_folder
 
 
-def export_weights(path: str, output: Path | None) -> None:
+def export_weights(path: str, output: Path | None) -> Path:
     """Write the model of a run's newest checkpoint, or of the one given, with its parts joined.
 
     Parameters
     ----------
     output : Path, optional
         Folder to write to; `exports/<checkpoint>` of the run.
+
+    Returns
+    -------
+    Path
+        The folder.
 
     Raises
     ------
@@ -43,4 +47,4 @@ def export_weights(path: str, output: Path | None) -> None:
         )
     folder = output or run / "exports" / checkpoint.name
     write_joined(found[0], folder)
-    say(f"export     {folder}")
+    return folder

@@ -272,7 +272,8 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     def shared_parts(self) -> list[object]:
         # Of a module whose matrices were freed nothing can be made.
-        return [self.tokenizer] if self._snapshot.is_released else [self.tokenizer, self.module]
+        shared = super().shared_parts()
+        return shared if self._snapshot.is_released else [*shared, self.module]
 
     def to_send(self) -> HuggingFaceLanguageModel:
         if not self._snapshot.is_released:
