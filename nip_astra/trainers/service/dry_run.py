@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.training import TrainingConfiguration
@@ -27,6 +28,7 @@ class LearnsFromTrajectories(Protocol):
     training: TrainingConfiguration
     trained_tokens: ClassVar[str]
     policy: LanguageModel
+    settings: ExperimentSettings
     learned: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     service: TrainingService
@@ -131,7 +133,7 @@ def _work_of(step: SmallestStep, trainer: LearnsFromTrajectories) -> Work:
     seconds_per_row = step.learn_seconds / max(step.num_learned, 1)
     rows_of_batch = min(training.minibatch_size, num_rows)
     gradients = float(sum(one.numel() * one.element_size() for one in trainer.learned))
-    return Work(
+    work = Work(
         num_iterations=training.num_iterations,
         num_episodes=num_problems,
         rows_per_step=rows,
@@ -148,3 +150,6 @@ def _work_of(step: SmallestStep, trainer: LearnsFromTrajectories) -> Work:
         },
         divided_memory={},
     )
+    if trainer.settings.sharding == "none":
+        return work
+    return work.with_sharded_weights(gradients)
