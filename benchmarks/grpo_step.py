@@ -17,6 +17,7 @@ import json
 import math
 import os
 import random
+import resource
 import statistics
 import tempfile
 import time
@@ -111,15 +112,18 @@ class Ours:
 
     trainer: Any
 
-    def __init__(self, work: Work, model: str, precision: str) -> None:
+    def __init__(self, work: Work, model: str, precision: str, *, rows_at_once: int) -> None:
         policy = json.dumps({"_type": "huggingface", "model": model, "dtype": precision})
         resolved = resolve_experiment(
             trainer="self_hosted_grpo",
             overrides=[
                 f"task.policy.language_model={policy}",
                 f"training.lr={LR}",
-                f"training.minibatch_size={len(work.answers)}",
+                f"training.minibatch_size={rows_at_once}",
+                f"training.gradient_accumulation_steps={len(work.answers) // rows_at_once}",
                 f"training.max_grad_norm={MAX_GRAD_NORM}",
+                # Rows of one prompt are read together.
+                "training.batch_order=by_episode",
             ],
         )
         self.trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
@@ -267,6 +271,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--answer-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--our-rows", type=int, help="rows that we read at once; all of them")
     parser.add_argument("--trl-rows", type=int, default=8, help="rows that TRL reads at once")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
@@ -274,7 +279,8 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = load_tokenizer(*resolve_model(options.model, None))
     work = make_work(tokenizer, options.groups, options.group_size, options.answer_tokens)
     given = work, options.model, options.precision
-    ours, theirs = Ours(*given), Trls(*given, rows_at_once=options.trl_rows)
+    ours = Ours(*given, rows_at_once=options.our_rows or len(work.answers))
+    theirs = Trls(*given, rows_at_once=options.trl_rows)
     # The first steps, which set up optimizers, are compared and not timed.
     ours()
     theirs()
@@ -284,9 +290,11 @@ def main(arguments: list[str] | None = None) -> None:
         pair = (ours, theirs) if number % 2 == 0 else (theirs, ours)
         seconds = {id(one): seconds_of(one) for one in pair}
         rounds.append((seconds[id(ours)], seconds[id(theirs)]))
+        print(f"round {number + 1}: {rounds[-1][0]:.1f} s, TRL {rounds[-1][1]:.1f} s", flush=True)
     figures = {
         "trl": importlib.metadata.version("trl"),
         "num_rows": len(work.answers),
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20),
         "num_tokens": work.num_rows,
         "num_unique_tokens": work.num_unique,
         "forwarded_per_unique": ours.forwarded_per_unique,
