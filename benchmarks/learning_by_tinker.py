@@ -28,7 +28,7 @@ def main() -> None:
                 trainer="remote_api_grpo",
                 overrides=[
                     f"seed={seed}",
-                    f"training.training_steps={given.steps}",
+                    f"training.num_iterations={given.steps}",
                     "training.lr=2e-3",
                     f"{SERVICE}.backend=tinker",
                     f"{SERVICE}.base_url={service.base_url}",

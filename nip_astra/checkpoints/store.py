@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from nip_astra.errors import CheckpointError
+from nip_astra.errors import CheckpointError, NipAstraError
 
 MANIFEST = "manifest.json"
 FORMAT = "nip_astra.checkpoint"
@@ -241,7 +241,8 @@ class CheckpointStore:
     def _told_as_checkpoint_error(self, step: int) -> Iterator[None]:
         try:
             yield
-        except CheckpointError:
+        except NipAstraError:
+            # What has a name keeps it: a service that is gone is no full disk.
             raise
         except (OSError, SafetensorError) as error:
             reason = getattr(error, "strerror", None) or error

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.saved_weights import has_adapter
 from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.utils.seeding import derive_seed
 
 
 class LoraParameters(SubParameters):
@@ -30,6 +32,18 @@ class LoraParameters(SubParameters):
     """Scale: the update is multiplied by alpha / rank."""
     target_modules: str | list[str] = "all-linear"
     """Names of the linear layers to adapt, a regular expression of them, or all-linear."""
+
+
+@contextmanager
+def adapters_drawn_from(seed: int) -> Iterator[None]:
+    """A block in which adapters get their first weights from a seed, here as at a service.
+
+    peft draws from the global generator, which is afterwards as it was before.
+    """
+    with torch.random.fork_rng():
+        # Tinker's SDK knows seeds of 62 bits.
+        torch.manual_seed(derive_seed(seed % (1 << 62), "adapter"))
+        yield
 
 
 def add_adapter(module: Any, parameters: LoraParameters) -> Any:

@@ -10,6 +10,7 @@ from pydantic import Field, field_validator, model_validator
 
 from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.adapters import adapters_drawn_from
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
@@ -35,6 +36,7 @@ from nip_astra.scenarios.registry import Scenario, register_scenario
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
 from nip_astra.utils.devices import resolve_device
+from nip_astra.utils.seeding import derive_seed
 
 MAX_TURNS = 10_000_000
 """Turns of an evaluation; the records of as many take about 10 GiB."""
@@ -170,12 +172,13 @@ class AstChatScenario(Scenario):
     ) -> ConversationInstance:
         device = resolve_device(settings.device)
         datasets = _read_datasets(parameters.prompts, scenario_dir)
-        attacker_model = load_language_model(
-            parameters.attacker.language_model,
-            device=device,
-            scenario_dir=scenario_dir,
-            trainable=True,
-        )
+        with adapters_drawn_from(derive_seed(hyper_params.seed, "adapter")):
+            attacker_model = load_language_model(
+                parameters.attacker.language_model,
+                device=device,
+                scenario_dir=scenario_dir,
+                trainable=True,
+            )
         attacker = build_agent("attacker", parameters.attacker, attacker_model)
         target = build_target(
             parameters.target, attacker_model, settings, scenario_dir=scenario_dir

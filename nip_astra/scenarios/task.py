@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.adapters import adapters_drawn_from
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
@@ -22,6 +23,7 @@ from nip_astra.scenario_base.tasks.registry import TASKS, build_task
 from nip_astra.scenario_instance import TaskInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
 from nip_astra.utils.devices import resolve_device
+from nip_astra.utils.seeding import derive_seed
 
 TaskField = polymorphic(TASKS.get, TaskParameters)
 
@@ -73,12 +75,13 @@ class TaskScenario(Scenario):
         trainer_type: str,
     ) -> TaskInstance:
         device = resolve_device(settings.device)
-        model = load_language_model(
-            parameters.policy.language_model,
-            device=device,
-            scenario_dir=scenario_dir,
-            trainable=True,
-        )
+        with adapters_drawn_from(derive_seed(hyper_params.seed, "adapter")):
+            model = load_language_model(
+                parameters.policy.language_model,
+                device=device,
+                scenario_dir=scenario_dir,
+                trainable=True,
+            )
         policy = build_agent("policy", parameters.policy, model)
         reference = build_reference(parameters.policy, model)
         return TaskInstance(

@@ -22,7 +22,9 @@ def test_all_ways_are_measured_and_written(benchmark: ModuleType, tmp_path: Path
         torch.set_num_threads(threads)
     figures = json.loads(out.read_text())
     assert set(figures["seconds"]) == {
-        *("one process", "two forked workers", "one actor", "two actors")
+        *("one process", "two forked workers", "two halves side by side"),
+        *("one actor", "two actors"),
     }
     assert all(len(times) == 1 for times in figures["seconds"].values())
     assert figures["two_actors_over_one"] > 0
+    assert 0 < figures["of_processor_seconds"]["two_actors_over_one"] < 1

@@ -15,7 +15,7 @@ import pytest
 from safetensors import SafetensorError
 
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.errors import CheckpointError
+from nip_astra.errors import CheckpointError, ServiceUnreachableError
 
 SAVER = Path(__file__).with_name("saver.py")
 REPOSITORY = Path(__file__).parents[2]
@@ -235,6 +235,15 @@ def test_a_full_disk_is_told_and_the_older_checkpoint_stays_good(
     assert "but: No space left on device. Free space" in str(caught.value)
     assert store.open_latest()[1]["step"] == 1
     assert names(store) == ["step_00000001"]
+
+
+def test_a_service_that_is_gone_is_told_as_such(store: CheckpointStore) -> None:
+    def write(_: Path) -> None:
+        raise ServiceUnreachableError("the service does not answer")
+
+    with pytest.raises(ServiceUnreachableError, match=r"does not answer$"):
+        store.save(1, write, metadata={})
+    assert names(store) == []
 
 
 def test_a_disk_that_fills_while_tensors_are_written_is_told_too(store: CheckpointStore) -> None:

@@ -119,6 +119,14 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -
     assert after > 0.9
 
 
+@pytest.mark.usefixtures("_cat_scorer")
+@pytest.mark.parametrize("name", ["ast_grpo", "ast_reinforce"])
+def test_an_attacker_learns_from_what_an_older_one_said(tmp_path: Path, name: str) -> None:
+    before, after = _share_of_cats(tmp_path, name, *LEARNING[name], f"{name}.max_staleness=1")
+    assert before < 0.5
+    assert after > 0.9
+
+
 CHANGES: dict[str, dict[str, object]] = {
     "ast_dpo": {
         "loss": "hinge",
@@ -201,6 +209,12 @@ for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
             *(TEMPERED, _raw, f"{_section}.importance_weights=sequence"),
         ),
     }
+for _name in CHANGES:
+    CHANGES[_name]["max_staleness"] = 1
+for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
+    CHANGES[_name] |= {"staleness_weights": "sequence", "max_staleness_weight": 0.3}
+    for _field in ("staleness_weights", "max_staleness_weight"):
+        CONTEXT[f"{_name}.{_field}"] = (f"{_name}.max_staleness=1",)
 
 
 @cache

@@ -8,7 +8,10 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from nip_astra.errors import (
     ConfigurationError,
     MissingDependencyError,
     ServiceBusyError,
+    ServiceConflictError,
     ServiceError,
     ServiceModelError,
     ServiceRequestError,
@@ -36,6 +40,14 @@ ADDRESS = "tinker.json"
 """Name of the file that says where the service keeps what was saved."""
 LORA_ALPHA = 32.0
 """Of all adapters of Tinker's."""
+SECONDS_TO_FORGET = 2.0
+"""After which a service that does not answer is left to find out by itself."""
+TOLD_KINDS: Mapping[str, type[ServiceError]] = {
+    "started anew": ServiceModelError,
+    "one client at a time": ServiceConflictError,
+    "higher max_training_models": ServiceBusyError,
+}
+"""Refusals of a local server for which the SDK has no error of their own."""
 DEFAULT_KEY = "tml-local"
 """Brought where no key is named; a local server without a token asks for none."""
 
@@ -100,6 +112,8 @@ class TinkerTrainingService(TrainingService):
         self._client = self._told(
             lambda: self._tinker.ServiceClient(base_url=options.base_url, api_key=key)
         )
+        # A run that ends, however it ends, holds no model at the service any more.
+        self._forget = weakref.finalize(self, _finish, self._client)
         self._training = self._asked(
             lambda: self._client.create_lora_training_client(
                 options.model, seed=options.seed % (1 << 62), **shape
@@ -199,7 +213,7 @@ class TinkerTrainingService(TrainingService):
             params = self._tinker.SamplingParams(
                 max_tokens=options.max_new_tokens,
                 # Each place of a uniform number adds bits, so that equal seeds are no accident.
-                seed=int((first[:4].cumsum(0)[-1] / 4) * (1 << 53)) % (1 << 53),
+                seed=int((first[:4].sum() / 4) * (1 << 53)) % (1 << 53),
                 stop=ends,
                 temperature=options.temperature,
                 top_k=-1 if options.top_k is None else options.top_k,
@@ -243,6 +257,10 @@ class TinkerTrainingService(TrainingService):
         _write_address(directory, saved.path)
         self.policy.tokenizer.save_pretrained(directory)
 
+    def close(self) -> None:
+        """Let the service forget the model; this happens by itself when the run ends."""
+        self._forget()
+
     # ---- asking
 
     def _asked(self, ask: Callable[[], Any]) -> Any:
@@ -285,7 +303,10 @@ class TinkerTrainingService(TrainingService):
 
     def _error(self, error: Exception) -> type[ServiceError]:
         sdk = self._tinker
-        if isinstance(error, sdk.NotFoundError) or "started anew" in str(error):
+        for told, kind in TOLD_KINDS.items():
+            if told in str(error):
+                return kind
+        if isinstance(error, sdk.NotFoundError):
             return ServiceModelError
         if isinstance(error, sdk.RateLimitError):
             return ServiceBusyError
@@ -347,6 +368,16 @@ def _adapter_shape(policy: LanguageModel) -> dict[str, Any]:
             "lora.target_modules to all-linear."
         )
     return {"rank": config.r, **{part: True in found for part, found in parts.items()}}
+
+
+def _finish(client: Any) -> None:
+    """End a client's session, and the thread that tells the service that it is alive."""
+    # Whatever fails here, the run is over.
+    with suppress(Exception):
+        closed = client.close("success").future()
+        wait([closed], SECONDS_TO_FORGET)
+        # The SDK would go on asking a service that is gone for minutes.
+        closed.cancel()
 
 
 def _write_address(directory: Path, path: str) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from nip_astra.language_models.adapters import LoraParameters, add_adapter
+from nip_astra.language_models.adapters import LoraParameters, adapters_drawn_from, add_adapter
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.special_tokens import find_end_ids
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.serve.api_errors import ApiError
 from nip_astra.serve.loading import find_model
-from nip_astra.utils.seeding import derive_seed
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,8 @@ class Bases:
         shared = base.module if lora is not None or not trainable else None
         module = _twin(base.module) if shared is not None else copy.deepcopy(base.module)
         if lora is not None:
-            # peft draws from the global generator, which is the whole process's.
-            with self._lock, torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(seed, "adapter"))
+            # The global generator is the whole process's.
+            with self._lock, adapters_drawn_from(seed):
                 module = add_adapter(module, lora)
         elif trainable:
             module.requires_grad_(True)

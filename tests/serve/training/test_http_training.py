@@ -171,8 +171,8 @@ def test_losses_that_services_cannot_differentiate_are_refused(server: Server) -
         trainer.service.forward_backward([batch], lambda _: LossOutput(torch.zeros(()), {}))
 
 
-def test_a_full_queue_and_too_many_models_are_told() -> None:
-    with training_server(["http"], max_training_models=1, max_waiting=1) as server:
+def test_too_many_models_are_told() -> None:
+    with training_server(["http"], max_training_models=1) as server:
         trainer = distant(server)
         with pytest.raises(ServiceBusyError, match="max_training_models"):
             distant(server)

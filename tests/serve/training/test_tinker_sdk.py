@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -194,15 +195,16 @@ def test_requests_are_done_in_the_order_in_which_they_were_sent(client: Any) -> 
     assert [one.result().metrics["loss:sum"] for one in futures] == waited
 
 
-def test_several_clients_train_beside_each_other(server: Server) -> None:
-    alone = [step(training_client(service_client(server)), [datum(weights=MASK)], "cross_entropy")]
-    clients = [service_client(server) for _ in range(3)]
-    trainings = [training_client(one) for one in clients]
-    futures = [
-        one.forward_backward([datum(weights=MASK)], "cross_entropy") for one in trainings * 2
-    ]
-    for one in futures:
-        assert one.result().metrics["loss:sum"] == alone[0].metrics["loss:sum"]
+def test_several_clients_train_beside_each_other(server: Server, client: Any) -> None:
+    alone = step(training_client(client), [datum(weights=MASK)], "cross_entropy")
+    with contextlib.ExitStack() as open_clients:
+        clients = [open_clients.enter_context(service_client(server)) for _ in range(3)]
+        trainings = [training_client(one) for one in clients]
+        futures = [
+            one.forward_backward([datum(weights=MASK)], "cross_entropy") for one in trainings * 2
+        ]
+        for one in futures:
+            assert one.result().metrics["loss:sum"] == alone.metrics["loss:sum"]
 
 
 def test_more_data_than_one_request_holds_are_one_loss(client: Any) -> None:
@@ -368,6 +370,10 @@ def test_what_was_saved_is_listed_and_deleted(client: Any) -> None:
 def test_a_key_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_TOKEN", "tml-secret")
     with training_server(["tinker"], token_variable="SERVICE_TOKEN") as guarded:
-        with pytest.raises(tinker.AuthenticationError, match="without its token"):
-            service_client(guarded).get_server_capabilities()
-        assert service_client(guarded, "tml-secret").get_server_capabilities().supported_models
+        with (
+            service_client(guarded) as stranger,
+            pytest.raises(tinker.AuthenticationError, match="without its token"),
+        ):
+            stranger.get_server_capabilities()
+        with service_client(guarded, "tml-secret") as client:
+            assert client.get_server_capabilities().supported_models

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +17,15 @@ pytest.importorskip("tinker")
 
 from nip_astra.errors import (
     ConfigurationError,
+    ServiceBusyError,
+    ServiceConflictError,
+    ServiceError,
     ServiceModelError,
+    ServiceRequestError,
     ServiceUnreachableError,
 )
-from nip_astra.utils.seeding import derive_seed
+from nip_astra.language_models.services import tinker_training
+from nip_astra.rl_objectives.outputs import LossOutput
 from tests.serve.training.running import Server, training_server
 from tests.serve.training.test_http_training import SHORT, iterate
 from tests.trainers.test_service_trainers import trainer_of
@@ -41,10 +49,7 @@ def trainer_at(server: Server, backend: str, *overrides: str) -> Any:
     options = [f"{section}.backend={backend}"]
     if backend != "local":
         options += [f"{section}.base_url={server.url}", f"{section}.model=policy"]
-        options += [f"{section}.patience_seconds=2"]
-    seed = trainer_of("remote_api_grpo", *ADAPTED).hyper_params.seed
-    # The service draws an adapter's first weights from its seed in this way.
-    torch.manual_seed(derive_seed(derive_seed(seed, "adapter") % (1 << 62), "adapter"))
+        options += [f"{section}.patience_seconds=0.5"]
     return trainer_of("remote_api_grpo", *ADAPTED, *options, *overrides)
 
 
@@ -105,6 +110,60 @@ def test_what_the_protocol_cannot_honour_is_refused(server: Server) -> None:
         trainer_at(server, "tinker", "remote_api_grpo.train_service.model=nowhere")
 
 
+def test_a_poisoned_request_leaves_the_model_and_the_client_as_they_were(server: Server) -> None:
+    trainer, plain = trainer_at(server, "tinker"), trainer_at(server, "tinker")
+    with torch.no_grad():
+        samples = plain.collect(0).samples
+    one = torch.ones(1, 1, dtype=torch.bool)
+    rows = torch.tensor([[3]]), one
+    with pytest.raises(ServiceRequestError, match="token 9999 was to be read"):
+        trainer.service.logprobs(*rows, torch.tensor([[9999]]), one)
+    wide = torch.ones(1, 9999, dtype=torch.bool)
+    with pytest.raises(ServiceRequestError, match="window"):
+        trainer.service.logprobs(*rows, wide.long(), wide)
+
+    def broken(batch: Any) -> Any:
+        logprobs = trainer.service.logprobs(*rows, torch.tensor([[4]]), one)
+        return LossOutput(logprobs.sum() * math.nan, {})
+
+    with pytest.raises(ServiceRequestError, match="no finite number"):
+        trainer.service.forward_backward([trainer.collate_fn(samples)], broken)
+    assert learn(trainer, samples) == pytest.approx(learn(plain, samples), rel=1e-5, abs=1e-5)
+
+
+def test_two_clients_on_one_model_are_told_apart(server: Server) -> None:
+    trainer, other = trainer_at(server, "tinker"), trainer_at(server, "tinker")
+    iterate(trainer, 1)
+    one = torch.ones(1, 1, dtype=torch.bool)
+    other.service._training.model_id = trainer.service._training.model_id
+    with pytest.raises(ServiceConflictError, match="one client at a time"):
+        other.service.compute_logprobs(torch.tensor([[3]]), one, torch.tensor([[4]]), one)
+    assert len(iterate(trainer, 1)) == 1
+
+
+def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tinker_training, "SECONDS_TO_FORGET", 0.3)
+    with training_server(["tinker"], max_training_models=1) as server:
+        first = trainer_at(server, "tinker")
+        with pytest.raises(ServiceBusyError, match="max_training_models"):
+            trainer_at(server, "tinker")
+        first.service.close()
+        second = trainer_at(server, "tinker")
+        with pytest.raises(ServiceError, match="closed"):
+            iterate(first, 1)
+        # One that is dropped is closed as well.
+        del second
+        gc.collect()
+        third = trainer_at(server, "tinker")
+        assert len(iterate(third, 1)) == 1
+        server.stop()
+        started = time.monotonic()
+        third.service.close()
+        assert time.monotonic() - started < 1.0
+        server.start()
+
+
+@pytest.mark.slow
 def test_a_server_that_dies_is_told_and_a_checkpoint_goes_on(tmp_path: Path) -> None:
     with training_server(["tinker"]) as server:
         trainer = trainer_at(server, "tinker")

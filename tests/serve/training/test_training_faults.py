@@ -1,0 +1,187 @@
+"""A run whose service is killed in the midst of its work says so, and goes on without loss."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+
+from nip_astra.errors import ModelLoadError, ServiceBusyError, ServiceUnreachableError
+from nip_astra.resolving.resolution import ResolvedExperiment
+from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.serve.api_errors import ApiError
+from nip_astra.serve.settings import TrainingProtocol
+from nip_astra.serve.training.work import WorkQueue
+from tests.resuming import short_experiment, what_was_found
+from tests.serve.training.dying import DEATHS, dying_server
+from tests.serve.training.running import POLICY, Server, training_server
+from tests.serve.training.test_tinker_training import trainer_at
+
+SECTION = "remote_api_grpo.train_service"
+PATIENT = f"{SECTION}.patience_seconds=20"
+SETTINGS: dict[str, Any] = {"progress": False, "checkpoint_period": 1}
+
+
+def run_of(protocol: TrainingProtocol, port: int, folder: Path) -> ResolvedExperiment:
+    return short_experiment(
+        "remote_api_grpo",
+        folder / "scenario",
+        f"{SECTION}.backend={protocol}",
+        f"{SECTION}.base_url=http://127.0.0.1:{port}",
+        f"{SECTION}.model=policy",
+        f"{SECTION}.patience_seconds=1",
+        "task.policy.language_model.lora.rank=4",
+        "task.policy.language_model.lora.alpha=32",
+        "task.policy.min_new_tokens=0",
+        "training.lr=1e-3",
+        num_iterations=3,
+    )
+
+
+def numbers_of(lines: bytes) -> list[dict[str, float]]:
+    """Metrics by iteration."""
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+@pytest.fixture(scope="module", params=["http", "tinker"])
+def undisturbed(
+    request: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TrainingProtocol, dict[str, bytes]]:
+    """A protocol, and what a run finds through it whose service stays."""
+    if request.param == "tinker":
+        pytest.importorskip("tinker")
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with training_server([request.param]) as server:
+        resolved = run_of(request.param, server.port, folder)
+        run_experiment(resolved, runs_dir=str(folder), run_id="run", **SETTINGS)
+    return request.param, what_was_found(folder / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
+@pytest.mark.parametrize("dies_in", DEATHS)
+def test_a_service_killed_at_work_is_told_and_its_run_goes_on_without_loss(
+    undisturbed: tuple[TrainingProtocol, dict[str, bytes]], dies_in: str, tmp_path: Path
+) -> None:
+    protocol, expected = undisturbed[0], {**undisturbed[1]}
+    state_dir = str(tmp_path / "state")
+    with dying_server(protocol, state_dir, dies_in) as (port, process):
+        resolved = run_of(protocol, port, tmp_path)
+        with pytest.raises(ServiceUnreachableError, match=r"does not answer.*nip-astra resume"):
+            run_experiment(resolved, runs_dir=str(tmp_path), run_id="run", **SETTINGS)
+        process.join(5)
+        assert process.exitcode == -signal.SIGKILL
+    # One of the three iterations is lost.
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == [
+        "step_00000005"
+    ]
+    server = Server({"policy": str(POLICY)}, [protocol], {"state_dir": state_dir})
+    server.port = port
+    server.start()
+    try:
+        resume_experiment(tmp_path / "run", progress=False)
+    finally:
+        server.stop()
+    found = what_was_found(tmp_path / "run")
+    if protocol == "tinker":
+        # Which requests its server answers together is a matter of time, and so are last bits.
+        metrics = [numbers_of(one.pop("metrics.jsonl")) for one in (found, expected)]
+        for mine, theirs in zip(*metrics, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert found == expected
+
+
+@pytest.fixture
+def queue(monkeypatch: pytest.MonkeyPatch) -> StoppedQueue:
+    return StoppedQueue(monkeypatch)
+
+
+class StoppedQueue:
+    """Lets servers take on work, and do none while it is shut."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_open, self.has_refused = threading.Event(), threading.Event()
+        self.at_work: list[WorkQueue] = []
+        do, check = WorkQueue._do, WorkQueue._check_room
+
+        def do_where_open(queue: WorkQueue, batch: Any) -> None:
+            self.at_work.append(queue)
+            self.is_open.wait()
+            do(queue, batch)
+
+        def note_refusals(queue: WorkQueue) -> None:
+            try:
+                check(queue)
+            except ApiError:
+                self.has_refused.set()
+                raise
+
+        monkeypatch.setattr(WorkQueue, "_do", do_where_open)
+        monkeypatch.setattr(WorkQueue, "_check_room", note_refusals)
+        self.is_open.set()
+
+    def shut(self) -> None:
+        self.at_work.clear()
+        self.has_refused.clear()
+        self.is_open.clear()
+
+    def wait_for(self, *, at_work: int, waiting: int) -> None:
+        while len(self.at_work) < at_work or self.at_work[0].num_waiting < waiting:
+            time.sleep(0.005)
+
+
+ONE = torch.ones(1, 1, dtype=torch.bool)
+ASKED = torch.tensor([[3]]), ONE, torch.tensor([[4]]), ONE
+
+
+@pytest.mark.parametrize(
+    # The SDK asks again after a second and more.
+    "protocol",
+    ["http", pytest.param("tinker", marks=pytest.mark.slow)],
+)
+def test_a_full_queue_is_waited_for(queue: StoppedQueue, protocol: TrainingProtocol) -> None:
+    if protocol == "tinker":
+        pytest.importorskip("tinker")
+    with training_server([protocol], max_waiting=1) as server, ThreadPoolExecutor(3) as pool:
+        services = [trainer_at(server, protocol, PATIENT).service for _ in range(3)]
+        queue.shut()
+        # One is at work, one waits, and one finds no room.
+        answers = [pool.submit(one.compute_logprobs, *ASKED) for one in services]
+        assert queue.has_refused.wait(10)
+        queue.is_open.set()
+        first, second, third = (answer.result(20) for answer in answers)
+        assert first == second == third < 0
+
+
+def test_a_queue_that_stays_full_is_told(queue: StoppedQueue) -> None:
+    with training_server(["http"], max_waiting=1) as server, ThreadPoolExecutor(2) as pool:
+        patient = [trainer_at(server, "http", PATIENT).service for _ in range(2)]
+        hurried = trainer_at(server, "http").service
+        queue.shut()
+        answers = [pool.submit(patient[0].compute_logprobs, *ASKED)]
+        queue.wait_for(at_work=1, waiting=0)
+        answers.append(pool.submit(patient[1].compute_logprobs, *ASKED))
+        queue.wait_for(at_work=1, waiting=1)
+        with pytest.raises(ServiceBusyError, match=r"1 operations wait already.*max_waiting"):
+            hurried.compute_logprobs(*ASKED)
+        queue.is_open.set()
+        found = [one.result(20) for one in answers]
+        assert hurried.compute_logprobs(*ASKED) == found[0] == found[1]
+
+
+def test_a_service_of_a_wrong_model_path_is_refused(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ModelLoadError, match="nothing-there"),
+        training_server(["http"], {"policy": str(tmp_path / "nothing-there")}),
+    ):
+        pass
