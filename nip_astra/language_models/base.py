@@ -50,6 +50,8 @@ class TokenModel(Counted, ABC):
         behind the model, and `token_count` is all that generating changes.
     can_be_copied : bool
         Whether a copy in another process, sent there by pickle, may generate and score.
+    is_in_this_process : bool
+        Whether this process holds the weights, so that each process of a run has a model as this.
     can_score_contexts : bool
         Whether sessions give log-probabilities of spans of what is read.
     voices : Sequence[TokenModel]
@@ -67,6 +69,7 @@ class TokenModel(Counted, ABC):
     cache_bytes_per_token: int = 0
     can_be_forked: bool = False
     can_be_copied: bool = False
+    is_in_this_process: bool = False
     can_score_contexts: bool = True
     voices: Sequence[TokenModel] = ()
 

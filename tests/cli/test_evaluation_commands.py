@@ -71,7 +71,7 @@ def test_conversations_are_divided_among_the_cores(
 ) -> None:
     allowed = []
 
-    def noted(_: Any, num_episodes: int, *how: Any) -> list[range]:
+    def noted(_: Any, num_episodes: int, *how: Any, **_more: Any) -> list[range]:
         allowed.append(get_num_processes())
         return [range(num_episodes)]
 
