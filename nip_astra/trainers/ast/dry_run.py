@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
 from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -31,6 +32,7 @@ class CostlyTrainer(Protocol):
     training: TrainingConfiguration
     rollouts: Rollouts
     policy: LanguageModel
+    settings: ExperimentSettings
     scenario_instance: ScenarioInstance
     optimizer: torch.optim.Optimizer
 
@@ -140,7 +142,7 @@ def _work_of(
     num_learned = num_rows * training.num_epochs
     learned = sum(p.numel() * p.element_size() for p in trainer.policy.parameters())
     models = memory_of_models(parts_with_models(trainer.scenario_instance))
-    return Work(
+    work = Work(
         num_iterations=training.num_iterations,
         num_episodes=per_iteration,
         rows_per_step=min(rows, num_rows),
@@ -157,3 +159,6 @@ def _work_of(
         },
         divided_memory={"keys and values": memory[0]},
     )
+    if trainer.settings.sharding == "none":
+        return work
+    return work.with_sharded_weights(float(learned))

@@ -12,6 +12,7 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.training import TrainingConfiguration
@@ -29,6 +30,7 @@ class LearnsFromTrajectories(Protocol):
     training: TrainingConfiguration
     trained_tokens: ClassVar[str]
     policy: LanguageModel
+    settings: ExperimentSettings
     scenario_instance: ScenarioInstance
     learned: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -135,7 +137,7 @@ def _work_of(step: SmallestStep, trainer: LearnsFromTrajectories) -> Work:
     rows_of_batch = min(training.minibatch_size, num_rows)
     gradients = float(sum(one.numel() * one.element_size() for one in trainer.learned))
     models = memory_of_models(parts_with_models(trainer.scenario_instance))
-    return Work(
+    work = Work(
         num_iterations=training.num_iterations,
         num_episodes=num_problems,
         rows_per_step=rows,
@@ -152,3 +154,6 @@ def _work_of(step: SmallestStep, trainer: LearnsFromTrajectories) -> Work:
         },
         divided_memory={},
     )
+    if trainer.settings.sharding == "none":
+        return work
+    return work.with_sharded_weights(gradients)
