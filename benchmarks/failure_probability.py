@@ -12,8 +12,6 @@ width and coverage of the intervals.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from measuring import markdown_table, options_of, tell
 
 from nip_astra.cli.evaluation_loading import LoadedAttacker, RunCode, load_attacker
 from nip_astra.evaluation.failure_probability import (
@@ -157,57 +156,31 @@ def monte_carlo_parts(
     ]
 
 
-def show(name: str, found: dict[str, float]) -> None:
-    """Print one line of the table."""
-    print(
-        f"{name:32}{found['mean']:8.3%}{found['rmse']:9.3%}{found['relative_rmse']:8.2f}"
-        f"{found['standard_error']:9.3%}"
-        f"{found['mean_width']:8.2%}{found['coverage']:7.0%}{found['refused']:8.0f}"
-        f"{found['effective_sample_size']:6.0f}",
-        flush=True,
-    )
-
-
-def read_options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("run", help="a finished run on pocket_chat")
-    parser.add_argument("--episodes", type=int, default=300, help="of one estimate")
-    parser.add_argument("--repetitions", type=int, default=100)
-    parser.add_argument("--brute-force", type=int, default=120_000, help="episodes for the truth")
-    parser.add_argument("--truth", help=".npy file that keeps the brute force between calls")
-    parser.add_argument("--seed", type=int, default=77)
-    parser.add_argument("--json", help="file to write the figures to")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Measure, and print the table."""
-    options = read_options()
+    parser = options_of(
+        __doc__,
+        episodes={"type": int, "default": 300, "help": "of one estimate"},
+        repetitions=100,
+        brute_force={"type": int, "default": 120_000, "help": "episodes for the truth"},
+        truth={"type": Path, "help": ".npy file that keeps the brute force between calls"},
+        seed=77,
+    )
+    parser.add_argument("run", help="a finished run on pocket_chat")
+    options = parser.parse_args()
     torch.set_num_threads(1)
     attacker = load_attacker(options.run, ExperimentSettings(), code=RunCode())
     started = time.perf_counter()
-    file = Path(options.truth) if options.truth else None
-    if file is not None and file.is_file():
-        has_failed = np.load(file)
+    if options.truth is not None and options.truth.is_file():
+        has_failed = np.load(options.truth)
     else:
         has_failed = brute_force(attacker, options.brute_force, options.seed)
-        if file is not None:
-            np.save(file, has_failed)
+        if options.truth is not None:
+            np.save(options.truth, has_failed)
     truth, total = float(has_failed.mean()), len(has_failed)
     error = (truth * (1 - truth) / total) ** 0.5
-    print(
-        f"brute force: {has_failed.sum():,} of {total:,} episodes fail, {truth:.3%} +- {error:.3%}"
-    )
-    heads = zip(
-        ("mean", "RMSE", "RMSE/p", "SE told", "width", "cover", "refused", "ESS"),
-        (8, 9, 8, 9, 8, 7, 8, 6),
-        strict=True,
-    )
-    print(" " * 32 + "".join(f"{head:>{width}}" for head, width in heads))
     num_turns, count = attacker.section.tree_depth, options.episodes
     estimates = {"Monte Carlo": monte_carlo_parts(attacker, has_failed, count, options.repetitions)}
-    show("Monte Carlo", figures(estimates["Monte Carlo"], truth))
     mixtures = {
         "importance sampling, one turn": defensive_shares(count, num_turns),
         "importance sampling, all turns": {REFERENCE: count - count // 2, ATTACKER: count // 2},
@@ -215,21 +188,28 @@ def main() -> None:
     for name, counts in mixtures.items():
         parts = repeat(attacker, counts, options.repetitions, options.seed)
         estimates[name] = [weighed(part) for part in parts]
-        show(name, figures(estimates[name], truth))
-    print(
-        f"{options.repetitions} repetitions of {count * num_turns:,} target queries each, "
-        f"95 % intervals; {time.perf_counter() - started:.0f} s"
+    found = {name: figures(told, truth) for name, told in estimates.items()}
+    shown = (
+        f"brute force: {has_failed.sum():,} of {total:,} episodes fail, {truth:.3%} +- {error:.3%}"
+        f"\n\n{_table(found)}\n{options.repetitions} repetitions of {count * num_turns:,} target "
+        f"queries each, 95 % intervals; {time.perf_counter() - started:.0f} s"
     )
-    if options.json:
-        names = ("value", "low", "high")
-        content = {
-            name: {
-                "figures": figures(told, truth),
-                "estimates": [[e[n] for n in names] for e in told],
-            }
-            for name, told in estimates.items()
-        }
-        Path(options.json).write_text(json.dumps({"truth": truth, **content}, indent=2) + "\n")
+    values = ("value", "low", "high")
+    content = {
+        name: {"figures": found[name], "estimates": [[e[v] for v in values] for e in told]}
+        for name, told in estimates.items()
+    }
+    tell({"truth": truth, **content}, options.out, shown=shown)
+
+
+def _table(found: dict[str, dict[str, float]]) -> str:
+    header = ["", "mean", "RMSE", "RMSE/p", "SE told", "width", "cover", "refused", "ESS"]
+    percent = ("mean", "rmse", "standard_error", "mean_width", "coverage")
+    rows = [
+        [name, *(f"{v:.3%}" if key in percent else v for key, v in of_one.items())]
+        for name, of_one in found.items()
+    ]
+    return markdown_table(header, rows)
 
 
 if __name__ == "__main__":

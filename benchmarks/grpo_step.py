@@ -11,7 +11,6 @@ of TRL's, which reads as many rows at once as its configuration has by default.
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import math
@@ -20,14 +19,13 @@ import random
 import resource
 import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
+from measuring import in_turns, options_of, ratio, seconds_of, tell
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
@@ -126,14 +124,14 @@ class Ours:
                 "training.batch_order=by_episode",
             ],
         )
-        self.trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+        self.trainer = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
         self.work = work
         self.first: tuple[float, float] | None = None
         self.forwarded_per_unique = math.nan
         self.rows = [self._row(index) for index in range(len(work.answers))]
         # What the sampler would have told: the policy's own log-probabilities.
-        batch, trainer = Batch.from_trajectories(self.trajectories()), self.trainer
-        scored_BT = score_batch(batch, trainer.service.compute_logprobs)
+        batch = Batch.from_trajectories(self.trajectories())
+        scored_BT = score_batch(batch, self.trainer.service.compute_logprobs)
         for row, scored_T in zip(self.rows, scored_BT, strict=True):
             row["logprobs"] = scored_T[: len(row["tokens"])].tolist()
 
@@ -177,8 +175,7 @@ class Trls:
         config: Any = trl.GRPOConfig  # type: ignore[attr-defined]  # exported lazily
         trainer: Any = trl.GRPOTrainer  # type: ignore[attr-defined]  # exported lazily
         source = resolve_model(model, None)
-        dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
-        module: Any = load_causal_lm(*source).to(dtype)
+        module: Any = load_causal_lm(*source).to(getattr(torch, precision))
         self.folder = tempfile.TemporaryDirectory()
         self.trainer: Any = trainer(
             model=module,
@@ -248,13 +245,6 @@ def _padded(rows: list[list[int]], side: str) -> tuple[torch.Tensor, torch.Tenso
     return ids, pad(ones, batch_first=True, padding_side=side)
 
 
-def seconds_of(function: Callable[[], None]) -> float:
-    """How long a call takes."""
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
 def check(ours: tuple[float, float], theirs: tuple[float, float], tolerance: float) -> None:
     """Raise where the first steps differ in loss or gradient norm."""
     for name, one, other in zip(("loss", "gradient norm"), ours, theirs, strict=True):
@@ -264,17 +254,17 @@ def check(ours: tuple[float, float], theirs: tuple[float, float], tolerance: flo
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print a table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default=MODEL)
-    parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--answer-tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--our-rows", type=int, help="rows that we read at once; all of them")
-    parser.add_argument("--trl-rows", type=int, default=8, help="rows that TRL reads at once")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args(arguments)
+    options = options_of(
+        __doc__,
+        model=MODEL,
+        precision={"choices": ["float32", "bfloat16"], "default": "float32"},
+        groups=8,
+        group_size=8,
+        answer_tokens=48,
+        rounds=3,
+        our_rows={"type": int, "help": "rows that we read at once; all of them"},
+        trl_rows={"type": int, "default": 8, "help": "rows that TRL reads at once"},
+    ).parse_args(arguments)
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(*resolve_model(options.model, None))
     work = make_work(tokenizer, options.groups, options.group_size, options.answer_tokens)
@@ -285,12 +275,8 @@ def main(arguments: list[str] | None = None) -> None:
     ours()
     theirs()
     check(ours.first or (0, 0), theirs.first or (0, 0), 1e-3)
-    rounds = []
-    for number in range(options.rounds):
-        pair = (ours, theirs) if number % 2 == 0 else (theirs, ours)
-        seconds = {id(one): seconds_of(one) for one in pair}
-        rounds.append((seconds[id(ours)], seconds[id(theirs)]))
-        print(f"round {number + 1}: {rounds[-1][0]:.1f} s, TRL {rounds[-1][1]:.1f} s", flush=True)
+    ways = {"ours": partial(seconds_of, ours), "trl": partial(seconds_of, theirs)}
+    seconds = in_turns(ways, options.rounds)
     figures = {
         "trl": importlib.metadata.version("trl"),
         "num_rows": len(work.answers),
@@ -298,18 +284,14 @@ def main(arguments: list[str] | None = None) -> None:
         "num_tokens": work.num_rows,
         "num_unique_tokens": work.num_unique,
         "forwarded_per_unique": ours.forwarded_per_unique,
-        "seconds": statistics.median(one for one, _ in rounds),
-        "trl_seconds": statistics.median(other for _, other in rounds),
-        "ratios": [other / one for one, other in rounds],
-        "median_ratio": statistics.median(other / one for one, other in rounds),
+        "seconds": statistics.median(seconds["ours"]),
+        "trl_seconds": statistics.median(seconds["trl"]),
+        "median_ratio": ratio(seconds["trl"], seconds["ours"]),
+        "runs": seconds,
         "loss": ours.first,
         "trl_loss": theirs.first,
     }
-    for name, value in figures.items():
-        shown = f"{value:,.4g}" if isinstance(value, int | float) else str(value)
-        print(f"{name.replace('_', ' '):<22} {shown}")
-    if options.out is not None:
-        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+    tell(figures, options.out)
 
 
 if __name__ == "__main__":

@@ -5,25 +5,23 @@
 Graph isomorphism at the published shapes, 2,048 frames an iteration and 10 epochs of minibatches of
 256: ours (`ours`) beside the usual way with TorchRL (`plain`, see `plain_proofs.py`). Arms
 take turns in one process. Before anything is timed, loss and gradients of both ways are compared
-for equal weights and frames. Prints tables of medians, and writes them as Markdown and JSON; where
-"processors had" is below the number of threads that work, others used the machine too.
+for equal weights and frames. Prints tables of medians; where "processors had" is below the number
+of threads that work, others used the machine too.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import plain_proofs
-from measuring import markdown_table, median_by_name, shown_command
+from measuring import markdown_table, median_by_name, options_of, ratio, shown_command, tell
 from our_proofs import (
     COLLECT,
     GAE,
@@ -109,7 +107,14 @@ def _processor_seconds() -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
-    options = _parser().parse_args(arguments)
+    parser = options_of(
+        __doc__,
+        repetitions={"type": int, "default": 5, "help": "iterations timed of each arm"},
+        num_threads=[1, 2],
+        arms={"nargs": "+", "default": list(ARMS), "choices": ARMS, "help": "what to time"},
+        quick={"action": "store_true", "help": "tiny sizes, to see that it runs"},
+    )
+    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     keep_freed_memory()
     sizes = QUICK if options.quick else Sizes()
@@ -125,18 +130,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "ratios": ratios(arms),
         "environment": describe_environment(),
     }
-    options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    text = markdown(report, arms)
-    options.markdown.write_text(text, encoding="utf-8")
-    print(text)
-    print(f"written to {options.out} and {options.markdown}")
+    tell(report, options.out, shown=markdown(report, arms))
 
 
 def _graph_arms(
     options: argparse.Namespace, sizes: Sizes, agreement: dict[str, dict[str, float]]
 ) -> list[Arm]:
-    shape = (sizes.num_frames, sizes.minibatch_size, sizes.num_graph_epochs)
-    arms = []
+    shape, arms = (sizes.num_frames, sizes.minibatch_size, sizes.num_graph_epochs), []
     for count in options.num_threads:
         trainer = graph_trainer(*shape, count)
         if PLAIN in options.arms:
@@ -178,9 +178,8 @@ def ratios(arms: Sequence[Arm]) -> list[Figures]:
             threads = one.num_threads, other.num_threads
             if (one.name, other.name) != (PLAIN, OURS) or threads[0] != threads[1]:
                 continue
-            pairs = list(zip(one.seconds, other.seconds, strict=True))
             found = {
-                part: statistics.median(a[part] / b[part] for a, b in pairs)
+                part: ratio(*([seconds[part] for seconds in arm.seconds] for arm in (one, other)))
                 for part in (WHOLE, COLLECT, GAE, UPDATE)
             }
             rows.append({"arm": one.label, "than": other.label, **found})
@@ -232,19 +231,6 @@ def _ratio_table(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     header = ["times as long", "as", WHOLE, COLLECT, GAE, UPDATE]
     return markdown_table(header, [list(row.values()) for row in rows])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--repetitions", type=int, default=5, help="iterations timed of each arm")
-    parser.add_argument(
-        "--num-threads", type=int, nargs="+", default=[1, 2], help="threads for graph isomorphism"
-    )
-    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, help="what to time")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
-    parser.add_argument("--out", type=Path, default=Path("interactive_proofs.json"))
-    parser.add_argument("--markdown", type=Path, default=Path("interactive_proofs.md"))
-    return parser
 
 
 if __name__ == "__main__":

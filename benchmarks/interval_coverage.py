@@ -13,18 +13,16 @@ correlations, and how often at most the truth lay below and above. The JSON file
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from measuring import options_of, tell
 from scipy.special import betaincinv, ndtr
 
 from nip_astra.utils.intervals import Estimate, paired_difference, rate_estimate
@@ -226,19 +224,15 @@ def table(points: Sequence[Point]) -> str:
     return "\n".join(lines)
 
 
-def read_options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--repetitions", type=int, default=2000, help="evaluations a point")
-    parser.add_argument("--largest", type=int, default=300, help="most prompts of the grid")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", help="JSON file for every point")
-    return parser.parse_args()
-
-
 def main() -> None:
     """Measure, and print the tables."""
-    options, started = read_options(), time.perf_counter()
+    options = options_of(
+        __doc__,
+        repetitions={"type": int, "default": 2000, "help": "evaluations a point"},
+        largest={"type": int, "default": 300, "help": "most prompts of the grid"},
+        seed=0,
+    ).parse_args()
+    started = time.perf_counter()
     designs = [design for design in DESIGNS if design[0] <= options.largest]
     sizes = (designs, options.repetitions, options.seed)
     points: list[Point] = []
@@ -247,12 +241,11 @@ def main() -> None:
         found = part(*sizes)
         print(table(found), end="\n\n", flush=True)
         points += found
-    print(
+    shown = (
         f"95 % intervals, {options.repetitions} evaluations a point, {len(points) // 2} points; "
         f"{time.perf_counter() - started:.0f} s"
     )
-    if options.out:
-        Path(options.out).write_text(json.dumps([asdict(point) for point in points]) + "\n")
+    tell([asdict(point) for point in points], options.out, shown=shown)
 
 
 if __name__ == "__main__":

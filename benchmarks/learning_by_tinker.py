@@ -5,9 +5,9 @@ python benchmarks/learning_by_tinker.py --seeds 0 1 2
 
 from __future__ import annotations
 
-import argparse
 import json
-import time
+
+from measuring import options_of, seconds_of
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
@@ -20,10 +20,7 @@ LORA = "task.policy.language_model.lora"
 
 def main() -> None:
     """Train with each seed, and print a row of JSON for it."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=60)
-    given = parser.parse_args()
+    given = options_of(__doc__, seeds=[0, 1, 2], steps=60).parse_args()
     models = {"policy": "scenario://arithmetic/models/policy"}
     with start_service(models, protocols=["tinker"], num_threads=1) as service:
         for seed in given.seeds:
@@ -43,12 +40,10 @@ def main() -> None:
                     "task.evaluation.num_problems=200",
                 ],
             )
-            started = time.perf_counter()
             trainer = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
-            trainer.train()
             row = {
                 "seed": seed,
-                "seconds": round(time.perf_counter() - started),
+                "seconds": round(seconds_of(trainer.train)),
                 **{
                     f"{when}_{name}": trainer.results[when][name]
                     for when in ("before", "after")

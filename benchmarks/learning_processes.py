@@ -8,15 +8,11 @@ or forked processes learn, the others wait. Prints medians, and medians of the r
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import statistics
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import median_by_name, options_of, ratio, seconds_of, tell
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.distributed.team import Team, open_team
@@ -39,15 +35,13 @@ def trainer_of(scenario: str, frames: int, minibatch: int, team: Team) -> Any:
     return prepare_experiment(resolved, settings).trainer
 
 
-def seconds_of(trainer: Any, batch: Any, team: Team, num_processes: int | None) -> float:
+def seconds_of_update(trainer: Any, batch: Any, team: Team, num_processes: int | None) -> float:
     """How long an update takes; weights and optimizers are as before afterwards."""
     weights = {name: value.clone() for name, value in trainer.agents.state_dict().items()}
     packed = pack_state({name: part.save() for name, part in trainer.kept_parts().items()})
     trainer.learner.team = team
     with trainer.learner.processes(num_processes):
-        started = time.perf_counter()
-        trainer.learner.learn(batch, 0)
-        spent = time.perf_counter() - started
+        spent = seconds_of(lambda: trainer.learner.learn(batch, 0))
     trainer.learner.team = Team()
     trainer.agents.load_state_dict(weights)
     kept = unpack_state(packed)
@@ -65,10 +59,10 @@ def measure(trainer: Any, team: Team, num_rounds: int) -> list[dict[str, float]]
         for way in WAYS:
             team.of_all(0)
             if way == "gloo":
-                found[way] = seconds_of(trainer, batch, team, None)
+                found[way] = seconds_of_update(trainer, batch, team, None)
             elif team.is_leader:
                 count = team.size if way == "forked" else None
-                found[way] = seconds_of(trainer, batch, Team(), count)
+                found[way] = seconds_of_update(trainer, batch, Team(), count)
         rounds.append(found)
     # The first is not measured: memory is yet to be had.
     return rounds[1:]
@@ -76,12 +70,8 @@ def measure(trainer: Any, team: Team, num_rounds: int) -> list[dict[str, float]]
 
 def main() -> None:
     """Measure, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--scenario", default="graph_isomorphism_small")
-    parser.add_argument("--frames", type=int, default=1536)
-    parser.add_argument("--minibatch", type=int, default=512)
-    parser.add_argument("--json", type=Path)
+    scenario = "graph_isomorphism_small"
+    parser = options_of(__doc__, rounds=7, scenario=scenario, frames=1536, minibatch=512)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with open_team(torch.device("cpu")) as team:
@@ -91,17 +81,11 @@ def main() -> None:
         rounds = measure(trainer, team, options.rounds)
         if not team.is_leader:
             return
-    medians = {way: statistics.median(one[way] for one in rounds) for way in WAYS}
-    pairs = {"forked/one": ("forked", "one"), "gloo/one": ("gloo", "one")}
-    pairs["gloo/forked"] = ("gloo", "forked")
-    ratios = {
-        n: statistics.median(one[a] / one[b] for one in rounds) for n, (a, b) in pairs.items()
-    }
-    found = {"rounds": rounds, "medians": medians, "ratios": ratios, "load": os.getloadavg()}
-    for name, value in (medians | ratios).items():
-        print(f"{name:<12} {value:.3f}")
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    found = {"rounds": rounds, "load": os.getloadavg(), "medians": median_by_name(rounds)}
+    for one, other in (("forked", "one"), ("gloo", "one"), ("gloo", "forked")):
+        of_one, of_other = ([seconds[way] for seconds in rounds] for way in (one, other))
+        found[f"{one}/{other}"] = ratio(of_one, of_other)
+    tell(found, options.out)
 
 
 if __name__ == "__main__":

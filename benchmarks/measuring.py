@@ -1,7 +1,9 @@
-"""What the benchmarks measure with: clocks, peak memory, counts of work, tables in Markdown."""
+"""What the benchmarks measure with: options, clocks, turns, peak memory, tables in Markdown."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import sys
 import time
@@ -15,6 +17,62 @@ import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
+
+# ---- options, and what is told
+
+
+def options_of(text: str | None, **options: Any) -> argparse.ArgumentParser:
+    """A parser of a benchmark's options.
+
+    Parameters
+    ----------
+    text : str
+        The benchmark's docstring.
+    options
+        By name: the default, of whose type the option is; a list takes several words; True or False
+        a switch; a type, such as `Path`, has no default; a dict is what `add_argument` takes.
+    """
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, given in (
+        {"out": {"type": Path, "help": "JSON file for the figures"}} | options
+    ).items():
+        keywords: dict[str, Any] = {"type": type(given), "default": given}
+        if isinstance(given, dict):
+            keywords = given
+        elif isinstance(given, bool):
+            keywords = {"action": "store_true"}
+        elif isinstance(given, list):
+            keywords = {"nargs": "+", "type": type(given[0]), "default": given}
+        elif isinstance(given, type):
+            keywords = {"type": given}
+        parser.add_argument(f"--{name.replace('_', '-')}", **keywords)
+    return parser
+
+
+def tell(figures: Any, out: Path | None, *, shown: str | None = None) -> None:
+    """Print figures, a line each or as they are `shown`, and write them where `out` says."""
+    if shown is None:
+        lines = [f"{name.replace('_', ' '):>28}  {_cell(value)}" for name, value in figures.items()]
+        shown = "\n".join(lines)
+    print(shown, flush=True)
+    if out is not None:
+        out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def shown_command(script: str, arguments: Sequence[str] | None) -> str:
+    """What was called, without the places of files."""
+    shown: list[str] = []
+    for word in sys.argv[1:] if arguments is None else arguments:
+        if shown and shown[-1] == "--out":
+            shown.pop()
+        else:
+            shown.append(Path(word).name if Path(word).is_absolute() else word)
+    return " ".join([f"python benchmarks/{script}", *shown])
+
+
+# ---- time
 
 
 @dataclass
@@ -39,42 +97,56 @@ class Stopwatch:
             yield
         finally:
             self._wait()
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            self.add(name, time.perf_counter() - started)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds to a phase."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def _wait(self) -> None:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
 
-def undisturbed(run: Callable[[], Result], device: str = "cpu") -> tuple[Result, int]:
-    """Run something, again where it was held up, and say how many times that was.
+def seconds_of(function: Callable[[], Any]) -> float:
+    """How long a call takes."""
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
 
-    Held up: this process had the processor for less than four fifths of the time. After three
-    times the last run counts nevertheless.
+
+def in_turns(ways: Mapping[str, Callable[[], Result]], num_rounds: int) -> dict[str, list[Result]]:
+    """What each way gives in each round; the ways take turns, and each is first as often.
+
+    What else runs on a machine weighs on all of a round, so that ratios of a round mean more than
+    those of medians; see `ratio`.
     """
-    for num_held_up in range(3):
-        started, cpu_started = time.perf_counter(), time.process_time()
-        result = run()
-        wall, cpu = time.perf_counter() - started, time.process_time() - cpu_started
-        if device != "cpu" or cpu >= 0.8 * wall:
-            return result, num_held_up
-    return result, 3
+    found: dict[str, list[Result]] = {name: [] for name in ways}
+    for number in range(num_rounds):
+        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
+            found[name].append(ways[name]())
+    return found
+
+
+def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
+    """The median over rounds of one way's figure by another's of the same round."""
+    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
+
+
+def median_by_name(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each name; a name that is missing somewhere counts as 0 there."""
+    names = dict.fromkeys(name for values in measured for name in values)
+    return {name: statistics.median(values.get(name, 0.0) for values in measured) for name in names}
+
+
+# ---- work and memory
 
 
 @dataclass
 class WorkCount:
-    """What went through a model, whatever the machine; padding counts.
-
-    Attributes
-    ----------
-    forwarded : int
-        Positions that were read.
-    head_rows : int
-        Positions for which the distribution over the whole vocabulary was computed.
-    """
+    """Positions that a model has read, whatever the machine; padding counts."""
 
     forwarded: int = 0
-    head_rows: int = 0
 
 
 def count_work(module: Any) -> WorkCount:
@@ -84,52 +156,23 @@ def count_work(module: Any) -> WorkCount:
     def read(_: Any, arguments: tuple[Tensor, ...], __: Tensor) -> None:
         count.forwarded += arguments[0].numel()
 
-    def predicted(_: Any, arguments: tuple[Tensor, ...], __: Tensor) -> None:
-        count.head_rows += arguments[0].numel() // arguments[0].shape[-1]
-
     module.get_input_embeddings().register_forward_hook(read)
-    module.get_output_embeddings().register_forward_hook(predicted)
     return count
-
-
-def median_by_name(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The median of each name; a name that is missing somewhere counts as 0 there."""
-    names = dict.fromkeys(name for values in measured for name in values)
-    return {name: statistics.median(values.get(name, 0.0) for values in measured) for name in names}
-
-
-def shown_command(script: str, arguments: Sequence[str] | None) -> str:
-    """What was called, without the places of files."""
-    shown: list[str] = []
-    for word in sys.argv[1:] if arguments is None else arguments:
-        if shown and shown[-1] in ("--out", "--markdown"):
-            shown.pop()
-        else:
-            shown.append(Path(word).name if Path(word).is_absolute() else word)
-    return " ".join([f"python benchmarks/{script}", *shown])
-
-
-# ---- memory
 
 
 def held_memory_bytes() -> int | None:
     """The memory that this process holds now; None where the system does not say."""
-    return _status_bytes("VmRSS")
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def forget_peak_memory() -> None:
     """Start a new peak at what is held now; where the system refuses, the peak stays."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-
-
-def _status_bytes(name: str) -> int | None:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return int(found[0]) * 1024 if found else None
 
 
 # ---- Markdown

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -20,12 +19,8 @@ from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.ast_base import AstTrainer
 
-PRECISIONS = {
-    "fp32": ("ast_chat.attacker.language_model.dtype=float32",),
-    "bf16": ("ast_chat.attacker.language_model.dtype=bfloat16",),
-    "auto": (),
-}
-"""What the attacker computes in, as overrides; the target answers in float32 always."""
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+"""What the attacker computes in; the target answers in float32 always."""
 
 
 class Played(NamedTuple):
@@ -44,11 +39,14 @@ class OurAst:
         Assignments `a.b=c` over what the scenario says.
     """
 
-    def __init__(self, setting: Setting, files: Files, overrides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, setting: Setting, files: Files, precision: str = "fp32", overrides: Sequence[str] = ()
+    ) -> None:
         resolved = resolve_experiment(
             trainer="ast_dpo",
             scenario=str(files.scenario),
             overrides=[
+                f"ast_chat.attacker.language_model.dtype={DTYPES[precision]}",
                 "ast_chat.target.language_model.dtype=float32",
                 f"ast_dpo.beta={BETA}",
                 *overrides,
@@ -67,54 +65,38 @@ class OurAst:
         with self.watch.phase("rollout"), torch.no_grad():
             tree = self.trainer.rollouts.play(iteration)
             experience = Played(tree, self.trainer.digest(tree).samples)
-        seconds = self.watch.seconds
-        for part, spent in experience.tree.seconds.items():
-            seconds[part] = seconds.get(part, 0.0) + spent
+        for part, spent in tree.seconds.items():
+            self.watch.add(part, spent)
         # The plain way runs the reference in its updates, so here its time counts there too.
-        reference = experience.tree.seconds["reference"]
-        seconds["rollout"] -= reference
-        seconds["update"] = seconds.get("update", 0.0) + reference
+        self.watch.add("rollout", -tree.seconds["reference"])
+        self.watch.add("update", tree.seconds["reference"])
         return experience
 
-    def learn(self, samples: Sequence[Sample], iteration: int) -> int:
-        """Take the optimizer steps of one iteration and give their number."""
-        batches = self.trainer.batches(samples, iteration=iteration, epoch=0)
-        return self.step_through(batches)
+    def learn(self, samples: Sequence[Sample], iteration: int) -> None:
+        """Take the optimizer steps of one iteration."""
+        self.step_through(self.trainer.batches(samples, iteration=iteration, epoch=0))
 
-    def step_through(self, batches: Iterable[TensorDict]) -> int:
-        """Take one optimizer step a batch, and give their number."""
-        num_steps = 0
-        with self._as_in_a_run("update"):
-            for batch in batches:
-                self._step(batch)
-                num_steps += 1
-        return num_steps
+    def step_through(self, batches: Iterable[TensorDict]) -> None:
+        """Take one optimizer step a batch; phases that the trainer times itself are added up.
 
-    @contextmanager
-    def _as_in_a_run(self, phase: str) -> Iterator[None]:
-        """Set the process up as the trainer's own loop does, and time the block.
-
-        What stays set afterwards, such as the keeping of freed memory, the plain way gains by too.
+        What the trainer's own loop sets up in the process, such as the keeping of freed memory,
+        stays set afterwards: the plain way gains by it too.
         """
         with ExitStack() as stack:
             self.trainer._build_train_context(stack)
-            stack.enter_context(self.watch.phase(phase))
-            yield
+            stack.enter_context(self.watch.phase("update"))
+            for batch in batches:
+                for name, value in self.trainer._optimizer_step([batch]).items():
+                    if name.startswith("time/"):
+                        self.watch.add(name.removeprefix("time/"), value)
 
-    def _step(self, batch: TensorDict) -> None:
-        """Take one optimizer step; phases that the trainer times itself are added up."""
-        metrics = self.trainer._optimizer_step([batch])
-        for name, value in metrics.items():
-            if name.startswith("time/"):
-                phase = name.removeprefix("time/")
-                self.watch.seconds[phase] = self.watch.seconds.get(phase, 0.0) + value
+    def forwarded(self) -> dict[str, int]:
+        """Positions that each model has read so far, by role."""
+        models = {role: getattr(self.trainer.sampler, role) for role in ROLES}
+        return {role: agent.language_model.token_count.forwarded for role, agent in models.items()}
 
-    def work(self) -> dict[str, dict[str, int]]:
-        """What each model counts of its work, by role."""
-        return {
-            role: asdict(getattr(self.trainer.sampler, role).language_model.token_count)
-            for role in ("attacker", "target", "reference")
-        }
+
+ROLES = ("attacker", "target", "reference")
 
 
 def samples_of_few_trees(experience: Played, num_pairs: int) -> list[Sample]:
@@ -132,10 +114,8 @@ def samples_of_few_trees(experience: Played, num_pairs: int) -> list[Sample]:
 
 def as_pairs(samples: Sequence[Sample]) -> list[Pair]:
     """Samples of the trainer as pairs of the plain way."""
-    return [
-        Pair(*(sample[name].tolist() for name in ("context", "chosen", "rejected")))
-        for sample in samples
-    ]
+    names = ("context", "chosen", "rejected")
+    return [Pair(*(sample[name].tolist() for name in names)) for sample in samples]
 
 
 # ---- agreement

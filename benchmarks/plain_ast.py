@@ -17,8 +17,8 @@ Shape suffixes: `B` row, `C` context position, `L` position of context and conti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -38,14 +38,6 @@ class Sampling(NamedTuple):
     temperature: float
     top_k: int
     top_p: float
-
-
-class RewardWeights(NamedTuple):
-    """Weights of a node's reward; see `nip_astra.rl_objectives.ast_reward`."""
-
-    w_response: float
-    w_combined: float
-    w_likelihood: float
 
 
 @dataclass
@@ -84,19 +76,16 @@ class PlainModel:
         width = max(len(context) for context in contexts)
         ids_BC = torch.tensor([[self.pad_id] * (width - len(c)) + list(c) for c in contexts])
         mask_BC = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts])
-        drawing = {"do_sample": False}
-        if self.sampling.temperature > 0:
-            drawing = {
-                "do_sample": True,
-                "temperature": self.sampling.temperature,
-                "top_k": self.sampling.top_k,
-                "top_p": self.sampling.top_p,
-            }
+        num_tokens, *how = self.sampling
+        drawing = dict(zip(("temperature", "top_k", "top_p"), how, strict=True))
+        if self.sampling.temperature == 0:
+            drawing = {}
         said_BL = self.module.generate(
             input_ids=ids_BC.to(self.device),
             attention_mask=mask_BC.to(self.device),
-            min_new_tokens=self.sampling.num_tokens,
-            max_new_tokens=self.sampling.num_tokens,
+            min_new_tokens=num_tokens,
+            max_new_tokens=num_tokens,
+            do_sample=bool(drawing),
             pad_token_id=self.pad_id,
             suppress_tokens=list(self.suppressed_ids) or None,
             **drawing,
@@ -171,6 +160,8 @@ class PlainAst:
 
     Attributes
     ----------
+    weights : Mapping[str, float]
+        Of a node's reward; see `nip_astra.rl_objectives.ast_reward`.
     beta : float
         Inverse temperature of DPO.
     """
@@ -179,7 +170,7 @@ class PlainAst:
     target: PlainModel
     reference: PlainModel
     scorer: Scorer
-    weights: RewardWeights
+    weights: Mapping[str, float]
     lr: float
     beta: float
     watch: Stopwatch = field(default_factory=Stopwatch)
@@ -191,10 +182,10 @@ class PlainAst:
         """What the attacker learns."""
         return [p for p in self.attacker.module.parameters() if p.requires_grad]
 
-    def work(self) -> dict[str, dict[str, int]]:
-        """The work done so far, by role."""
+    def forwarded(self) -> dict[str, int]:
+        """Positions that each model has read so far, by role."""
         roles = {"attacker": self.attacker, "target": self.target, "reference": self.reference}
-        return {role: asdict(model.work) for role, model in roles.items()}
+        return {role: model.work.forwarded for role, model in roles.items()}
 
     # ---- playing
 
@@ -277,7 +268,7 @@ class PlainAst:
             nll_B,
             torch.tensor([not text for text in probe_texts]),
             empty_nll=math.log(len(self.target.tokenizer)),
-            **self.weights._asdict(),
+            **self.weights,
         )
 
     # ---- learning

@@ -9,7 +9,6 @@ that stands in where there is none: a solution counts as agreed on where the sam
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -18,6 +17,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from measuring import options_of, tell
 
 from nip_astra.errors import SandboxUnavailableError
 from nip_astra.scenarios.code.verified import LIMITS, Case, passed_of
@@ -76,19 +77,9 @@ def measure(tasks: Sequence[Task], num_processes: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--solutions", type=int, default=400)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    given = parser.parse_args(arguments)
+    given = options_of(__doc__, solutions=400, processes=2).parse_args(arguments)
     check_sandbox()
-    found = measure(read_tasks(given.solutions), given.processes)
-    for name, value in found.items():
-        print(f"{name.replace('_', ' '):>28}  {value}")
-    if given.out is not None:
-        given.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    tell(measure(read_tasks(given.solutions), given.processes), given.out)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,18 @@ are as likely as each other up to rounding.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import os
 import re
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+from measuring import markdown_table, options_of, ratio, tell
 
 from nip_astra.serve.local_service import LocalService, start_service
 from nip_astra.serve.settings import ServiceSettings
@@ -189,11 +189,6 @@ class Way:
         }
 
 
-def ratio(ones: Sequence[float], others: Sequence[float]) -> float:
-    """The median over rounds of one way's figure by another's: others on the machine slow both."""
-    return statistics.median(one / other for one, other in zip(ones, others, strict=True))
-
-
 def start(args: Any, max_rows: int) -> LocalService:
     """A service of the model with at most so many answers at once."""
     settings = ServiceSettings(port=0, max_rows=max_rows)
@@ -231,38 +226,35 @@ def measure(args: Any, load: Load) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="scenario://pocket_chat/models/target")
-    parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=128)
-    parser.add_argument("--max-tokens", type=int, default=18)
-    parser.add_argument("--temperature", type=float, help="without it, half are greedy")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path)
-    args = parser.parse_args()
+    args = options_of(
+        __doc__,
+        model="scenario://pocket_chat/models/target",
+        clients=64,
+        requests=128,
+        max_tokens=18,
+        temperature={"type": float, "help": "without it, half are greedy"},
+        repeats=3,
+        threads=1,
+    ).parse_args()
     found = measure(args, Load("model", args.max_tokens, args.requests, args.temperature))
-    rows = {
-        "1 client": "one_client",
-        f"{args.clients} clients": "many_clients",
-        f"{args.clients} clients, one request after the other": "one_after_the_other",
+    names = {
+        "one_client": "1 client",
+        "many_clients": f"{args.clients} clients",
+        "one_after_the_other": f"{args.clients} clients, one request after the other",
     }
-    print(f"{args.model}, {args.requests} requests of up to {args.max_tokens} tokens\n")
-    print("| | answers/s | service's CPU, ms an answer | first token, ms: median | worst |")
-    print("|---|---|---|---|---|")
-    for name, key in rows.items():
-        rate, cpu, first, worst = found[key].values()
-        print(f"| {name} | {rate:.1f} | {cpu:.1f} | {first:.0f} | {worst:.0f} |")
+    header = ["", "answers/s", "service's CPU, ms an answer", "first token, ms: median", "worst"]
+    rows = [[name, *found[key].values()] for key, name in names.items()]
     ratios = found["ratios"]
-    print(
-        f"\n{ratios['to_one_client']:.1f} times one client's throughput, "
+    shown = (
+        f"{args.model}, {args.requests} requests of up to {args.max_tokens} tokens\n\n"
+        f"{markdown_table(header, rows)}\n"
+        f"{ratios['to_one_client']:.1f} times one client's throughput, "
         f"{ratios['to_one_after_the_other']:.1f} times that of one request after the other, which "
         f"computes for {ratios['cpu_of_one_after_the_other']:.1f} times as long; "
         f"peak memory {found['peak_mib']:.0f} MiB; "
         f"{found['num_same']} of {found['num_compared']} answers are the lone client's"
     )
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=2))
+    tell(found, args.out, shown=shown)
 
 
 if __name__ == "__main__":

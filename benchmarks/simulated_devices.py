@@ -9,11 +9,10 @@ restart. The run that is simulated is large: a rollout of 4,096 episodes and 4 s
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-from pathlib import Path
+
+from measuring import markdown_table, options_of, tell
 
 from nip_astra.distributed.placement import (
     NUM_DEVICES,
@@ -70,28 +69,21 @@ def simulated_hours(work: Work, count: int, cluster: Cluster, generator: random.
 
 def main() -> None:
     """Simulate, and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = options_of(__doc__, runs=5, seed=0).parse_args()
     cluster = Cluster(spread=0.1, hours_between_failures=10_000.0)
-    found = []
-    print("devices  hours: computed  simulated (least, most)  ratio  efficiency")
+    rows = []
     for count in NUM_DEVICES:
         computed = plan_for(RUN, count, cluster)
         hours = [
             simulated_hours(RUN, count, cluster, random.Random(f"{options.seed} {count} {run}"))
             for run in range(options.runs)
         ]
-        middle = statistics.median(hours)
-        print(
-            f"{count:>7,}  {computed.hours:>15,.1f}  {middle:>9,.1f} ({min(hours):,.1f}, "
-            f"{max(hours):,.1f})  {computed.hours / middle:.3f}  {computed.efficiency:.1%}"
+        middle, found = statistics.median(hours), computed.hours
+        rows.append(
+            [count, found, middle, min(hours), max(hours), found / middle, computed.efficiency]
         )
-        found.append({"devices": count, "computed": computed.hours, "simulated": hours})
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    header = ["devices", "hours: computed", "simulated", "least", "most", "ratio", "efficiency"]
+    tell({"columns": header, "rows": rows}, options.out, shown=markdown_table(header, rows))
 
 
 if __name__ == "__main__":

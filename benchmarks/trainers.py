@@ -12,7 +12,6 @@ reward terms, a second table gives what the terms change, seed by seed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from measuring import markdown_table
+from measuring import markdown_table, options_of, tell
 from scipy.stats import binomtest
 from scipy.stats import t as student_t
 
@@ -171,14 +170,14 @@ def _mean_interval(differences: Sequence[float], pattern: str) -> str:
 
 def main() -> None:
     """Train all arms and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--arms", nargs="+", default=list(TRAINERS), help="trainers or variants")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--scenario", help="another scenario than the presets'")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="A.B=C")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
-    parser.add_argument("--out", type=Path, help="file for the figures as JSON")
-    options = parser.parse_args()
+    options = options_of(
+        __doc__,
+        arms={"nargs": "+", "default": list(TRAINERS), "help": "trainers or variants"},
+        seeds=[0, 1, 2],
+        scenario={"help": "another scenario than the presets'"},
+        set={"action": "append", "default": [], "dest": "overrides", "metavar": "A.B=C"},
+        jobs={"type": int, "default": 2, "help": "runs at a time"},
+    ).parse_args()
     with TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         waiting = [
             pool.submit(train, arm, seed, options.scenario, options.overrides, Path(folder))
@@ -186,10 +185,7 @@ def main() -> None:
             for seed in options.seeds
         ]
         runs = [job.result() for job in waiting]
-    if options.out is not None:
-        options.out.write_text(json.dumps(runs, indent=2) + "\n", encoding="utf-8")
-    print(table(runs))
-    print(paired_table(runs))
+    tell(runs, options.out, shown=f"{table(runs)}\n{paired_table(runs)}")
 
 
 if __name__ == "__main__":

@@ -10,16 +10,12 @@ by token in Python and is compared with it number by number. One thread; the lea
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from measuring import options_of, seconds_of, tell
 
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rollouts.batch import Batch
@@ -103,29 +99,17 @@ def check(batch: Batch, by_loop: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(found.float(), expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def least_seconds(function: Callable[[Rows], Any], rows: Rows, rounds: int) -> float:
-    """The shortest of several rounds."""
-    found = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        function(rows)
-        found.append(time.perf_counter() - start)
-    return min(found)
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print a table and write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trajectories", type=int, default=512)
-    parser.add_argument("--mean-length", type=int, default=1140)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser = options_of(__doc__, trajectories=512, mean_length=1140, rounds=5)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     rows = make_rows(options.trajectories, options.mean_length)
     check(prepare(rows), prepare_by_loop(rows))
-    ours = least_seconds(prepare, rows, options.rounds)
-    loop = least_seconds(prepare_by_loop, rows, options.rounds)
+    ours, loop = (
+        min(seconds_of(lambda way=way: way(rows)) for _ in range(options.rounds))
+        for way in (prepare, prepare_by_loop)
+    )
     figures = {
         "num_trajectories": len(rows),
         "num_tokens": sum(len(row["tokens"]) for row in rows),
@@ -133,10 +117,7 @@ def main(arguments: list[str] | None = None) -> None:
         "loop_seconds": loop,
         "loop_over_ours": loop / ours,
     }
-    for name, value in figures.items():
-        print(f"{name.replace('_', ' '):<20} {value:,.4g}")
-    if options.out is not None:
-        options.out.write_text(json.dumps(figures, indent=2) + "\n")
+    tell(figures, options.out)
 
 
 if __name__ == "__main__":

@@ -80,6 +80,14 @@ class ExperimentSettings(SubParameters):
     device_price: float | None = Field(default=None, ge=0)
     """Price of one device and hour, by which --dry-run reckons what a run on many costs; null for
     no costs."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """What each of several processes holds of a language model that learns in full. none: all;
+    fsdp: a part of weights, gradients and optimizer (FSDP2), for models that with these do not fit
+    one device; the first process holds the weights whole beside its part, to sample from. One
+    process holds all either way. The numbers are the same up to rounding."""
+    gradient_checkpointing: bool = False
+    """Whether a language model that learns forgets what is inside its layers, and computes it again
+    in the backward pass: less memory, about a third more time, the same gradients."""
     process_store: str | None = None
     """File, on a disk that all see, by which the processes of a run find each other where no port
     can be used; a new one for every start. null takes the address that torchrun gives."""

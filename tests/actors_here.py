@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 from nip_astra.utils import actors as actors_module
-from nip_astra.utils.actors import ActorOptions, _Actor, _Sender
+from nip_astra.utils.actors import ActorOptions, _Actor
+from nip_astra.utils.sending import Sender
 
 
 class Reference:
@@ -26,7 +28,7 @@ class ActorsHere:
 
     def __init__(self, num_actors: int) -> None:
         self.sent: list[int] = []
-        self.sender = _Sender(self._put)
+        self.sender = Sender(self._put)
         threads = torch.get_num_threads()
         self.actors = [_Actor(threads, []) for _ in range(num_actors)]
         self.turn = 0
@@ -36,15 +38,26 @@ class ActorsHere:
         return Reference(value)
 
     def call(self, calls: list[Callable[[], Any]], kept: list[object]) -> list[Any]:
+        return self.begin(calls, kept)()
+
+    def begin(self, calls: list[Callable[[], Any]], kept: list[object]) -> Callable[[], list[Any]]:
+        """Write calls now, and make them when their results are asked for."""
         self.sender.keep(kept)
         weights, references = self.sender.weights(), list(self.sender.references)
-        results = []
-        for call in calls:
-            actor = self.actors[self.turn % len(self.actors)]
-            self.turn += 1
-            written = self.sender.written(call)
-            results.append(actor.make(references, weights, written, torch.is_grad_enabled()))
-        return results
+        # As the object store would, they are kept as they are now.
+        weights = copy.deepcopy(weights)
+        written = [self.sender.written(call) for call in calls]
+        has_grad = torch.is_grad_enabled()
+
+        def make() -> list[Any]:
+            results = []
+            for call in written:
+                actor = self.actors[self.turn % len(self.actors)]
+                self.turn += 1
+                results.append(actor.make(references, weights, call, has_grad))
+            return results
+
+        return make
 
     def close(self) -> None:
         """Nothing was begun."""

@@ -9,7 +9,10 @@ from pathlib import Path
 from nip_astra.cli.evaluation_loading import RunCode, resolve_run
 from nip_astra.cli.stored_evaluations import final_episodes, stored_rows
 from nip_astra.cli.terminal import say
-from nip_astra.errors import UnknownNameError
+from nip_astra.cli.text_exports import TEXT_FORMATS, WEIGHTS, export_text_run, run_of_text
+from nip_astra.cli.text_runs import is_text_run
+from nip_astra.cli.weight_export import export_weights
+from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.evaluation.exports.inspect_log import write_inspect
 from nip_astra.evaluation.exports.material import Material, make_folder
 from nip_astra.evaluation.exports.tables import write_csv, write_hitlog, write_jsonl
@@ -32,13 +35,31 @@ EXPORTS = "exports"
 
 def export(path: str, *, form: str, output: str | None, code: RunCode) -> None:
     """Write a run's newest evaluation, or the one given, in a format of others."""
+    known = sorted({*FORMATS, *TEXT_FORMATS, WEIGHTS})
+    if form not in known:
+        raise UnknownNameError("format", form, known, "Give one of them as --format.")
+    if is_text_run(path):
+        folder = run_of_text(Path(path)) / EXPORTS if output is None else Path(output)
+        files = export_text_run(Path(path), form, folder, code)
+    elif form == WEIGHTS:
+        files = [export_weights(path, None if output is None else Path(output))]
+    else:
+        files = _export_conversations(Path(path), form, output, code)
+    for written in files:
+        say(f"export     {written}")
+
+
+def _export_conversations(path: Path, form: str, output: str | None, code: RunCode) -> list[Path]:
+    """Write what an attacker and a target said."""
+    material, run = _material(path, code)
     if form not in FORMATS:
-        raise UnknownNameError("format", form, FORMATS, "Give one of them as --format.")
-    material, run = _material(Path(path), code)
+        raise ConfigurationError(
+            f"an export of {path} as {form!r} was asked for, but that format is of runs whose "
+            f"agents are chat models that play a protocol. Take one of {', '.join(FORMATS)}."
+        )
     folder = run / EXPORTS if output is None else Path(output)
     make_folder(folder)
-    for written in FORMATS[form](material, folder):
-        say(f"export     {written}")
+    return FORMATS[form](material, folder)
 
 
 def _material(path: Path, code: RunCode) -> tuple[Material, Path]:

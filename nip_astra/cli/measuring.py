@@ -125,11 +125,14 @@ def score(
     from nip_astra.cli.evaluation_loading import RunCode
     from nip_astra.cli.judging import JudgingRequest
     from nip_astra.cli.stored_evaluations import score as score_stored
+    from nip_astra.cli.text_runs import is_text_run
+    from nip_astra.cli.text_scores import score_text_run
 
     judged = JudgingRequest(
         scorers or [], name, threshold, labelled, embedder, overwrite, fail_if, as_json
     )
-    score_stored(run, judged, RunCode(plugin or [], trust), settings_of(device=device))
+    rate = score_text_run if is_text_run(run) else score_stored
+    rate(run, judged, RunCode(plugin or [], trust), settings_of(device=device))
 
 
 def compare(
@@ -179,10 +182,15 @@ def report(
 
 
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or an evaluation.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run, evaluation, or checkpoint.")],
     form: Annotated[
         str,
-        typer.Option("--format", metavar="NAME", help="csv, jsonl, hitlog, tensorboard, inspect."),
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="csv, jsonl, hitlog, tensorboard, inspect; huggingface for weights; of runs in "
+            "words parquet too.",
+        ),
     ],
     output: Annotated[
         str | None, typer.Option(metavar="DIR", help="Folder to write to; RUN/exports.")
@@ -191,7 +199,7 @@ def export(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Write conversations, figures and curves in the formats of other tools."""
+    """Write conversations, figures and curves, or weights, in the formats of other tools."""
     from nip_astra.cli import export_commands
     from nip_astra.cli.evaluation_loading import RunCode
 

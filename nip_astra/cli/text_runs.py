@@ -83,7 +83,7 @@ def evaluate_text_runs(request: EvaluateRequest, settings_fields: Mapping[str, A
             say(to_json(figures, indent=2))
         else:
             console = open_console()
-            console.print(_table(figures))
+            console.print(figures_table(figures))
             console.print(f"evaluation {folder.path}\n", soft_wrap=True)
         gate(request.judged.fail_if, conditions_of(figures))
 
@@ -126,7 +126,7 @@ def _evaluate(
         # Where all answers were kept no model was opened, and what they took is known already.
         **(found.services or ({"services": before} if before else {})),
     }
-    folder.write(figures, as_text([_table(figures)]))
+    folder.write(figures, as_text([figures_table(figures)]))
     return figures, folder
 
 
@@ -192,7 +192,8 @@ def _contender(path: Path, label: str) -> TextContender:
     )
 
 
-def _table(figures: Mapping[str, Any]) -> Table:
+def figures_table(figures: Mapping[str, Any]) -> Table:
+    """The figures of an evaluation, for all rollouts and by agent."""
     found = statistics_of(figures["figures"])
     agents = figures["agents"]
     table = plain_table(f"{figures['run']}: {figures['name']}", "", "all", *agents)

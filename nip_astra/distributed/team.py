@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.distributed.launch import is_one_of_several, rank_of_process
@@ -26,6 +27,8 @@ T = TypeVar("T")
 Handler = Callable[[Any], Any]
 """What a process does when the leader asks for it; takes and gives plain values and tensors."""
 
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Variable of the environment that names the network by which gloo meets."""
 _SILENCE = timedelta(days=14)
 """How long a process waits for another: one that measures says nothing meanwhile. That one has
 ended is seen at once, by its connections."""
@@ -96,6 +99,10 @@ class Team:
     def copy_from_leader(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors, of equal shapes in all processes, by the leader's."""
 
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        """All processes in a row, along which weights are divided."""
+        raise NotImplementedError
+
     def share_of(self, count: int) -> range:
         """Which of so many things are this process' to do: equal shares of neighbours."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
@@ -163,7 +170,7 @@ class ProcessTeam(Team):
     def of_all(self, value: T) -> list[T]:
         packed = _as_tensor(pack_state(value))
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
-        with _told_as_lost(self):
+        with told_as_lost(self):
             dist.all_gather(sizes, torch.tensor([len(packed)]))
             found = [packed.new_zeros(int(max(sizes))) for _ in sizes]
             dist.all_gather(found, _padded(packed, len(found[0])))
@@ -171,17 +178,26 @@ class ProcessTeam(Team):
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         for some in _by_kind(tensors):
+            if len(some) == 1 and some[0].is_contiguous():
+                with told_as_lost(self):
+                    dist.all_reduce(some[0], group=self._group_of(some[0]))
+                continue
             flat = torch.cat([tensor.reshape(-1) for tensor in some])
-            with _told_as_lost(self):
+            with told_as_lost(self):
                 dist.all_reduce(flat, group=self._group_of(flat))
             _copy_back(flat, some)
 
     def copy_from_leader(self, tensors: Sequence[Tensor]) -> None:
         for some in _by_kind(tensors):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in some])
-            with _told_as_lost(self):
+            with told_as_lost(self):
                 dist.broadcast(flat, src=0, group=self._group_of(flat))
             _copy_back(flat, some)
+
+    def mesh(self, device: torch.device) -> DeviceMesh:
+        group = self._tensors if device.type == "cuda" else dist.group.WORLD
+        assert group is not None
+        return DeviceMesh.from_group(group, device.type)
 
     def _group_of(self, tensor: Tensor) -> dist.ProcessGroup | None:
         return None if tensor.device.type == "cpu" else self._tensors
@@ -190,7 +206,7 @@ class ProcessTeam(Team):
         """Hand the leader's value to all others."""
         packed = _as_tensor(pack_state(value)) if self.is_leader else None
         size = torch.tensor([0 if packed is None else len(packed)])
-        with _told_as_lost(self):
+        with told_as_lost(self):
             dist.broadcast(size, src=0)
             if packed is None:
                 packed = torch.empty(int(size), dtype=torch.uint8)
@@ -201,7 +217,7 @@ class ProcessTeam(Team):
         """Hand the values of all to the leader; the others get nothing."""
         packed = _as_tensor(pack_state(value))
         sizes = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
-        with _told_as_lost(self):
+        with told_as_lost(self):
             dist.all_gather(sizes, torch.tensor([len(packed)]))
             most = int(max(sizes))
             found = [packed.new_zeros(most) for _ in sizes] if self.is_leader else None
@@ -237,11 +253,37 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     method = "env://" if store is None else f"file://{Path(store).absolute()}"
+    with _meeting(method, rank, size):
+        yield ProcessTeam(dist.new_group(backend="nccl") if device.type == "cuda" else None)
+
+
+@contextmanager
+def team_on_this_machine(store: str, rank: int, size: int) -> Iterator[ProcessTeam]:
+    """Meet processes that this one has forked, or was forked with, within the block.
+
+    Parameters
+    ----------
+    store : str
+        A new file by which they find each other.
+    """
+    before = os.environ.get(_INTERFACE)
+    os.environ[_INTERFACE] = "lo"
+    try:
+        with _meeting(f"file://{store}", rank, size):
+            yield ProcessTeam()
+    finally:
+        if before is None:
+            del os.environ[_INTERFACE]
+        else:
+            os.environ[_INTERFACE] = before
+
+
+@contextmanager
+def _meeting(method: str, rank: int, size: int) -> Iterator[None]:
     try:
         dist.init_process_group(
             "gloo", init_method=method, rank=rank, world_size=size, timeout=_SILENCE
         )
-        tensors = dist.new_group(backend="nccl") if device.type == "cuda" else None
     except (RuntimeError, ValueError, OSError) as error:
         raise ConfigurationError(
             f"process {rank} of {size} was to meet the others by {method}, but: {error}. Start "
@@ -249,16 +291,30 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
             "WORLD_SIZE and all the same new file with --settings process_store=FILE."
         ) from error
     try:
-        yield ProcessTeam(tensors)
+        yield
     finally:
         dist.destroy_process_group()
 
 
 @contextmanager
-def _told_as_lost(team: Team) -> Iterator[None]:
+def told_as_lost(team: Team, *, only_if: str = "") -> Iterator[None]:
+    """Have what fails within the block told as the end of another process.
+
+    Parameters
+    ----------
+    only_if : str
+        Regular expression that the message of such a failure matches.
+
+    Raises
+    ------
+    LostProcessError
+        In place of a RuntimeError of an exchange.
+    """
     try:
         yield
     except RuntimeError as error:
+        if not re.search(only_if, str(error)):
+            raise
         # "[place in gloo's source] What happened. Some advice."
         reason = re.sub(r"^\[\S*\]\s*", "", str(error).strip()).partition("\n")[0].split(". ")[0]
         raise LostProcessError(

@@ -51,6 +51,8 @@ class TokenModel(Counted, ABC):
         Whether a copy in another process, sent there by pickle, may generate and score.
     can_score_contexts : bool
         Whether sessions give log-probabilities of spans of what is read.
+    voices : Sequence[TokenModel]
+        Models that speak in its place, each some of the turns.
     """
 
     class Parameters(PolymorphicParameters):
@@ -65,6 +67,7 @@ class TokenModel(Counted, ABC):
     can_be_forked: bool = False
     can_be_copied: bool = False
     can_score_contexts: bool = True
+    voices: Sequence[TokenModel] = ()
 
     @classmethod
     @abstractmethod
@@ -79,7 +82,7 @@ class TokenModel(Counted, ABC):
 
     def shared_parts(self) -> list[object]:
         """What this model may share with others, so that copies of both share it too."""
-        return [self.tokenizer]
+        return [self.tokenizer, self.token_count]
 
     def to_send(self) -> TokenModel:
         """What is sent in place of the model where it is copied to another process."""

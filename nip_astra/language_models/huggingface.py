@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,12 +39,17 @@ from nip_astra.language_models.base import (
 )
 from nip_astra.language_models.drawing import TokenDraw
 from nip_astra.language_models.drawn import KeptTokens
-from nip_astra.language_models.plain_forward import generate_turns, score_rows
+from nip_astra.language_models.plain_forward import (
+    RowReader,
+    autocast_to,
+    generate_turns,
+    layers_of,
+    score_rows,
+)
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.saved_weights import has_adapter, restore_weights, save_weights
 from nip_astra.language_models.sources import (
-    DTYPES,
     computing_dtype,
     round_weights,
 )
@@ -128,6 +133,12 @@ class HuggingFaceLanguageModel(LanguageModel):
         self._steps = build_fixed_steps(self._decoder, device, decode_graphs)
         self._snapshot = self._new_snapshot()
         self._load_again: Callable[[], HuggingFaceLanguageModel] | None = None
+        self.scores_by_module = self._decoder is None
+        """Whether tokens are scored by the module's own forward pass, as those of a model are
+        whose learner knows no other."""
+        self.recomputes_layers = False
+        """Whether learning forgets the inside of layers, and computes it again going back."""
+        self._reader: RowReader | None = None
 
     @classmethod
     def load(
@@ -157,10 +168,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         # Before the weights are rounded, so that it can be checked exactly.
         decoder = build_decoder(module)
         is_full = trainable and parameters.lora is None
-        is_kept = is_full and decoder is None
-        dtype = computing_dtype(
-            module, parameters.dtype, device, trainable=trainable, keeps_float32=is_kept
-        )
+        dtype = computing_dtype(module, parameters.dtype, device, trainable=trainable)
         if not is_full:
             round_weights(module, dtype)
         if trainable and parameters.lora is not None:
@@ -204,8 +212,8 @@ class HuggingFaceLanguageModel(LanguageModel):
         if parameters.type_name != LanguageModelType.HUGGINGFACE:
             return None
         is_same = self.has_adapter and parameters.model == self.source
-        # What never learns computes in float32 unless it is told otherwise.
-        if is_same and self.dtype == DTYPES.get(parameters.dtype, torch.float32):
+        asked = computing_dtype(self.module, parameters.dtype, self.device, trainable=False)
+        if is_same and self.dtype == asked:
             twin = self.without_adapter()
             twin.max_batch_tokens = parameters.max_batch_tokens
             twin._decode_graphs = parameters.decode_graphs
@@ -264,7 +272,8 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     def shared_parts(self) -> list[object]:
         # Of a module whose matrices were freed nothing can be made.
-        return [self.tokenizer] if self._snapshot.is_released else [self.tokenizer, self.module]
+        shared = super().shared_parts()
+        return shared if self._snapshot.is_released else [*shared, self.module]
 
     def to_send(self) -> HuggingFaceLanguageModel:
         if not self._snapshot.is_released:
@@ -307,7 +316,8 @@ class HuggingFaceLanguageModel(LanguageModel):
             session = self.open_session()
             return session.generate(contexts, rows_per_context, uniforms_BT, options).generation
         rows = [context for context in contexts for _ in range(rows_per_context)]
-        with adapter_state(self.module, is_on=self.use_adapter):
+        autocast = autocast_to(self.module, self.dtype)
+        with adapter_state(self.module, is_on=self.use_adapter), autocast():
             said, spent = generate_turns(
                 self.module,
                 rows,
@@ -342,18 +352,23 @@ class HuggingFaceLanguageModel(LanguageModel):
         needs_hidden: bool = False,
         drawn: Drawn | None = None,
     ) -> TokenScores:
-        if not mask_BT.any():
+        if not mask_BT.any() and self._reader is None:
             zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
             hidden = zeros_BT.new_zeros(*ids_BT.shape, self.hidden_size) if needs_hidden else None
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
         needs["rule"] = None if drawn is None else self.token_draw.rule_of(drawn, mask_BT)
+        if self._reader is not None:
+            # As many passes in each process that reads a part of the weights.
+            found, spent = score_rows(self._reader, *rows, max_batch_tokens=None, **needs)
+            self.token_count.add(spent)
+            return found
         pair_cost = pair_cost_of(self._decoder, self.device)
         trie = build_trie(sequences_to_read(*rows), pair_cost=pair_cost)
         self.token_count.scored += trie.num_unique
         with nullcontext() if self.trainable else torch.no_grad():
-            if self._decoder is not None:
+            if self._decoder is not None and not self.scores_by_module:
                 found, spent = score_trie(
                     self._decoder,
                     self._weights_for_scoring(),
@@ -364,19 +379,48 @@ class HuggingFaceLanguageModel(LanguageModel):
                 )
             else:
                 with adapter_state(self.module, is_on=self.use_adapter):
-                    found, spent = score_rows(
-                        self._causal_lm, *rows, max_batch_tokens=self.max_batch_tokens, **needs
-                    )
+                    recomputes = self.recomputes_layers
+                    reader = RowReader(self._causal_lm, self.dtype, recomputes_layers=recomputes)
+                    limit = self.max_batch_tokens
+                    found, spent = score_rows(reader, *rows, max_batch_tokens=limit, **needs)
         self.token_count.add(spent)
         return found
+
+    def recompute_layers(self) -> None:
+        """Have learning forget the inside of layers, and compute it again in the backward pass.
+
+        Raises
+        ------
+        ConfigurationError
+            When the model does not say which its layers are.
+        """
+        if self._decoder is None:
+            layers_of(self._causal_lm)
+        else:
+            self._decoder.recomputes_layers = True
+        self.recomputes_layers = True
+
+    @contextmanager
+    def reading_through(self, reader: RowReader) -> Iterator[None]:
+        """Score by a reader in place of the module within the block, with gradient, in one pass."""
+        self._reader = reader
+        try:
+            yield
+        finally:
+            self._reader = None
 
     def logits_of(self, hidden_NX: Tensor) -> Tensor:
         """Logits `[N, V]`, float32, of hidden states that `token_scores` gave; with gradient."""
         if self._decoder is None:
             with adapter_state(self.module, is_on=self.use_adapter):
-                logits: Tensor = self._causal_lm.get_output_embeddings()(hidden_NX.to(self.dtype))
-            return logits.float()
+                return self._module_head(hidden_NX).float()
         return self._weights_for_scoring().head(hidden_NX.to(self.dtype)).float()
+
+    def _module_head(self, hidden_NX: Tensor) -> Tensor:
+        with autocast_to(self._causal_lm, self.dtype)():
+            head = self._causal_lm.get_output_embeddings()
+            logits: Tensor = head(hidden_NX.to(head.weight.dtype))
+        return logits
 
     def _weights_for_scoring(self) -> Weights:
         # Policy and reference always by the same path: others differ by rounding.
@@ -414,7 +458,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         mask_BT = mask_BT.to(self.device)
         weights = self._weights_for_scoring() if self._decoder is not None else None
         return find_kept_tokens(
-            weights.head if weights is not None else self._causal_lm.get_output_embeddings(),
+            weights.head if weights is not None else self._module_head,
             scores.hidden_BTX[mask_BT].to(self.dtype),
             ids_BT.to(self.device)[mask_BT],
             self.token_draw.rule_of(Drawn(options), mask_BT),
@@ -427,6 +471,13 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     def save(self, directory: Path) -> None:
         save_weights(self.module, directory)
+
+    def save_description(self, directory: Path) -> None:
+        """Write all that a folder of the model holds beside the weights."""
+        self.module.config.save_pretrained(directory)
+        if self.module.generation_config is not None:
+            self.module.generation_config.save_pretrained(directory)
+        self.tokenizer.save_pretrained(directory)
 
     def restore(self, directory: Path) -> None:
         restore_weights(self.module, directory)

@@ -8,14 +8,19 @@ Shape suffixes: `B` row, `C` context position, `T` sampled position, `V` vocabul
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import (
     Draw,
     Generation,
@@ -115,14 +120,100 @@ def _generate_batch(
     return Generation(ids, mask, logprobs)
 
 
+class RowReader(torch.nn.Module):
+    """A causal language model's own forward pass over rows, as one module.
+
+    So what watches a module's calls, as the dividing of its weights does, sees whole passes: the
+    head is applied to the scored positions alone, which the model's own call has no way to say.
+
+    Parameters
+    ----------
+    causal_lm : Module
+        The model, as transformers gives it.
+    dtype : torch.dtype
+        What is computed in; where the weights are of another, torch's autocast rounds what it is
+        safe to round.
+    recomputes_layers : bool
+        Whether a layer's inside is forgotten, and computed again in the backward pass.
+
+    Raises
+    ------
+    ConfigurationError
+        When it is to recompute layers that it does not know.
+    """
+
+    def __init__(
+        self, causal_lm: Any, dtype: torch.dtype, *, recomputes_layers: bool = False
+    ) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.autocast = autocast_to(causal_lm, dtype)
+        self.recomputed = layers_of(causal_lm) if recomputes_layers else []
+
+    def forward(
+        self,
+        context_BC: Tensor,
+        context_mask_BC: Tensor,
+        ids_BT: Tensor,
+        mask_BT: Tensor,
+        **needs: Any,
+    ) -> TokenScores:
+        """What the model thinks of each continuation token; see `score_rows`."""
+        rows = context_BC, context_mask_BC, ids_BT, mask_BT
+        with self.autocast(), _recomputing(self.recomputed if torch.is_grad_enabled() else []):
+            return _score_batch(self.causal_lm, *rows, **needs)
+
+
+def autocast_to(module: Any, dtype: torch.dtype) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes blocks in which a module computes in a precision, whatever its weights are held in."""
+    if next(module.parameters()).dtype == dtype:
+        return nullcontext
+    return partial(torch.autocast, module.device.type, dtype=dtype)
+
+
+def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of a model of transformers.
+
+    Raises
+    ------
+    ConfigurationError
+        When it does not say which they are.
+    """
+    layers = [one for one in module.modules() if isinstance(one, GradientCheckpointingLayer)]
+    if not layers:
+        raise ConfigurationError(
+            f"the layers of {type(module).__name__} were to be read one by one, but it does not "
+            "say which they are, as models of transformers do by GradientCheckpointingLayer. Set "
+            "sharding to none and gradient_checkpointing to false, or choose another model."
+        )
+    return layers
+
+
+@contextmanager
+def _recomputing(layers: Sequence[Any]) -> Iterator[None]:
+    """Have layers called within the block keep their input alone.
+
+    Inside of what watches their calls; transformers' own way is for modules in train mode alone.
+    """
+    for layer in layers:
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
 def score_rows(
-    module: Any,
+    reader: RowReader,
     context_BC: Tensor,
     context_mask_BC: Tensor,
     ids_BT: Tensor,
     mask_BT: Tensor,
     *,
-    max_batch_tokens: int,
+    max_batch_tokens: int | None,
     needs_entropy: bool = False,
     needs_hidden: bool = False,
     rule: DrawRule | None = None,
@@ -131,18 +222,22 @@ def score_rows(
 
     Parameters
     ----------
+    max_batch_tokens : int or None
+        Most positions in a pass; None for one pass.
     rule : DrawRule, optional
         Turns logits into those of another distribution.
     """
     widths = context_mask_BC.sum(dim=1).tolist()
     pieces, order, spent = [], [], TokenCount()
-    for part in _parts([width + ids_BT.shape[1] for width in widths], max_batch_tokens):
+    lengths = [width + ids_BT.shape[1] for width in widths]
+    limit = len(lengths) * max(lengths) if max_batch_tokens is None else max_batch_tokens
+    for part in _parts(lengths, limit):
         # Columns of padding that no row of this part needs are cut off.
         start = context_BC.shape[1] - max(widths[i] for i in part)
         context, mask = context_BC[part, start:], context_mask_BC[part, start:]
         pieces.append(
-            _score_batch(
-                *(module, context, mask, ids_BT[part], mask_BT[part]),
+            reader(
+                *(context, mask, ids_BT[part], mask_BT[part]),
                 needs_entropy=needs_entropy,
                 needs_hidden=needs_hidden,
                 rule=None if rule is None else rule.at(_positions_of(part, mask_BT)),

@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nip_astra.checkpoints.shards import SHARDS, load_whole
 from nip_astra.errors import CheckpointError
 
 
@@ -23,11 +28,8 @@ def restore_weights(module: Any, directory: Path) -> None:
     CheckpointError
         When the file is missing or of another model.
     """
-    from safetensors.torch import load_file
-
-    name = "adapter_model.safetensors" if has_adapter(module) else "model.safetensors"
     try:
-        state = load_file(directory / name)
+        state = saved_weights(directory, is_adapter=has_adapter(module))
         if has_adapter(module):
             from peft import set_peft_model_state_dict
 
@@ -39,13 +41,34 @@ def restore_weights(module: Any, directory: Path) -> None:
             tied = set(getattr(module, "all_tied_weights_keys", {}) or {})
             faults = list(problems.unexpected_keys)
             faults += [key for key in problems.missing_keys if key not in tied]
-    except (OSError, RuntimeError) as error:
+    except RuntimeError as error:
         raise CheckpointError(f"the weights in {directory} do not fit: {error}") from error
     if faults:
         raise CheckpointError(
             f"the weights in {directory} are of another model: {', '.join(faults[:3])}. "
             "Resume with the parameters that wrote them."
         )
+
+
+def saved_weights(directory: Path, *, is_adapter: bool = False) -> dict[str, Tensor]:
+    """All weights of a folder by name, whole or divided.
+
+    Raises
+    ------
+    CheckpointError
+        When they are missing or broken.
+    """
+    if (directory / SHARDS).is_dir():
+        return load_whole(directory / SHARDS)
+    path = directory / ("adapter_model.safetensors" if is_adapter else "model.safetensors")
+    try:
+        found: dict[str, Tensor] = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the weights in {path} were to be read, but: {error}. Restore the file, or resume "
+            "from another checkpoint."
+        ) from error
+    return found
 
 
 def has_adapter(module: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 
 from nip_astra.errors import MissingDependencyError, ModelLoadError
 from nip_astra.language_models.adapters import merge_adapter
+from nip_astra.language_models.gguf_reading import gguf_read_once
 from nip_astra.parameters.content import resolve_reference
 
 logger = logging.getLogger(__name__)
@@ -94,14 +96,15 @@ def load_causal_lm(name: str, gguf_file: str | None) -> Any:
     if base is not None:
         return merge_adapter(load_causal_lm(base, None), Path(name)).eval()
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            name,
-            trust_remote_code=False,
-            dtype=torch.float32,
-            attn_implementation="sdpa",
-            output_loading_info=True,
-            **_gguf(gguf_file),
-        )
+        with gguf_read_once() if gguf_file else nullcontext():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                name,
+                trust_remote_code=False,
+                dtype=torch.float32,
+                attn_implementation="sdpa",
+                output_loading_info=True,
+                **_gguf(gguf_file),
+            )
     except Exception as error:
         raise _load_error("model", name, error) from error
     # transformers gives what is missing random weights, for instance in a folder of a classifier.
@@ -179,28 +182,19 @@ def computing_dtype(
     device: torch.device,
     *,
     trainable: bool,
-    keeps_float32: bool,
 ) -> torch.dtype:
     """What a model computes in.
 
     Parameters
     ----------
     asked : str
-        "auto" or a key of `DTYPES`.
-    keeps_float32 : bool
-        Whether the weights stay in float32 and go through the module's own forward pass, which
-        computes in what they are held in.
+        "auto", "fastest" or a key of `DTYPES`.
     """
     dtype = DTYPES.get(asked, torch.float32)
-    if asked == "auto" and trainable and gains_from_bfloat16(module, device):
+    if (asked == "fastest" or (asked == "auto" and trainable)) and gains_from_bfloat16(
+        module, device
+    ):
         dtype = torch.bfloat16
-    if keeps_float32 and dtype != torch.float32:
-        logger.info(
-            "%s computes in float32: its weights are trained in full, and its own forward pass "
-            "knows no other precision for them",
-            type(module).__name__,
-        )
-        return torch.float32
     return dtype
 
 

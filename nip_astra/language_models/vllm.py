@@ -35,7 +35,11 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.registry import register_language_model
 from nip_astra.language_models.saved_weights import save_weights
-from nip_astra.language_models.sources import describe_model, resolve_model
+from nip_astra.language_models.sources import (
+    SMALLEST_BFLOAT16_MODEL,
+    describe_model,
+    resolve_model,
+)
 from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
@@ -145,9 +149,9 @@ class VllmLanguageModel(LanguageModel):
             scorer = HuggingFaceLanguageModel.load(
                 parameters, device=device, scenario_dir=scenario_dir, trainable=True
             )
-        dtype = parameters.dtype
-        if dtype == "auto":
-            dtype = "bfloat16" if scorer and scorer.dtype == torch.bfloat16 else "float32"
+        dtype = _engine_dtype(parameters.dtype, about.num_parameters)
+        if scorer is not None and parameters.dtype in ("auto", "fastest"):
+            dtype = "bfloat16" if scorer.dtype == torch.bfloat16 else "float32"
         has_adapter = scorer is not None and scorer.has_adapter
         window = min(parameters.max_model_len or about.context_window, about.context_window)
         tell_experimental(Experimental.VLLM)
@@ -199,7 +203,7 @@ class VllmLanguageModel(LanguageModel):
             return None
         if parameters.type_name != LanguageModelType.VLLM:
             return self.scorer.base_for(parameters)
-        dtype = "float32" if parameters.dtype == "auto" else parameters.dtype
+        dtype = _engine_dtype(parameters.dtype, self.num_parameters())
         is_same = parameters.model == self.source and dtype == self.engine.options.dtype
         if not (self.scorer.has_adapter and is_same and self._has_engine_of(parameters)):
             return None
@@ -409,3 +413,10 @@ class VllmLanguageModel(LanguageModel):
                 "are in vLLM alone. Copy the files that it was loaded from."
             )
         return self.scorer
+
+
+def _engine_dtype(asked: str, num_parameters: int) -> str:
+    """What an engine without a scorer computes in."""
+    if asked == "fastest":
+        return "bfloat16" if num_parameters >= SMALLEST_BFLOAT16_MODEL else "float32"
+    return "float32" if asked == "auto" else asked

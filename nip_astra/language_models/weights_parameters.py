@@ -20,10 +20,11 @@ class WeightsParameters(TokenModel.Parameters):
     base_model: str | None = None
     """What the model was before training: where the tokenizer comes from if `model` holds none,
     and the weights under an adapter; null for what the adapter names."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What is computed in. auto: bfloat16 for a model that learns, has 50 M weights or more and
-    runs where bfloat16 is computed natively; else float32, so that a target answers exactly as
-    published. Weights that are trained in full are kept in float32 either way."""
+    dtype: Literal["auto", "fastest", "float32", "bfloat16"] = "auto"
+    """What is computed in. fastest: bfloat16 for a model that has 50 M weights or more and runs
+    where bfloat16 is computed natively, else float32. auto: the same for a model that learns, and
+    float32 for any other, so that a target answers exactly as published. Weights that are trained
+    in full are kept in float32 either way, and rounded as they are read: mixed precision."""
     lora: LoraParameters | None = None
     """Train a low-rank adapter instead of the weights; the base stays as it is and serves as
     the reference, and as the target where that is the same model."""

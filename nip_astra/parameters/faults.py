@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,7 +162,8 @@ def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
     """The errors one by one, but those of one union together.
 
     Of a union the member that took most of the value tells what is wrong: where a list was given,
-    its element, and not that it should have been text.
+    its element, and not that it should have been text; so does one that took it all and found its
+    parts at odds.
     """
     unions: dict[str, list[_Found]] = {}
     for one in found:
@@ -172,7 +174,11 @@ def _by_place(found: Sequence[_Found]) -> Iterator[list[_Found]]:
             yield [one]
         elif one.union_path in unions:
             members = unions.pop(one.union_path)
-            deeper = [member for member in members if member.path != one.union_path]
+            deeper = [
+                member
+                for member in members
+                if member.path != one.union_path or member.detail["type"] == "value_error"
+            ]
             if deeper:
                 yield from ([member] for member in deeper)
             else:
@@ -191,7 +197,7 @@ def _step(annotation: Any, part: str | int) -> tuple[Any, bool]:
     arguments = get_args(inner)
     if get_origin(inner) in (list, set, tuple) and isinstance(part, int):
         return (arguments[0] if arguments else None), True
-    if get_origin(inner) is dict:
+    if get_origin(inner) in (dict, Mapping):
         # pydantic marks an error of the key itself by a part of its own.
         return (arguments[-1] if arguments else None), part != "[key]"
     return None, True
@@ -262,10 +268,9 @@ def _noun_of(value: Any) -> str:
 
 def _is_number(text: str) -> bool:
     try:
-        float(text)
+        return math.isfinite(float(text))
     except ValueError:
         return False
-    return True
 
 
 def _suggest_parameter(found: _Found, model: type[BaseModel], prefix: str) -> str:

@@ -251,6 +251,18 @@ def agent_rows(run: RunRecord, *, has_before: bool = True) -> list[Row]:
             old = before.by_agent.get(agent, {}).get(name)
             cells.append(cell if old is None else f"{cell} (before {figure_text(name, old)})")
         rows.append(Row(_words(name), cells))
+    return rows + _scored_rows(run, agents)
+
+
+def _scored_rows(run: RunRecord, agents: Sequence[str]) -> list[Row]:
+    """What scorers said of stored answers, with the evaluation that keeps it in brackets."""
+    rows = []
+    for evaluation, told in run.evaluations.items():
+        found = statistics_of(mapping(told.get("figures"))).by_agent
+        for scorer in mapping(told.get("scorers")):
+            for name in (f"mean_{scorer}", f"share_{scorer}"):
+                cells = [figure_text(name, found.get(agent, {}).get(name)) for agent in agents]
+                rows.append(Row(f"{_words(name)} ({evaluation})", cells))
     return rows
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, PluginError, UnknownNameError
-from nip_astra.parameters.content import content_root, find_scenario
+from nip_astra.parameters.content import content_root, find_scenario, scenario_names
 from nip_astra.parameters.loading import Layer, literal_layer, read_yaml_layers
 from nip_astra.plugins import load_plugin, module_of
 from nip_astra.scenarios.registry import SCENARIOS, Scenario
@@ -84,6 +84,34 @@ def find_kind(kind: str, scenario_dir: Path) -> type[Scenario]:
             "register a kind of your own.",
         )
     return SCENARIOS.get(kind)
+
+
+def check_that_it_trains_on(
+    trainer: str, trainer_class: type[Trainer], scenario: str, kind: str
+) -> None:
+    """Refuse a scenario of a kind that the trainer cannot train on.
+
+    Raises
+    ------
+    ConfigurationError
+        Naming the kinds that it can, and those of their scenarios that ship.
+    UnknownNameError
+        When no kind builds anything for the trainer's type.
+    """
+    trainer_type = trainer_class.trainer_type
+    kinds = list(trainer_class.scenario_kinds) or [
+        name for name in SCENARIOS.names() if trainer_type in SCENARIOS.get(name).trainer_types
+    ]
+    if kind in kinds or not kinds:
+        SCENARIOS.get(kind).check_trainer_type(trainer_type)
+        return
+    shipped = [name for name in scenario_names() if read_scenario(find_scenario(name))[1] in kinds]
+    raise ConfigurationError(
+        f"the trainer {trainer!r} was asked to train on the scenario {scenario!r} of kind "
+        f"{kind!r}, but it trains on {', '.join(kinds)} only. Choose another --scenario"
+        + (f" ({', '.join(shipped)})" if shipped else "")
+        + " or another --trainer."
+    )
 
 
 def _load_plugin_of(scenario_dir: Path) -> None:

@@ -37,6 +37,7 @@ from nip_astra.resolving.base_runs import (
     read_base_run,
 )
 from nip_astra.resolving.named_classes import (
+    check_that_it_trains_on,
     find_kind,
     find_trainer,
     load_all,
@@ -226,7 +227,7 @@ def _find_components(stack: _Stack, plugins: Sequence[str]) -> _Components:
     scenario_dir = find_scenario(scenario)
     stack.scenario, kind = read_scenario(scenario_dir)
     scenario_class = find_kind(kind, scenario_dir)
-    scenario_class.check_trainer_type(trainer_class.trainer_type)
+    check_that_it_trains_on(trainer, trainer_class, scenario, kind)
     stack.base = stack.base_run.layer_about(stack.base, scenario_dir, scenario_class, kind)
     protocol = stack.named().get("interaction_protocol")
     return _Components(

@@ -5,7 +5,7 @@ Shape suffixes: `N` node, `E` episode, `T` token, `G` sibling, `P` parent (group
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -21,6 +21,12 @@ RECORDED = (
     *("reward", "probe_nll"),
 )
 """Columns of the nodes that a record of a node holds."""
+
+_PLAIN = (
+    *("tree_width", "probes", "responses", "contexts", "num_unique_tokens", "seconds"),
+    "response_failures",
+)
+"""Fields of a tree that are plain values."""
 
 
 @dataclass
@@ -71,6 +77,8 @@ class RolloutTree:
         node has one.
     more_of_samples : list[dict[str, Tensor]]
         What training samples of each node hold besides, of any length, once a trainer has set it.
+    staleness : int
+        Iterations that the attacker who played was behind the one that learns from it.
     """
 
     nodes: TensorDict
@@ -83,6 +91,7 @@ class RolloutTree:
     seconds: dict[str, float] = field(default_factory=dict)
     response_failures: list[str | None] = field(default_factory=list, repr=False)
     more_of_samples: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
+    staleness: int = 0
 
     @property
     def num_nodes(self) -> int:
@@ -110,6 +119,20 @@ class RolloutTree:
     def failures_of_nodes(self) -> list[str | None]:
         """Why there is no response, of each node; None where there is one."""
         return self.response_failures or [None] * self.num_nodes
+
+    def to_plain(self) -> dict[str, Any]:
+        """Plain values and tensors, for a checkpoint: all that was played, without the prompts."""
+        nodes = self.nodes
+        return {
+            "nodes": {name: nodes[name] for name in nodes.keys()},  # noqa: SIM118 - no mapping
+            **{name: getattr(self, name) for name in _PLAIN},
+        }
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any], prompts: Sequence[str]) -> RolloutTree:
+        """Take what `to_plain` gave of the tree with these opening prompts."""
+        nodes = TensorDict(plain["nodes"], batch_size=[len(plain["probes"])])
+        return cls(nodes, prompts=list(prompts), **{name: plain[name] for name in _PLAIN})
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """One flat record a node; a context is found by following `parent`."""

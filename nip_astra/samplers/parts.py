@@ -7,7 +7,7 @@ the rows that a batch has. How many processes play the parts depends on the mach
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
 from itertools import pairwise
@@ -70,9 +70,9 @@ def play_parts(
     Tokens are counted as if this process had played all of it; its seconds are those of the
     process that took the longest.
     """
-    agents = list({id(agent): agent for agent in agents}.values())
     if are_played_by_actors(agents):
-        return _put_together(_call_actors(play, agents, parts))
+        return begin_parts(play, agents, parts)()
+    agents = _each_once(agents)
     num_processes = min(get_num_processes(), most_processes, len(parts))
     if num_processes == 1:
         return merge_trees([play(part) for part in parts])
@@ -84,6 +84,28 @@ def play_parts(
     mine, *others = call_at_once([partial(_play, play, agents, batch) for batch in batches])
     _count(agents, others)
     return _put_together([mine, *others])
+
+
+def begin_parts(
+    play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[range]
+) -> Callable[[], RolloutTree]:
+    """Have actors begin the parts of a rollout; what it gives waits for them and counts tokens.
+
+    Each part is a call of its own, so that who is faster plays more of them.
+    """
+    agents = _each_once(agents)
+    actors = get_actors()
+    assert actors is not None
+    models = [model for model in _all_models_of(agents) if not isinstance(model, ChatWork)]
+    kept = [part for model in models for part in (*model.shared_parts(), model)]
+    wait = actors.begin([partial(_play, play, agents, [part]) for part in parts], kept)
+
+    def finish() -> RolloutTree:
+        played = wait()
+        _count(agents, played)
+        return _put_together(played)
+
+    return finish
 
 
 def are_played_by_actors(agents: Sequence[Speaker | TextAttacker]) -> bool:
@@ -105,19 +127,6 @@ def _warn_once(roles: str) -> None:
     )
 
 
-def _call_actors(
-    play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[range]
-) -> list[_Played]:
-    """Each part is a call of its own, so that who is faster plays more of them."""
-    actors = get_actors()
-    assert actors is not None
-    models = [model for model in _models_of(agents) if not isinstance(model, ChatWork)]
-    kept = [part for model in models for part in (*model.shared_parts(), model)]
-    played = actors.call([partial(_play, play, agents, [part]) for part in parts], kept)
-    _count(agents, played)
-    return played
-
-
 def _count(agents: Sequence[Speaker | TextAttacker], others: Sequence[_Played]) -> None:
     """Count what other processes did as if this one had."""
     for played in others:
@@ -136,6 +145,10 @@ def _put_together(everything: Sequence[_Played]) -> RolloutTree:
     return tree
 
 
+def _each_once(agents: Sequence[Speaker | TextAttacker]) -> list[Speaker | TextAttacker]:
+    return list({id(agent): agent for agent in agents}.values())
+
+
 def _cut(indices: range, count: int) -> list[range]:
     ends = [indices.start + len(indices) * part // count for part in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(ends)]
@@ -152,17 +165,27 @@ def _play(play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[
 
 def _can_be_divided(agent: Speaker | TextAttacker) -> bool:
     # An agent of another class may keep what only its own process would know.
-    model = agent.language_model
-    is_known = type(agent) is ConversationAgent and getattr(model, "can_be_forked", False)
-    is_small = model.num_parameters() < SMALL_MODEL_PARAMETERS
+    models = list(_all_models_of([agent]))
+    is_known = type(agent) is ConversationAgent and all(
+        getattr(model, "can_be_forked", False) for model in models
+    )
+    is_small = max(model.num_parameters() for model in models) < SMALL_MODEL_PARAMETERS
     return (is_known and is_small) or (are_actors_used() and _can_be_copied(agent))
 
 
 def _can_be_copied(agent: Speaker | TextAttacker) -> bool:
-    return type(agent) is ConversationAgent and agent.language_model.can_be_copied
+    return type(agent) is ConversationAgent and all(
+        getattr(model, "can_be_copied", False) for model in _all_models_of([agent])
+    )
 
 
 def _models_of(agents: Sequence[Speaker | TextAttacker]) -> list[TokenModel | ChatWork]:
     """The agents' models, one of those that share a count."""
-    models = (agent.language_model for agent in agents)
-    return list({id(model.token_count): model for model in models}.values())
+    return list({id(model.token_count): model for model in _all_models_of(agents)}.values())
+
+
+def _all_models_of(agents: Sequence[Speaker | TextAttacker]) -> Iterator[TokenModel | ChatWork]:
+    """The agents' models, behind those that speak for them."""
+    for agent in agents:
+        yield from getattr(agent.language_model, "voices", ())
+        yield agent.language_model

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -21,7 +21,8 @@ from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.dialogue import Dialogue, Plan, Speakers, refuse_nan_of
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
-from nip_astra.samplers.parts import are_played_by_actors, cut_rollout, play_parts
+from nip_astra.samplers.parts import are_played_by_actors, begin_parts, cut_rollout, play_parts
+from nip_astra.samplers.sizes import num_probes_of
 from nip_astra.samplers.tree_columns import TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import ChatAgent
@@ -171,7 +172,7 @@ class TreeSampler:
         key: tuple[SeedPart, ...],
         first_episode: int = 0,
     ) -> RolloutTree:
-        """Grow one tree from each opening prompt.
+        """Grow one tree from each opening prompt, and rate it.
 
         Parameters
         ----------
@@ -187,12 +188,29 @@ class TreeSampler:
             Number of the first prompt's episode within `key`, where episodes are played in parts.
         """
         plan = Plan(tree_width, tree_depth, key)
-        at_once = self.num_at_once(prompts, tree_width=tree_width, tree_depth=tree_depth)
-        agents = (self.attacker, self.target, self.reference)
-        num_nodes = len(prompts) * sum(tree_width**level for level in range(1, tree_depth + 1))
-        parts = cut_rollout(agents, len(prompts), num_nodes, min(self.num_parts, at_once))
+        tree = self._begin(prompts, plan, first_episode)()
+        self.rate(tree)
+        return tree
+
+    def begin(
+        self, prompts: Sequence[str], *, tree_width: int, tree_depth: int, key: tuple[SeedPart, ...]
+    ) -> Callable[[], RolloutTree]:
+        """Begin to grow trees with the weights of now; what it gives waits for them.
+
+        Actors play them meanwhile; where there are none they are played here, before this returns.
+        They are yet to be rated.
+        """
+        return self._begin(prompts, Plan(tree_width, tree_depth, key), 0)
+
+    def _begin(
+        self, prompts: Sequence[str], plan: Plan, first_episode: int
+    ) -> Callable[[], RolloutTree]:
+        size = {"tree_width": plan.tree_width, "tree_depth": plan.tree_depth}
+        at_once = self.num_at_once(prompts, **size)
+        num_nodes = len(prompts) * num_probes_of(plan.tree_width, plan.tree_depth)
+        parts = cut_rollout(self._speakers, len(prompts), num_nodes, min(self.num_parts, at_once))
         # All parts may be in memory together.
-        size = max(at_once // len(parts), 1)
+        most = max(at_once // len(parts), 1)
 
         player = self._without_scorer()
 
@@ -200,16 +218,21 @@ class TreeSampler:
             return player._play(prompts[part.start : part.stop], plan, first_episode + part.start)
 
         pieces = [
-            range(start, min(start + size, part.stop))
+            range(start, min(start + most, part.stop))
             for part in parts
-            for start in range(part.start, part.stop, size)
+            for start in range(part.start, part.stop, most)
         ]
-        if len(pieces) == 1 and not are_played_by_actors(agents):
+        if are_played_by_actors(self._speakers):
+            return begin_parts(play, self._speakers, pieces)
+        if len(pieces) == 1:
             tree = play(pieces[0])
         else:
-            tree = play_parts(play, agents, pieces, most_processes=len(parts))
-        self._rate(tree)
-        return tree
+            tree = play_parts(play, self._speakers, pieces, most_processes=len(parts))
+        return lambda: tree
+
+    @property
+    def _speakers(self) -> tuple[ConversationAgent | TextAttacker, Speaker, ConversationAgent]:
+        return self.attacker, self.target, self.reference
 
     def _without_scorer(self) -> TreeSampler:
         """What plays and does not rate; a scorer may hold what stays in this process."""
@@ -286,7 +309,7 @@ class TreeSampler:
         scorer = self.reference.token_scorer(to=_READ_PROBES)
         return scorer.logprobs(*pad_left(contexts, torch.device("cpu")), probe_NT, mask_NT).cpu()
 
-    def _rate(self, tree: RolloutTree) -> None:
+    def rate(self, tree: RolloutTree) -> None:
         """Add scores and rewards; the scorer is asked once, about all nodes."""
         started = time.perf_counter()
         response, combined = rate_nodes(self.scorer, tree)

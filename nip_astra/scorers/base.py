@@ -301,17 +301,20 @@ class Scorer:
         except NipAstraError:
             raise
         except Exception as error:
-            raise ScorerError(
-                f"the scorer {_name_of(self)!r} was asked to rate {len(exchanges)} texts and "
-                f"failed: {type(error).__name__}: {error}. Mend the scorer; the run can be resumed "
-                "from its last checkpoint."
-            ) from error
+            raise self._error_of(len(exchanges), error) from error
         if len(verdicts) != len(exchanges):
             raise ScorerError(
                 f"the scorer {_name_of(self)!r} was asked to rate {len(exchanges)} texts and gave "
                 f"{len(verdicts)} scores. It must give one score a text, in order."
             )
         return verdicts
+
+    def _error_of(self, num_texts: int, error: Exception) -> ScorerError:
+        return ScorerError(
+            f"the scorer {_name_of(self)!r} was asked to rate {num_texts} texts and failed: "
+            f"{type(error).__name__}: {error}. Mend the scorer; the run can be resumed from its "
+            "last checkpoint."
+        )
 
     def _fault(self, exchange: Exchange, verdict: Verdict) -> ScorerError | None:
         """Say what is wrong with a verdict; nothing where it is a score, or None."""

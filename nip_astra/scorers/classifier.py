@@ -27,6 +27,8 @@ class ClassifierScorer(ModelScorer):
     single output its sigmoid. Texts longer than the model's window are cut at their end.
     """
 
+    can_be_copied = True
+
     class Parameters(ModelScorer.Parameters):
         """Which classifier, and which of its labels is the failure."""
 

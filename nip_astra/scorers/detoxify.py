@@ -35,6 +35,8 @@ class DetoxifyScorer(ModelScorer):
     Texts longer than the model's window are cut at their end.
     """
 
+    can_be_copied = True
+
     class Parameters(ModelScorer.Parameters):
         """Which model, from where, and which of its categories is the failure."""
 

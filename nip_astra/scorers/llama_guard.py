@@ -49,6 +49,7 @@ class LlamaGuardScorer(ModelScorer):
     """
 
     reads_history = True
+    can_be_copied = True
 
     class Parameters(ModelScorer.Parameters):
         """Which guard, and whose words it judges."""

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import Field
 
-from nip_astra.errors import ConfigurationError, ModelLoadError, nearest_names
+from nip_astra.errors import ConfigurationError, ModelLoadError, NipAstraError, nearest_names
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.scorers.base import Scorer
+from nip_astra.utils.actors import actors_for
 from nip_astra.utils.devices import resolve_device
 
 T = TypeVar("T")
 
 
 class ModelScorer(Scorer):
-    """A scorer that runs a model in this process."""
+    """A scorer that runs a model in this process, or in actors of Ray where the run has some.
+
+    Attributes
+    ----------
+    can_be_copied : bool
+        Whether a copy in another process, sent there by pickle, may rate.
+    """
+
+    can_be_copied: ClassVar[bool] = False
 
     class Parameters(Scorer.Parameters):
         """Where the model runs, and on how much at once."""
@@ -41,16 +53,44 @@ class ModelScorer(Scorer):
         rate: Callable[[list[T]], torch.Tensor],
         length: Callable[[T], int],
     ) -> list[float]:
-        """What `rate` says of each item, `[batch]` a call, in the order of the items."""
+        """What `rate` says of each item, `[batch]` a call, in the order of the items.
+
+        Batches are divided among actors; which items share one hangs on the items alone.
+        """
         # Items of like length share a batch, so that little padding is computed.
         order = sorted(range(len(items)), key=lambda i: length(items[i]))
-        scores = [0.0] * len(items)
+        size = self.parameters.batch_size
+        batches = [
+            [items[i] for i in order[start : start + size]] for start in range(0, len(order), size)
+        ]
+        actors = actors_for(self.device) if self.can_be_copied and len(batches) > 1 else None
         with torch.no_grad():
-            for start in range(0, len(order), self.parameters.batch_size):
-                part = order[start : start + self.parameters.batch_size]
-                for i, value in zip(part, rate([items[i] for i in part]).tolist(), strict=True):
-                    scores[i] = value
+            if actors is None:
+                rated = [rate(batch).tolist() for batch in batches]
+            else:
+                calls = [partial(self._rated, rate, batch) for batch in batches]
+                # The longest first: whoever is free last has a short one.
+                rated = actors.call(calls[::-1], [self])[::-1]
+        scores = [0.0] * len(items)
+        for i, value in zip(order, chain.from_iterable(rated), strict=True):
+            scores[i] = value
         return scores
+
+    def _rated(self, rate: Callable[[list[T]], torch.Tensor], batch: list[T]) -> list[float]:
+        """What is done in an actor, where what a model raises is to be told as the scorer's."""
+        try:
+            values: list[float] = rate(batch).tolist()
+        except NipAstraError:
+            raise
+        except Exception as error:
+            raise self._error_of(len(batch), error) from error
+        return values
+
+    def to_send(self) -> ModelScorer:
+        """What is sent in its place where it is copied: it remembers nothing."""
+        sent = copy.copy(self)
+        sent._verdicts = {}
+        return sent
 
 
 def find_label(label: str, labels: Sequence[str], *, of: str, what: str = "label") -> int:

@@ -46,6 +46,8 @@ class ToxBlockScorer(ModelScorer):
     can leave [0, 1]. The last 100 known words of a text are read.
     """
 
+    can_be_copied = True
+
     class Parameters(ModelScorer.Parameters):
         """Which kind of toxicity is the failure."""
 

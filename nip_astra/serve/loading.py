@@ -40,7 +40,7 @@ def load_engine(
             f"{', '.join(FAMILY)}; serve a model of these."
         )
     tokenizer = find_tokenizer(path, None, None)
-    precision = computing_dtype(module, dtype, device, trainable=False, keeps_float32=False)
+    precision = computing_dtype(module, dtype, device, trainable=False)
     round_weights(module, precision)
     decoder, num_parameters = Decoder(module), int(module.num_parameters())
     return Engine(

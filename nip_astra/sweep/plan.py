@@ -278,7 +278,8 @@ def seeds_of(text: str) -> list[int]:
         else:
             raise ConfigurationError(
                 f"--seeds {text!r} was to name seeds, but {part!r} is neither a number nor a "
-                "range. Write --seeds 0..4 or --seeds 0,3,7."
+                f"range, from low to high, of at most {MAX_RUNS:,}. Write --seeds 0..4 or "
+                "--seeds 0,3,7."
             )
     return seeds
 

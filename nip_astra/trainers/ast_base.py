@@ -20,7 +20,14 @@ from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
-from nip_astra.language_models.base import LanguageModel, TokenScores, as_language_model, pad_left
+from nip_astra.language_models.base import (
+    LanguageModel,
+    TokenCount,
+    TokenModel,
+    TokenScores,
+    as_language_model,
+    pad_left,
+)
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -30,6 +37,12 @@ from nip_astra.samplers.sizes import num_probes_of
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.groups import summary_of
+from nip_astra.trainers.ast.ahead import (
+    CorrectedAheadParameters,
+    PlayingAhead,
+    check_ahead,
+    correct_for_staleness,
+)
 from nip_astra.trainers.ast.behaviour import Behaviour
 from nip_astra.trainers.ast.dry_run import check_size, estimate_cost
 from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
@@ -106,6 +119,7 @@ class AstTrainer(LanguageModelTrainer):
             seed=self.hyper_params.seed,
         )
         self.evaluation = AstEvaluation(self.hyper_params, self.scenario_instance)
+        self._ahead = self._playing_ahead()
 
     # ---- hooks
 
@@ -162,6 +176,20 @@ class AstTrainer(LanguageModelTrainer):
             self._warn(found.warning)
         return found
 
+    def _playing_ahead(self) -> PlayingAhead | None:
+        """What plays ahead, where the trainer's parameters ask for it."""
+        if not getattr(self.parameters, "max_staleness", 0):
+            return None
+        agents = {"attacker": self.sampler.attacker, "target": self.sampler.target}
+        has_actors = self.settings.num_actors > 0
+        check_ahead(agents, self.behaviour, self.hyper_params.trainer, has_actors=has_actors)
+        return PlayingAhead(self.rollouts, self._models, self.training.num_iterations)
+
+    @property
+    def _models(self) -> dict[str, TokenModel]:
+        roles = ("attacker", "target", "reference")
+        return {role: getattr(self.sampler, role).language_model for role in roles}
+
     # ---- from episodes to samples
 
     def build_policy(self) -> LanguageModel:
@@ -171,16 +199,9 @@ class AstTrainer(LanguageModelTrainer):
 
     def collect(self, iteration: int) -> Experience:
         """Play the iteration's episodes, keep what they teach and count what they found."""
-        models = {
-            role: getattr(self.sampler, role).language_model
-            for role in ("attacker", "target", "reference")
-        }
         # What evaluations have sampled is left out.
         self.policy.take_metrics()
-        with ExitStack() as stack:
-            counts = {role: stack.enter_context(model.counting()) for role, model in models.items()}
-            tree = self.rollouts.play(iteration)
-            found = self.digest(tree)
+        tree, found, counts = self._played_and_digested(iteration)
         discovery = self._discovery()
         discovery.update(tree)
         self.state.num_queries = discovery.num_queries
@@ -196,6 +217,8 @@ class AstTrainer(LanguageModelTrainer):
         }
         if discovery.planted:
             metrics["plants_found"] = float(discovery.num_found)
+        if self._ahead is not None:
+            metrics["rollout/staleness"] = float(tree.staleness)
         if iteration % self.settings.rollout_sample_period == 0:
             self.tracker.log_table(
                 "train",
@@ -203,6 +226,25 @@ class AstTrainer(LanguageModelTrainer):
                 step=iteration + 1,
             )
         return Experience(found.samples, metrics, tree.seconds)
+
+    def _played_and_digested(
+        self, iteration: int
+    ) -> tuple[RolloutTree, Experience, dict[str, TokenCount]]:
+        """A rollout, played now or ahead, what it teaches, and by role what both have taken."""
+        played: dict[str, TokenCount] = {}
+        ahead = self._ahead.take(iteration) if self._ahead is not None else None
+        with ExitStack() as stack:
+            counts = {
+                role: stack.enter_context(model.counting()) for role, model in self._models.items()
+            }
+            if ahead is None:
+                tree = self.rollouts.play(iteration)
+            else:
+                tree, played = ahead
+            found = self.digest(tree)
+        for role, spent in played.items():
+            counts[role].add(spent)
+        return tree, found, counts
 
     def digest(self, tree: RolloutTree) -> Experience:
         """What a rollout teaches; its nodes are completed on the way."""
@@ -212,13 +254,18 @@ class AstTrainer(LanguageModelTrainer):
     def prepare(self, tree: RolloutTree) -> dict[str, float]:
         """Add reward terms and credit to a training rollout, and give what to log."""
         gap = SamplerGap()
-        if self.compares_with_sampler and not self.policy.samples_as_it_scores:
+        corrected: dict[str, float] = {}
+        if tree.staleness and isinstance(self.parameters, CorrectedAheadParameters):
+            with self.policy.rescoring():
+                scored_NT = self.probe_logprobs(tree)
+            corrected = correct_for_staleness(tree, scored_NT, self.parameters)
+        elif self.compares_with_sampler and not self.policy.samples_as_it_scores:
             nodes, mask_NT = tree.nodes, tree.nodes["probe_mask"]
             with self.policy.rescoring():
                 scored_NT = self.probe_logprobs(tree)
             gap.note(nodes["probe_logprobs"][mask_NT], scored_NT[mask_NT])
             nodes["probe_logprobs"] = scored_NT
-        metrics = gap.take()
+        metrics = corrected | gap.take()
         if self.behaviour is not None:
             reference = self.sampler.reference.token_scorer(to="score probes")
             metrics |= self.behaviour.prepare(tree, self.policy, reference)
@@ -295,6 +342,8 @@ class AstTrainer(LanguageModelTrainer):
         scorer = getattr(self.sampler, "scorer", None)
         if isinstance(scorer, Scorer):
             parts["verdicts"] = Part(scorer.verdicts, scorer.load_verdicts)
+        if self._ahead is not None:
+            parts["played_ahead"] = Part(self._ahead.state, self._ahead.load_state)
         return super().kept_parts() | parts
 
     def _write_results(self) -> None:

@@ -10,7 +10,6 @@ from pydantic import Field
 from tensordict import TensorDict
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import group_advantages
 from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS, GroupVariantName
@@ -20,6 +19,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_gradient import group_policy_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.ast.ahead import CorrectedAheadParameters
 from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
 from nip_astra.trainers.ast.kl_penalty import check_estimator
 from nip_astra.trainers.ast.node_samples import node_samples
@@ -45,7 +45,7 @@ class AstGrpoTrainer(AstTrainer):
 
     compares_with_sampler = True
 
-    class Parameters(SubParameters):
+    class Parameters(CorrectedAheadParameters):
         """Which policy loss, and what holds the attacker near ordinary conversation."""
 
         variant: GroupVariantName = "grpo"
@@ -86,6 +86,15 @@ class AstGrpoTrainer(AstTrainer):
                 f"ast_grpo.variant={self.parameters.variant} was asked for with importance weights "
                 "of tokens, but it has one ratio, and so one weight, a probe. Set "
                 "ast_grpo.behaviour.importance_weights=sequence, or take another variant."
+            )
+        weighs_tokens = (
+            self.parameters.max_staleness and self.parameters.staleness_weights == "token"
+        )
+        if self.variant.ratio != "token" and weighs_tokens:
+            raise ConfigurationError(
+                f"ast_grpo.variant={self.parameters.variant} was asked to correct for older "
+                "weights token by token, but it has one ratio, and so one weight, a probe. Set "
+                "ast_grpo.staleness_weights=sequence, max_staleness to 0, or take another variant."
             )
         self.results["objective"] = {"variant": self.parameters.variant, **asdict(self.variant)}
         logger.info("objective: %s", self.results["objective"])

@@ -10,7 +10,6 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.advantages import group_advantages
 from nip_astra.rl_objectives.kl import kl_estimate, sequence_kl_estimate
@@ -19,6 +18,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_gradient import reinforce_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.trainers.ast.ahead import CorrectedAheadParameters
 from nip_astra.trainers.ast.behaviour import BehaviourParameters, importance_weights_of
 from nip_astra.trainers.ast.node_samples import node_samples
 from nip_astra.trainers.ast.rewards import CreditParameters
@@ -43,7 +43,7 @@ class AstReinforceTrainer(AstTrainer):
     unbiased, since the deviation depends on the probe. The preset trades that for less variance.
     """
 
-    class Parameters(SubParameters):
+    class Parameters(CorrectedAheadParameters):
         """Baseline, and what holds the attacker near ordinary conversation."""
 
         kl_mix: float = Field(default=0.3, ge=0, lt=1)

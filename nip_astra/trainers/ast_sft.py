@@ -9,13 +9,13 @@ from pydantic import Field
 from tensordict import TensorDict
 
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.policy_gradient import nll_loss
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.trainers.ast.ahead import PlayedAheadParameters
 from nip_astra.trainers.ast.best_probes import best_of, probes_that_worked
 from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer
@@ -36,8 +36,8 @@ class AstSftTrainer(AstTrainer):
     contexts, and imitates these: best-of-n distilled again and again.
     """
 
-    class Parameters(SubParameters):
-        """What is imitated."""
+    class Parameters(PlayedAheadParameters):
+        """What is imitated; played ahead, whoever said it."""
 
         probes: str | None = None
         """File of probes, in the formats of prompt files; null for the best so far."""

@@ -38,7 +38,12 @@ from nip_astra.trainers.language_model.batches import batches_of, in_groups
 from nip_astra.trainers.language_model.continuations import logprobs_of
 from nip_astra.trainers.language_model.experience import Experience as Experience
 from nip_astra.trainers.language_model.keeping import keep_policy
-from nip_astra.trainers.language_model.processes import divided, lead
+from nip_astra.trainers.language_model.processes import (
+    divided,
+    lead,
+    save_together,
+    save_without_others,
+)
 from nip_astra.trainers.language_model.state import LanguageModelState
 from nip_astra.trainers.language_model.steps import (
     non_finite_error,
@@ -79,6 +84,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     State: ClassVar[type[RunState]] = LanguageModelState
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("training",)
     learns_in_processes: ClassVar[bool] = True
+    learns_layer_by_layer: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "tokens"
     """The column of a batch whose tokens are learnt; its mask says which they are."""
     policy_role: ClassVar[str] = "policy"
@@ -95,7 +101,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         self.optimizer = build_optimizer(
             self.training, policy, more=[(modules, self.modules_lr_factor)]
         )
-        self.service = divided(self.build_service(), self.team)
+        self.service = divided(self, self.build_service())
 
     # ---- hooks
 
@@ -236,7 +242,7 @@ class LanguageModelTrainer(TensorDictTrainer):
                 self._update(iteration)
             except LostProcessError:
                 # No step was taken on a part of the gradients.
-                self._save_checkpoint()
+                save_without_others(self)
                 raise
             timings = {
                 "time/collect_seconds": collected - started,
@@ -298,7 +304,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             self.state.count_step(metrics | token_metrics(spent))
             asked = self.settings.stop_flag() if self.settings.stop_flag else None
             if asked := self.team.from_leader(asked):
-                self._save_checkpoint()
+                save_together(self)
                 raise StopRequested(asked)
 
     def _step_groups(self, iteration: int) -> Iterator[list[TensorDict]]:
@@ -328,7 +334,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         write_step_totals(batches, self.trained_tokens)
 
     def _stop_on_non_finite(self, loss: float, norm: float) -> None:
-        self._save_checkpoint()
+        save_together(self)
         raise non_finite_error(self.state, loss, norm)
 
     def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +40,7 @@ from nip_astra.trainers.service.configuration import (
     takes_config_alone,
 )
 from nip_astra.trainers.service.distant import build_distant_service
+from nip_astra.trainers.service.dry_run import estimate_task_run
 from nip_astra.trainers.service.measuring import (
     RECORD_COLUMNS,
     Tally,
@@ -337,6 +339,21 @@ class ServiceTrainer(LanguageModelTrainer):
             self.tracker.log_summary({f"{when}/{name}": value for name, value in numbers.items()})
         if self.run_directory is not None:
             self.run_directory.write_json("results.json", self.results)
+
+    def dry_run(self) -> dict[str, Any]:
+        """Play one problem, take the gradient of what it gives, and estimate a whole run."""
+        with ExitStack() as stack:
+            self._build_train_context(stack)
+            return estimate_task_run(self, self._samples_of_one_problem)
+
+    def _samples_of_one_problem(self) -> list[Sample]:
+        self._iteration = 0
+        known = [one for one in self._trajectories_of(self.problem(0)) if one.reward is not None]
+        return self.prepare(known)[0]
+
+    def _trajectories_of(self, problem: int) -> list[Trajectory]:
+        """What a problem of the training data gives to learn from."""
+        return self._play("train", [problem], key=("rollout", 0)).trajectories
 
     # ---- tools of the hooks
 

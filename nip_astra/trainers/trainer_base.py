@@ -46,7 +46,7 @@ from nip_astra.progress import (
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, RunDirectory
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
+from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,9 @@ class Trainer(ABC):
     """Parameters that may differ from those of the checkpoint that a run goes on from."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
+    learns_layer_by_layer: ClassVar[bool] = False
+    """Whether it learns a language model, whose layers can be divided among processes, and computed
+    again where they are needed."""
     plays_on_actors: ClassVar[bool] = False
     """Whether actors of Ray may play its rollouts."""
     never_reads: ClassVar[tuple[str, ...]] = ()
@@ -136,6 +139,22 @@ class Trainer(ABC):
             raise ConfigurationError(
                 f"{self.team.size} processes were to train the run together, but the trainer "
                 f"{self.hyper_params.trainer!r} trains in one. Start it without torchrun."
+            )
+        self._check_learns_as_asked()
+
+    def _check_learns_as_asked(self) -> None:
+        """Refuse settings that are for language models where none learns."""
+        settings = self.settings
+        asked = {
+            f"sharding={settings.sharding}": settings.sharding != "none",
+            "gradient_checkpointing=true": settings.gradient_checkpointing,
+        }
+        found = [text for text, is_asked in asked.items() if is_asked]
+        if found and not self.learns_layer_by_layer:
+            raise ConfigurationError(
+                f"the settings {' and '.join(found)} were given, but they are for trainers of "
+                f"language models, ast_* and self_hosted_*, and {self.hyper_params.trainer!r} "
+                "learns networks that are small, or models that others hold. Leave them out."
             )
 
     @abstractmethod
@@ -363,12 +382,5 @@ class TensorDictTrainer(Trainer):
 
     @contextmanager
     def _threads(self) -> Iterator[None]:
-        keep_freed_memory()
-        before = torch.get_num_threads()
-        torch.set_num_threads(
-            choose_num_threads(self.scenario_instance.num_parameters, self.settings.num_threads)
-        )
-        try:
+        with threads_for(self.scenario_instance.num_parameters, self.settings.num_threads):
             yield
-        finally:
-            torch.set_num_threads(before)

@@ -6,11 +6,12 @@ store; calls name what it keeps, and bring the rest with them.
 
 from __future__ import annotations
 
-import io
 import logging
 import os
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,6 +26,7 @@ from nip_astra.utils.processor import (
     keep_freed_memory,
 )
 from nip_astra.utils.ray_cluster import open_ray
+from nip_astra.utils.sending import Reader, Sender, Weights, learnt_of
 
 MAX_RESTARTS = 3
 """How often an actor that died is replaced; what it was doing is done again."""
@@ -68,102 +70,6 @@ def actor_options(
     )
 
 
-class _Kept(NamedTuple):
-    """Names something that an actor keeps: which one, and what of it."""
-
-    place: int
-    kind: str = ""
-    path: str = ""
-
-
-class _Weights(NamedTuple):
-    """What a kept module has learnt."""
-
-    version: int
-    reference: Any
-
-
-class _Sender:
-    """Knows what actors keep, and writes calls that name it."""
-
-    def __init__(self, put: Callable[[object], Any]) -> None:
-        self._put = put
-        self.references: list[Any] = []
-        self._kept: list[object] = []
-        self._names: dict[int, _Kept] = {}
-        self._marks: dict[int, tuple[Any, ...]] = {}
-        self._weights: dict[int, _Weights] = {}
-
-    def keep(self, parts: Sequence[object]) -> None:
-        """Have actors keep these; later ones may be made of earlier ones.
-
-        What has a method `to_send` is written as what that gives.
-        """
-        for part in parts:
-            if id(part) in self._names:
-                continue
-            index = len(self._kept)
-            to_send = getattr(part, "to_send", lambda part=part: part)
-            self.references.append(self._put(self.written(to_send())))
-            # It is held here, so that no other object gets its id.
-            self._kept.append(part)
-            if isinstance(part, torch.nn.Module):
-                for path, module in part.named_modules():
-                    self._names.setdefault(id(module), _Kept(index, "module", path))
-                for path, parameter in part.named_parameters(remove_duplicate=False):
-                    self._names.setdefault(id(parameter), _Kept(index, "parameter", path))
-                for path, buffer in part.named_buffers(remove_duplicate=False):
-                    self._names.setdefault(id(buffer), _Kept(index, "buffer", path))
-            else:
-                self._names[id(part)] = _Kept(index)
-
-    def weights(self) -> dict[int, _Weights]:
-        """Where actors find what kept modules have learnt; put anew where that has changed."""
-        for index, module in enumerate(self._kept):
-            learnt = _learnt(module)
-            if not learnt:
-                continue
-            # Writes through `.data` count no version up, but change the sums.
-            mark = tuple((one._version, float(one.detach().double().sum())) for one in learnt)
-            if self._marks.get(index) != mark:
-                version = self._weights[index].version + 1 if index in self._weights else 0
-                values = [one.detach().cpu() for one in learnt]
-                self._weights[index] = _Weights(version, self._put(values))
-                self._marks[index] = mark
-        return dict(self._weights)
-
-    def written(self, value: object) -> bytes:
-        """A value that an actor can read."""
-        # Needed with Ray only, and installed with tensordict too.
-        import cloudpickle
-
-        names = self._names
-
-        class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-            def persistent_id(self, one: object) -> _Kept | None:
-                return names.get(id(one))
-
-        stream = io.BytesIO()
-        Pickler(stream, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
-        return stream.getvalue()
-
-
-class _Reader(pickle.Unpickler):
-    """Reads what a `_Sender` of the same run wrote."""
-
-    def __init__(self, written: bytes, kept: Sequence[Any]) -> None:
-        super().__init__(io.BytesIO(written))
-        self._kept = kept
-
-    def persistent_load(self, name: _Kept) -> Any:
-        one = self._kept[name.place]
-        if name.kind == "module":
-            return one.get_submodule(name.path)
-        if name.kind == "parameter":
-            return one.get_parameter(name.path)
-        return one.get_buffer(name.path) if name.kind == "buffer" else one
-
-
 class _Actor:
     """Runs in a process of Ray's: keeps copies of models, and makes calls."""
 
@@ -178,24 +84,24 @@ class _Actor:
         self._versions: dict[int, int] = {}
 
     def make(
-        self, references: list[Any], weights: dict[int, _Weights], call: bytes, has_grad: bool
+        self, references: list[Any], weights: dict[int, Weights], call: bytes, has_grad: bool
     ) -> Any:
         """Make a call with the weights of now."""
         import ray
 
         for reference in references[len(self._kept) :]:
-            self._kept.append(_Reader(ray.get(reference), self._kept).load())
+            self._kept.append(Reader(ray.get(reference), self._kept).load())
         for index, learnt in weights.items():
             if self._versions.get(index) == learnt.version:
                 continue
             with torch.no_grad():
                 for one, value in zip(
-                    _learnt(self._kept[index]), ray.get(learnt.reference), strict=True
+                    learnt_of(self._kept[index]), ray.get(learnt.reference), strict=True
                 ):
                     one.copy_(value)
             self._versions[index] = learnt.version
         with torch.set_grad_enabled(has_grad):
-            return _Reader(call, self._kept).load()()
+            return Reader(call, self._kept).load()()
 
     def process_id(self) -> int:
         """The number of its process."""
@@ -216,7 +122,7 @@ class Actors:
     def __init__(self, options: ActorOptions) -> None:
         cores = options.num_actors * options.num_cpus
         self._ray = open_ray(options.address, num_cpus=cores)
-        self._sender = _Sender(self._ray.put)
+        self._sender = Sender(self._ray.put)
         there = self._ray.cluster_resources().get("CPU", 0)
         if there < cores:
             logger.warning(
@@ -252,6 +158,32 @@ class Actors:
         WorkerProcessError
             When an actor dies again and again, or something cannot be sent.
         """
+        return self._prepared(calls, parts)()
+
+    def begin(
+        self, calls: Sequence[Callable[[], Result]], parts: Sequence[object]
+    ) -> Callable[[], list[Result]]:
+        """Begin calls as `call` would make them now; what it gives waits for their results.
+
+        Whatever this process changes meanwhile, the calls are made with what holds now.
+        """
+        make = self._prepared(calls, parts)
+        made: Future[list[Result]] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(make())
+            except BaseException as error:
+                made.set_exception(error)
+
+        # It only hands calls out. Where a run ends in between, nobody waits for it.
+        threading.Thread(target=work, name="calls-of-actors", daemon=True).start()
+        return made.result
+
+    def _prepared(
+        self, calls: Sequence[Callable[[], Result]], parts: Sequence[object]
+    ) -> Callable[[], list[Result]]:
+        """All that calls need is written and put; what is left is to hand them out."""
         from ray.util import ActorPool
 
         try:
@@ -265,13 +197,17 @@ class Actors:
         weights, references = self._sender.weights(), list(self._sender.references)
         has_grad = torch.is_grad_enabled()
         pool = ActorPool(self._actors)
-        with _typed_errors(self._ray):
-            return list(
-                pool.map(
-                    lambda actor, call: actor.make.remote(references, weights, call, has_grad),
-                    written,
+
+        def make() -> list[Result]:
+            with _typed_errors(self._ray):
+                return list(
+                    pool.map(
+                        lambda actor, call: actor.make.remote(references, weights, call, has_grad),
+                        written,
+                    )
                 )
-            )
+
+        return make
 
     def process_ids(self) -> list[int]:
         """The numbers of the actors' processes."""
@@ -344,8 +280,8 @@ def get_actors() -> Actors | None:
     return _open
 
 
-def _learnt(module: object) -> list[torch.nn.Parameter]:
-    """What training may change of something that is kept."""
-    if not isinstance(module, torch.nn.Module):
-        return []
-    return [one for one in module.parameters() if one.requires_grad]
+def actors_for(device: torch.device) -> Actors | None:
+    """The actors that have such a device; None where there are none."""
+    if _asked is None or (device.type != "cpu" and not _asked.num_gpus):
+        return None
+    return get_actors()

@@ -1,12 +1,27 @@
-"""Which device models run on."""
+"""Which device models run on, and with how many threads."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.utils.processor import choose_num_threads, keep_freed_memory
+
+
+@contextmanager
+def threads_for(num_parameters: int, requested: int | None) -> Iterator[None]:
+    """Compute with as many threads as a model of this size needs; see `choose_num_threads`."""
+    keep_freed_memory()
+    before = torch.get_num_threads()
+    torch.set_num_threads(choose_num_threads(num_parameters, requested))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def resolve_device(name: str | torch.device) -> torch.device:

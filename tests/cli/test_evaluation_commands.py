@@ -13,12 +13,14 @@ import torch
 from nip_astra.evaluation import playing
 from nip_astra.evaluation.playing import Player
 from nip_astra.evaluation.rows import read_rows
+from nip_astra.evaluation.storage import PARTS
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from nip_astra.samplers import trees
+from nip_astra.samplers import parts, trees
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils import processor
 from nip_astra.utils.forked import can_fork, get_num_processes
+from tests import actors_here
 from tests.cli.trained_run import SMALL, figures_of
 from tests.command_line import CommandLine, refused
 
@@ -83,6 +85,25 @@ def test_conversations_are_divided_among_the_cores(
     allowed.clear()
     assert cli("evaluate", "runs/one", *more, "--overwrite").code == 0
     assert set(allowed) == {1}
+
+
+def test_an_evaluation_by_actors_finds_the_same(
+    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attacker's conversations, the mixture's for the probability, and what a scorer rates."""
+    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    opened = actors_here.install(monkeypatch)
+    found = {}
+    for count in ("0", "1", "2"):
+        said = cli("evaluate", "runs/one", "--settings", f"num_actors={count}", "--overwrite")
+        assert said.code == 0, said.err
+        folder = run / "evaluations" / "test"
+        names = ("rows.jsonl", "probability_rows.jsonl")
+        found[count] = [(folder / name).read_bytes() for name in names]
+        record = read_rows(folder / PARTS)
+        found[count].append([{n: p[n] for n in p if n != "seconds"} for p in record])
+    assert found["0"] == found["1"] == found["2"]
+    assert [one.turn > 4 for one in opened] == [True, True]
 
 
 def test_the_figures_have_what_a_reader_is_promised(cli: CommandLine, run: Path) -> None:

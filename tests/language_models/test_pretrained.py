@@ -12,10 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from nip_astra.errors import ModelLoadError
+from nip_astra.language_models import sources
 from nip_astra.language_models.adapters import LoraParameters, add_adapter
+from nip_astra.language_models.gguf_reading import gguf_read_once
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import TOKENIZER_FILES, find_tokenizer, load_model
-from nip_astra.language_models.sources import load_tokenizer
+from nip_astra.language_models.sources import computing_dtype, load_tokenizer
 from tests.tiny import make_language_model
 
 IDS = torch.tensor([[6, 7, 8, 9]])
@@ -124,3 +126,35 @@ def test_a_tokenizer_without_words_is_refused(tmp_path: Path) -> None:
     # transformers gives a tokenizer of this kind of model where there is none.
     with pytest.raises(ModelLoadError, match="turns texts into nothing"):
         load_tokenizer(str(tmp_path / "gpt2"))
+
+
+def test_a_gguf_file_is_parsed_once_for_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    gguf = pytest.importorskip("gguf")
+    parsed: list[str] = []
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path: parsed.append(path) or object())
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    with gguf_read_once():
+        assert gguf.GGUFReader("a.gguf") is gguf.GGUFReader("a.gguf")
+        gguf.GGUFReader("b.gguf")
+    assert parsed == ["a.gguf", "b.gguf"]
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "trainable", "gains", "expected"),
+    [
+        ("auto", False, True, torch.float32),
+        ("auto", True, True, torch.bfloat16),
+        ("fastest", False, True, torch.bfloat16),
+        ("fastest", True, False, torch.float32),
+        ("bfloat16", False, False, torch.bfloat16),
+    ],
+)
+def test_bfloat16_is_taken_where_it_gains(
+    monkeypatch: pytest.MonkeyPatch, asked: str, trainable: bool, gains: bool, expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(sources, "gains_from_bfloat16", lambda module, device: gains)
+    found = computing_dtype(
+        object(), asked, torch.device("cpu"), trainable=trainable, keeps_float32=False
+    )
+    assert found == expected

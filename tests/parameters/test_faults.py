@@ -27,6 +27,7 @@ def faults_of(values: dict[str, Any], sources: dict[str, str] | None = None) -> 
             'paint.gloss: must be a number, not text; given "1e-5". Write it without quotes: 1e-5.',
         ),
         ({"gloss": "much"}, 'paint.gloss: must be a number, not text; given "much".'),
+        ({"gloss": "nan"}, 'paint.gloss: must be a number, not text; given "nan".'),
         ({"gloss": True}, "paint.gloss: must be a number, not true or false; given true."),
         ({"gloss": None}, "paint.gloss: must be a number, not null; given null."),
         ({"gloss": [1]}, "paint.gloss: must be a number, not a list; given [1]."),

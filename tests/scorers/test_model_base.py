@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.errors import ConfigurationError, ParameterError, ScorerError
 from nip_astra.scorers.model_base import ModelScorer, find_label
+from nip_astra.utils.actors import ActorOptions, using_actors
+from tests import actors_here
 from tests.messages import says
 
 
@@ -70,3 +72,58 @@ def test_a_category_that_there_is_not_is_told_with_all() -> None:
     assert says(
         caught.value, "'insul'", "'x'", "'insult'?", "toxicity, insult", "scorer's category"
     )
+
+
+class ModelOnActors(ModelScorer):
+    """Rates by a network; refuses the text "bad"."""
+
+    can_be_copied = True
+
+    def __init__(self, batch_size: int) -> None:
+        parameters = ModelScorer.Parameters(batch_size=batch_size)
+        super().__init__(parameters, device=torch.device("cpu"))
+        self.network = torch.nn.Linear(3, 1)
+
+    def _score(self, texts: Sequence[str]) -> list[float]:
+        return self._in_batches(texts, self._by_network, len)
+
+    def _by_network(self, part: list[str]) -> torch.Tensor:
+        if "bad" in part:
+            raise ValueError("no such word")
+        inputs = torch.tensor([[len(text), text.count("a"), len(part)] for text in part])
+        return self.network(inputs.float()).sigmoid()[:, 0]
+
+
+def test_actors_rate_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = actors_here.install(monkeypatch)
+    texts = ["a" * length + "b" * (length % 3) for length in range(1, 12)]
+    scorer = ModelOnActors(batch_size=4)
+    expected = scorer.score(texts)
+    scorer._verdicts.clear()
+    with using_actors(ActorOptions(2)):
+        assert torch.equal(scorer.score(texts), expected)
+        assert opened[0].turn == 3
+        # What was rated is remembered here, and one batch stays here.
+        assert torch.equal(scorer.score([*texts, "c"])[:-1], expected)
+        assert opened[0].turn == 3
+        assert not opened[0].actors[0]._kept[0]._verdicts
+
+
+def test_a_scorer_that_fails_in_an_actor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    actors_here.install(monkeypatch)
+    scorer = ModelOnActors(batch_size=1)
+    said = "asked to rate 1 texts and failed: ValueError: no such word. Mend the scorer"
+    with using_actors(ActorOptions(1)), pytest.raises(ScorerError, match=said):
+        scorer.score(["good", "bad"])
+
+
+def test_a_scorer_on_a_gpu_stays_where_actors_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = actors_here.install(monkeypatch)
+    scorer = ModelOnActors(batch_size=1)
+    scorer.device = torch.device("cuda")
+    with using_actors(ActorOptions(1)):
+        scorer.score(["good", "a"])
+        assert not opened
+    with using_actors(ActorOptions(1, num_gpus=0.5)):
+        scorer.score(["better", "aa"])
+        assert opened[0].turn == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 from nip_astra.cli import doctor_checks
 from nip_astra.errors import ConfigurationError, ServiceError
 from nip_astra.serve.local_service import start_service
+from nip_astra.serve.server import _open_socket
 from nip_astra.serve.settings import ServiceSettings
 from tests.command_line import CommandLine, refused
 
@@ -48,11 +50,30 @@ def test_a_service_starts_answers_and_stops_twice(tiny_model_dir: Path) -> None:
         httpx.get(f"{service.base_url}/models")
 
 
+def test_parts_of_an_answer_do_not_wait_for_each_other() -> None:
+    async def is_sent_at_once() -> bool:
+        opened: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+        with _open_socket(ServiceSettings(port=0)) as listening:
+            server = await asyncio.start_server(lambda _, one: opened.put(one), sock=listening)
+            async with server:
+                _, client = await asyncio.open_connection(*listening.getsockname())
+                accepted = await opened.get()
+                kept = accepted.get_extra_info("socket")
+                nodelay = kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                client.close()
+                accepted.close()
+        return bool(nodelay)
+
+    assert asyncio.run(is_sent_at_once())
+
+
+@pytest.mark.slow  # a process that imports torch
 def test_a_model_that_is_not_there_is_told_by_the_starter(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"ended at once:.*no_model.*nip-astra serve"):
         start_service({"tiny": str(tmp_path / "no_model")})
 
 
+@pytest.mark.slow  # two processes that import torch
 def test_a_service_ends_with_the_process_that_started_it(tiny_model_dir: Path) -> None:
     code = (
         "import sys, time\n"

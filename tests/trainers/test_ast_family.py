@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,14 @@ def test_an_attacker_learns_to_say_what_is_rewarded(tmp_path: Path, name: str) -
     assert after > 0.9
 
 
+@pytest.mark.usefixtures("_cat_scorer")
+@pytest.mark.parametrize("name", ["ast_grpo", "ast_reinforce"])
+def test_an_attacker_learns_from_what_an_older_one_said(tmp_path: Path, name: str) -> None:
+    before, after = _share_of_cats(tmp_path, name, *LEARNING[name], f"{name}.max_staleness=1")
+    assert before < 0.5
+    assert after > 0.9
+
+
 CHANGES: dict[str, dict[str, object]] = {
     "ast_dpo": {
         "loss": "hinge",
@@ -200,6 +209,20 @@ for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
             *(TEMPERED, _raw, f"{_section}.importance_weights=sequence"),
         ),
     }
+for _name in CHANGES:
+    CHANGES[_name]["max_staleness"] = 1
+for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
+    CHANGES[_name] |= {"staleness_weights": "sequence", "max_staleness_weight": 0.3}
+    for _field in ("staleness_weights", "max_staleness_weight"):
+        CONTEXT[f"{_name}.{_field}"] = (f"{_name}.max_staleness=1",)
+
+
+def learn(trainer: AstTrainer) -> None:
+    """Train, and measure nothing before and after."""
+    trainer._set_seed()
+    with trainer._open_progress_bar(), ExitStack() as stack:
+        trainer._build_train_context(stack)
+        trainer._run_train_loop()
 
 
 @cache
@@ -207,7 +230,7 @@ def _outcome(name: str, scenario: Path, *overrides: str) -> list[float]:
     # Several steps on one rollout, so that clipping has ratios to clip.
     short = ("training.num_iterations=2", "training.num_epochs=2", "training.lr=2e-2")
     trainer = _trainer(name, scenario, *short, *overrides)
-    trainer.train()
+    learn(trainer)
     return [parameter.sum().item() for parameter in trainer.learned]
 
 
@@ -227,7 +250,7 @@ def test_each_variant_of_grpo_takes_steps_and_says_what_it_is(
     tiny_scenario: Path, variant: str
 ) -> None:
     trainer = _trainer("ast_grpo", tiny_scenario, f"ast_grpo.variant={variant}")
-    trainer.train()
+    learn(trainer)
     assert trainer.state.num_optimizer_steps > 0
     objective = trainer.results["objective"]
     assert objective["variant"] == variant
@@ -240,7 +263,7 @@ def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, n
     if name == "ast_grpo":
         common += ("ast_grpo.variant=dapo",)
     large = _trainer(name, tiny_scenario, *common, "training.minibatch_size=64")
-    large.train()
+    learn(large)
     small = _trainer(
         name,
         tiny_scenario,
@@ -248,7 +271,7 @@ def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, n
         "training.minibatch_size=5",
         "training.gradient_accumulation_steps=32",
     )
-    small.train()
+    learn(small)
     assert large.state.num_optimizer_steps == small.state.num_optimizer_steps == 1
     for a, b in zip(large.learned, small.learned, strict=True):
         assert torch.allclose(a, b, atol=1e-5)

@@ -277,9 +277,9 @@ def test_the_best_checkpoint_by_dev_reward_is_kept_and_tested(
 
 def test_iterations_go_through_all_prompts_before_any_comes_again(tiny_scenario: Path) -> None:
     rollouts = _trainer(tiny_scenario, "training.num_episodes_per_experience=2").rollouts
-    first, second = rollouts._prompts_of(0, seed=3), rollouts._prompts_of(1, seed=3)
+    first, second = rollouts.prompts_of(0, seed=3), rollouts.prompts_of(1, seed=3)
     assert sorted(first + second) == sorted(rollouts.prompts)
-    assert rollouts._prompts_of(0, seed=3) == first
+    assert rollouts.prompts_of(0, seed=3) == first
 
 
 def test_batches_hold_every_sample_once_in_a_seeded_order(tiny_scenario: Path) -> None:

@@ -26,11 +26,23 @@ def write_csv(material: Material, folder: Path) -> list[Path]:
     Text that a spreadsheet would take for a formula gets an apostrophe before it; characters that
     act on a terminal, or are not seen, are written as `safe_text` shows them.
     """
-    turns = [_flat(row) for episode in material.episodes for row in episode]
-    figures = [{"figure": name, "value": value} for name, value in _flat(material.figures).items()]
-    tables = {"turns": turns, "figures": figures, "metrics": list(map(_flat, material.metrics))}
+    turns = [row for episode in material.episodes for row in episode]
+    return csv_tables(folder, {"turns": turns}, material.figures, metrics=material.metrics)
+
+
+def csv_tables(
+    folder: Path,
+    tables: Mapping[str, Sequence[Row]],
+    figures: Mapping[str, Any],
+    *,
+    metrics: Sequence[Mapping[str, Any]],
+) -> list[Path]:
+    """Write tables, figures and metrics as CSV, as `write_csv` says; none that is empty."""
+    told = [{"figure": name, "value": value} for name, value in _flat(figures).items()]
+    flat = {name: list(map(_flat, rows)) for name, rows in tables.items()}
+    flat |= {"figures": told, "metrics": list(map(_flat, metrics))}
     return [
-        write_text(folder / f"{name}.csv", _csv_text(rows)) for name, rows in tables.items() if rows
+        write_text(folder / f"{name}.csv", _csv_text(rows)) for name, rows in flat.items() if rows
     ]
 
 

@@ -204,6 +204,8 @@ class ChatModel(ABC):
         Most samples that one request to the service may ask for; None for no bound.
     can_be_remembered : bool
         Whether name and place say all that an answer hangs on.
+    num_threads : int or None
+        CPU threads of a model in this process; None for as many as its size needs.
     """
 
     class Parameters(PolymorphicParameters):
@@ -220,6 +222,7 @@ class ChatModel(ABC):
     place: str = ""
     samples_at_once: int | None = None
     can_be_remembered: bool = True
+    num_threads: int | None = None
 
     @classmethod
     @abstractmethod

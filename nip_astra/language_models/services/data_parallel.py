@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -30,6 +30,9 @@ class DataParallelService(LocalTrainingService):
         This process' model and optimizer; the leader's weights are taken.
     """
 
+    waits_within_steps: ClassVar[bool] = False
+    """Whether others wait for each pass of a process, so that one that fails ends at once."""
+
     def __init__(self, local: LocalTrainingService, team: Team) -> None:
         super().__init__(
             local.model,
@@ -47,8 +50,10 @@ class DataParallelService(LocalTrainingService):
         mine: dict[str, float] = {}
         with self.model.counting() as spent:
             try:
-                mine = self._part_of_step(parts_of(batches, self.team), num_samples, loss)
+                mine = self._part_of_step(batches, num_samples, loss)
             except NipAstraError as error:
+                if self.waits_within_steps:
+                    raise
                 # All wait for all: what one cannot do ends the step in each of them.
                 failure = error
         part: dict[str, Any] = {
@@ -72,7 +77,8 @@ class DataParallelService(LocalTrainingService):
     def _part_of_step(
         self, batches: Sequence[TensorDict], num_samples: int, loss: Loss
     ) -> dict[str, float]:
-        """The gradient of some of a step's rows, and what they add to the step's means."""
+        """The gradient of this process' rows, and what they add to the means of the step."""
+        batches = parts_of(batches, self.team)
         if not batches:
             return {}
         mine = sum(len(batch) for batch in batches)

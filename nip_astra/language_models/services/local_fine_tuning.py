@@ -32,6 +32,7 @@ from nip_astra.language_models.services.fine_tuning import (
     SupervisedExample,
 )
 from nip_astra.rl_objectives.preference import preference_loss
+from nip_astra.utils.devices import threads_for
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class LocalFineTuningService(FineTuningService):
         Where jobs and models are kept; a job is found there again by its key.
     parameters : LanguageModel.Parameters
         How models are held; a job says which one is trained.
+    num_threads : int, optional
+        CPU threads; None takes as many as the model's size needs.
     """
 
     def __init__(
@@ -82,8 +85,10 @@ class LocalFineTuningService(FineTuningService):
         *,
         scenario_dir: Path | None = None,
         device: torch.device | str = "cpu",
+        num_threads: int | None = None,
     ) -> None:
         self.directory, self.parameters = directory, parameters
+        self.num_threads = num_threads
         self.scenario_dir, self.device = scenario_dir, torch.device(device)
         self._lock = asyncio.Lock()
 
@@ -147,7 +152,8 @@ class LocalFineTuningService(FineTuningService):
         try:
             model = self._load(job["model"])
             train = _train_preferred if options.method == "dpo" else _train_supervised
-            loss = train(model, examples, options)
+            with threads_for(model.num_parameters(), self.num_threads):
+                loss = train(model, examples, options)
             logger.info("job %s trained %s; its last loss is %.4g", folder.name, model.source, loss)
         except NipAstraError as error:
             (folder / "error").write_text(str(error), encoding="utf-8")

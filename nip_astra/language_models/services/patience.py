@@ -296,6 +296,7 @@ def open_chat_model(
     """
     settings = settings or ExperimentSettings()
     model = _load(parameters, scenario_dir, resolve_device(settings.device))
+    model.num_threads = settings.num_threads
     return make_patient(model, parameters.limits, parameters.prices, settings, label=label)
 
 

@@ -18,6 +18,11 @@ from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.services.optimizer_files import (
+    OPTIMIZER,
+    OPTIMIZER_SHARDS,
+    put_together,
+)
 from nip_astra.rl_objectives.outputs import LossOutput
 
 Loss = Callable[[TensorDict], LossOutput]
@@ -119,10 +124,6 @@ class TrainingService(ABC):
         """Write a complete model and tokenizer in Hugging Face layout."""
 
 
-OPTIMIZER = "optimizer"
-"""Name, in a folder of `LocalTrainingService.save_state`, of the optimizer's files."""
-
-
 class LocalTrainingService(TrainingService):
     """A model in this process and its optimizer.
 
@@ -205,7 +206,7 @@ class LocalTrainingService(TrainingService):
         content = load_state(directory / OPTIMIZER)
         self.model.restore(directory / self.role)
         self.modules.load_state_dict(content["modules"])
-        self.optimizer.load_state_dict(content["optimizer"])
+        put_together(self.optimizer, content["optimizer"], directory / OPTIMIZER_SHARDS)
 
     def save_weights_for_sampler(self, directory: Path) -> None:
         self.model.save_pretrained(directory)

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from nip_astra.language_models.tree_engine.attention import TrieAttention
 from nip_astra.language_models.tree_engine.elementwise import rms_norm, silu_gated, unsaved
@@ -88,6 +90,8 @@ class Decoder:
         self._is_silu = config.hidden_act in ("silu", "swish")
         self.scale = self.head_dim**-0.5
         self.cache_numbers_per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        self.recomputes_layers = False
+        """Whether a layer's inside is forgotten, and computed again in the backward pass."""
         self._padding_id: int | None = module.model.embed_tokens.padding_idx
         self._rotary = module.model.rotary_emb
         self._cos_sin: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
@@ -123,14 +127,22 @@ class Decoder:
             num_positions = int(positions_N.max()) + 1 if num_tokens else 1
         tables = self.rotations(num_positions, weights.dtype, ids_N.device)
         cos, sin = (table[positions_N] for table in tables)
+        read: Callable[..., Tensor] = self._read_layer
+        if self.recomputes_layers and torch.is_grad_enabled():
+            read = partial(checkpoint, read, use_reentrant=False, preserve_rng_state=False)
         for index, layer in enumerate(weights.layers):
-            joined = layer.qkv(rms_norm(x, layer.input_norm, self.eps))
-            queries, keys = self._place(joined, layer, cos, sin)
-            values = joined.view(num_tokens, -1, self.head_dim)[:, -self.num_kv_heads :]
-            x = x + layer.output(attend(index, queries, keys, values))
-            gate_up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.eps))
-            x = x + layer.down(self._gated(gate_up))
+            x = read(x, layer, partial(attend, index), cos, sin)
         return rms_norm(x, weights.final_norm, self.eps)
+
+    def _read_layer(
+        self, x: Tensor, layer: Layer, attend: Callable[..., Tensor], cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        joined = layer.qkv(rms_norm(x, layer.input_norm, self.eps))
+        queries, keys = self._place(joined, layer, cos, sin)
+        values = joined.view(len(x), -1, self.head_dim)[:, -self.num_kv_heads :]
+        x = x + layer.output(attend(queries, keys, values))
+        gate_up = layer.gate_up(rms_norm(x, layer.mlp_norm, self.eps))
+        return x + layer.down(self._gated(gate_up))
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         if self._is_silu:

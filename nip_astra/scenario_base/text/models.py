@@ -65,6 +65,7 @@ def open_text_models(
             parameters.language_model,
             scenario_dir=scenario_dir,
             device=resolve_device(settings.device),
+            num_threads=settings.num_threads,
         )
     elif parameters.type_name == ChatModelType.OPENAI:
         if parameters.service == "local":

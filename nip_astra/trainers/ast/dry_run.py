@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
 from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -29,6 +30,7 @@ class CostlyTrainer(Protocol):
     training: TrainingConfiguration
     rollouts: Rollouts
     policy: LanguageModel
+    settings: ExperimentSettings
     optimizer: torch.optim.Optimizer
 
     def digest(self, tree: RolloutTree) -> Experience:
@@ -137,7 +139,7 @@ def _work_of(
     num_learned = num_rows * training.num_epochs
     learned = sum(p.numel() * p.element_size() for p in trainer.policy.parameters())
     weights = trainer.policy.num_parameters() * 4.0
-    return Work(
+    work = Work(
         num_iterations=training.num_iterations,
         num_episodes=per_iteration,
         rows_per_step=min(rows, num_rows),
@@ -154,3 +156,6 @@ def _work_of(
         },
         divided_memory={"keys and values": memory[0]},
     )
+    if trainer.settings.sharding == "none":
+        return work
+    return work.with_sharded_weights(float(learned))

@@ -20,6 +20,7 @@ from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.trainers.ast.ahead import PlayedAheadParameters
 from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.utils.seeding import derived_generator
 
@@ -34,8 +35,12 @@ class WeakSupervisionParameters(SubParameters):
     answer to the opening. Larger imitates more and searches less."""
 
 
-class PairParameters(SubParameters):
-    """Strength of the preference and choice of pairs."""
+class PairParameters(PlayedAheadParameters):
+    """Strength of the preference and choice of pairs.
+
+    Played ahead, pairs are of probes that an older attacker said. Their losses hold for pairs of
+    whoever said them, so nothing is corrected.
+    """
 
     beta: float = Field(default=0.1, gt=0)
     """Inverse temperature. Larger stays closer to the reference."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -42,8 +42,13 @@ class Rollouts:
     def play(self, iteration: int, *, seed: int | None = None) -> RolloutTree:
         """The trees of an iteration; equal iterations and seeds open with equal prompts."""
         seed = self.seed if seed is None else seed
-        prompts = self._prompts_of(iteration, seed)
+        prompts = self.prompts_of(iteration, seed)
         return self.sampler.sample(prompts, **self.size, key=(seed, "train", iteration))
+
+    def begin(self, iteration: int) -> Callable[[], RolloutTree]:
+        """Begin the trees of an iteration with the weights of now; see `TreeSampler.begin`."""
+        prompts = self.prompts_of(iteration)
+        return self.sampler.begin(prompts, **self.size, key=(self.seed, "train", iteration))
 
     def play_one(self) -> RolloutTree:
         """The tree of one episode, which belongs to no iteration."""
@@ -53,7 +58,9 @@ class Rollouts:
         """Memory for the keys and values of so many episodes played at once."""
         return self.sampler.cache_bytes(self.prompts[:num_episodes], **self.size)
 
-    def _prompts_of(self, iteration: int, seed: int) -> list[str]:
+    def prompts_of(self, iteration: int, seed: int | None = None) -> list[str]:
+        """The opening prompts of an iteration."""
+        seed = self.seed if seed is None else seed
         first = iteration * self.num_episodes
         orders: dict[int, list[int]] = {}
         chosen = []

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from nip_astra.distributed.team import Team
 from nip_astra.errors import ConfigurationError, LostProcessError
+from nip_astra.language_models.base import LanguageModel
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.data_parallel import DataParallelService
+from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 
 if TYPE_CHECKING:
@@ -16,14 +18,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def divided(service: TrainingService, team: Team) -> TrainingService:
-    """A service by which this process and the others of a team learn together.
+def divided(trainer: LanguageModelTrainer, service: TrainingService) -> TrainingService:
+    """A service by which this process and the others of a team learn, as the settings ask.
 
     Raises
     ------
     ConfigurationError
-        When the weights are not in this process.
+        When the weights are not in this process, or cannot be divided or recomputed as asked.
     """
+    team = trainer.team
+    if trainer.settings.gradient_checkpointing:
+        _recompute_layers(trainer.policy, service)
     if team.size == 1:
         return service
     if type(service) is not LocalTrainingService:
@@ -32,7 +37,72 @@ def divided(service: TrainingService, team: Team) -> TrainingService:
             f"{type(service).__name__}, and only a model that they hold themselves can be divided "
             "among them. Start the run without torchrun."
         )
-    return DataParallelService(service, team)
+    if trainer.settings.sharding == "none":
+        return DataParallelService(service, team)
+    check_can_be_sharded(trainer)
+    models = {id(one): one for one in _models_of(trainer)}
+    for model in models.values():
+        # All that is compared with what the policy learns from goes the same way as that.
+        model.scores_by_module = True
+    return ShardedService(service, team)
+
+
+def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
+    """Have what learns compute its layers again in the backward pass, or refuse by name."""
+    # vLLM samples; a model beside it learns.
+    learner = getattr(policy, "scorer", policy)
+    is_here = isinstance(service, LocalTrainingService)
+    if not is_here or not isinstance(learner, HuggingFaceLanguageModel):
+        held = type(policy if is_here else service).__name__
+        raise ConfigurationError(
+            "layers were to be computed again in the backward pass (gradient_checkpointing), but "
+            f"the policy learns by {held}, whose layers are not known here. Set "
+            "gradient_checkpointing to false."
+        )
+    learner.recompute_layers()
+
+
+def _models_of(trainer: LanguageModelTrainer) -> list[HuggingFaceLanguageModel]:
+    agents = trainer.scenario_instance.agents.values()
+    models = [trainer.policy, *(getattr(agent, "language_model", None) for agent in agents)]
+    return [one for one in models if isinstance(one, HuggingFaceLanguageModel)]
+
+
+def check_can_be_sharded(trainer: LanguageModelTrainer) -> None:
+    """Refuse what needs all weights in the process that learns."""
+    policy = trainer.policy
+    is_own = type(policy) is HuggingFaceLanguageModel
+    has_adapter = isinstance(policy, HuggingFaceLanguageModel) and policy.has_adapter
+    faults = {
+        f"the policy's backend is {type(policy).__name__}, and only huggingface is read layer by "
+        "layer": not is_own,
+        "the policy learns by LoRA, whose weights are few": has_adapter,
+        "its dumps (dump_period) hold whole weights": trainer.settings.dump_period > 0,
+        "rollouts are played ahead with a copy of the weights (max_staleness)": bool(
+            getattr(trainer.parameters, "max_staleness", 0)
+        ),
+    }
+    found = [text for text, is_so in faults.items() if is_so]
+    if found:
+        raise ConfigurationError(
+            "the policy was to be divided among the processes (sharding=fsdp), but "
+            f"{'; '.join(found)}. Set sharding to none, so that each process holds the policy, or "
+            "change that."
+        )
+
+
+def save_together(trainer: LanguageModelTrainer) -> None:
+    """Save a checkpoint while all processes are at the same place."""
+    lead(trainer, trainer._save_checkpoint)
+
+
+def save_without_others(trainer: LanguageModelTrainer) -> None:
+    """Save what there is when another process has ended.
+
+    What that one held of divided weights is lost; then the last checkpoint stands.
+    """
+    if not isinstance(trainer.service, ShardedService):
+        trainer._save_checkpoint()
 
 
 def lead(trainer: LanguageModelTrainer, work: Callable[[], T]) -> T | None:
@@ -46,12 +116,16 @@ def lead(trainer: LanguageModelTrainer, work: Callable[[], T]) -> T | None:
     T or None
         What the work gave, in the leader; None in the others.
     """
-    team = trainer.team
+    team, service = trainer.team, trainer.service
+    handlers = trainer.handlers()
     try:
-        result = team.lead(work, trainer.handlers())
+        if isinstance(service, ShardedService):
+            service.gather()
+            handlers = handlers | service.handlers()
+        result = team.lead(work, handlers)
     except LostProcessError:
         # Nothing was learnt since the last step.
-        trainer._save_checkpoint()
+        save_without_others(trainer)
         raise
     if team.size > 1:
         state = trainer.state.to_dict() if team.is_leader else {}

@@ -17,7 +17,11 @@ NUM_ROLLOUTS = 4
 
 
 def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
-    """Play a few rollouts as they are trained on and as they are tested, and extrapolate."""
+    """Play a few rollouts as they are trained on and as they are tested, and extrapolate.
+
+    The time is an upper bound: a model in this process answers many requests in hardly more time
+    than a few.
+    """
     num_iterations = trainer.text_rl.num_iterations
     num_tests = sum(
         trainer.is_test_due(number, is_last=number == num_iterations - 1)
@@ -37,7 +41,7 @@ def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
         "num_rollouts": num_iterations * len(train) + num_tested,
         "num_jobs": (num_iterations - 1) * len(learning),
         **{name: round(sum(part[name] for part in parts)) for name in parts[0] if name != "hours"},
-        "estimated_hours_of_sampling": sum(part["hours"] for part in parts),
+        "most_hours_of_sampling": sum(part["hours"] for part in parts),
         **(prices if known else {}),
     }
 
@@ -48,6 +52,9 @@ def _measure(
     """What so many rollouts would take."""
     episodes, journal = trainer.episodes("train", 0)[:NUM_ROLLOUTS], AnswerJournal()
     key = (trainer.hyper_params.seed, "dry run", num_branches)
+    for group in trainer.shared_model_groups.values():
+        # Loading one takes longer than playing a few rollouts, and is done once.
+        _ = group.model
     started, cost_before = time.perf_counter(), total_cost(trainer.services()) or 0.0
     ends = trainer.instance.loop.run(
         trainer.sampler.sample(episodes, key=key, num_branches=num_branches, journal=journal)

@@ -45,6 +45,31 @@ def test_requests_that_wait_together_are_answered_in_one_batch_and_as_alone(
             assert one.token_logprobs == pytest.approx(other.token_logprobs, abs=1e-4)
 
 
+def test_it_computes_with_as_many_threads_as_its_size_needs(
+    model: LocalChatModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    generate = model.language_model.generate
+
+    def watched(*args):  # type: ignore[no-untyped-def]
+        threads.append(torch.get_num_threads())
+        return generate(*args)
+
+    monkeypatch.setattr(model.language_model, "generate", watched)
+    model.num_threads = 3
+    ask(model, saying("hello", max_tokens=2))
+    monkeypatch.setattr(model.language_model, "num_parameters", lambda: 100_000_000)
+    ask(model, saying("hello", max_tokens=2))
+    assert threads == [1, 3]
+
+
+def test_all_requests_may_wait_for_it_at_once() -> None:
+    """The limits of services would leave its batches empty, or give up what is being answered."""
+    parameters = LocalChatModel.Parameters(language_model={"_type": "huggingface", "model": "x"})
+    assert parameters.limits.concurrency >= 4 * parameters.max_batch_size
+    assert parameters.limits.attempt_timeout >= 3600
+
+
 def test_a_seed_and_a_sample_number_name_an_answer(model: LocalChatModel) -> None:
     both, second, other, free = ask(
         model,

@@ -252,19 +252,16 @@ def test_entropies_and_hidden_states_come_from_the_same_pass(
     assert (found.hidden_BTX[~mask] == 0).all()
 
 
-def test_a_model_of_its_own_forward_pass_learns_in_float32(
-    gpt2: HuggingFaceLanguageModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_model_of_its_own_forward_pass_learns_in_bfloat16(
+    gpt2: HuggingFaceLanguageModel, tmp_path: Path
 ) -> None:
     gpt2.save_pretrained(tmp_path)
     given = {"model": str(tmp_path), "dtype": "bfloat16"}
     cpu, options = torch.device("cpu"), SamplingOptions(max_new_tokens=3)
     parameters = HuggingFaceLanguageModel.Parameters.from_dict(given)
-    with caplog.at_level(logging.INFO):
-        model = HuggingFaceLanguageModel.load(
-            parameters, device=cpu, scenario_dir=None, trainable=True
-        )
-    assert model.dtype == torch.float32
-    assert "GPT2LMHeadModel computes in float32: its weights are trained in full" in caplog.text
+    model = HuggingFaceLanguageModel.load(parameters, device=cpu, scenario_dir=None, trainable=True)
+    assert model.dtype == torch.bfloat16
+    assert {one.dtype for one in model.parameters()} == {torch.float32}
     rows = (*pad_left([[2, 6, 7]], cpu), *pad_right([[8, 9]], cpu))
     found = model.sampled_logprobs(*rows, options)
     assert found is not None

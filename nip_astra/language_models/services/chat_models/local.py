@@ -38,11 +38,13 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
     FinishReason,
 )
+from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.language_models.services.texts import cut_at_stop
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.actors import are_actors_used, get_actors
+from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
 MOST_TOKENS = 1024
@@ -97,6 +99,8 @@ class LocalChatModel(ChatModel):
         """The backend and its weights; its tokenizer needs a chat template."""
         max_batch_size: int = Field(default=64, ge=1)
         """Samples drawn at once. Larger is faster and takes more memory."""
+        limits: LimitParameters = LimitParameters(concurrency=1024, attempt_timeout=86400.0)
+        """How many requests wait for it at once, and for how long."""
 
     def __init__(self, model: TokenSampler, *, name: str, max_batch_size: int = 64) -> None:
         if not getattr(model.tokenizer, "chat_template", None):
@@ -183,17 +187,27 @@ class LocalChatModel(ChatModel):
             batches = self._take_batches(loop)
             if not batches:
                 return
-            rows = [row for batch in batches for row in batch]
-            try:
-                said = await asyncio.to_thread(self._generate, batches)
-            except Exception as error:
-                for row in rows:
-                    if not row.said.done():
-                        row.said.set_exception(error)
-                continue
-            for row, one in zip(rows, said, strict=True):
+            # Actors take batches at the same time; else each is told as soon as it is answered.
+            rounds = [batches] if self._uses_actors else [[batch] for batch in batches]
+            for together in rounds:
+                await self._answer_batches(together)
+
+    async def _answer_batches(self, batches: Sequence[Sequence[_Row]]) -> None:
+        rows = [row for batch in batches for row in batch]
+        try:
+            said = await asyncio.to_thread(self._generate, batches)
+        except Exception as error:
+            for row in rows:
                 if not row.said.done():
-                    row.said.set_result(one)
+                    row.said.set_exception(error)
+            return
+        for row, one in zip(rows, said, strict=True):
+            if not row.said.done():
+                row.said.set_result(one)
+
+    @property
+    def _uses_actors(self) -> bool:
+        return are_actors_used() and self.language_model.can_be_copied
 
     def _take_batches(self, loop: asyncio.AbstractEventLoop) -> list[list[_Row]]:
         """All rows of an event loop that wait, those together that are drawn alike.
@@ -222,8 +236,9 @@ class LocalChatModel(ChatModel):
             for batch in batches
         ]
         with self._lock:
-            if not (are_actors_used() and model.can_be_copied):
-                drawn = [call() for call in calls]
+            if not self._uses_actors:
+                with threads_for(model.num_parameters(), self.num_threads):
+                    drawn = [call() for call in calls]
             else:
                 actors = get_actors()
                 assert actors is not None

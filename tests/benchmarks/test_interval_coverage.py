@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,20 +11,6 @@ import numpy as np
 import pytest
 
 from nip_astra.utils.intervals import rate_estimate
-from tests.documents import ROOT
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    """The module benchmarks/interval_coverage.py, which is in no package."""
-    path = ROOT / "benchmarks" / "interval_coverage.py"
-    spec = importlib.util.spec_from_file_location("benchmark_interval_coverage", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("kind", ["Beta", "two kinds"])

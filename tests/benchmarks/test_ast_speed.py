@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -14,13 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.documents import ROOT
-
 
 class Modules(NamedTuple):
     """The files of the benchmark, which are in no package."""
 
-    contest: ModuleType
     ours: ModuleType
     plain: ModuleType
     speed: ModuleType
@@ -28,12 +25,9 @@ class Modules(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def modules() -> Iterator[Modules]:
-    patch = pytest.MonkeyPatch()
-    patch.syspath_prepend(str(ROOT / "benchmarks"))
-    names = ("ast_contest", "our_ast", "plain_ast", "ast_speed", "ast_work")
-    yield Modules(*(importlib.import_module(name) for name in names))
-    patch.undo()
+def modules(load: Callable[[str], ModuleType]) -> Modules:
+    names = ("our_ast", "plain_ast", "ast_speed", "ast_work")
+    return Modules(*map(load, names))
 
 
 class Ways(NamedTuple):
@@ -54,7 +48,7 @@ def build(modules: Modules, root: Path, *, is_end_padding: bool = False, **chang
         config = json.loads(path.read_text())
         path.write_text(json.dumps(config | {"pad_token_id": config["eos_token_id"]}))
     plain = modules.work.build_plain(setting, files)
-    ours = modules.ours.OurAst(setting, files, modules.ours.PRECISIONS["fp32"])
+    ours = modules.ours.OurAst(setting, files)
     # Ours says no role markers; the plain way is told not to.
     tokenizer = plain.attacker.tokenizer
     markers = tuple(set(tokenizer.all_special_ids) - {tokenizer.eos_token_id})
@@ -195,18 +189,15 @@ def test_a_step_moves_the_attacker_alone_towards_the_chosen_probe(
 
 
 def test_the_plain_way_counts_what_it_forwards(sampled: Ways) -> None:
-    before = sampled.plain.work()
+    before = sampled.plain.forwarded()
     nodes = sampled.plain.play(sampled.files.prompts[:1], width=2, depth=1)[0]
-    after = sampled.plain.work()
+    found = {role: count - before[role] for role, count in sampled.plain.forwarded().items()}
     turn, context = sampled.setting.turn_tokens, len(nodes[0].context)
-    attacker = {
-        name: after["attacker"][name] - before["attacker"][name] for name in after["target"]
-    }
-    # The last token that is said is read by nobody; only last positions are predicted from.
-    assert attacker == {"forwarded": 2 * (context + turn - 1), "head_rows": 2 * turn}
-    rated = after["target"]["head_rows"] - before["target"]["head_rows"] - 2 * turn
-    # Log-probabilities come with the distribution at every position.
-    assert rated > 2 * context
+    # The last token that is said is read by nobody.
+    assert found["attacker"] == 2 * (context + turn - 1)
+    # It answers, and then reads each probe again for its log-probabilities.
+    assert found["target"] > 2 * (context + turn)
+    assert found["reference"] == 0
 
 
 def test_the_floor_of_a_chain_is_its_last_context(modules: Modules, sampled: Ways) -> None:
@@ -225,73 +216,62 @@ def test_the_floor_of_a_chain_is_its_last_context(modules: Modules, sampled: Way
 
 
 def test_the_ways_take_turns(modules: Modules) -> None:
-    effort = modules.contest.Effort(repeats=4, plain_repeats=2)
-    assert [name for name, _ in effort.turns(["a"])] == ["plain", "a", "a", "plain", "a", "a"]
-    effort = modules.contest.Effort(repeats=3, plain_repeats=1)
-    turns = [("plain", 0), *((name, n) for n in range(3) for name in "ab")]
-    assert list(effort.turns(["a", "b"])) == turns
-    effort = modules.contest.Effort(repeats=1, plain_repeats=2)
-    assert list(effort.turns(["a"])) == [("plain", 0), ("a", 0), ("plain", 1)]
+    turns = modules.speed.turns
+    assert [name for name, _ in turns(["a"], 4, 2)] == ["plain", "a", "a", "plain", "a", "a"]
+    order = [("plain", 0), *((name, n) for n in range(3) for name in "ab")]
+    assert list(turns(["a", "b"], 3, 1)) == order
+    assert list(turns(["a"], 1, 2)) == [("plain", 0), ("a", 0), ("plain", 1)]
 
 
 SMALL = ("--model", "tiny", "--width", "2", "--depth", "2", "--episodes", "1", "--repeats", "1")
 SHORT = ("--context", "12", "--turn-tokens", "6")
 
 
-def run(modules: Modules, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """Run the script and give its JSON and its Markdown."""
-    files = folder / "figures.json", folder / "figures.md"
-    modules.speed.main([*arguments, "--out", str(files[0]), "--markdown", str(files[1])])
-    return json.loads(files[0].read_text()), files[1].read_text()
+def run(modules: Modules, folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run the script and give its JSON."""
+    modules.speed.main([*SMALL, *SHORT, *arguments, "--out", str(folder / "figures.json")])
+    found: dict[str, Any] = json.loads((folder / "figures.json").read_text())
+    return found
 
 
-def test_the_script_writes_ratios(modules: Modules, tmp_path: Path) -> None:
-    report, text = run(modules, tmp_path, *SMALL, *SHORT)
+def test_the_script_tells_ratios_and_scales_what_was_not_played(
+    modules: Modules, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = run(modules, tmp_path, "--episodes", "2", "--plain-episodes", "1")
     assert {row["part"] for row in report["ratios"]} == {"rollout", "update", "iteration"}
     for row in report["ratios"]:
         assert row["ratio"] > 0
-        assert row["ratio"] == pytest.approx(row["plain_seconds"] / row["our_seconds"])
-    assert report["settings"][0]["parts"]["deviation"]["fp32"]["loss"] < 1e-5
-    phases = report["settings"][0]["parts"]["iteration"]["plain"]["phases"]
+        assert row["ratio"] == pytest.approx(row["plain, s"] / row["ours, s"])
+        assert row["is scaled"] == ("" if row["part"] == "update" else "scaled")
+    assert report["parts"]["deviation"]["fp32"]["loss"] < 1e-5
+    figures = report["parts"]["iteration"]["plain"]
+    phases = figures["phases"]
     assert phases["rollout"] >= phases["attacker generate"] + phases["target generate"]
     assert phases["update"] >= phases["loss forward"] + phases["backward"]
-    assert "| tiny |" in text
-    assert str(tmp_path) not in text + json.dumps(report)
-
-
-def test_fewer_plain_episodes_are_scaled_and_said_so(modules: Modules, tmp_path: Path) -> None:
-    few = ("--parts", "rollout", "--plain-episodes", "1", "--episodes", "2")
-    report, text = run(modules, tmp_path, *SMALL, *SHORT, *few)
-    assert report["ratios"][0]["is_scaled"] is True
-    figures = report["settings"][0]["parts"]["rollout"]["plain"]
-    assert figures["phases"]["rollout"] == pytest.approx(2 * figures["runs"][0]["rollout"])
-    assert "(scaled)" in text
-
-
-def test_an_unknown_part_is_refused(
-    modules: Modules, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run(modules, tmp_path, "--parts", "rollouts")
-    assert "unknown: 'rollouts'. Known: rollout, update, iteration" in capsys.readouterr().err
+    assert phases["rollout"] == pytest.approx(2 * figures["runs"][0]["rollout"])
+    shown = capsys.readouterr().out
+    assert "| iteration | fp32 |" in shown
+    assert str(tmp_path) not in shown + json.dumps(report)
 
 
 def test_trl_that_is_missing_is_named(
-    modules: Modules, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    modules: Modules, load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "trl.experimental.online_dpo", None)
-    report, text = run(modules, tmp_path, *SMALL, *SHORT, "--parts", "none", "--trl")
-    assert report["skipped"] == ["TRL is not installed: pip install trl datasets"]
-    assert "pip install trl" in text
+    metadata = importlib.metadata
+
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(SystemExit, match="pip install trl"):
+        load("trl_online_dpo").measure(modules.work.Setting(), "fp32", 1)
 
 
 @pytest.mark.slow
 def test_memory_and_trl_are_measured(modules: Modules, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    extras = ("--parts", "none", "--memory", "--trl")
-    report, text = run(modules, tmp_path, *SMALL, *SHORT, *extras)
-    ways = report["memory"][0]["ways"]
-    for figures in ways.values():
+    report = run(modules, tmp_path, "--parts", "none", "--memory", "--trl")
+    assert [figures["way"] for figures in report["memory"]] == ["plain", "fp32"]
+    for figures in report["memory"]:
         assert figures["peak"] >= figures["peak_of_iteration"] >= figures["peak_of_rollout"] > 0
-    assert report["trl"][0]["ratio"] > 0
-    assert "TRL OnlineDPO" in text
+    assert report["trl"][0]["shown"]["ratio"] > 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -13,18 +12,8 @@ import pytest
 
 from nip_astra.trainers.registry import TRAINERS
 from tests.command_line import CommandLine
-from tests.documents import ROOT
 
 SMALL = ("training.num_iterations=1", "ast_chat.evaluation.num_episodes=2")
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> Iterator[ModuleType]:
-    changes = pytest.MonkeyPatch()
-    changes.syspath_prepend(str(ROOT / "benchmarks"))
-    yield importlib.import_module("trainers")
-    sys.modules.pop("trainers")
-    changes.undo()
 
 
 def test_every_ast_trainer_is_an_arm(benchmark: ModuleType) -> None:

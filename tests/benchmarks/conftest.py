@@ -1,0 +1,32 @@
+"""The benchmarks' files, which are in no package."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.documents import ROOT
+
+FOLDER = ROOT / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a file of the benchmarks; all are forgotten after the tests of a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(FOLDER))
+        yield importlib.import_module
+    for name, module in list(sys.modules.items()):
+        if Path(getattr(module, "__file__", None) or "").parent == FOLDER:
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def benchmark(request: pytest.FixtureRequest, load: Callable[[str], ModuleType]) -> ModuleType:
+    """The benchmark after which the module of tests is named."""
+    return load(request.module.__name__.rpartition("test_")[2])

@@ -1,0 +1,99 @@
+"""Tensors that are saved in parts are read by any number of processes, and what is broken told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from nip_astra.checkpoints.shards import load_shards, load_whole, save_shards, sizes_in
+from nip_astra.distributed.team import open_team
+from nip_astra.errors import CheckpointError
+from tests.distributed.processes import together
+from tests.messages import says
+
+CPU = torch.device("cpu")
+
+
+def whole_tensors() -> dict[str, Tensor]:
+    return {
+        # Of three rows one process has two, of one row one has none.
+        "odd": torch.arange(12.0).reshape(3, 4),
+        "one": torch.full((1, 2), 7.0),
+        "narrow": torch.arange(5, dtype=torch.bfloat16),
+    }
+
+
+def save_and_load(folder: Path, store: str, is_saved: bool) -> list[bool]:
+    with open_team(CPU, store) as team:
+        mesh = team.mesh(CPU)
+        parts = {
+            name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in whole_tensors().items()
+        }
+        if is_saved:
+            save_shards(folder, parts)
+        read = {name: torch.zeros_like(one) for name, one in parts.items()}
+        load_shards(folder, read)
+        assert all(isinstance(one, DTensor) for one in read.values())
+        return [torch.equal(read[name].to_local(), parts[name].to_local()) for name in parts]
+
+
+def test_what_two_processes_save_one_reads_and_the_other_way(tmp_path: Path) -> None:
+    two, one = tmp_path / "two", tmp_path / "one"
+    save_shards(one, whole_tensors())
+    for folder, is_saved in ((two, True), (one, False)):
+        work: Callable[[str], list[bool]] = lambda s, f=folder, i=is_saved: save_and_load(f, s, i)  # noqa: E731
+        assert together(work, tmp_path) == [[True] * 3] * 2
+    assert len(list(two.iterdir())) == 2
+    for folder in (one, two):
+        assert {path.suffix for path in folder.iterdir()} == {".safetensors"}
+        found = load_whole(folder)
+        assert found.keys() == whole_tensors().keys()
+        for name, tensor in whole_tensors().items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor)
+
+
+def test_what_is_missing_broken_or_of_another_shape_is_told(tmp_path: Path) -> None:
+    save_shards(tmp_path, whole_tensors())
+    assert sizes_in(tmp_path)["odd"] == (3, 4)
+    with pytest.raises(CheckpointError) as caught:
+        load_shards(tmp_path, {"odd": torch.zeros(4, 4)})
+    assert says(caught.value, "odd of shape (4, 4)", "there it has (3, 4)", "Resume with the para")
+    with pytest.raises(CheckpointError) as caught:
+        load_shards(tmp_path, {"even": torch.zeros(4)})
+    assert says(caught.value, "even of shape (4,)", "there is none")
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:200])
+    with pytest.raises(CheckpointError) as caught:
+        load_shards(tmp_path, {"odd": torch.zeros(3, 4)})
+    assert says(caught.value, f"{tmp_path} was to be read, but", "Restore the folder")
+    with pytest.raises(CheckpointError) as caught:
+        load_whole(tmp_path / "nowhere")
+    assert says(caught.value, "nowhere was to be read", "Restore the folder")
+
+
+def test_a_lost_part_is_seen(tmp_path: Path) -> None:
+    whole = {"weight": torch.arange(12.0).reshape(4, 3)}
+
+    def save(store: str) -> None:
+        with open_team(CPU, store) as team:
+            mesh = team.mesh(CPU)
+            save_shards(
+                tmp_path / "two", {"weight": distribute_tensor(whole["weight"], mesh, [Shard(0)])}
+            )
+
+    together(save, tmp_path)
+    first, last = sorted((tmp_path / "two").iterdir())
+    first.unlink()
+    with pytest.raises(CheckpointError) as caught:
+        load_whole(tmp_path / "two")
+    assert says(caught.value, "parts of weight are missing", "Restore the folder")
+    last.unlink()
+    with pytest.raises(CheckpointError) as caught:
+        load_shards(tmp_path / "two", {"weight": torch.zeros(4, 3)})
+    assert says(caught.value, "there is none")

@@ -1,0 +1,168 @@
+"""Runs with divided weights are saved in parts, and go on in any number of processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.cli.evaluation_loading import RunCode
+from nip_astra.cli.export_commands import export
+from nip_astra.errors import CheckpointError, LostProcessError
+from nip_astra.language_models.services.sharded import ShardedService
+from nip_astra.resolving.resolution import ResolvedExperiment
+from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.trainers.trainer_base import Trainer
+from tests.command_line import plugins_forgotten_after
+from tests.distributed.processes import together
+from tests.messages import says
+from tests.resuming import short_experiment
+
+
+@pytest.fixture(autouse=True)
+def _no_plugins_left() -> Iterator[None]:
+    with plugins_forgotten_after():
+        yield
+
+
+@pytest.fixture
+def resolved(tmp_path: Path) -> ResolvedExperiment:
+    return short_experiment("ast_dpo", tmp_path / "scenario", num_iterations=2)
+
+
+def run(
+    resolved: ResolvedExperiment, path: Path, store: str | None, *, stops: bool = False
+) -> None:
+    """Run by divided weights, to the end or to the first checkpoint."""
+    patch = pytest.MonkeyPatch()
+    save = Trainer._save_checkpoint
+
+    def save_and_stop(self: Trainer, **options: Any) -> None:
+        save(self, **options)
+        if stops and self.state.iteration == 1:
+            raise KeyboardInterrupt
+
+    patch.setattr(Trainer, "_save_checkpoint", save_and_stop)
+    options = {"progress": False, "checkpoint_period": 1, "sharding": "fsdp"}
+    try:
+        run_experiment(
+            resolved, runs_dir=str(path.parent), run_id=path.name, process_store=store, **options
+        )
+    except (Exception, KeyboardInterrupt):
+        if not stops:
+            raise
+    finally:
+        patch.undo()
+
+
+def resume(path: Path, store: str | None) -> None:
+    resume_experiment(path, progress=False, process_store=store)
+
+
+def weights_of(path: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = load_file(path / "model" / "model.safetensors")
+    return found
+
+
+def gap_of(some: Path, other: Path) -> float:
+    mine, theirs = weights_of(some), weights_of(other)
+    assert mine.keys() == theirs.keys()
+    return max((mine[name] - theirs[name]).abs().max().item() for name in mine)
+
+
+def in_processes(count: int, work: Callable[[str | None], None], folder: Path) -> None:
+    if count == 1:
+        work(None)
+    else:
+        together(work, folder, count=count)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (2, 1),
+        pytest.param(1, 2, marks=pytest.mark.slow),
+        pytest.param(2, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_a_divided_run_goes_on_in_any_number_of_processes(
+    before: int, after: int, resolved: ResolvedExperiment, tmp_path: Path
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    is_exact = before == after
+    in_processes(after, lambda store: run(resolved, whole, store), tmp_path)
+    in_processes(before, lambda store: run(resolved, stopped, store, stops=True), tmp_path)
+    (checkpoint,) = (stopped / "checkpoints").glob("step_*")
+    parts = [*checkpoint.glob("attacker/shards/*"), *checkpoint.glob("optimizer_shards/*")]
+    assert len(parts) == (4 if before == 2 else 0)
+    in_processes(after, lambda store: resume(stopped, store), tmp_path)
+    assert (stopped / "results.json").is_file()
+    # float32, and one process reads trees of tokens where divided weights read rows.
+    assert gap_of(whole, stopped) <= (0 if is_exact else 1e-4)
+
+
+def test_parts_are_joined_for_others_and_a_lost_one_is_told_with_the_checkpoint_that_is_good(
+    resolved: ResolvedExperiment, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    together(lambda store: run(resolved, path, store), tmp_path)
+    weights = weights_of(path)
+    export(str(path), form="huggingface", output=str(tmp_path / "joined"), code=RunCode([], False))
+    joined = AutoModelForCausalLM.from_pretrained(tmp_path / "joined").state_dict()
+    assert all(torch.equal(joined[name], weights[name]) for name in weights)
+    assert AutoTokenizer.from_pretrained(tmp_path / "joined").encode("hello")
+    (path / "results.json").unlink()
+    store = CheckpointStore(path / "checkpoints")
+    latest = store.latest()
+    assert latest is not None
+    lost = sorted((latest / "attacker" / "shards").iterdir())[0]
+    lost.rename(tmp_path / lost.name)
+
+    def failed() -> str:
+        with pytest.raises(CheckpointError) as caught:
+            resume(path, None)
+        return str(caught.value)
+
+    assert says(failed(), f"shards/{lost.name} is missing", "the newest that is good")
+    (tmp_path / lost.name).rename(lost)
+    lost.write_bytes(lost.read_bytes()[:-1] + b"x")
+    assert says(failed(), f"shards/{lost.name} is corrupt")
+
+
+def test_a_divided_run_of_which_a_process_is_killed_goes_on_from_its_last_checkpoint(
+    resolved: ResolvedExperiment, tmp_path: Path
+) -> None:
+    whole, path = tmp_path / "whole", tmp_path / "killed"
+    run(resolved, whole, None)
+
+    def killed(store: str) -> str:
+        patch, step, taken = pytest.MonkeyPatch(), ShardedService._part_of_step, iter(range(99))
+
+        def end_of_one(self: ShardedService, *given: Any) -> dict[str, float]:
+            if self.team.rank == 1 and next(taken) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(self, *given)
+
+        patch.setattr(ShardedService, "_part_of_step", end_of_one)
+        try:
+            run(resolved, path, store)
+        except LostProcessError as error:
+            return str(error)
+        finally:
+            patch.undo()
+        return ""
+
+    message, _ = together(killed, tmp_path, killed=[1])
+    assert says(message, "2 processes", "one of them has ended", "saved in step_", "resume")
+    assert not (path / "results.json").exists()
+    resume(path, None)
+    assert gap_of(whole, path) < 1e-4

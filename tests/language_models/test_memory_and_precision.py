@@ -1,0 +1,136 @@
+"""Layers that are computed again give the same gradients, and rounded ones nearly the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.base import SamplingOptions, pad_left, pad_right
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.plain_forward import layers_of
+from nip_astra.run import prepare_experiment
+from nip_astra.trainers.language_model.processes import divided
+from tests.messages import says
+from tests.resuming import short_experiment
+from tests.tiny import make_language_model, make_tokenizer
+
+CPU = torch.device("cpu")
+ROWS = (*pad_left([[2, 6, 7], [2, 6]], CPU), *pad_right([[8, 9, 3], [9, 3]], CPU))
+
+
+def write_gpt2(folder: Path) -> Path:
+    """A model whose forward pass is its own alone."""
+    tokenizer = make_tokenizer()
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=3
+    )
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(params=["decoder", "own forward pass"])
+def load(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Any]:
+    write = make_language_model if request.param == "decoder" else write_gpt2
+    folder = str(write(tmp_path / "model"))
+
+    def loaded(**given: Any) -> HuggingFaceLanguageModel:
+        parameters = HuggingFaceLanguageModel.Parameters.from_dict({"model": folder, **given})
+        return HuggingFaceLanguageModel.load(
+            parameters, device=CPU, scenario_dir=None, trainable=True
+        )
+
+    return loaded
+
+
+def gradients_of(model: HuggingFaceLanguageModel) -> tuple[Tensor, list[Tensor]]:
+    scores = model.token_scores(*ROWS, needs_entropy=True)
+    assert scores.entropy_BT is not None
+    (scores.logprobs_BT.exp().sum() + scores.entropy_BT.sum()).backward()
+    return scores.logprobs_BT.detach(), [one.grad for one in model.parameters()]  # type: ignore[misc]
+
+
+class Kept:
+    """Counts the numbers that a forward pass keeps for the backward pass."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        self.count += tensor.numel()
+        return tensor
+
+
+def test_layers_computed_again_keep_less_and_give_the_same_gradients(
+    load: Callable[..., Any],
+) -> None:
+    kept, found = [], []
+    for recomputes in (False, True):
+        model = load()
+        if recomputes:
+            model.recompute_layers()
+        count = Kept()
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            model.logprobs(*ROWS)
+        kept.append(count.count)
+        found.append(gradients_of(model))
+    (logprobs, gradients), (again, gradients_again) = found
+    assert torch.equal(logprobs, again)
+    assert len(gradients) > 20
+    for one, other in zip(gradients, gradients_again, strict=True):
+        assert torch.equal(one, other)
+    assert kept[1] < 0.7 * kept[0]
+
+
+def test_a_model_learns_in_bfloat16_on_weights_of_float32(load: Callable[..., Any]) -> None:
+    exact, rounded = load(), load(dtype="bfloat16")
+    assert rounded.dtype == torch.bfloat16
+    assert {one.dtype for one in rounded.parameters()} == {torch.float32}
+    logprobs, gradients = gradients_of(exact)
+    nearly, rounded_gradients = gradients_of(rounded)
+    assert nearly.dtype == torch.float32
+    # Nats, of about 5; bfloat16 has 8 bits, so that a percent is lost.
+    assert 0 < (nearly - logprobs).abs().max() < 0.08
+    whole, nearly_whole = (
+        torch.cat([one.flatten() for one in some]) for some in (gradients, rounded_gradients)
+    )
+    assert torch.cosine_similarity(whole, nearly_whole, dim=0) > 0.998
+    options = SamplingOptions(max_new_tokens=3)
+    said = rounded.generate([[2, 6, 7]], 2, torch.full((2, 3), 0.4), options)
+    with torch.no_grad():
+        scored_BT = rounded.logprobs(*pad_left([[2, 6, 7]] * 2, CPU), said.ids_BT, said.mask_BT)
+    assert torch.allclose(scored_BT, said.logprobs_BT, atol=0.05)
+    hidden = rounded.token_scores(*ROWS, needs_hidden=True).hidden_BTX
+    assert hidden is not None
+    assert rounded.logits_of(hidden[0]).dtype == torch.float32
+
+
+def test_a_model_that_names_no_layers_is_refused(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        layers_of(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert says(caught.value, "layers of Sequential", "GradientCheckpointingLayer", "sharding")
+
+
+def test_the_setting_reaches_what_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved = short_experiment("self_hosted_grpo", tmp_path / "scenario", num_iterations=1)
+    settings = ExperimentSettings(progress=False, gradient_checkpointing=True)
+    trainer: Any = prepare_experiment(resolved, settings).trainer
+    assert trainer.policy.recomputes_layers
+    with pytest.raises(ConfigurationError) as caught:
+        divided(trainer, object())  # type: ignore[arg-type]
+    assert says(caught.value, "(gradient_checkpointing)", "learns by object", "to false")
+    resolved = short_experiment("vanilla_ppo", tmp_path / "agents")
+    with pytest.raises(ConfigurationError) as caught:
+        prepare_experiment(resolved, progress=False, gradient_checkpointing=True)
+    assert says(caught.value, "gradient_checkpointing=true were given", "Leave them out")
