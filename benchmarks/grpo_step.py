@@ -124,7 +124,7 @@ class Ours:
                 "training.batch_order=by_episode",
             ],
         )
-        self.trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+        self.trainer = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
         self.work = work
         self.first: tuple[float, float] | None = None
         self.forwarded_per_unique = math.nan
