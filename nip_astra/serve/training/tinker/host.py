@@ -56,6 +56,8 @@ class Session:
     ----------
     seen_at : float
         When the client was last heard of, `time.monotonic`.
+    unnamed : list of Checkpoint
+        Weights to sample from that have no name of the client's, and go with the session.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Session:
     seen_at: float = field(default_factory=time.monotonic)
     model_ids: list[str] = field(default_factory=list)
     sampler_ids: list[str] = field(default_factory=list)
+    unnamed: list[Checkpoint] = field(default_factory=list)
 
 
 class TinkerHost:
@@ -100,10 +103,16 @@ class TinkerHost:
         return found
 
     def close_session(self, name: str) -> None:
-        """End a session: its models in training are given up, what they saved stays."""
+        """End a session: its models are given up, what they saved under a name stays."""
         session = self.sessions.pop(name, None)
-        for model_id in session.model_ids if session is not None else ():
+        if session is None:
+            return
+        for model_id in session.model_ids:
             self._forget(model_id)
+        for sampler_id in session.sampler_ids:
+            self.sources.pop(sampler_id, None)
+        for checkpoint in session.unnamed:
+            self.store.delete(checkpoint)
 
     # ---- models
 
@@ -236,6 +245,7 @@ class TinkerHost:
         if body.path is not None:
             return checkpoint, None
         session = self.session(body.model_id.partition(":")[0])
+        session.unnamed.append(checkpoint)
         return checkpoint, self.add_sampler(session, self.source_of(checkpoint))
 
     # ---- sampling
