@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import resource
 import statistics
 import tempfile
 import warnings
@@ -107,18 +108,23 @@ def make_work(tokenizer: Any, groups: int, size: int, longest: int, seed: int = 
 class Ours:
     """A step of `self_hosted_grpo`."""
 
-    def __init__(self, work: Work, model: str, precision: str) -> None:
+    trainer: Any
+
+    def __init__(self, work: Work, model: str, precision: str, *, rows_at_once: int) -> None:
         policy = json.dumps({"_type": "huggingface", "model": model, "dtype": precision})
         resolved = resolve_experiment(
             trainer="self_hosted_grpo",
             overrides=[
                 f"task.policy.language_model={policy}",
                 f"training.lr={LR}",
-                f"training.minibatch_size={len(work.answers)}",
+                f"training.minibatch_size={rows_at_once}",
+                f"training.gradient_accumulation_steps={len(work.answers) // rows_at_once}",
                 f"training.max_grad_norm={MAX_GRAD_NORM}",
+                # Rows of one prompt are read together.
+                "training.batch_order=by_episode",
             ],
         )
-        self.trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+        self.trainer = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
         self.work = work
         self.first: tuple[float, float] | None = None
         self.forwarded_per_unique = math.nan
@@ -256,13 +262,15 @@ def main(arguments: list[str] | None = None) -> None:
         group_size=8,
         answer_tokens=48,
         rounds=3,
+        our_rows={"type": int, "help": "rows that we read at once; all of them"},
         trl_rows={"type": int, "default": 8, "help": "rows that TRL reads at once"},
     ).parse_args(arguments)
     torch.set_num_threads(1)
     tokenizer = load_tokenizer(*resolve_model(options.model, None))
     work = make_work(tokenizer, options.groups, options.group_size, options.answer_tokens)
     given = work, options.model, options.precision
-    ours, theirs = Ours(*given), Trls(*given, rows_at_once=options.trl_rows)
+    ours = Ours(*given, rows_at_once=options.our_rows or len(work.answers))
+    theirs = Trls(*given, rows_at_once=options.trl_rows)
     # The first steps, which set up optimizers, are compared and not timed.
     ours()
     theirs()
@@ -272,6 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
     figures = {
         "trl": importlib.metadata.version("trl"),
         "num_rows": len(work.answers),
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20),
         "num_tokens": work.num_rows,
         "num_unique_tokens": work.num_unique,
         "forwarded_per_unique": ours.forwarded_per_unique,

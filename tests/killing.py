@@ -1,7 +1,7 @@
 """Kill a run at its file operations, one after the other, and go on from what is left.
 
-Run as `python -m tests.killing FOLDER TRAINER=EVERY ...`: one line of JSON a fault, and one that
-sums up each trainer. Processes are forked from one that has run once, so that a kill costs a run.
+One line of JSON is printed a fault, and one that sums up each trainer. Processes are forked from
+one that has run once, so that a kill costs a run.
 """
 
 from __future__ import annotations
@@ -145,15 +145,3 @@ def killed_runs(trainer: str, folder: Path, every: int) -> int:
     with toy_scenario_in(folder / "scenario") as scenario:
         resolved = resolve_experiment(trainer=trainer, scenario=str(scenario))
         return kill_everywhere(resolved, folder, every)
-
-
-def main() -> None:
-    num_faults = 0
-    for run in sys.argv[2:]:
-        trainer, _, every = run.partition("=")
-        num_faults += killed_runs(trainer, Path(sys.argv[1]) / trainer, int(every))
-    sys.exit(num_faults > 0)
-
-
-if __name__ == "__main__":
-    main()

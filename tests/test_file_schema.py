@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,15 +28,6 @@ def faults(text: str) -> list[str]:
     # JSON has no names that are numbers.
     values = json.loads(json.dumps(values))
     return [error.json_path for error in VALIDATOR.iter_errors(values)]
-
-
-def test_the_schema_that_ships_is_that_of_the_classes() -> None:
-    # In a process of its own: here other tests have registered names.
-    printed = subprocess.run(
-        [sys.executable, "run.py", "schema"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    command = "python run.py schema > parameters/schema.json"
-    assert json.loads(printed) == json.loads(SCHEMA.read_text()), f"write it anew: {command}"
 
 
 def test_the_schema_is_one() -> None:

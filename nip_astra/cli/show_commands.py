@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.text import Text
@@ -54,9 +54,16 @@ def show(
     console = open_console()
     console.print(table)
     if hidden:
-        groups = ", ".join(dict.fromkeys(path.rpartition(".")[0] or path for path in hidden))
-        text = f"not shown, since this experiment does not read them (--all shows them): {groups}"
+        text = "not shown, since this experiment does not read them (--all shows them): "
+        text += ", ".join(_whole_groups(hidden, [path for path in paths if path not in hidden]))
         console.print("", Text(text), sep="\n")
+
+
+def _whole_groups(hidden: Sequence[str], shown: Sequence[str]) -> list[str]:
+    """Hidden parameters by their groups; those of groups that are shown in part by themselves."""
+    in_part = {path.rpartition(".")[0] for path in shown}
+    groups = {path: path.rpartition(".")[0] or path for path in hidden}
+    return list(dict.fromkeys(path if at in in_part else at for path, at in groups.items()))
 
 
 def meanings_of(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -27,6 +27,8 @@ T = TypeVar("T")
 Handler = Callable[[Any], Any]
 """What a process does when the leader asks for it; takes and gives plain values and tensors."""
 
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Variable of the environment that names the network by which gloo meets."""
 _SILENCE = timedelta(days=14)
 """How long a process waits for another: one that measures says nothing meanwhile. That one has
 ended is seen at once, by its connections."""
@@ -176,6 +178,10 @@ class ProcessTeam(Team):
 
     def add_up(self, tensors: Sequence[Tensor]) -> None:
         for some in _by_kind(tensors):
+            if len(some) == 1 and some[0].is_contiguous():
+                with told_as_lost(self):
+                    dist.all_reduce(some[0], group=self._group_of(some[0]))
+                continue
             flat = torch.cat([tensor.reshape(-1) for tensor in some])
             with told_as_lost(self):
                 dist.all_reduce(flat, group=self._group_of(flat))
@@ -247,11 +253,37 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     method = "env://" if store is None else f"file://{Path(store).absolute()}"
+    with _meeting(method, rank, size):
+        yield ProcessTeam(dist.new_group(backend="nccl") if device.type == "cuda" else None)
+
+
+@contextmanager
+def team_on_this_machine(store: str, rank: int, size: int) -> Iterator[ProcessTeam]:
+    """Meet processes that this one has forked, or was forked with, within the block.
+
+    Parameters
+    ----------
+    store : str
+        A new file by which they find each other.
+    """
+    before = os.environ.get(_INTERFACE)
+    os.environ[_INTERFACE] = "lo"
+    try:
+        with _meeting(f"file://{store}", rank, size):
+            yield ProcessTeam()
+    finally:
+        if before is None:
+            del os.environ[_INTERFACE]
+        else:
+            os.environ[_INTERFACE] = before
+
+
+@contextmanager
+def _meeting(method: str, rank: int, size: int) -> Iterator[None]:
     try:
         dist.init_process_group(
             "gloo", init_method=method, rank=rank, world_size=size, timeout=_SILENCE
         )
-        tensors = dist.new_group(backend="nccl") if device.type == "cuda" else None
     except (RuntimeError, ValueError, OSError) as error:
         raise ConfigurationError(
             f"process {rank} of {size} was to meet the others by {method}, but: {error}. Start "
@@ -259,7 +291,7 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
             "WORLD_SIZE and all the same new file with --settings process_store=FILE."
         ) from error
     try:
-        yield ProcessTeam(tensors)
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from nip_astra.evaluation.failure_probability import attacker_turns
 from nip_astra.language_models.base import (
     GenerationSession,
     SamplingOptions,
+    TokenSampler,
     TokenScorer,
     Turns,
     as_sampler,
@@ -58,19 +60,18 @@ def speaker_of(
 
     It speaks in conversations that do not branch, of `num_turns` turns.
     """
-    models = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
-    is_attacker = attacker_turns(proposal, num_turns)
-
-    def open_session() -> GenerationSession:
-        sessions = [model.open_session() for model in models]
-        return _TurnsInOrder([sessions[turn] for turn in is_attacker])
-
+    voices = [as_sampler(agent.language_model, role=agent.role) for agent in (reference, attacker)]
     # All but the sessions is the reference's, which differs from the attacker in weights alone.
     model: Any = copy.copy(reference.language_model)
-    model.open_session = open_session
-    # What the attacker's own model counts in a forked process would be lost.
-    model.can_be_forked = False
+    model.voices = voices
+    model.open_session = partial(_open_session, voices, attacker_turns(proposal, num_turns))
     return replace(reference, language_model=model)
+
+
+def _open_session(voices: Sequence[TokenSampler], turns: Sequence[int]) -> GenerationSession:
+    """A session whose turns are those of the first or of the second voice."""
+    sessions = [model.open_session() for model in voices]
+    return _TurnsInOrder([sessions[turn] for turn in turns])
 
 
 def why_inexact(agents: Sequence[ConversationAgent | TextAttacker]) -> str | None:
@@ -114,7 +115,7 @@ def sampled_logprobs(model: TokenScorer, tree: RolloutTree, options: SamplingOpt
 
 
 def sampler_of(proposal: str, sampler: TreeSampler, *, num_turns: int) -> TreeSampler:
-    """A sampler whose probes come by a proposal; it is not played in parts."""
+    """A sampler whose probes come by a proposal; all that it plays is in memory together."""
     # An attacker whose probabilities are not known is in no mixture.
     attacker = sampler.attacker if isinstance(sampler.attacker, ConversationAgent) else None
     reference = sampler.reference

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from io import StringIO
+from pathlib import PurePath
 from typing import Any
 
 from rich.console import RenderableType
@@ -44,7 +45,7 @@ def services_table(services: Mapping[str, Mapping[str, Any]]) -> Table:
     for name, use in services.items():
         cost, seconds = use["cost"], use["median_seconds"]
         table.add_row(
-            Text(f"{name}: {use['model']}"),
+            Text(f"{name}: {model_label(str(use['model']))}"),
             *(f"{use[key]:,}" for key in ("num_requests", "num_remembered", "num_refusals")),
             f"{sum(use['failures'].values()):,}",
             f"{use['prompt_tokens'] + use['completion_tokens']:,}",
@@ -52,6 +53,12 @@ def services_table(services: Mapping[str, Mapping[str, Any]]) -> Table:
             "-" if seconds is None else f"{seconds:.3g}",
         )
     return table
+
+
+def model_label(model: str) -> str:
+    """What a table calls a model: of a folder its name and the one above, which names the job."""
+    path = PurePath(model)
+    return "/".join(path.parts[-2:]) if path.is_absolute() else model
 
 
 def warning_lines(warnings: Sequence[str]) -> list[Text]:

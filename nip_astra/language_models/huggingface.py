@@ -127,6 +127,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         if self._decoder is not None:
             self.cache_bytes_per_token = self._decoder.cache_numbers_per_token * self.dtype.itemsize
         # A subclass says so itself.
+        self.is_in_this_process = True
         self.can_be_forked = type(self) is HuggingFaceLanguageModel and device.type == "cpu"
         self.source: str | None = None
         self._decode_graphs = decode_graphs
@@ -272,7 +273,8 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     def shared_parts(self) -> list[object]:
         # Of a module whose matrices were freed nothing can be made.
-        return [self.tokenizer] if self._snapshot.is_released else [self.tokenizer, self.module]
+        shared = super().shared_parts()
+        return shared if self._snapshot.is_released else [*shared, self.module]
 
     def to_send(self) -> HuggingFaceLanguageModel:
         if not self._snapshot.is_released:

@@ -17,6 +17,12 @@ SCENARIO = "arithmetic"
 """What a file plays that names no scenario, since it has none to name."""
 
 _BACKENDS = {"self-hosted": "local", "direct-zmq": "local", "mock": "local"}
+_OF_TINKER: dict[str, Any] = {
+    "task.policy.language_model.lora": {"rank": 32, "alpha": 32.0},
+    "task.policy.min_new_tokens": 0,
+}
+"""What training through Tinker's protocol means for a policy; NexRL's files leave it to the
+service."""
 _OF_A_CLUSTER = ("world_size", "resource", "identifier", "role")
 _TRAINER = {
     "total_train_steps": "training.num_iterations",
@@ -119,6 +125,8 @@ class _Reading:
         backend = values.pop("backend", None)
         if backend is not None:
             self.put("{name}.train_service.backend", _BACKENDS.get(backend, backend))
+        if backend == "tinker":
+            self._adapt_policy()
         is_local = backend is None or backend in (*_BACKENDS, "local")
         left = [name for name in _OF_A_CLUSTER if values.pop(name, None) is not None]
         url = values.pop("url", None)
@@ -134,6 +142,28 @@ class _Reading:
             )
         self.take(values.pop("config", None) or {}, _SERVICE_CONFIG, "trainer.train_service.config")
         self.take(values, {}, "trainer.train_service")
+
+    def _adapt_policy(self) -> None:
+        """Let an adapter be trained, where the file does not say which."""
+        missing = [place for place in _OF_TINKER if not _is_set(self.values, place)]
+        for place in missing:
+            self.put(place, _OF_TINKER[place])
+        if missing:
+            logger.warning(
+                "%s: trainer.train_service.backend tinker trains adapters, so the policy has %s; "
+                "set these in the file where they are to be others",
+                self.source,
+                " and ".join(f"{place}={_OF_TINKER[place]}" for place in missing),
+            )
+
+
+def _is_set(values: Mapping[str, Any], place: str) -> bool:
+    found: Any = values
+    for name in place.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            return False
+        found = found[name]
+    return True
 
 
 def _snake(name: str) -> str:

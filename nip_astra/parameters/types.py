@@ -117,6 +117,8 @@ class LanguageModelType(StrEnum):
     """A causal language model of transformers in this process."""
     VLLM = "vllm"
     """The same, but vLLM samples from it; needs a GPU."""
+    REMOTE = "remote"
+    """A tokenizer alone; the weights are those of a training service."""
 
 
 class ChatModelType(StrEnum):

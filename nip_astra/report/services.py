@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nip_astra.evaluation.tables import model_label
 from nip_astra.report.records import RunRecord, mapping, number, text
 from nip_astra.report.spec import Context
 from nip_astra.report.wording import NOTHING, count, decimal
@@ -38,7 +39,7 @@ def rows_of(where: str, figures: Mapping[str, Any]) -> list[tuple[str, list[str]
         failures = mapping(use.get("failures"))
         told = ", ".join(f"{count(number(n))} {reason}" for reason, n in failures.items())
         cells = [
-            text(use.get("model")) or NOTHING,
+            model_label(text(use.get("model"))) or NOTHING,
             *(count(number(use.get(key))) for key in ("num_requests", "num_remembered")),
             count(number(use.get("num_refusals"))),
             told or "0",

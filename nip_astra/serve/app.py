@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 TRAINING_PATHS = ("/training/", "/api/v1/")
-TEXT_ROUTES = "those of OpenAI's for models, completions, files and fine-tuning jobs"
+TEXT_ROUTES = (
+    "those of OpenAI's for models, completions, files and fine-tuning jobs, and vLLM's "
+    "/inference/v1/generate"
+)
 
 
 def build_app(

@@ -52,8 +52,14 @@ class Asker:
         *,
         num_top: int | None,
         max_tokens: int | None,
+        end_ids: Sequence[int] | None = None,
     ) -> list[GenerationRequest]:
         """The requests of a body, one a prompt.
+
+        Parameters
+        ----------
+        end_ids : Sequence[int], optional
+            Where given, tokens are told in place of text, and these end an answer too.
 
         Raises
         ------
@@ -78,6 +84,8 @@ class Asker:
             "stop": body.stops,
             "num_top": num_top,
             "is_streamed": body.stream,
+            "end_ids": tuple(end_ids or ()),
+            "tells_ids": end_ids is not None,
             "adapter": served.adapter,
         }
         return [

@@ -25,8 +25,13 @@ NO_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repetition_penalty": (1,),
+    "ignore_eos": (False,),
 }
-"""Options of OpenAI's that are not supported, with the values that ask for nothing."""
+"""Options of OpenAI's and vLLM's that are not supported, with the values that ask for nothing."""
 
 
 class Body(BaseModel):

@@ -24,7 +24,7 @@ def draw_tokens(logits_RV: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> l
     logits_RV : Tensor
         float32; used up.
     banned_ids : Tensor
-        Tokens that are never said.
+        Tokens that are never said in a text.
 
     Returns
     -------
@@ -33,7 +33,12 @@ def draw_tokens(logits_RV: Tensor, rows: Sequence[Row], banned_ids: Tensor) -> l
     """
     logprobs_RV = logits_RV.log_softmax(dim=1)
     tops = _tops(logprobs_RV, rows)
-    logits_RV.index_fill_(1, banned_ids, float("-inf"))
+    texts = [place for place, row in enumerate(rows) if not row.request.tells_ids]
+    if len(texts) == len(rows):
+        logits_RV.index_fill_(1, banned_ids, float("-inf"))
+    elif texts:
+        index = torch.tensor(texts, device=logits_RV.device)
+        logits_RV[index[:, None], banned_ids] = float("-inf")
     tokens_R = logits_RV.argmax(dim=1)
     drawing = [place for place, row in enumerate(rows) if row.request.temperature > 0]
     if drawing:

@@ -41,7 +41,7 @@ class Progress:
         What is certain to be part of the answer; may lag behind the tokens.
     tokens : tuple of TokenRecord
         Those whose text begins in `text`, the end of the turn not among them; none unless the
-        request asks for log-probabilities.
+        request asks for log-probabilities. Of one that `tells_ids`, all of them.
     num_tokens : int
         Tokens said so far, the end of the turn among them.
     finish_reason : FinishReason or None
@@ -81,6 +81,10 @@ class GenerationRequest:
         Likeliest tokens to tell of each; None where no log-probabilities are asked for.
     is_streamed : bool
         Whether progress is told at every step or at the end alone.
+    end_ids : tuple of int
+        Tokens that end an answer, besides those of the model.
+    tells_ids : bool
+        Whether every token is told, the end of the turn and special ones too, and no text.
     adapter : Adapter or None
         What the prompt and the answers go through beside the engine's weights.
     """
@@ -95,6 +99,8 @@ class GenerationRequest:
     stop: tuple[str, ...] = ()
     num_top: int | None = None
     is_streamed: bool = False
+    end_ids: tuple[int, ...] = ()
+    tells_ids: bool = False
     adapter: Adapter | None = None
     is_cancelled: bool = False
     number: int = field(default_factory=lambda: next(_NUMBERS))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from nip_astra.serve.bodies import Body, Text
+from nip_astra.serve.bodies import Body, Text, check_body
 
 MAX_STOPS = 4
 Stop = Annotated[Text, Field(min_length=1, max_length=256)]
@@ -98,3 +98,51 @@ class CompletionBody(SamplingBody):
 
     prompt: Text | Annotated[list[Text], Field(min_length=1)] | Ids | list[Ids]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+
+class TokenSamplingBody(Body):
+    """How tokens are drawn by /inference/v1/generate.
+
+    Attributes
+    ----------
+    logprobs : int or None
+        Likeliest tokens to tell of each, besides the one that was drawn.
+    skip_special_tokens : bool
+        Of the text, of which the answer has none.
+    routed_experts_prompt_start : int or None
+        Of models with experts, whose routes are told from there; others have none.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    n: Annotated[int, Field(ge=1)] = 1
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    skip_special_tokens: bool = True
+    routed_experts_prompt_start: int | None = None
+
+
+class GenerateBody(Body):
+    """A request of /inference/v1/generate.
+
+    Attributes
+    ----------
+    sampling_params : dict
+        Those of `TokenSamplingBody`.
+    """
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    token_ids: Ids
+    sampling_params: dict[str, Any] = {}
+
+    def sampling(self) -> TokenSamplingBody:
+        """How tokens are drawn.
+
+        Raises
+        ------
+        ApiError
+            With the first fault of `sampling_params`.
+        """
+        return check_body(self.sampling_params, TokenSamplingBody)

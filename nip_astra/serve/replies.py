@@ -137,6 +137,41 @@ class Reply:
         }
 
 
+def tokens_reply(answers: Sequence[Answer], usage: dict[str, Any]) -> dict[str, Any]:
+    """An answer of /inference/v1/generate, in vLLM's form."""
+    return {
+        "request_id": f"generate-{secrets.token_hex(12)}",
+        "choices": [
+            {
+                "index": place,
+                "token_ids": [record.token for record in answer.progress.tokens],
+                "logprobs": _token_logprobs(answer.progress),
+                "finish_reason": answer.progress.finish_reason,
+            }
+            for place, answer in enumerate(answers)
+        ],
+        "usage": usage,
+    }
+
+
+def _token_logprobs(progress: Progress) -> dict[str, Any] | None:
+    if progress.request.num_top is None:
+        return None
+
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        # A token is named by its number: not every one is a text.
+        return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+
+    content = [
+        {
+            **told(record.token, record.logprob),
+            "top_logprobs": [told(token, logprob) for token, logprob in record.top],
+        }
+        for record in progress.tokens
+    ]
+    return {"content": content}
+
+
 def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
     """What a request cost."""
     return {

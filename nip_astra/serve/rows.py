@@ -57,7 +57,13 @@ class Row:
         """Take the next token."""
         self.last = record.token
         self.num_tokens += 1
-        if record.token in self._end_ids:
+        is_end = record.token in self._end_ids or record.token in self.request.end_ids
+        if self.request.tells_ids:
+            self._told.append(record)
+            if is_end or self.num_tokens == self.request.max_tokens:
+                self.finish_reason = "stop" if is_end else "length"
+            return
+        if is_end:
             self._end("stop")
             return
         if self._unread is not None:

@@ -48,7 +48,14 @@ class ServedModel:
     def card(self) -> dict[str, Any]:
         """What /v1/models says of it."""
         owner = "nip_astra" if self.base is None else "user"
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": owner}
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": owner,
+            # As vLLM tells it, so that clients refuse prompts that do not fit.
+            "max_model_len": self.engine.context_window,
+        }
 
 
 class Shelf:

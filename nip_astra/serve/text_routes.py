@@ -1,4 +1,4 @@
-"""The routes that give text: chat completions, completions and the list of models."""
+"""The routes that answer: chat completions, completions, tokens, and the list of models."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from nip_astra.serve.asking import Answer, Asker
 from nip_astra.serve.bodies import read_body
 from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.generation import GenerationRequest, Progress
-from nip_astra.serve.generation_bodies import ChatBody, CompletionBody, SamplingBody
+from nip_astra.serve.generation_bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerateBody,
+    SamplingBody,
+)
 from nip_astra.serve.prompts import chat_prompt, completion_prompts
-from nip_astra.serve.replies import Reply, usage_of
+from nip_astra.serve.replies import Reply, tokens_reply, usage_of
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import ServedModel, Shelf
 
@@ -31,11 +36,12 @@ Chunk = Callable[[int, Progress], list[dict[str, Any]]]
 def text_routes(shelf: Shelf, settings: ServiceSettings, completions: CompletionStore) -> APIRouter:
     """The routes over the models of a shelf."""
     routes = _TextRoutes(shelf, settings, completions)
-    router = APIRouter(prefix="/v1")
-    router.add_api_route("/models", routes.models, methods=["GET"])
-    router.add_api_route("/models/{name}", routes.model, methods=["GET"])
-    router.add_api_route("/chat/completions", routes.chat, methods=["POST"])
-    router.add_api_route("/completions", routes.completions, methods=["POST"])
+    router = APIRouter()
+    router.add_api_route("/v1/models", routes.models, methods=["GET"])
+    router.add_api_route("/v1/models/{name}", routes.model, methods=["GET"])
+    router.add_api_route("/v1/chat/completions", routes.chat, methods=["POST"])
+    router.add_api_route("/v1/completions", routes.completions, methods=["POST"])
+    router.add_api_route("/inference/v1/generate", routes.generate, methods=["POST"])
     return router
 
 
@@ -112,6 +118,32 @@ class _TextRoutes:
             return [reply.completion_chunk(place, progress, offset)]
 
         return await self._stream(served, requests, body, reply, ([], chunks))
+
+    async def generate(self, request: Request) -> Response:
+        """Tokens for tokens: what is learnt from must not go through text."""
+        body = await read_body(request, GenerateBody)
+        sampling = body.sampling()
+        served = self.shelf.get(body.model)
+        prompts = completion_prompts(
+            served.engine.tokenizer, body.token_ids, served.engine.vocab_size
+        )
+        requests = self.asker.plan(
+            served,
+            prompts,
+            SamplingBody(
+                model=body.model,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                n=sampling.n,
+                seed=sampling.seed,
+            ),
+            num_top=sampling.logprobs,
+            max_tokens=sampling.max_tokens,
+            end_ids=sampling.stop_token_ids,
+        )
+        return await self._store.once(
+            request, body.model, lambda: self._whole(request, served, requests, tokens_reply)
+        )
 
     async def _whole(
         self,

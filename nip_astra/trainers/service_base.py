@@ -20,6 +20,7 @@ from nip_astra.checkpoints.run_state import Part
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
+from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
@@ -142,6 +143,13 @@ class ServiceTrainer(LanguageModelTrainer):
     def build_service(self) -> TrainingService:
         """What the parameters name as `train_service.backend`."""
         if self.parameters.train_service.backend == "local":
+            if isinstance(self.policy, RemoteLanguageModel):
+                raise ConfigurationError(
+                    f"the trainer {self.hyper_params.trainer!r} was to train in this process, but "
+                    "the policy's backend 'remote' leaves its weights to a service. Set "
+                    "train_service.backend to http or tinker, or language_model._type to "
+                    "huggingface."
+                )
             return super().build_service()
         return build_distant_service(self)
 

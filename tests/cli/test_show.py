@@ -23,6 +23,14 @@ def test_groups_that_the_trainer_does_not_read_are_named_and_not_shown(cli: Comm
     assert {"rl,", "ppo,", "zk_protocol,"} <= set(last.split())
 
 
+def test_what_is_hidden_of_a_group_that_is_shown_is_named_by_itself(cli: CommandLine) -> None:
+    said = cli("show", "--trainer", "pure_text_ei", "--scenario", "secret_word").out
+    assert "protocol_common.shared_reward" in shown(said)
+    last = said.partition("not shown")[2].replace(",", " ").split()
+    assert "protocol_common.zero_knowledge" in last
+    assert "protocol_common" not in last
+
+
 def test_all_shows_them(cli: CommandLine) -> None:
     said = cli("show", "--trainer", "ast_dpo", "--all").out
     assert {"training.lr", "rl.lr", "ppo.loss_type"} <= shown(said)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.simulated_devices import RUN, simulated_hours
 from nip_astra.distributed.placement import (
     Cluster,
     Work,
@@ -54,6 +53,18 @@ def test_a_plan_by_hand() -> None:
     assert eight.num_used == 8
 
 
+def test_sharded_weights_are_held_in_parts_and_travel_once_more() -> None:
+    whole = replace(WORK, memory={"weights": 8.0, "gradients": 8.0, "optimizer": 16.0})
+    sharded = whole.with_sharded_weights(8.0)
+    assert plan_for(whole, 4, CALM).memory == {**whole.memory, "keys and values": 5.0}
+    parts = {"part of the weights": 2.0, "gradients": 2.0, "optimizer": 4.0}
+    assert plan_for(sharded, 4, CALM).memory == {"weights": 8.0, **parts, "keys and values": 5.0}
+    # 3 * 3/4 of 200 bytes at 100 bytes a second, in place of 2 * 3/4.
+    calm = replace(CALM, seconds_per_exchange=0.0)
+    seconds = [exchange_seconds(4, work.gradient_bytes, calm) for work in (whole, sharded)]
+    assert seconds == [3.0, 4.5]
+
+
 def test_devices_without_work_make_nothing_faster() -> None:
     *_, many, most = plans_for(WORK, CALM)
     assert (many.num_used, most.num_used) == (10, 10)
@@ -78,10 +89,3 @@ def test_failures_cost_half_a_period_and_the_restart() -> None:
     )
     # A failure an hour on 100 devices; 200 s of a period of 400 s are lost, and 400 s to restart.
     assert share_lost(40.0, 100, cluster) == pytest.approx(600 / 3600)
-
-
-def test_the_model_agrees_with_a_simulation() -> None:
-    cluster = Cluster(spread=0.1, hours_between_failures=2_000.0)
-    work = replace(RUN, num_iterations=150)
-    hours = [simulated_hours(work, 64, cluster, random.Random(seed)) for seed in range(5)]
-    assert plan_for(work, 64, cluster).hours == pytest.approx(statistics.median(hours), rel=0.04)

@@ -19,13 +19,17 @@ SHORT = (
 )
 
 
-def test_torchrun_trains_and_one_process_writes(tiny_scenario: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_torchrun_trains_and_one_process_writes(
+    sharding: str, tiny_scenario: Path, tmp_path: Path
+) -> None:
     sets = [part for one in SHORT for part in ("--set", one)]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", "2", str(ROOT / "run.py"), "--trainer", "ast_dpo", *sets),
             *("--scenario", str(tiny_scenario), "--runs-dir", str(tmp_path), "--run-id", "two"),
+            *("--settings", f"sharding={sharding}"),
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},

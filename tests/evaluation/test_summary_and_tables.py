@@ -11,7 +11,14 @@ import torch
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode
 from nip_astra.evaluation.summary import summarise, warnings_about
-from nip_astra.evaluation.tables import as_text, evaluation_tables, matrix_tables, percent, plain
+from nip_astra.evaluation.tables import (
+    as_text,
+    evaluation_tables,
+    matrix_tables,
+    model_label,
+    percent,
+    plain,
+)
 from nip_astra.language_models.embeddings import EmbedderParameters, build_embedder
 from tests.evaluation.rows_by_hand import THRESHOLD, episode
 
@@ -197,3 +204,9 @@ def test_numbers_that_are_missing_are_a_dash() -> None:
 def test_warnings_come_from_the_figures_alone() -> None:
     found = figures(attacker(), ordinary())
     assert warnings_about(copy.deepcopy(found)) == found["warnings"]
+
+
+def test_a_model_in_a_folder_is_told_by_its_job() -> None:
+    assert model_label("/home/one/runs/talks/jobs/job-1/model") == "job-1/model"
+    assert model_label("org/name-135m") == "org/name-135m"
+    assert model_label("ft:base:one") == "ft:base:one"

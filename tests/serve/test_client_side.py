@@ -73,7 +73,7 @@ def test_answers_seeds_samples_stops_and_logprobs_are_as_asked_for(tiny_model_di
         assert len(several[0].samples) == 4
 
 
-@pytest.mark.parametrize("method", ["supervised", "dpo"])
+@pytest.mark.parametrize("method", ["supervised", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_a_job_is_found_by_its_key_and_ends_with_a_model_that_answers(
     tiny_model_dir: Path, method: str
 ) -> None:

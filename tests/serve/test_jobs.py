@@ -256,6 +256,7 @@ def test_a_killed_worker_goes_on_and_repeats_no_step(
     assert all(torch.equal(direct[name], killed[name]) for name in direct)
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_a_job_that_cannot_be_done_fails_with_its_reason(client: openai.OpenAI) -> None:
     row = json.loads(supervised().splitlines()[0])
     row["messages"][0]["content"] = "cat " * 200

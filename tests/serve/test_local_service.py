@@ -67,11 +67,13 @@ def test_parts_of_an_answer_do_not_wait_for_each_other() -> None:
     assert asyncio.run(is_sent_at_once())
 
 
+@pytest.mark.slow  # a process that imports torch
 def test_a_model_that_is_not_there_is_told_by_the_starter(tmp_path: Path) -> None:
     with pytest.raises(ServiceError, match=r"ended at once:.*no_model.*nip-astra serve"):
         start_service({"tiny": str(tmp_path / "no_model")})
 
 
+@pytest.mark.slow  # two processes that import torch
 def test_a_service_ends_with_the_process_that_started_it(tiny_model_dir: Path) -> None:
     code = (
         "import sys, time\n"

@@ -19,7 +19,7 @@ from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
 from nip_astra.trainers.ast.state import AstState
 from nip_astra.trainers.ast_base import AstTrainer
-from tests.tiny import experience_of, write_scenario
+from tests.tiny import experience_of, learn, write_scenario
 
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
@@ -188,6 +188,7 @@ CHANGES: dict[str, dict[str, object]] = {
 CONTEXT = {
     "ast_dpo.alpha": ("ast_dpo.divergence=alpha",),
     "ast_dpo.label_smoothing": ("ast_dpo.loss=robust",),
+    "ast_ipo.credit.kind": ("training.num_episodes_per_experience=12",),
     "ast_simpo.orpo_weight": ("ast_simpo.loss=orpo",),
     "ast_ppo.kl.horizon": ("ast_ppo.kl.target=0.01",),
     "ast_sft.credit.kind": ("ast_sft.num_best=4",),
@@ -219,9 +220,9 @@ for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
 @cache
 def _outcome(name: str, scenario: Path, *overrides: str) -> list[float]:
     # Several steps on one rollout, so that clipping has ratios to clip.
-    short = ("training.num_iterations=2", "training.num_epochs=2", "training.lr=2e-2")
-    trainer = _trainer(name, scenario, *short, *overrides)
-    trainer.train()
+    short = ("num_iterations=2", "num_epochs=2", "lr=2e-2", "minibatch_size=8")
+    trainer = _trainer(name, scenario, *(f"training.{part}" for part in short), *overrides)
+    learn(trainer)
     return [parameter.sum().item() for parameter in trainer.learned]
 
 
@@ -241,7 +242,7 @@ def test_each_variant_of_grpo_takes_steps_and_says_what_it_is(
     tiny_scenario: Path, variant: str
 ) -> None:
     trainer = _trainer("ast_grpo", tiny_scenario, f"ast_grpo.variant={variant}")
-    trainer.train()
+    learn(trainer)
     assert trainer.state.num_optimizer_steps > 0
     objective = trainer.results["objective"]
     assert objective["variant"] == variant
@@ -254,7 +255,7 @@ def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, n
     if name == "ast_grpo":
         common += ("ast_grpo.variant=dapo",)
     large = _trainer(name, tiny_scenario, *common, "training.minibatch_size=64")
-    large.train()
+    learn(large)
     small = _trainer(
         name,
         tiny_scenario,
@@ -262,7 +263,7 @@ def test_a_step_does_not_depend_on_its_split_into_batches(tiny_scenario: Path, n
         "training.minibatch_size=5",
         "training.gradient_accumulation_steps=32",
     )
-    small.train()
+    learn(small)
     assert large.state.num_optimizer_steps == small.state.num_optimizer_steps == 1
     for a, b in zip(large.learned, small.learned, strict=True):
         assert torch.allclose(a, b, atol=1e-5)

@@ -143,6 +143,29 @@ def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
     assert metrics["rollout/dropped_share"] == 1.0
 
 
+def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
+    recipe: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("fastapi")
+    pytest.importorskip("tinker")
+    from tests.serve.training.running import training_server
+
+    # In the guide every run is a group of its own, and none is better than the others of it.
+    compares_all = ours(REMOTE).replace('traj.get("run_id", "default")', "0")
+    assert compares_all != ours(REMOTE)
+    (recipe / "my_remote_trainer.py").write_text(compares_all)
+    with training_server(["tinker"]) as server:
+        file = REMOTE_TASK.replace("http://tinker-service:8000", server.url)
+        assert 'backend: "tinker"' in file
+        (recipe / "my_task.yaml").write_text(file)
+        trainer = trainer_of(recipe / "my_task.yaml")
+        metrics = one_iteration(trainer)
+        trainer.service.close()
+    assert "the policy has task.policy.language_model.lora={'rank': 32" in caplog.text
+    assert metrics["num_samples"] > 0
+    assert metrics["rollout/dropped_share"] < 1.0
+
+
 def test_an_algorithm_module_is_imported_from_beside_the_trainer(recipe: Path) -> None:
     left_open = "advantages = []  # Computed advantages"
     assert left_open in ALGORITHM

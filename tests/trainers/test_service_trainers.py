@@ -325,6 +325,16 @@ def test_rollouts_ahead_of_weights_that_are_elsewhere_are_refused() -> None:
         )
 
 
+def test_runs_of_a_problem_may_stand_together_in_batches() -> None:
+    options = ("training.minibatch_size=8", "training.batch_order=by_episode")
+    trainer = trainer_of("self_hosted_grpo", *options)
+    with torch.no_grad():
+        samples = trainer.collect(0).samples
+    batches = list(trainer.batches(samples, iteration=0, epoch=0))
+    problems = [{tuple(row.tolist()) for row in batch["context"]} for batch in batches]
+    assert [len(one) for one in problems] == [1] * (len(samples) // 8)
+
+
 def test_an_adapter_begins_with_the_weights_of_its_seed() -> None:
     lora = "task.policy.language_model.lora.rank=2"
 

@@ -17,13 +17,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
-from nip_astra.errors import ServiceRequestError
 from nip_astra.language_models.base import (
     Generation,
     LanguageModel,
     SamplingOptions,
     TokenCount,
 )
+from nip_astra.language_models.services.adapter_shapes import plain_adapter
 from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
 from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
 from nip_astra.language_models.services.training_connection import TrainingConnection
@@ -84,7 +84,7 @@ class HttpTrainingService(TrainingService):
         self._number = 0
         self._client = uuid.uuid4().hex
         module = getattr(policy, "module", None)
-        lora = _lora_of(policy)
+        lora = plain_adapter(policy)
         body = {
             "base_model": options.model,
             "lora": lora,
@@ -165,22 +165,3 @@ class HttpTrainingService(TrainingService):
         result: dict[str, Any] = unpack_state(answer.result())
         self.policy.token_count.add(TokenCount(**result.pop("tokens", {})))
         return result
-
-
-def _lora_of(policy: LanguageModel) -> dict[str, Any] | None:
-    """Size and place of the policy's adapter."""
-    module: Any = getattr(policy, "module", None)
-    if not hasattr(module, "peft_config"):
-        return None
-    config = module.peft_config[module.active_adapter]
-    targets = config.target_modules
-    if config.use_rslora or config.use_dora or config.lora_dropout:
-        raise ServiceRequestError(
-            "an adapter was to be trained at a service, but it is one with dropout, DoRA or rank "
-            "scaling, which services do not train. Set lora to a plain one."
-        )
-    return {
-        "rank": config.r,
-        "alpha": float(config.lora_alpha),
-        "target_modules": targets if isinstance(targets, str) else sorted(targets),
-    }

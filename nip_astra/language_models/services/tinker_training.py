@@ -33,13 +33,12 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
+from nip_astra.language_models.services.adapter_shapes import tinker_shape
 from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
 from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
 
 ADDRESS = "tinker.json"
 """Name of the file that says where the service keeps what was saved."""
-LORA_ALPHA = 32.0
-"""Of all adapters of Tinker's."""
 SECONDS_TO_FORGET = 2.0
 """After which a service that does not answer is left to find out by itself."""
 TOLD_KINDS: Mapping[str, type[ServiceError]] = {
@@ -101,7 +100,7 @@ class TinkerTrainingService(TrainingService):
         self.policy, self.options = policy, options
         self._handed_out = HandedOut(policy)
         self._sampling: Any = None
-        shape = _adapter_shape(policy)
+        shape = tinker_shape(policy)
         if options.optimizer != "adamw":
             raise ConfigurationError(
                 f"a policy was to be trained through Tinker's protocol with the optimizer "
@@ -336,38 +335,6 @@ def _key(token_variable: str | None) -> str | None:
             f"{token_variable}, which is not set or empty. Set it."
         )
     return key
-
-
-def _adapter_shape(policy: LanguageModel) -> dict[str, Any]:
-    """Size and place of the policy's adapter, in the words of the protocol."""
-    module: Any = getattr(policy, "module", None)
-    config = module.peft_config[module.active_adapter] if hasattr(module, "peft_config") else None
-    if config is None or config.lora_alpha != LORA_ALPHA:
-        raise ConfigurationError(
-            "a policy was to be trained through Tinker's protocol, which trains adapters of the "
-            f"scale {LORA_ALPHA:g}, but it is trained "
-            f"{'in full' if config is None else f'with lora.alpha {config.lora_alpha:g}'}. Set "
-            f"the policy's language_model.lora to {{rank: 32, alpha: {LORA_ALPHA:g}}}."
-        )
-    head = module.get_base_model().get_output_embeddings()
-    parts: dict[str, set[bool]] = {"train_attn": set(), "train_mlp": set(), "train_unembed": set()}
-    for name, layer in module.get_base_model().named_modules():
-        is_adapted = hasattr(layer, "lora_A")
-        if not (is_adapted or isinstance(layer, torch.nn.Linear)) or "lora_" in name:
-            continue
-        if name.endswith("base_layer"):
-            continue
-        is_attention = "attn" in name or "attention" in name
-        part = "train_attn" if is_attention else "train_mlp"
-        parts["train_unembed" if layer is head else part].add(is_adapted)
-    mixed = [part for part, found in parts.items() if len(found) > 1]
-    if mixed:
-        raise ConfigurationError(
-            "a policy was to be trained through Tinker's protocol, which adapts all attention, all "
-            f"MLPs or the head, but the adapter is on a part of them ({', '.join(mixed)}). Set "
-            "lora.target_modules to all-linear."
-        )
-    return {"rank": config.r, **{part: True in found for part, found in parts.items()}}
 
 
 def _finish(client: Any) -> None:

@@ -12,13 +12,16 @@ from tensordict import TensorDict
 
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
 from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
+from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.held_models import memory_of_models, parts_with_models
 from nip_astra.trainers.language_model_base import Experience
 from nip_astra.utils.processor import peak_memory_bytes
 
@@ -29,6 +32,8 @@ class CostlyTrainer(Protocol):
     training: TrainingConfiguration
     rollouts: Rollouts
     policy: LanguageModel
+    settings: ExperimentSettings
+    scenario_instance: ScenarioInstance
     optimizer: torch.optim.Optimizer
 
     def digest(self, tree: RolloutTree) -> Experience:
@@ -136,8 +141,8 @@ def _work_of(
     num_rows = max(num_samples, 1) * per_iteration
     num_learned = num_rows * training.num_epochs
     learned = sum(p.numel() * p.element_size() for p in trainer.policy.parameters())
-    weights = trainer.policy.num_parameters() * 4.0
-    return Work(
+    models = memory_of_models(parts_with_models(trainer.scenario_instance))
+    work = Work(
         num_iterations=training.num_iterations,
         num_episodes=per_iteration,
         rows_per_step=min(rows, num_rows),
@@ -147,10 +152,13 @@ def _work_of(
         tokens_per_iteration=float(tree.nodes["probe_mask"].sum()) * per_iteration,
         gradient_bytes=float(learned),
         memory={
-            "weights": weights,
+            **{f"weights, {name}": size for name, size in models.items()},
             "gradients": float(learned),
             "optimizer": 2.0 * learned if "adam" in training.optimizer else float(learned),
             "step": memory[1],
         },
         divided_memory={"keys and values": memory[0]},
     )
+    if trainer.settings.sharding == "none":
+        return work
+    return work.with_sharded_weights(float(learned))

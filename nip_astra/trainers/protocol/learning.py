@@ -19,9 +19,9 @@ from nip_astra.distributed.rows import RowDivision
 from nip_astra.distributed.team import Team
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losses
+from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.protocol.minibatches import MinibatchBuffer, ReplayBuffer
 from nip_astra.trainers.protocol.optimizers import OTHERS, AgentOptimizers
-from nip_astra.trainers.protocol.shared_gradients import SharedGradients, Task
 from nip_astra.trainers.protocol.statistics import MetricSums
 from nip_astra.utils.forked import can_fork
 
@@ -184,7 +184,7 @@ class Learner:
             agents.division = None
 
     @contextmanager
-    def _shared(self, names: Sequence[str]) -> Iterator[SharedGradients | None]:
+    def _shared(self, names: Sequence[str]) -> Iterator[DividedLosses | None]:
         """Enter a block in which several processes learn, or give None where there is one."""
         objective, tasks = self.loss_module, []
         if self._num_processes > 1 and isinstance(objective, Objective):
@@ -195,12 +195,12 @@ class Learner:
             yield None
             return
         buffers = list(objective.buffers())
-        shared = SharedGradients(tasks, self.optimizers.weights, self._seconds, buffers)
+        shared = DividedLosses(tasks, self.optimizers.weights, self._seconds, buffers)
         with shared.between(count):
             yield shared
 
     def _gradients(
-        self, minibatch: TensorDict, names: Sequence[str], shared: SharedGradients | None
+        self, minibatch: TensorDict, names: Sequence[str], shared: DividedLosses | None
     ) -> dict[str, Tensor]:
         """Set the gradients of a minibatch, and give what to log."""
         self.optimizers.zero_grad()

@@ -12,11 +12,14 @@ import torch
 from tensordict import TensorDict
 
 from nip_astra.distributed.placement import PLACEMENT, Cluster, Work, plans_for
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.trainers.held_models import memory_of_models, parts_with_models
 from nip_astra.trainers.language_model.steps import write_step_totals
 from nip_astra.utils.processor import peak_memory_bytes
 
@@ -27,6 +30,8 @@ class LearnsFromTrajectories(Protocol):
     training: TrainingConfiguration
     trained_tokens: ClassVar[str]
     policy: LanguageModel
+    settings: ExperimentSettings
+    scenario_instance: ScenarioInstance
     learned: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     service: TrainingService
@@ -131,7 +136,8 @@ def _work_of(step: SmallestStep, trainer: LearnsFromTrajectories) -> Work:
     seconds_per_row = step.learn_seconds / max(step.num_learned, 1)
     rows_of_batch = min(training.minibatch_size, num_rows)
     gradients = float(sum(one.numel() * one.element_size() for one in trainer.learned))
-    return Work(
+    models = memory_of_models(parts_with_models(trainer.scenario_instance))
+    work = Work(
         num_iterations=training.num_iterations,
         num_episodes=num_problems,
         rows_per_step=rows,
@@ -141,10 +147,13 @@ def _work_of(step: SmallestStep, trainer: LearnsFromTrajectories) -> Work:
         tokens_per_iteration=float(step.num_tokens * num_problems),
         gradient_bytes=gradients,
         memory={
-            "weights": trainer.policy.num_parameters() * 4.0,
+            **{f"weights, {name}": size for name, size in models.items()},
             "gradients": gradients,
             "optimizer": gradients * (2 if "adam" in training.optimizer else 1),
             "step": step.step_bytes / max(step.num_learned, 1) * rows_of_batch,
         },
         divided_memory={},
     )
+    if trainer.settings.sharding == "none":
+        return work
+    return work.with_sharded_weights(gradients)

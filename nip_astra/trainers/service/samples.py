@@ -41,8 +41,8 @@ def samples_of(batch: Batch) -> list[Sample]:
 
     `context` and `response` are tokens, `is_trained` says which of the response the policy said.
     Every other field of tokens goes with the response, and every field of rows as a number;
-    `advantages` becomes one a token. Rows of weight 0 and rows without a token of the policy's are
-    left out.
+    `advantages` becomes one a token, and `episode` tells the groups apart. Rows of weight 0 and
+    rows without a token of the policy's are left out.
     """
     if len(batch) == 0:
         return []
@@ -57,6 +57,7 @@ def samples_of(batch: Batch) -> list[Sample]:
     per_token = {n: v for n, v in fields.items() if v.shape[:2] == mask_BT.shape}
     per_row = {n: v for n, v in fields.items() if n not in per_token}
     is_used = trained_BT.any(dim=1) & (data["row_weights"] > 0)
+    episodes = _episodes_of(batch)
     starts = trained_BT.to(torch.uint8).argmax(dim=1).clamp(min=1).tolist()
     lengths = mask_BT.sum(dim=1).tolist()
     samples = []
@@ -66,11 +67,20 @@ def samples_of(batch: Batch) -> list[Sample]:
             "context": data["input_ids"][row, :start],
             "response": data["input_ids"][row, start:end],
             "is_trained": trained_BT[row, start:end],
+            "episode": torch.tensor(episodes[row]),
         }
         sample |= {name: value[row, start:end] for name, value in per_token.items()}
         sample |= {name: value[row] for name, value in per_row.items() if value.ndim == 1}
         samples.append(sample)
     return samples
+
+
+def _episodes_of(batch: Batch) -> list[int]:
+    """A number for each row, the same for those of one group; a row without one is by itself."""
+    groups = batch.metadata.get("group_ids") or [None] * len(batch)
+    keys = [("row", row) if one is None else ("group", one) for row, one in enumerate(groups)]
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+    return [numbers[key] for key in keys]
 
 
 def collate_trajectories(samples: Sequence[Sample]) -> TensorDict:

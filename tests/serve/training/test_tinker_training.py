@@ -147,7 +147,11 @@ def test_a_run_that_ends_holds_no_model_at_the_service(monkeypatch: pytest.Monke
         first = trainer_at(server, "tinker")
         with pytest.raises(ServiceBusyError, match="max_training_models"):
             trainer_at(server, "tinker")
+        iterate(first, 1)
+        weights = Path(server.settings["state_dir"]) / "tinker"
+        assert any(weights.glob("*/sampler_weights/*"))
         first.service.close()
+        assert not any(weights.glob("*/sampler_weights/*"))
         second = trainer_at(server, "tinker")
         with pytest.raises(ServiceError, match="closed"):
             iterate(first, 1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nip_astra.serve.api_errors import ApiError
+from nip_astra.serve.api_errors import ApiError, held
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.training.bases import Bases
 from nip_astra.serve.training.tinker.bodies import (
@@ -33,6 +33,20 @@ from nip_astra.serve.training.tinker.store import (
 from nip_astra.serve.training.work import WorkQueue
 from nip_astra.utils.seeding import derive_seed
 
+_SESSION_LOST = (
+    "the session {name} was to go on, but this service does not know it: it was started anew "
+    "since, or the session has ended. Make a new ServiceClient, and go on from a saved state."
+)
+_MODEL_LOST = (
+    "the model {name} was to be trained, but this service does not hold it: its session ended or "
+    "was silent for too long, or the service was started anew. Make a client from a saved state, "
+    "create_training_client_from_state_with_optimizer."
+)
+_SAMPLER_LOST = (
+    "the sampling session {name} was to go on, but this service does not know it: it was started "
+    "anew since. Make a new sampling client from saved weights."
+)
+
 
 @dataclass
 class Session:
@@ -42,6 +56,8 @@ class Session:
     ----------
     seen_at : float
         When the client was last heard of, `time.monotonic`.
+    unnamed : list of Checkpoint
+        Weights to sample from that have no name of the client's, and go with the session.
     """
 
     name: str
@@ -50,6 +66,7 @@ class Session:
     seen_at: float = field(default_factory=time.monotonic)
     model_ids: list[str] = field(default_factory=list)
     sampler_ids: list[str] = field(default_factory=list)
+    unnamed: list[Checkpoint] = field(default_factory=list)
 
 
 class TinkerHost:
@@ -81,23 +98,21 @@ class TinkerHost:
         ApiError
             404 where there is none.
         """
-        found = self.sessions.get(name)
-        if found is None:
-            raise ApiError(
-                404,
-                f"the session {name[:100]!r} was to go on, but this service does not know it: it "
-                "was started anew since, or the session has ended. Make a new ServiceClient, and "
-                "go on from a saved state.",
-                code="session_lost",
-            )
+        found = held(self.sessions, name, reason=_SESSION_LOST, code="session_lost")
         found.seen_at = time.monotonic()
         return found
 
     def close_session(self, name: str) -> None:
-        """End a session: its models in training are given up, what they saved stays."""
+        """End a session: its models are given up, what they saved under a name stays."""
         session = self.sessions.pop(name, None)
-        for model_id in session.model_ids if session is not None else ():
+        if session is None:
+            return
+        for model_id in session.model_ids:
             self._forget(model_id)
+        for sampler_id in session.sampler_ids:
+            self.sources.pop(sampler_id, None)
+        for checkpoint in session.unnamed:
+            self.store.delete(checkpoint)
 
     # ---- models
 
@@ -113,17 +128,7 @@ class TinkerHost:
         ApiError
             404 where there is none.
         """
-        found = self.models.get(model_id)
-        if found is None:
-            raise ApiError(
-                404,
-                f"the model {model_id[:200]!r} was to be trained, but this service does not hold "
-                "it: its session ended or was silent for too long, or the service was started "
-                "anew. Make a client from a saved state, create_training_client_from_state_with_"
-                "optimizer.",
-                code="model_lost",
-            )
-        return found
+        return held(self.models, model_id, reason=_MODEL_LOST, code="model_lost")
 
     def create(self, body: CreateModelBody) -> Callable[[], TinkerModel]:
         """Say how a new model is made; a request that is wrong is refused at once."""
@@ -240,6 +245,7 @@ class TinkerHost:
         if body.path is not None:
             return checkpoint, None
         session = self.session(body.model_id.partition(":")[0])
+        session.unnamed.append(checkpoint)
         return checkpoint, self.add_sampler(session, self.source_of(checkpoint))
 
     # ---- sampling
@@ -281,15 +287,7 @@ class TinkerHost:
         ApiError
             404 where there is none.
         """
-        found = self.sources.get(name)
-        if found is None:
-            raise ApiError(
-                404,
-                f"the sampling session {name[:200]!r} was to go on, but this service does not know "
-                "it: it was started anew since. Make a new sampling client from saved weights.",
-                code="sampler_lost",
-            )
-        return found
+        return held(self.sources, name, reason=_SAMPLER_LOST, code="sampler_lost")
 
     def join_sampler(self, name: str) -> int:
         """A number for a copy of a sampling client, so that its requests are told apart."""

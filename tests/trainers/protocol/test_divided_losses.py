@@ -16,7 +16,7 @@ from nip_astra.errors import ConfigurationError, NonFiniteLossError, WorkerProce
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import AgentLosses, Frames, Objective
-from nip_astra.trainers.protocol.shared_gradients import SharedGradients, Task
+from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from nip_astra.utils.forked import can_fork
 from tests.toy_protocol_scenario import ToyBody, toy_kind, toy_trainer
@@ -251,7 +251,7 @@ def test_figures_of_any_size_and_type_are_handed_over(dtype: torch.dtype) -> Non
         weights[task.part].grad = torch.full((2,), float(task.part))
         return {"figure": long + task.part}
 
-    shared = SharedGradients(tasks, weights, {})
+    shared = DividedLosses(tasks, weights, {})
     with shared.between(3):
         for _ in range(3):
             for weight in weights:
@@ -264,6 +264,33 @@ def test_figures_of_any_size_and_type_are_handed_over(dtype: torch.dtype) -> Non
         assert weights[task.part].grad.tolist() == [task.part] * 2
 
 
+def test_what_a_later_minibatch_gives_may_be_unlike_the_first() -> None:
+    tasks = [Task("a", part) for part in range(2)]
+    weights = [torch.nn.Parameter(torch.zeros(2)) for _ in tasks]
+    number = 0
+
+    def compute(task: Task) -> dict[str, Tensor]:
+        # In the second, one task has nothing to learn; in the third, a figure is longer.
+        if (task.part, number) != (1, 1):
+            weights[task.part].grad = torch.full((2,), number + 0.5)
+        return {"figure": torch.full((1 + (number == 2),), float(task.part))}
+
+    shared, told = DividedLosses(tasks, weights, {}), []
+    tell = shared._told
+    shared._told = lambda part: (told.append(number), tell(part))[1]  # type: ignore[method-assign]
+    with shared.between(2):
+        for number in range(5):
+            for weight in weights:
+                weight.grad = None
+            found = shared.compute(compute)
+            assert [len(found[task]["figure"]) for task in tasks] == [1 + (number == 2)] * 2
+            grads = [None if one.grad is None else one.grad.tolist() for one in weights]
+            halves = [number + 0.5] * 2
+            assert grads == [halves, None if number == 1 else halves]
+    # Each is told at length once it is not like the last.
+    assert told == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_weight_in_common_is_seen_however_tasks_are_divided(count: int) -> None:
     tasks = [Task("a", part) for part in range(2)]
@@ -273,7 +300,7 @@ def test_a_weight_in_common_is_seen_however_tasks_are_divided(count: int) -> Non
         weight.grad = torch.ones(2)
         return {}
 
-    shared = SharedGradients(tasks, [weight], {})
+    shared = DividedLosses(tasks, [weight], {})
     with pytest.raises(ConfigurationError, match="Give them as one part"), shared.between(count):
         shared.compute(compute)
 
@@ -293,19 +320,18 @@ def test_parts_with_a_weight_in_common_are_refused(monkeypatch: pytest.MonkeyPat
 def test_tasks_are_divided_by_how_long_they_took() -> None:
     tasks = [Task(name, part) for name in ("a", "b") for part in (0, 1)]
     seconds = dict(zip(tasks, [0.5, 3.0, 1.0, 2.0], strict=True))
-    shared = SharedGradients(tasks, [], seconds)
-    shared._count = 2
-    loads = [sum(seconds[task] for task in share) for share in shared._shards()]
+    shared = DividedLosses(tasks, [], seconds)
+    loads = [sum(seconds[task] for task in share) for share in shared._shards(2)]
     assert sorted(loads) == [3.0, 3.5]
 
 
 def test_one_slow_minibatch_does_not_change_the_division() -> None:
     task = Task("a", 0)
-    shared = SharedGradients([task], [], {})
+    shared = DividedLosses([task], [], {})
     for seconds in (2.0, 9.0, 2.1):
-        shared._note({task: seconds})
+        shared._note(task, seconds)
     assert shared._seconds[task] == pytest.approx(2.1)
     # What takes longer for good comes to count.
     for _ in range(40):
-        shared._note({task: 8.0})
+        shared._note(task, 8.0)
     assert shared._seconds[task] == 8.0

@@ -1,0 +1,304 @@
+"""Losses of minibatches, computed by several processes that all take the same steps."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from nip_astra.distributed.team import Team, team_on_this_machine
+from nip_astra.errors import ConfigurationError, LostProcessError, WorkerProcessError
+from nip_astra.utils.forked import fork, kill, signals_held_back, wait_for
+
+_FORGETTING = 1.05
+"""By what a time rises in each minibatch that took longer."""
+
+
+class Task(NamedTuple):
+    """Some of the losses of one agent: its name, and the number among its parts."""
+
+    agent: str
+    part: int
+
+
+Compute = Callable[[Task], Mapping[str, Tensor]]
+"""Adds to gradients those of a task's losses in the present minibatch, and gives what to log."""
+
+
+class _Done(NamedTuple):
+    """What a task gave to log, and how long it took."""
+
+    figures: dict[str, Tensor]
+    seconds: float
+
+
+class _Part(NamedTuple):
+    """What one process has done of a minibatch; gradients by the numbers of weights."""
+
+    fault: str
+    done: dict[Task, _Done]
+    gradients: dict[int, Tensor]
+
+
+class DividedLosses:
+    """Processes that compute the gradients of minibatches together.
+
+    All go through the same minibatches and take the same steps; only the tasks are divided, by how
+    long each took. A weight's gradient is that of one task, so that adding up what the processes
+    have changes no bit, and when the block ends only the first process is left.
+
+    Parameters
+    ----------
+    tasks : Sequence[Task]
+        What there is to do for a minibatch. No two tasks give a gradient to the same weight.
+    weights : Sequence[Tensor]
+        All that may get a gradient, on the CPU.
+    seconds : dict[Task, float]
+        How long tasks took so far; taken further.
+    buffers : Sequence[Tensor]
+        What tasks must not change.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        weights: Sequence[Tensor],
+        seconds: dict[Task, float],
+        buffers: Sequence[Tensor] = (),
+    ) -> None:
+        self._tasks = list(tasks)
+        self._weights = list(weights)
+        self._seconds = seconds
+        self._buffers = list(buffers)
+        self._team = Team()
+        self._board: _Board | None = None
+        self._num_minibatches = 0
+        self._workers: list[int] = []
+
+    @contextmanager
+    def between(self, count: int) -> Iterator[None]:
+        """Go through the block in `count` processes, and leave it in the first.
+
+        Raises
+        ------
+        WorkerProcessError
+            When another process cannot be started, fails, or ends before its time.
+        """
+        number = 0
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="nip_astra_"))
+            try:
+                number = self._fork(count)
+                store = str(Path(folder) / "meeting")
+                with team_on_this_machine(store, number, count) as self._team:
+                    yield
+            except BaseException as error:
+                if number:
+                    os._exit(1)
+                kill(self._workers)
+                wait_for(self._workers)
+                if isinstance(error, LostProcessError):
+                    raise _failure("It ended without a word, as for want of memory.") from error
+                raise
+            if number:
+                os._exit(0)
+            wait_for(self._workers)
+
+    def _fork(self, count: int) -> int:
+        """Start the other processes, and give this one's number among them."""
+        with signals_held_back():
+            while len(self._workers) < count - 1:
+                worker = fork()
+                if not worker:
+                    return len(self._workers) + 1
+                self._workers.append(worker)
+        return 0
+
+    def compute(self, compute: Compute) -> dict[Task, dict[str, Tensor]]:
+        """Have the gradients of a minibatch computed, and give what to log, by task.
+
+        Parameters
+        ----------
+        compute : Callable
+            Runs a task; gradients are None before.
+
+        Raises
+        ------
+        ConfigurationError
+            When tasks have a weight in common, draw random numbers, or change buffers.
+        WorkerProcessError
+            When another process fails.
+        """
+        part = self._computed(compute)
+        found = None if self._board is None else self._board.exchange(part, self._team)
+        if found is None:
+            # The first minibatch, or one that is not like those before, or a failure.
+            found = self._told(part)
+        self._num_minibatches += 1
+        for task in self._tasks:
+            self._note(task, found[task].seconds)
+        return {task: found[task].figures for task in self._tasks}
+
+    def _told(self, part: _Part) -> dict[Task, _Done]:
+        """Tell all what each has done, in so many words, and how it will be told from now on."""
+        tasks = [(*task, done.figures, done.seconds) for task, done in part.done.items()]
+        mine: dict[str, Any] = {"fault": part.fault, "tasks": tasks}
+        told = self._team.of_all(mine | {"weights": list(part.gradients)})
+        for one in told:
+            if one["fault"]:
+                raise _failure(one["fault"])
+        numbers: list[int] = [number for one in told for number in one["weights"]]
+        self._check_apart(len(numbers) == len(set(numbers)))
+        for number in numbers:
+            own = part.gradients.get(number)
+            weight = self._weights[number]
+            weight.grad = torch.zeros_like(weight) if own is None else own
+        self._team.add_up([_gradient(self._weights[number]) for number in sorted(numbers)])
+        found: dict[Task, _Done] = {}
+        for one in told:
+            for agent, part_number, figures, seconds in one["tasks"]:
+                found[Task(agent, part_number)] = _Done(figures, seconds)
+        weights: dict[int, Tensor] = {n: self._weights[n] for n in sorted(numbers)}
+        self._board = _Board({task: found[task] for task in self._tasks}, weights)
+        return found
+
+    def _computed(self, compute: Compute) -> _Part:
+        """Do this process' tasks."""
+        part, before = _Part("", {}, {}), self._hidden_state()
+        try:
+            for task in self._shards(self._team.size)[self._team.rank]:
+                started = time.perf_counter()
+                figures = {name: one.detach() for name, one in compute(task).items()}
+                part.done[task] = _Done(figures, time.perf_counter() - started)
+                for number, weight in enumerate(self._weights):
+                    if weight.grad is not None:
+                        self._check_apart(number not in part.gradients)
+                        part.gradients[number], weight.grad = weight.grad, None
+            if self._hidden_state() != before:
+                raise ConfigurationError(
+                    "losses were to be computed by several processes at once, but networks draw "
+                    "random numbers in them, as dropout does, or keep statistics, as batch "
+                    "normalisation does, so that the processes would part. Train with "
+                    "--num-threads 1, or have the body say so by `has_hidden_state`."
+                )
+        except BaseException as error:
+            if self._team.rank == 0:
+                raise
+            return _Part("".join(traceback.format_exception(error)), {}, {})
+        return part
+
+    def _hidden_state(self) -> tuple[bytes, list[int]]:
+        """What tells whether a first minibatch drew random numbers or changed buffers."""
+        if self._num_minibatches:
+            return b"", []
+        state: bytes = torch.get_rng_state().numpy().tobytes()
+        return state, [buffer._version for buffer in self._buffers]
+
+    def _check_apart(self, are_apart: bool) -> None:
+        if not are_apart:
+            raise ConfigurationError(
+                "losses were to be computed by several processes at once, but two parts of "
+                "`loss_parts` have a gradient in the same weight. Give them as one part, or train "
+                "with --num-threads 1."
+            )
+
+    def _note(self, task: Task, latest: float) -> None:
+        """Take the least of late: whatever else the machine does makes a task slow, never fast."""
+        before = self._seconds.get(task, latest)
+        self._seconds[task] = min(latest, before * _FORGETTING)
+
+    def _shards(self, count: int) -> list[list[Task]]:
+        """Divide the tasks: the longest first, each to whom has the least to do."""
+        shards: list[list[Task]] = [[] for _ in range(count)]
+        loads = [0.0] * count
+        for task in sorted(self._tasks, key=lambda task: (-self._seconds.get(task, 1.0), task)):
+            number = loads.index(min(loads))
+            shards[number].append(task)
+            loads[number] += self._seconds.get(task, 1.0)
+        return shards
+
+
+class _Board:
+    """A place for all that processes tell of a minibatch, filled by one addition.
+
+    What one writes is nothing in the others, so that adding up as whole numbers leaves its bits.
+
+    Parameters
+    ----------
+    done : Mapping[Task, _Done]
+        What all tasks of a minibatch gave.
+    weights : Mapping[int, Tensor]
+        Those with a gradient, by number.
+    """
+
+    def __init__(self, done: Mapping[Task, _Done], weights: Mapping[int, Tensor]) -> None:
+        self._weights = weights
+        count, time_of = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.float64)
+        figures = {(task, n): v for task, (all_of, _) in done.items() for n, v in all_of.items()}
+        places = [count, *(time_of for _ in done), *figures.values(), *weights.values()]
+        # Each begins at a multiple of the largest number's size.
+        rooms = [-(-place.numel() * place.element_size() // 8) * 8 for place in places]
+        self._board = torch.zeros(sum(rooms) // 4, dtype=torch.int32)
+        views = iter(
+            room[: place.numel() * place.element_size()].view(place.dtype).view(place.shape)
+            for room, place in zip(
+                torch.split(self._board.view(torch.uint8), rooms), places, strict=True
+            )
+        )
+        self._num_told = next(views)
+        self._seconds = {task: next(views) for task in done}
+        self._figures = {key: next(views) for key in figures}
+        self._gradients = {number: next(views) for number in weights}
+
+    def exchange(self, part: _Part, team: Team) -> dict[Task, _Done] | None:
+        """Set the gradients of all, and give what all have done; None where that has no place."""
+        self._board.zero_()
+        figures = {
+            (t, n): value for t, done in part.done.items() for n, value in done.figures.items()
+        }
+        is_like = not part.fault and part.gradients.keys() <= self._gradients.keys()
+        is_like = is_like and all(
+            key in self._figures and _kind(value) == _kind(self._figures[key])
+            for key, value in figures.items()
+        )
+        if is_like:
+            for number, gradient in part.gradients.items():
+                self._gradients[number].copy_(gradient)
+            for key, value in figures.items():
+                self._figures[key].copy_(value)
+            for task, done in part.done.items():
+                self._seconds[task].fill_(done.seconds)
+            self._num_told.fill_(len(part.gradients) + len(figures))
+        team.add_up([self._board])
+        if int(self._num_told) != len(self._gradients) + len(self._figures):
+            return None
+        for number, weight in self._weights.items():
+            weight.grad = self._gradients[number]
+        found = {task: _Done({}, float(seconds)) for task, seconds in self._seconds.items()}
+        for (task, name), value in self._figures.items():
+            found[task].figures[name] = value.clone()
+        return found
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:
+    return tensor.dtype, tensor.shape
+
+
+def _gradient(weight: Tensor) -> Tensor:
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _failure(fault: str) -> WorkerProcessError:
+    return WorkerProcessError(
+        "losses were to be computed by several processes at once, but one of them failed. Resume "
+        f"the run from its latest checkpoint, with --num-threads 1 if it happens again.\n{fault}"
+    )

@@ -1,0 +1,135 @@
+"""Recipes of the Tinker cookbook, as it ships them, train at the local server of its protocol.
+
+The cookbook pins other versions of transformers than ours and lives in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("tinker")
+
+from tests.serve.training.cookbook_model import cookbook_model
+from tests.serve.training.running import training_server
+
+COOKBOOK = "NIP_ASTRA_TEST_COOKBOOK"
+"""Environment variable with a Python interpreter that has tinker-cookbook 0.5.8."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not os.environ.get(COOKBOOK),
+        reason=f"needs an interpreter with the cookbook, by {COOKBOOK}",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """Runs recipes on a model at a server."""
+
+    url: str
+    model: Path
+    folder: Path
+
+    def run(self, recipe: str, **options: object) -> list[dict[str, Any]]:
+        """The metrics of each step."""
+        log = self.folder / recipe
+        given = {
+            "model_name": self.model,
+            "renderer_name": "role_colon",
+            "log_path": log,
+            "behavior_if_log_dir_exists": "delete",
+            **options,
+        }
+        done = subprocess.run(
+            [
+                os.environ[COOKBOOK],
+                "-m",
+                f"tinker_cookbook.recipes.{recipe}",
+                *(f"{name}={value}" for name, value in given.items()),
+            ],
+            env={
+                "PATH": os.environ["PATH"],
+                "HOME": str(self.folder),
+                "TINKER_BASE_URL": self.url,
+                "TINKER_API_KEY": "tml-local",
+                "TINKER_TELEMETRY": "0",
+                "HF_HUB_OFFLINE": "1",
+                "HF_DATASETS_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
+            },
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=1800,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        lines = (log / "metrics.jsonl").read_text().splitlines()
+        assert (log / "checkpoints.jsonl").read_text().count("tinker://") >= 1
+        return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recipes]:
+    folder = tmp_path_factory.mktemp("cookbook")
+    model = cookbook_model(folder / "model")
+    with training_server(["tinker"], {"policy": str(model)}) as server:
+        yield Recipes(server.url, model, folder)
+
+
+def test_math_rl_learns(recipes: Recipes) -> None:
+    steps = recipes.run(
+        "math_rl.train",
+        env="arithmetic",
+        groups_per_batch=32,
+        group_size=8,
+        learning_rate=2e-3,
+        max_tokens=5,
+        max_steps=60,
+        eval_every=0,
+        save_every=0,
+    )
+    right = [step["env/all/correct"] for step in steps]
+    assert sum(right[-10:]) / 10 > sum(right[:10]) / 10 + 0.08
+    # What the sampler told of its tokens is what training computes.
+    assert all(abs(step["optim/kl_sample_train_v1"]) < 1e-5 for step in steps)
+
+
+def test_guess_number_plays_games_of_many_turns(recipes: Recipes) -> None:
+    steps = recipes.run(
+        "multiplayer_rl.guess_number.train",
+        batch_size=2,
+        group_size=2,
+        max_tokens=8,
+        max_steps=2,
+        eval_every=0,
+        save_every=1,
+    )
+    assert [step["env/all/turns_per_episode"] for step in steps] == [10.0, 10.0]
+
+
+def test_chat_sl_learns_the_conversations_that_the_cookbook_ships(recipes: Recipes) -> None:
+    where = "import tinker_cookbook; print(tinker_cookbook.__path__[0])"
+    package = subprocess.check_output([os.environ[COOKBOOK], "-c", where], text=True).strip()
+    steps = recipes.run(
+        "chat_sl.train",
+        dataset=f"{package}/example_data/conversations.jsonl",
+        batch_size=4,
+        learning_rate=1e-2,
+        max_steps=8,
+        max_length=512,
+        eval_every=0,
+        save_every=2,
+    )
+    losses = [step["train_mean_nll"] for step in steps]
+    assert losses[-1] < 0.9 * losses[0]

@@ -1,0 +1,81 @@
+"""What is told by a process that has done nothing else yet, beside what this one finds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from tests.documents import ROOT
+from tests.toy_protocol_scenario import toy_kind, toy_trainer
+
+CODE = """
+import contextlib, io, json, sys
+from nip_astra.cli.schema_commands import schema
+# First of all: what follows registers names.
+with contextlib.redirect_stdout(io.StringIO()) as printed:
+    schema({"trainer": None, "scenario": None, "plugins": []})
+from tests.test_in_a_new_process import attacker_metrics, numbers_of_a_game
+from tests.toy_protocol_scenario import toy_kind
+with toy_kind():
+    numbers = numbers_of_a_game(3)
+metrics = attacker_metrics(*sys.argv[1:])
+print(json.dumps({"schema": printed.getvalue(), "numbers": numbers, "metrics": metrics}))
+"""
+
+
+def numbers_of_a_game(seed: int) -> list[object]:
+    """What provers and verifiers end with."""
+    trainer = toy_trainer(seed=seed)
+    trainer.train()
+    found: list[object] = json.loads(json.dumps([trainer.results["after"], trainer.state.last]))
+    return found
+
+
+def attacker_metrics(scenario: str, runs_dir: str, run_id: str) -> str:
+    """The metrics of a run of two iterations, as they stand in its file."""
+    short = ("use_random_search=false", "num_episodes=2")
+    overrides = ["training.num_iterations=2", *(f"ast_chat.evaluation.{part}" for part in short)]
+    resolved = resolve_experiment(trainer="ast_dpo", scenario=scenario, overrides=overrides)
+    run_experiment(resolved, runs_dir=runs_dir, run_id=run_id, progress=False)
+    return (Path(runs_dir) / run_id / "metrics.jsonl").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def told(tiny_scenario: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a new process prints; it has another hash seed than this one."""
+    hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(tiny_scenario), str(tmp_path_factory.mktemp("a")), "one"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONHASHSEED": hash_seed},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_schema_that_ships_is_that_of_the_classes(told: dict[str, Any]) -> None:
+    """In a process of its own: in this one other tests have registered names."""
+    ships = (ROOT / "parameters" / "schema.json").read_text(encoding="utf-8")
+    command = "python run.py schema > parameters/schema.json"
+    assert json.loads(told["schema"]) == json.loads(ships), f"write it anew: {command}"
+
+
+def test_equal_parameters_give_equal_numbers(
+    told: dict[str, Any], tiny_scenario: Path, tmp_path: Path
+) -> None:
+    """In every family."""
+    with toy_kind():
+        assert told["numbers"] == numbers_of_a_game(3) != numbers_of_a_game(4)
+    assert told["metrics"] == attacker_metrics(str(tiny_scenario), str(tmp_path), "here")
+    assert len(told["metrics"].splitlines()) == 2

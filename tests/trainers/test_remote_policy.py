@@ -1,0 +1,113 @@
+"""A policy whose weights are a service's alone learns as one with weights at hand."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("fastapi")
+
+from nip_astra.errors import ConfigurationError, ModelLoadError
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from nip_astra.serve.settings import TrainingProtocol
+from tests.resuming import SERVICE_OVERRIDES
+from tests.serve.training.running import POLICY, Server, training_server
+from tests.serve.training.test_http_training import iterate
+from tests.trainers.test_service_trainers import trainer_of
+
+MODEL = "task.policy.language_model"
+ADAPTER = (f"{MODEL}.lora.rank=4", f"{MODEL}.lora.alpha=32")
+SHORT = (
+    "training.num_episodes_per_experience=4",
+    "training.lr=1e-3",
+    "task.policy.min_new_tokens=0",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with training_server(["http", "tinker"]) as running:
+        yield running
+
+
+@pytest.fixture
+def tokenizer_dir(tmp_path: Path) -> Path:
+    """What a machine without weights has."""
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(POLICY, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    return folder
+
+
+def without_weights(folder: Path) -> tuple[str, ...]:
+    return f"{MODEL}._type=remote", f"{MODEL}.model={folder}"
+
+
+def through(server: Server, protocol: TrainingProtocol) -> tuple[str, ...]:
+    section = "remote_api_grpo.train_service"
+    return (
+        f"{section}.backend={protocol}",
+        f"{section}.base_url={server.url}",
+        f"{section}.model=policy",
+    )
+
+
+@pytest.mark.parametrize(
+    ("protocol", "adapter"),
+    [("http", ()), ("http", ADAPTER), ("tinker", ADAPTER)],
+    ids=["http-full", "http-lora", "tinker"],
+)
+def test_losses_are_those_with_weights_at_hand(
+    server: Server, tokenizer_dir: Path, protocol: TrainingProtocol, adapter: tuple[str, ...]
+) -> None:
+    if protocol == "tinker":
+        pytest.importorskip("tinker")
+    common = (*adapter, *SHORT, *through(server, protocol))
+    here = trainer_of("remote_api_grpo", *common)
+    there = trainer_of("remote_api_grpo", *without_weights(tokenizer_dir), *common)
+    assert iterate(there) == pytest.approx(iterate(here), rel=1e-4, abs=1e-5)
+    assert there.policy.num_parameters() == 0
+    assert there.policy.context_window == here.policy.context_window
+    for trainer in (here, there):
+        trainer.service.close()
+
+
+def test_a_run_without_weights_ends_with_the_trained_ones(
+    server: Server, tokenizer_dir: Path, tmp_path: Path
+) -> None:
+    given = [
+        *SERVICE_OVERRIDES,
+        *through(server, "http"),
+        *without_weights(tokenizer_dir),
+        "training.num_iterations=2",
+    ]
+    resolved = resolve_experiment(trainer="remote_api_grpo", overrides=given)
+    run_experiment(resolved, runs_dir=str(tmp_path), run_id="run", progress=False)
+    # The service hands the weights out once they are trained.
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_what_takes_weights_is_refused(tokenizer_dir: Path) -> None:
+    given = without_weights(tokenizer_dir)
+    with pytest.raises(ConfigurationError, match=r"leaves its weights to a service.*backend to"):
+        trainer_of("remote_api_grpo", *given)
+    (tokenizer_dir / "config.json").unlink()
+    with pytest.raises(ModelLoadError, match=r"Set language_model\.context_window"):
+        trainer_of("remote_api_grpo", *given)
+
+
+def test_the_model_itself_refuses_to_answer_and_to_score(
+    server: Server, tokenizer_dir: Path
+) -> None:
+    given = (*SHORT, *through(server, "http"), *without_weights(tokenizer_dir))
+    policy: Any = trainer_of("remote_api_grpo", *given).policy
+    one = torch.ones(1, 1, dtype=torch.bool)
+    with pytest.raises(ConfigurationError, match=r"was to score tokens.*'remote' leaves"):
+        policy.logprobs(one.long(), one, one.long(), one)
+    with pytest.raises(ConfigurationError, match="_type to huggingface"):
+        policy.save(tokenizer_dir)
