@@ -11,9 +11,7 @@ compared on the same pairs. Prints Markdown with the ratios.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
+import multiprocessing
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -308,21 +306,12 @@ def memory_of(setting: Setting, way: str, overrides: Sequence[str]) -> Figures:
 
 
 def measure_memory(setting: Setting, options: argparse.Namespace) -> list[Figures]:
-    """Let each way run one iteration in a process of its own."""
+    """Let each way run one iteration in a process of its own, forked before anything is loaded."""
     rows = []
     for way in (PLAIN, *options.precision):
-        values = {**asdict(setting), "memory_of": way, "threads": torch.get_num_threads()}
-        words = [
-            word
-            for name, value in values.items()
-            if value is not None and name in vars(options)
-            for word in (f"--{name.replace('_', '-')}", str(value))
-        ]
-        command = [sys.executable, __file__, *words, "--override", *options.override]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"memory of {way} could not be measured:\n{done.stderr}")
-        rows.append({"way": way, **json.loads(done.stdout.splitlines()[-1])})
+        with multiprocessing.get_context("fork").Pool(1) as pool:
+            found = pool.apply(memory_of, (setting, way, options.override))
+        rows.append({"way": way, **found})
     return rows
 
 
@@ -340,12 +329,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.manual_seed(setting.seed)
     # Both ways the same threads; waking a second one costs more than a tiny model does.
     torch.set_num_threads(options.threads or (1 if setting.model == "tiny" else NUM_CORES))
-    if options.memory_of is not None:
-        print(json.dumps(memory_of(setting, options.memory_of, options.override)))
-        return
+    memory = measure_memory(setting, options) if options.memory else []
     command, environment = shown_command("ast_speed.py", arguments), describe_environment()
     shown = [f"`{command}` on {environment['machine']}: {setting.label}."]
     report: Figures = {"command": command, "environment": environment, "setting": asdict(setting)}
+    report["memory"] = memory
     if parts := [part for part in options.parts if part != "none"]:
         given = ("precision", "repeats", "plain_repeats", "plain_episodes")
         effort = {name: getattr(options, name) for name in given}
@@ -354,9 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report["parts"] = contest.run(parts)
         report["ratios"] = ratios(report["parts"])
         shown.append(_table(report["ratios"]))
-    if options.memory:
-        report["memory"] = measure_memory(setting, options)
-        shown += ["Memory of an iteration, bytes:", _table(report["memory"])]
+    if memory:
+        shown += ["Memory of an iteration, bytes:", _table(memory)]
     if options.trl:
         rows = [trl_online_dpo.measure(setting, one, options.repeats) for one in options.precision]
         report["trl"] = rows
@@ -385,7 +372,6 @@ def _parser() -> argparse.ArgumentParser:
         plain_repeats={"type": int, "default": 1, "help": "of the plain way"},
         plain_episodes={"type": int, "help": "play fewer, and scale its time"},
         memory={"action": "store_true", "help": "peak memory of both ways too"},
-        memory_of={"help": argparse.SUPPRESS},
         trl={"action": "store_true", "help": "TRL's OnlineDPO beside ours"},
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ def _id(preset: Path) -> str:
     return f"{preset.parent.name}/{preset.stem}"
 
 
+@cache
 def _resolve(preset: Path, *overrides: str) -> ResolvedExperiment:
     return resolve_experiment(parameter_file=preset, overrides=overrides)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -66,6 +67,14 @@ def experience_of(trainer: AstTrainer, iteration: int = 0) -> Played:
     tree = trainer.rollouts.play(iteration)
     found = trainer.digest(tree)
     return Played(tree, found.samples, found.metrics)
+
+
+def learn(trainer: AstTrainer) -> None:
+    """Train, and measure nothing before and after."""
+    trainer._set_seed()
+    with trainer._open_progress_bar(), ExitStack() as stack:
+        trainer._build_train_context(stack)
+        trainer._run_train_loop()
 
 
 def make_language_model(

@@ -192,15 +192,7 @@ def load_attacker(
         if is_run
         else resolve_around(run, surroundings, overrides, code.plugins, is_trusted=code.is_trusted)
     )
-    with on_behalf_of(resolved.source):
-        instance = build_scenario_instance(
-            resolved.hyper_params, settings, kind=resolved.kind, scenario_dir=resolved.scenario_dir
-        )
-    if not isinstance(instance, ConversationInstance):
-        raise ConfigurationError(
-            f"{run} was to be evaluated, but its scenario of kind {resolved.kind!r} has no "
-            "attacker that talks to a target. Give a run of an ast_* trainer."
-        )
+    instance = _scenario_of(run, resolved, settings)
     section = getattr(resolved.hyper_params, resolved.kind)
     name = RunDirectory(run).run_id
     if is_text_attacker(path):
@@ -228,6 +220,22 @@ def load_attacker(
     instance.sampler = instance.sampler.with_attacker(agent)
     weights = weights_hash(source) if source is not None else None
     return LoadedAttacker(label, suffix, run, resolved, instance, section, weights)
+
+
+def _scenario_of(
+    run: Path, resolved: ResolvedExperiment, settings: ExperimentSettings
+) -> ConversationInstance:
+    """The scenario, in which an attacker talks to a target."""
+    with on_behalf_of(resolved.source):
+        instance = build_scenario_instance(
+            resolved.hyper_params, settings, kind=resolved.kind, scenario_dir=resolved.scenario_dir
+        )
+    if not isinstance(instance, ConversationInstance):
+        raise ConfigurationError(
+            f"{run} was to be evaluated, but its scenario of kind {resolved.kind!r} has no "
+            "attacker that talks to a target. Give a run of an ast_* trainer."
+        )
+    return instance
 
 
 def with_service_files(settings: ExperimentSettings, run: Path) -> ExperimentSettings:

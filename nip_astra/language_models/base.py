@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nip_astra.errors import ModelAbilityError, ModelLoadError
 from nip_astra.language_models.drawn import KeptTokens
+from nip_astra.language_models.session import GenerationSession as GenerationSession
 from nip_astra.language_models.tokens import Counted as Counted
 from nip_astra.language_models.tokens import Draw as Draw
 from nip_astra.language_models.tokens import Drawn as Drawn
@@ -49,6 +50,8 @@ class TokenModel(Counted, ABC):
         behind the model, and `token_count` is all that generating changes.
     can_be_copied : bool
         Whether a copy in another process, sent there by pickle, may generate and score.
+    is_in_this_process : bool
+        Whether this process holds the weights, so that each process of a run has a model as this.
     can_score_contexts : bool
         Whether sessions give log-probabilities of spans of what is read.
     voices : Sequence[TokenModel]
@@ -66,6 +69,7 @@ class TokenModel(Counted, ABC):
     cache_bytes_per_token: int = 0
     can_be_forked: bool = False
     can_be_copied: bool = False
+    is_in_this_process: bool = False
     can_score_contexts: bool = True
     voices: Sequence[TokenModel] = ()
 
@@ -132,39 +136,6 @@ class TokenSampler(TokenModel):
         float32. Where it does not, what is compared with a loss's is scored again.
         """
         return True
-
-
-class GenerationSession(ABC):
-    """One rollout through a model: calls in turn, each continuing what the last one said.
-
-    The weights of the model stay as they are while a session is open.
-    """
-
-    @abstractmethod
-    def generate(
-        self,
-        contexts: Sequence[Sequence[int]],
-        rows_per_context: int,
-        uniforms_RT: Tensor,
-        options: SamplingOptions,
-        *,
-        branching: int = 1,
-        spans: Sequence[tuple[int, int]] | None = None,
-    ) -> Turns:
-        """Sample turns as `TokenSampler.generate` does, and score spans of what is read.
-
-        Parameters
-        ----------
-        branching : int
-            Contexts that continue one row: context i continues row `i // branching` of the last
-            call, and in a first call so many neighbours are expected to begin alike. A context
-            that does not continue its row is read from its beginning.
-        spans : Sequence[tuple[int, int]], optional
-            For each context, where the tokens to be scored begin, at least 1, and end.
-        """
-
-    def close(self) -> None:  # noqa: B027 - who keeps nothing has nothing to free
-        """Free what was kept for further calls."""
 
 
 class _SeparateCalls(GenerationSession):

@@ -127,6 +127,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         if self._decoder is not None:
             self.cache_bytes_per_token = self._decoder.cache_numbers_per_token * self.dtype.itemsize
         # A subclass says so itself.
+        self.is_in_this_process = True
         self.can_be_forked = type(self) is HuggingFaceLanguageModel and device.type == "cpu"
         self.source: str | None = None
         self._decode_graphs = decode_graphs

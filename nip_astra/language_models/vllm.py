@@ -93,7 +93,7 @@ class VllmLanguageModel(LanguageModel):
         num_engines: int = Field(default=0, ge=0)
         """Engines in actors of Ray, on one machine or many, among which turns are divided; 0 for
         one engine in this process. Weights and adapters reach them after each update. The cluster
-        is that of RAY_ADDRESS, where this is set. Not run yet."""
+        is that of RAY_ADDRESS, where this is set. Run on CPUs; not on GPUs yet."""
         gpus_per_engine: Annotated[float, where_above("num_engines", 0)] = Field(default=1, ge=0)
         """GPUs that an actor with an engine takes."""
 

@@ -327,8 +327,16 @@ def _check_depth(text: str) -> None:
 
     What reads it after this calls itself at every level, in C, where that ends the process.
     """
+    try:
+        _count_depth(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.YAMLError:
+        # The slower reader says more clearly what is wrong.
+        _count_depth(text, yaml.SafeLoader)
+
+
+def _count_depth(text: str, loader: Any) -> None:
     depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=loader):
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:

@@ -92,6 +92,22 @@ def ends_of(batch: TensorDict) -> Tensor:
     return ends_ETA
 
 
+def reward_to_go_of(parts: Sequence[TensorDict], *, gamma: float) -> Tensor:
+    """`reward_to_go` of a batch, [E, T, A, 1].
+
+    Parameters
+    ----------
+    parts : Sequence[TensorDict]
+        The batch [E, T], and where there is one what was played on after it.
+    gamma : float
+        Discount a round, in [0, 1].
+    """
+    rewards_ETA = torch.cat([part["next", "agents", "reward"] for part in parts], dim=1)
+    ends_ETA = torch.cat([ends_of(part) for part in parts], dim=1)
+    to_go_ETA = reward_to_go(rewards_ETA.squeeze(-1), ends_ETA, gamma=gamma)
+    return to_go_ETA[:, : parts[0].shape[1], :, None]
+
+
 def _discounted_sums(terms_ETA: Tensor, goes_on_ETA: Tensor, factor: float) -> Tensor:
     """`s_t = x_t + factor * goes_on_t * s_(t+1)`."""
     total_EA = torch.zeros_like(terms_ETA[:, 0])

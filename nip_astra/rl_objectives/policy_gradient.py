@@ -142,16 +142,12 @@ def group_policy_loss(
     if weights_BT is not None and variant.ratio != "token":
         # The weight of a row stands at each of its tokens, 0 on padding.
         row_weights = weights_BT.amax(dim=1, keepdim=True)
-    advantages_BT = _per_token(advantages, row_weights)
-    if variant.surrogate == "clipped":
-        surrogate_BT, is_clipped_BT = _clipped_surrogate(
-            ratio_BT, advantages_BT, variant.clip_low, variant.clip_high
-        )
-    else:
-        weight_BT = _clip(ratio_BT.detach(), variant.clip_low, variant.clip_high)
-        # The clip bounds a weight and takes no gradient away.
-        is_clipped_BT = torch.zeros_like(ratio_BT, dtype=torch.bool)
-        surrogate_BT = weight_BT * advantages_BT * masked_fill_zero(logprobs_BT, mask_BT)
+    surrogate_BT, is_clipped_BT = _group_surrogate(
+        variant,
+        ratio_BT,
+        _per_token(advantages, row_weights),
+        masked_fill_zero(logprobs_BT, mask_BT),
+    )
     is_outside_BT = _clip(ratio_BT, variant.clip_low, variant.clip_high) != ratio_BT
     shares = {"clip_fraction": is_clipped_BT, "outside_fraction": is_outside_BT}
     metrics = _ratio_metrics(log_ratio_BT, ratio_BT, shares, mask_BT, entropy_BT)
@@ -169,6 +165,18 @@ def group_policy_loss(
         surrogate_B = masked_fill_zero(surrogate_BT.squeeze(1), mask_BT.any(dim=1))
         loss = loss - mean_over_rows(surrogate_B)
     return LossOutput(loss, metrics)
+
+
+def _group_surrogate(
+    variant: GroupVariant, ratio_BT: Tensor, advantages_BT: Tensor, logprobs_BT: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What is to be maximised, and where the clip removed its gradient."""
+    if variant.surrogate == "clipped":
+        return _clipped_surrogate(ratio_BT, advantages_BT, variant.clip_low, variant.clip_high)
+    weight_BT = _clip(ratio_BT.detach(), variant.clip_low, variant.clip_high)
+    # The clip bounds a weight and takes no gradient away.
+    is_clipped_BT = torch.zeros_like(ratio_BT, dtype=torch.bool)
+    return weight_BT * advantages_BT * logprobs_BT, is_clipped_BT
 
 
 def _check_group_loss(

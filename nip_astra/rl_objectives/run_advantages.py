@@ -102,40 +102,64 @@ def run_advantages(
     is_known_N = ~rewards_N.isnan()
     known_N = masked_fill_zero(rewards_N, is_known_N)
     group_N = torch.unique(group_N, return_inverse=True)[1]
+    found = _figures_of_groups(known_N, is_known_N, group_N, _runs(group_N, run_N))
+    is_flat_P = found.is_flat_P
+    if baseline == "none":
+        return RunAdvantages(known_N, is_known_N, torch.zeros_like(is_flat_P), found.std_P)
+    expected_N = found.mean_P[group_N]
+    if baseline == "leave_one_out":
+        others_N = (found.runs_P[group_N] - 1).clamp(min=1)
+        expected_N = (found.mean_P * found.runs_P)[group_N] - found.mean_R[found.run_N]
+        expected_N = expected_N / others_N
+    advantages_N = known_N - expected_N
+    if scale == "group":
+        advantages_N = advantages_N / (found.std_P[group_N] + std_epsilon)
+    elif scale == "batch":
+        advantages_N = advantages_N / (found.std_of_all() + std_epsilon)
+    tells_N = is_known_N & ~is_flat_P[group_N]
+    return RunAdvantages(
+        masked_fill_zero(advantages_N, tells_N),
+        is_known_N if zero_variance == "keep" else tells_N,
+        is_flat_P & (found.runs_P > 0),
+        found.std_P,
+    )
+
+
+class _Groups(NamedTuple):
+    """Mean rewards of runs and of groups, and how far runs are from their groups' means."""
+
+    run_N: Tensor
+    mean_R: Tensor
+    group_R: Tensor
+    is_run_R: Tensor
+    difference_R: Tensor
+    runs_P: Tensor
+    mean_P: Tensor
+    is_flat_P: Tensor
+    std_P: Tensor
+
+    def std_of_all(self) -> Tensor:
+        """The spread of all runs about their groups' means, those of flat groups at 0."""
+        total = masked_fill_zero(self.difference_R, ~self.is_flat_P[self.group_R]).square().sum()
+        return (total / (self.is_run_R.sum() - 1).clamp(min=1)).sqrt()
+
+
+def _figures_of_groups(
+    known_N: Tensor, is_known_N: Tensor, group_N: Tensor, run_N: Tensor
+) -> _Groups:
     num_groups = int(group_N.max()) + 1 if len(group_N) else 0
-    run_of_N = _runs(group_N, run_N)
-    num_runs = int(run_of_N.max()) + 1 if len(run_of_N) else 0
-    count_R = _sums(is_known_N.to(known_N.dtype), run_of_N, num_runs)
+    num_runs = int(run_N.max()) + 1 if len(run_N) else 0
+    count_R = _sums(is_known_N.to(known_N.dtype), run_N, num_runs)
     is_run_R = count_R > 0
-    mean_R = _sums(known_N, run_of_N, num_runs) / count_R.clamp(min=1)
-    group_R = group_N.new_zeros(num_runs).scatter_(0, run_of_N, group_N)
+    mean_R = _sums(known_N, run_N, num_runs) / count_R.clamp(min=1)
+    group_R = group_N.new_zeros(num_runs).scatter_(0, run_N, group_N)
     runs_P = _sums(is_run_R.to(mean_R.dtype), group_R, num_groups)
     mean_P = _sums(mean_R, group_R, num_groups) / runs_P.clamp(min=1)
     difference_R = masked_fill_zero(mean_R - mean_P[group_R], is_run_R)
     is_flat_P = _is_flat(mean_R, is_run_R, group_R, num_groups)
     square_P = _sums(difference_R.square(), group_R, num_groups)
     std_P = masked_fill_zero((square_P / (runs_P - 1).clamp(min=1)).sqrt(), ~is_flat_P)
-    if baseline == "none":
-        return RunAdvantages(known_N, is_known_N, torch.zeros_like(is_flat_P), std_P)
-    expected_N = mean_P[group_N]
-    if baseline == "leave_one_out":
-        others_N = (runs_P[group_N] - 1).clamp(min=1)
-        expected_N = (mean_P * runs_P)[group_N] - mean_R[run_of_N]
-        expected_N = expected_N / others_N
-    advantages_N = known_N - expected_N
-    if scale == "group":
-        advantages_N = advantages_N / (std_P[group_N] + std_epsilon)
-    elif scale == "batch":
-        total = masked_fill_zero(difference_R, ~is_flat_P[group_R]).square().sum()
-        std = (total / (is_run_R.sum() - 1).clamp(min=1)).sqrt()
-        advantages_N = advantages_N / (std + std_epsilon)
-    tells_N = is_known_N & ~is_flat_P[group_N]
-    return RunAdvantages(
-        masked_fill_zero(advantages_N, tells_N),
-        is_known_N if zero_variance == "keep" else tells_N,
-        is_flat_P & (runs_P > 0),
-        std_P,
-    )
+    return _Groups(run_N, mean_R, group_R, is_run_R, difference_R, runs_P, mean_P, is_flat_P, std_P)
 
 
 def _runs(group_N: Tensor, run_N: Tensor | None) -> Tensor:

@@ -31,7 +31,7 @@ Play = Callable[[range], RolloutTree]
 """Plays some of the episodes of a rollout."""
 
 
-class _Played(NamedTuple):
+class Played(NamedTuple):
     """What a process played, and what its agents counted meanwhile."""
 
     trees: list[RolloutTree]
@@ -40,7 +40,12 @@ class _Played(NamedTuple):
 
 
 def cut_rollout(
-    agents: Sequence[Speaker | TextAttacker], num_episodes: int, num_nodes: int, num_parts: int
+    agents: Sequence[Speaker | TextAttacker],
+    num_episodes: int,
+    num_nodes: int,
+    num_parts: int,
+    *,
+    is_played_together: bool = False,
 ) -> list[range]:
     """Cut the episodes of a rollout into equal parts.
 
@@ -52,9 +57,11 @@ def cut_rollout(
         At most so many parts; fewer where they would be small, and one for large models, models on
         a GPU, and agents or backends that a process of its own could not play. Actors play large
         models too.
+    is_played_together : bool
+        Whether other processes have the models, however large, and play parts.
     """
     count = min(num_parts, num_episodes, num_nodes // SMALLEST_PART)
-    if count <= 1 or not all(map(_can_be_divided, agents)):
+    if count <= 1 or not (is_played_together or all(map(_can_be_divided, agents))):
         return [range(num_episodes)]
     return _cut(range(num_episodes), count)
 
@@ -81,9 +88,9 @@ def play_parts(
         if isinstance(model, TokenSampler):
             model.open_session().close()
     batches = [parts[run.start : run.stop] for run in _cut(range(len(parts)), num_processes)]
-    mine, *others = call_at_once([partial(_play, play, agents, batch) for batch in batches])
-    _count(agents, others)
-    return _put_together([mine, *others])
+    mine, *others = call_at_once([partial(play_here, play, agents, batch) for batch in batches])
+    count_others(agents, others)
+    return put_together([mine, *others])
 
 
 def begin_parts(
@@ -98,12 +105,12 @@ def begin_parts(
     assert actors is not None
     models = [model for model in _all_models_of(agents) if not isinstance(model, ChatWork)]
     kept = [part for model in models for part in (*model.shared_parts(), model)]
-    wait = actors.begin([partial(_play, play, agents, [part]) for part in parts], kept)
+    wait = actors.begin([partial(play_here, play, agents, [part]) for part in parts], kept)
 
     def finish() -> RolloutTree:
         played = wait()
-        _count(agents, played)
-        return _put_together(played)
+        count_others(agents, played)
+        return put_together(played)
 
     return finish
 
@@ -127,8 +134,9 @@ def _warn_once(roles: str) -> None:
     )
 
 
-def _count(agents: Sequence[Speaker | TextAttacker], others: Sequence[_Played]) -> None:
+def count_others(agents: Sequence[Speaker | TextAttacker], others: Sequence[Played]) -> None:
     """Count what other processes did as if this one had."""
+    agents = _each_once(agents)
     for played in others:
         for model, spent in zip(_models_of(agents), played.counts, strict=True):
             model.token_count.add(spent)
@@ -136,7 +144,8 @@ def _count(agents: Sequence[Speaker | TextAttacker], others: Sequence[_Played]) 
             agent.num_truncated_contexts += added
 
 
-def _put_together(everything: Sequence[_Played]) -> RolloutTree:
+def put_together(everything: Sequence[Played]) -> RolloutTree:
+    """One tree of what processes have played, in order."""
     tree = merge_trees([tree for played in everything for tree in played.trees])
     tree.seconds = {
         name: max(sum(tree.seconds[name] for tree in played.trees) for played in everything)
@@ -154,13 +163,17 @@ def _cut(indices: range, count: int) -> list[range]:
     return [range(start, stop) for start, stop in pairwise(ends)]
 
 
-def _play(play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[range]) -> _Played:
+def play_here(
+    play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[range]
+) -> Played:
+    """Play parts in this process, and say what its agents counted meanwhile."""
+    agents = _each_once(agents)
     before = [agent.num_truncated_contexts for agent in agents]
     with ExitStack() as stack:
         counts = [stack.enter_context(model.counting()) for model in _models_of(agents)]
         trees = [play(part) for part in parts]
     after = [agent.num_truncated_contexts for agent in agents]
-    return _Played(trees, counts, [new - old for new, old in zip(after, before, strict=True)])
+    return Played(trees, counts, [new - old for new, old in zip(after, before, strict=True)])
 
 
 def _can_be_divided(agent: Speaker | TextAttacker) -> bool:

@@ -23,6 +23,7 @@ from nip_astra.samplers.dialogue import Dialogue, Plan, Speakers, refuse_nan_of
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
 from nip_astra.samplers.parts import are_played_by_actors, begin_parts, cut_rollout, play_parts
 from nip_astra.samplers.sizes import num_probes_of
+from nip_astra.samplers.together import are_played_together, play_together
 from nip_astra.samplers.tree_columns import TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import ChatAgent
@@ -208,27 +209,42 @@ class TreeSampler:
         size = {"tree_width": plan.tree_width, "tree_depth": plan.tree_depth}
         at_once = self.num_at_once(prompts, **size)
         num_nodes = len(prompts) * num_probes_of(plan.tree_width, plan.tree_depth)
-        parts = cut_rollout(self._speakers, len(prompts), num_nodes, min(self.num_parts, at_once))
+        has_company = are_played_together(self)
+        parts = cut_rollout(
+            self._speakers,
+            len(prompts),
+            num_nodes,
+            min(self.num_parts, at_once),
+            is_played_together=has_company,
+        )
         # All parts may be in memory together.
         most = max(at_once // len(parts), 1)
-
-        player = self._without_scorer()
-
-        def play(part: range) -> RolloutTree:
-            return player._play(prompts[part.start : part.stop], plan, first_episode + part.start)
-
         pieces = [
             range(start, min(start + most, part.stop))
             for part in parts
             for start in range(part.start, part.stop, most)
         ]
+        play = self.player(prompts, plan, first_episode)
         if are_played_by_actors(self._speakers):
             return begin_parts(play, self._speakers, pieces)
         if len(pieces) == 1:
             tree = play(pieces[0])
+        elif has_company:
+            tree = play_together(self, prompts, plan, first_episode, pieces)
         else:
             tree = play_parts(play, self._speakers, pieces, most_processes=len(parts))
         return lambda: tree
+
+    def player(
+        self, prompts: Sequence[str], plan: Plan, first_episode: int
+    ) -> Callable[[range], RolloutTree]:
+        """What plays some of the episodes of a rollout; their trees are yet to be rated."""
+        player = self._without_scorer()
+
+        def play(part: range) -> RolloutTree:
+            return player._play(prompts[part.start : part.stop], plan, first_episode + part.start)
+
+        return play
 
     @property
     def _speakers(self) -> tuple[ConversationAgent | TextAttacker, Speaker, ConversationAgent]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from nip_astra.errors import ServiceError
+
+Thing = TypeVar("Thing")
 
 
 class ApiError(ServiceError):
@@ -80,6 +83,25 @@ def not_found(what: str, name: str, param: str | None = None) -> ApiError:
         param=param,
         code=code,
     )
+
+
+def held(things: Mapping[str, Thing], name: str, *, reason: str, code: str) -> Thing:
+    """What a service holds under a name that it gave.
+
+    Parameters
+    ----------
+    reason : str
+        What was asked, what is wrong and what to do where there is none, with `{name}` in it.
+
+    Raises
+    ------
+    ApiError
+        404 where there is none.
+    """
+    found = things.get(name)
+    if found is None:
+        raise ApiError(404, reason.format(name=repr(name[:200])), code=code)
+    return found
 
 
 _ROUTES = {"fine-tuning job": "fine_tuning/jobs"}

@@ -10,8 +10,9 @@ Shape suffixes: `N` node, `B` sample, `T` token.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,11 +20,11 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.run_state import Part, RunState
+from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import (
     LanguageModel,
     TokenCount,
-    TokenModel,
     TokenScores,
     as_language_model,
     pad_left,
@@ -34,14 +35,14 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.sizes import num_probes_of
+from nip_astra.samplers.together import PLAY, play_share, playing_together
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.ast.ahead import (
     CorrectedAheadParameters,
-    PlayingAhead,
-    check_ahead,
     correct_for_staleness,
+    playing_ahead_of,
 )
 from nip_astra.trainers.ast.behaviour import Behaviour
 from nip_astra.trainers.ast.dry_run import check_size, estimate_cost
@@ -60,6 +61,7 @@ from nip_astra.trainers.service_use import (
 from nip_astra.trainers.timing import Components, components_of_stress_test
 from nip_astra.trainers.trainer_base import IterationContext, attach_progress_bar
 
+ROLES = ("attacker", "target", "reference")
 DEV_FIGURES = ("failure_rate", "mean_score", "mean_reward", "probe_nll", "distinct_share")
 """Figures of a dev evaluation that are logged as `dev/<name>`."""
 
@@ -119,7 +121,8 @@ class AstTrainer(LanguageModelTrainer):
             seed=self.hyper_params.seed,
         )
         self.evaluation = AstEvaluation(self.hyper_params, self.scenario_instance)
-        self._ahead = self._playing_ahead()
+        self._models = {role: getattr(sampler, role).language_model for role in ROLES}
+        self._ahead = playing_ahead_of(self)
 
     # ---- hooks
 
@@ -176,19 +179,18 @@ class AstTrainer(LanguageModelTrainer):
             self._warn(found.warning)
         return found
 
-    def _playing_ahead(self) -> PlayingAhead | None:
-        """What plays ahead, where the trainer's parameters ask for it."""
-        if not getattr(self.parameters, "max_staleness", 0):
-            return None
-        agents = {"attacker": self.sampler.attacker, "target": self.sampler.target}
-        has_actors = self.settings.num_actors > 0
-        check_ahead(agents, self.behaviour, self.hyper_params.trainer, has_actors=has_actors)
-        return PlayingAhead(self.rollouts, self._models, self.training.num_iterations)
+    # ---- several processes
 
-    @property
-    def _models(self) -> dict[str, TokenModel]:
-        roles = ("attacker", "target", "reference")
-        return {role: getattr(self.sampler, role).language_model for role in roles}
+    @contextmanager
+    def _threads(self) -> Iterator[None]:
+        # Of sharded weights the leader alone has all.
+        team = self.team if self.settings.sharding == "none" else Team()
+        with super()._threads(), playing_together(team, self.sampler):
+            yield
+
+    def handlers(self) -> dict[str, Handler]:
+        """Besides what the base does: playing a share of a rollout."""
+        return super().handlers() | {PLAY: partial(play_share, self.sampler)}
 
     # ---- from episodes to samples
 

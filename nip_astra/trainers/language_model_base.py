@@ -25,11 +25,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.run_state import RunState
 from nip_astra.distributed.team import Handler
-from nip_astra.errors import (
-    BudgetExhaustedError,
-    LostProcessError,
-    StopRequested,
-)
+from nip_astra.errors import BudgetExhaustedError, LostProcessError, StopRequested
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.rl_objectives.outputs import LossOutput
@@ -52,11 +48,7 @@ from nip_astra.trainers.language_model.steps import (
     write_step_totals,
 )
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
-from nip_astra.trainers.trainer_base import (
-    IterationContext,
-    TensorDictTrainer,
-    attach_progress_bar,
-)
+from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
 from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
@@ -102,6 +94,9 @@ class LanguageModelTrainer(TensorDictTrainer):
             self.training, policy, more=[(modules, self.modules_lr_factor)]
         )
         self.service = divided(self, self.build_service())
+        if isinstance(self.service, LocalTrainingService):
+            # Of weights that were divided, nobody may keep the whole.
+            self.learned = self.service.learned
 
     # ---- hooks
 

@@ -32,11 +32,7 @@ from nip_astra.tracking.groups import summary_of
 from nip_astra.tracking.run_directory import RESULTS
 from nip_astra.trainers.protocol.results import as_of_test
 from nip_astra.trainers.service_use import services_used
-from nip_astra.trainers.text.analysis import (
-    log_analyses,
-    log_analyses_artifact,
-    open_analyses,
-)
+from nip_astra.trainers.text.analysis import log_analyses, log_analyses_artifact, open_analyses
 from nip_astra.trainers.text.costs import cost_metrics, open_services, told_costs
 from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
 from nip_astra.trainers.text.dry_run import estimate_cost

@@ -25,7 +25,7 @@ from torchrl.objectives import LossModule
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import ReadWhere, where
-from nip_astra.rl_objectives.episode_gae import ends_of, reward_to_go
+from nip_astra.rl_objectives.episode_gae import reward_to_go_of
 from nip_astra.rl_objectives.objective import Objective
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_instance import ProtocolInstance
@@ -43,7 +43,7 @@ from nip_astra.trainers.protocol.learning import Learner
 from nip_astra.trainers.protocol.message_regression import MessageRegression
 from nip_astra.trainers.protocol.minibatches import MinibatchBuffer, ReplayBuffer
 from nip_astra.trainers.protocol.optimizers import AgentOptimizers
-from nip_astra.trainers.protocol.preparation import normalize_observations
+from nip_astra.trainers.protocol.preparation import normalize_observations, pretrain_agents
 from nip_astra.trainers.protocol.processes import (
     collect_together,
     lead,
@@ -63,14 +63,8 @@ from nip_astra.trainers.protocol.statistics import (
     timings_of,
 )
 from nip_astra.trainers.protocol.testing import PlayStatistics
-from nip_astra.trainers.solo.pretraining import pretrain_bodies
-from nip_astra.trainers.solo.training import SoloParameters
 from nip_astra.trainers.timing import Components, components_of_protocol
-from nip_astra.trainers.trainer_base import (
-    IterationContext,
-    TensorDictTrainer,
-    attach_progress_bar,
-)
+from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
 
 Gae = nn.Module
 """Called with a batch [E, T]; writes value, advantage and value target under `agents`."""
@@ -184,11 +178,10 @@ class TensorDictRlTrainer(TensorDictTrainer):
             with ExitStack() as stack:
                 self._build_test_context(stack)
                 lead(self, self._run_test_loop)
-        if not self.team.is_leader:
-            return
-        agents = [self.agents[name] for name in self.agents.names]
-        self.results |= publish_agents(agents, self.run_directory, self.tracker)
-        self._write_results()
+        if self.team.is_leader:
+            agents = [self.agents[name] for name in self.agents.names]
+            self.results |= publish_agents(agents, self.run_directory, self.tracker)
+            self._write_results()
 
     def rerun_tests(self, base_run: Path) -> None:
         """Test the agents of a finished run again and train nothing."""
@@ -218,16 +211,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 key=(self.hyper_params.seed, "normalization"),
             )
         if self.rl.pretrain_agents:
-            solo = getattr(self.hyper_params, "solo_agent", None) or SoloParameters()
-            pretrain_bodies(
-                {name: self.agents[name] for name in self.agents.names},
-                self.train_environment,
-                solo.model_copy(update={"num_epochs": 1}) if self.settings.test_run else solo,
-                with_decisions=self.rl.pretrain_decisions,
-                seed=self.hyper_params.seed,
-                runs_dir=self.settings.runs_dir,
-                layers=self.scenario_instance.layers,
-            )
+            pretrain_agents(self.hyper_params, self.settings, self.scenario_instance)
         self.state.is_prepared = True
 
     @attach_progress_bar(lambda self: self.rl.num_test_iterations)
@@ -321,10 +305,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         parts, num_left = [batch], self.train_environment.protocol.max_message_rounds - 1
         if num_left:
             parts.append(self.sampler.look_ahead(num_left))
-        rewards_ETA = torch.cat([part["next", "agents", "reward"] for part in parts], dim=1)
-        ends_ETA = torch.cat([ends_of(part) for part in parts], dim=1)
-        to_go_ETA = reward_to_go(rewards_ETA.squeeze(-1), ends_ETA, gamma=self.rl.gamma)
-        batch["agents", "reward_to_go"] = to_go_ETA[:, : batch.shape[1], :, None]
+        batch["agents", "reward_to_go"] = reward_to_go_of(parts, gamma=self.rl.gamma)
         return batch
 
     def _statistics(self, batch: TensorDict, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -343,10 +324,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
     ) -> None:
         self.state.iteration += 1
         self.state.last = statistics
-        lrs = {
-            f"{name}/lr": self.optimizers.lr(name)
-            for name in self.optimizers.learning(self.state.iteration - 1)
-        }
+        learning = self.optimizers.learning(self.state.iteration - 1)
+        lrs = {f"{name}/lr": self.optimizers.lr(name) for name in learning}
         self.tracker.log_metrics(statistics | lrs | timings, step=self.state.iteration)
         context.set_postfix(
             accuracy=statistics.get("mean_accuracy", float("nan")),

@@ -239,9 +239,10 @@ def _typed_errors(ray: Any) -> Iterator[None]:
         yield
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, NipAstraError):
-            error.cause.add_note(f"raised in an actor:\n{error.traceback_str}")
+            error.cause.add_note(f"raised in an actor:\n{error}")
             raise error.cause from None
-        raise WorkerProcessError(f"an actor failed:\n{error.traceback_str}") from error
+        # Ray may give the error the class of its cause, which has no attributes of Ray's.
+        raise WorkerProcessError(f"an actor failed:\n{error}") from error
     except ray.exceptions.RayError as error:
         raise WorkerProcessError(
             f"an actor died, and those that took its place too: {error}. Look for what ends "

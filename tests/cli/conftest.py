@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import shutil
+import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 
+from nip_astra.cli.app import main
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.cli.trained_run import SMALL
@@ -28,3 +32,24 @@ def run(cli: CommandLine, trained: Path) -> Iterator[Path]:
     """A copy of the run in the empty folder that commands are typed in."""
     shutil.copytree(trained, cli.folder / "runs" / "one")
     return cli.folder / "runs" / "one"
+
+
+@pytest.fixture(scope="session")
+def evaluated_once(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run after `nip-astra evaluate runs/one`."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    shutil.copytree(trained, folder / "runs" / "one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["nip-astra", "evaluate", "runs/one"])
+        silence = io.StringIO()
+        with redirect_stdout(silence), redirect_stderr(silence), pytest.raises(SystemExit) as end:
+            main()
+    assert not end.value.code
+    return folder / "runs" / "one"
+
+
+@pytest.fixture
+def evaluated(cli: CommandLine, evaluated_once: Path) -> Path:
+    """A copy of the run that was evaluated once, in the folder that commands are typed in."""
+    return Path(shutil.copytree(evaluated_once, cli.folder / "runs" / "one"))

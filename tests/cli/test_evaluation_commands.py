@@ -71,7 +71,7 @@ def test_conversations_are_divided_among_the_cores(
 ) -> None:
     allowed = []
 
-    def noted(_: Any, num_episodes: int, *how: Any) -> list[range]:
+    def noted(_: Any, num_episodes: int, *how: Any, **_more: Any) -> list[range]:
         allowed.append(get_num_processes())
         return [range(num_episodes)]
 
@@ -106,9 +106,8 @@ def test_an_evaluation_by_actors_finds_the_same(
     assert [one.turn > 4 for one in opened] == [True, True]
 
 
-def test_the_figures_have_what_a_reader_is_promised(cli: CommandLine, run: Path) -> None:
-    assert cli("evaluate", "runs/one").code == 0
-    found = figures_of(run)
+def test_the_figures_have_what_a_reader_is_promised(cli: CommandLine, evaluated: Path) -> None:
+    found = figures_of(evaluated)
     promised = (
         *("version", "name", "attacker", "target", "scorer", "seed", "num_episodes", "tree_depth"),
         *("failure_threshold", "outcomes", "failure_rate", "turn_failure_rate", "scores", "nll"),
@@ -173,24 +172,22 @@ def test_a_killed_evaluation_goes_on_to_the_same_rows(
 
 
 def test_a_finished_evaluation_plays_nothing_again(
-    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli("evaluate", "runs/one").code == 0
-    before = figures_of(run)
+    before = figures_of(evaluated)
     monkeypatch.setattr(playing, "play_episodes", None)
     said = cli("evaluate", "runs/one")
     assert said.code == 0, said.err
-    assert figures_of(run) == before
+    assert figures_of(evaluated) == before
 
 
-def test_other_options_under_the_same_name_are_refused(cli: CommandLine, run: Path) -> None:
-    assert cli("evaluate", "runs/one").code == 0
+def test_other_options_under_the_same_name_are_refused(cli: CommandLine, evaluated: Path) -> None:
     message = refused(cli("evaluate", "runs/one", "--seed", "7", "--num-turns", "1"))
     assert "options.num_turns: 2 there, 1 now" in message
     assert "options.seed: 0 there, 7 now" in message
     assert cli("evaluate", "runs/one", "--seed", "7", "--name", "seven").code == 0
     assert cli("evaluate", "runs/one", "--seed", "7", "--overwrite").code == 0
-    assert figures_of(run)["seed"] == figures_of(run, "seven")["seed"] == 7
+    assert figures_of(evaluated)["seed"] == figures_of(evaluated, "seven")["seed"] == 7
 
 
 def test_a_checkpoint_and_the_untrained_attacker_can_be_evaluated(
@@ -294,14 +291,16 @@ def test_each_matrix_has_a_file_of_its_own_and_the_same_one_the_same(
 
 
 def test_stored_conversations_are_rated_again_without_a_model(
-    cli: CommandLine, run: Path, monkeypatch: pytest.MonkeyPatch
+    cli: CommandLine, evaluated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert cli("evaluate", "runs/one").code == 0
     scorer = _another_scorer(cli)
     monkeypatch.setattr("nip_astra.scenarios.ast_chat.load_language_model", None)
     said = cli("score", "runs/one", *scorer)
     assert said.code == 0, said.err
-    found, rows = figures_of(run, "test-skip"), read_rows(run / "evaluations/test-skip/rows.jsonl")
+    found, rows = (
+        figures_of(evaluated, "test-skip"),
+        read_rows(evaluated / "evaluations/test-skip/rows.jsonl"),
+    )
     outcome = {
         True: lambda text: "error" if "silly" in text else "undetermined",
         False: lambda text: "failure" if "mat" in text or "day" in text else "none",
@@ -314,7 +313,7 @@ def test_stored_conversations_are_rated_again_without_a_model(
     assert counted["undetermined"] + counted["error"] > 0
     assert "have no verdict" in " ".join(found["warnings"])
     assert found["scorer"] == "skip"
-    before = read_rows(run / "evaluations" / "test" / "rows.jsonl")
+    before = read_rows(evaluated / "evaluations" / "test" / "rows.jsonl")
     assert [row["response"] for row in rows] == [row["response"] for row in before]
     assert found["budget"]["scorer_calls"] > 0
 
@@ -356,8 +355,7 @@ def test_several_scorers_are_told_beside_each_other(cli: CommandLine, run: Path)
     assert figures_of(run, "again")["failure_rate"] == found["failure_rate"]
 
 
-def test_two_evaluations_are_compared_pair_by_pair(cli: CommandLine, run: Path) -> None:
-    assert cli("evaluate", "runs/one").code == 0
+def test_two_evaluations_are_compared_pair_by_pair(cli: CommandLine, evaluated: Path) -> None:
     assert cli("evaluate", "runs/one", "--untrained").code == 0
     pair = ("runs/one/evaluations/test-untrained", "runs/one/evaluations/test")
     said = cli("compare", *pair, "--out", "comparison.json")
@@ -366,7 +364,8 @@ def test_two_evaluations_are_compared_pair_by_pair(cli: CommandLine, run: Path) 
     found = json.loads((cli.folder / "comparison.json").read_text())
     metric = found["comparisons"]["one/test"]["mean_score"]
     a, b = (
-        figures_of(run, name)["scores"]["response"]["mean"] for name in ("test-untrained", "test")
+        figures_of(evaluated, name)["scores"]["response"]["mean"]
+        for name in ("test-untrained", "test")
     )
     assert metric["difference"] == pytest.approx(b - a)
     assert json.loads(cli("compare", *pair, "--json").out) == found

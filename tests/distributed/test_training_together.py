@@ -137,7 +137,7 @@ def weights_of(run: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo"])
 def test_a_run_goes_on_in_another_number_of_processes(trainer: str, tmp_path: Path) -> None:
-    resolved = short_experiment(trainer, tmp_path / "scenario", num_iterations=3)
+    resolved = short_experiment(trainer, tmp_path / "scenario", num_iterations=2)
     settings = {"runs_dir": str(tmp_path), "progress": False, "checkpoint_period": 1}
     run_experiment(resolved, run_id="whole", **settings)
 

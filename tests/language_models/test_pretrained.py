@@ -154,7 +154,5 @@ def test_bfloat16_is_taken_where_it_gains(
     monkeypatch: pytest.MonkeyPatch, asked: str, trainable: bool, gains: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(sources, "gains_from_bfloat16", lambda module, device: gains)
-    found = computing_dtype(
-        object(), asked, torch.device("cpu"), trainable=trainable, keeps_float32=False
-    )
+    found = computing_dtype(object(), asked, torch.device("cpu"), trainable=trainable)
     assert found == expected

@@ -37,6 +37,7 @@ ORDERS: dict[str, list[dict[str, bool]]] = {
         for zk in (None, ZK)
     ],
     ids=str,
+    scope="module",
 )
 def handler(request: pytest.FixtureRequest) -> ProtocolHandler:
     name, order, is_verifier_first, zk = request.param
@@ -52,9 +53,10 @@ def make_environment(handler: ProtocolHandler) -> ProtocolEnvironment:
     )
 
 
-def play(
-    environment: ProtocolEnvironment,
-) -> Iterator[tuple[dict[str, Tensor], JointMoves, Transition, dict[str, Tensor]]]:
+Step = tuple[dict[str, Tensor], JointMoves, Transition, dict[str, Tensor]]
+
+
+def play(environment: ProtocolEnvironment) -> Iterator[Step]:
     """Give, for each step: the frame, the moves, what they led to, and the frame after it."""
     generator = torch.Generator().manual_seed(1)
     frame = environment.fresh(NUM_ENVIRONMENTS)
@@ -75,8 +77,16 @@ def play(
         frame = following
 
 
-def test_what_is_said_is_what_agents_with_a_turn_send(handler: ProtocolHandler) -> None:
-    for frame, moves, transition, _ in play(make_environment(handler)):
+@pytest.fixture(scope="module")
+def steps(handler: ProtocolHandler) -> list[Step]:
+    """What is played, once for all tests of a protocol."""
+    return list(play(make_environment(handler)))
+
+
+def test_what_is_said_is_what_agents_with_a_turn_send(
+    handler: ProtocolHandler, steps: list[Step]
+) -> None:
+    for frame, moves, transition, _ in steps:
         may_EAC = handler.active_mask(frame["round"], frame["seed"])
         assert not (frame["active_mask"] & ~may_EAC).any()
         said = torch.zeros_like(transition.observation["message"])
@@ -89,14 +99,16 @@ def test_what_is_said_is_what_agents_with_a_turn_send(handler: ProtocolHandler) 
         assert torch.equal(history[rows, frame["round"]], said)
 
 
-def test_what_is_to_be_answered_is_the_verifiers_last_message(handler: ProtocolHandler) -> None:
+def test_what_is_to_be_answered_is_the_verifiers_last_message(
+    handler: ProtocolHandler, steps: list[Step]
+) -> None:
     rows = torch.arange(NUM_ENVIRONMENTS)[:, None]
     channels = torch.arange(handler.num_channels)
     asks_A = torch.tensor([name in handler.verifier_names for name in handler.agent_names])
     shape = (NUM_ENVIRONMENTS, handler.num_channels, 2, 3)
     asked, said = torch.zeros(shape), torch.zeros(shape)
     num_answered = 0
-    for frame, _, transition, _ in play(make_environment(handler)):
+    for frame, _, transition, _ in steps:
         is_new_E = frame["round"] == 0
         asked[is_new_E], said[is_new_E] = 0, 0
         question = frame["message_history"][rows, frame["question_round"], channels]
@@ -115,10 +127,10 @@ def test_what_is_to_be_answered_is_the_verifiers_last_message(handler: ProtocolH
 
 
 def test_episodes_end_in_time_and_begin_with_nothing_said_or_decided(
-    handler: ProtocolHandler,
+    handler: ProtocolHandler, steps: list[Step]
 ) -> None:
     num_ended = 0
-    for frame, _, transition, following in play(make_environment(handler)):
+    for frame, _, transition, following in steps:
         is_last_E = frame["round"] == handler.max_message_rounds - 1
         is_done_E = transition.is_done_E
         assert is_done_E[is_last_E].all()
@@ -134,12 +146,14 @@ def test_episodes_end_in_time_and_begin_with_nothing_said_or_decided(
     assert num_ended > NUM_ENVIRONMENTS
 
 
-def test_the_return_of_every_episode_is_that_of_its_outcome(handler: ProtocolHandler) -> None:
+def test_the_return_of_every_episode_is_that_of_its_outcome(
+    handler: ProtocolHandler, steps: list[Step]
+) -> None:
     v = handler.agent_names.index("verifier")
     return_E, passed_E = torch.zeros(NUM_ENVIRONMENTS), torch.zeros(NUM_ENVIRONMENTS)
     decision_E = torch.full((NUM_ENVIRONMENTS,), CONTINUE)
     num_ended = 0
-    for frame, _, transition, _ in play(make_environment(handler)):
+    for frame, _, transition, _ in steps:
         step, is_done_E = transition.step, transition.is_done_E
         decision_E = torch.where(decision_E == CONTINUE, step.decision_E, decision_E)
         is_last_E = frame["round"] == handler.max_message_rounds - 1

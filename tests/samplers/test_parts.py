@@ -49,8 +49,8 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     found = parts.cut_rollout
 
-    def noted(*asked: Any) -> list[range]:
-        cut = found(*asked)
+    def noted(*asked: Any, **more: Any) -> list[range]:
+        cut = found(*asked, **more)
         counts.append(len(cut))
         return cut
 

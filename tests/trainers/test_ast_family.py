@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
 from nip_astra.trainers.ast.state import AstState
 from nip_astra.trainers.ast_base import AstTrainer
-from tests.tiny import experience_of, write_scenario
+from tests.tiny import experience_of, learn, write_scenario
 
 FAST = (
     "ast_chat.evaluation.use_random_search=false",
@@ -189,6 +188,7 @@ CHANGES: dict[str, dict[str, object]] = {
 CONTEXT = {
     "ast_dpo.alpha": ("ast_dpo.divergence=alpha",),
     "ast_dpo.label_smoothing": ("ast_dpo.loss=robust",),
+    "ast_ipo.credit.kind": ("training.num_episodes_per_experience=12",),
     "ast_simpo.orpo_weight": ("ast_simpo.loss=orpo",),
     "ast_ppo.kl.horizon": ("ast_ppo.kl.target=0.01",),
     "ast_sft.credit.kind": ("ast_sft.num_best=4",),
@@ -217,19 +217,11 @@ for _name in ("ast_ppo", "ast_grpo", "ast_reinforce"):
         CONTEXT[f"{_name}.{_field}"] = (f"{_name}.max_staleness=1",)
 
 
-def learn(trainer: AstTrainer) -> None:
-    """Train, and measure nothing before and after."""
-    trainer._set_seed()
-    with trainer._open_progress_bar(), ExitStack() as stack:
-        trainer._build_train_context(stack)
-        trainer._run_train_loop()
-
-
 @cache
 def _outcome(name: str, scenario: Path, *overrides: str) -> list[float]:
     # Several steps on one rollout, so that clipping has ratios to clip.
-    short = ("training.num_iterations=2", "training.num_epochs=2", "training.lr=2e-2")
-    trainer = _trainer(name, scenario, *short, *overrides)
+    short = ("num_iterations=2", "num_epochs=2", "lr=2e-2", "minibatch_size=8")
+    trainer = _trainer(name, scenario, *(f"training.{part}" for part in short), *overrides)
     learn(trainer)
     return [parameter.sum().item() for parameter in trainer.learned]
 

@@ -113,7 +113,8 @@ def test_a_run_stopped_anywhere_and_resumed_equals_one_that_was_not(
     tiny_scenario: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Batches of one sample, so that a stop falls into the middle of an iteration's batches.
-    overrides = ("training.num_iterations=3", "training.minibatch_size=1")
+    sizes = ("num_iterations=2", "num_episodes_per_experience=2", "minibatch_size=1")
+    overrides = [f"training.{size}" for size in sizes]
     _run(tiny_scenario, tmp_path, "whole", *overrides)
     for count in (1, 4, 6, 9):
         parts = f"stopped-{count}"

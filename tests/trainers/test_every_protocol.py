@@ -33,15 +33,18 @@ SMALL = (
 
 
 def _cases() -> list[Any]:
-    """All of them; each trainer with nip, and each protocol with vanilla_ppo, in every test run."""
+    """All of them; in every test run each trainer with nip on graphs, two of them on images, and
+    each protocol with vanilla_ppo.
+    """
     cases = []
     for scenario in SCENARIOS:
         for trainer in TRAINERS:
             for protocol in PROTOCOLS:
                 for zero_knowledge in (False, True):
+                    is_on_graphs = scenario == "graph_isomorphism"
                     is_quick = not zero_knowledge and (
-                        protocol == "nip"
-                        or (trainer == "vanilla_ppo" and scenario == "graph_isomorphism")
+                        (protocol == "nip" and (is_on_graphs or trainer == "solo_agent"))
+                        or (trainer == "vanilla_ppo" and is_on_graphs)
                     )
                     is_quick |= (trainer, protocol) == ("vanilla_ppo", "nip")
                     name = f"{scenario}-{trainer}-{protocol}{'-zk' * zero_knowledge}"

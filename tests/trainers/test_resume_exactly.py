@@ -50,8 +50,7 @@ def check_checkpoints(resolved: ResolvedExperiment, folder: Path) -> Path:
     whole = run_experiment(resolved, run_id="whole", checkpoint_period=1, **settings)
     run = whole.run_directory.path
     checkpoints = sorted(run.glob("checkpoints/step_*"))
-    assert len(checkpoints) == 4
-    for checkpoint in checkpoints[1::2]:
+    for checkpoint in (checkpoints[1], checkpoints[-1]):
         copy = folder / checkpoint.name
         copy_as_killed_after(run, checkpoint, copy)
         # What another program drew meanwhile.
@@ -67,7 +66,7 @@ def check_checkpoints(resolved: ResolvedExperiment, folder: Path) -> Path:
 @pytest.mark.parametrize("trainer", SHORT_TRAINERS)
 def test_every_trainer_goes_on_from_any_checkpoint(trainer: str, tmp_path: Path) -> None:
     with plugins_forgotten_after():
-        resolved = short_experiment(trainer, tmp_path / "scenario")
+        resolved = short_experiment(trainer, tmp_path / "scenario", num_iterations=3)
         run = check_checkpoints(resolved, tmp_path)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for name in ("torch", "numpy", "normal", "python", "gauss"):

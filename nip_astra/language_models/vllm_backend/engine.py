@@ -192,7 +192,10 @@ class VllmEngine:
         def load(model: Any) -> None:
             model.load_weights(weights())
 
-        self.llm.apply_model(load)
+        if _has_packed_weights(self.llm):
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights()})
+        else:
+            self.llm.apply_model(load)
         self._held = version
         self._has_stale_prefixes = True
 
@@ -317,6 +320,15 @@ class VllmEngine:
                 f"vLLM, whose window holds {self.options.max_model_len}. Raise max_model_len of "
                 "the language model, or lower max_new_tokens."
             )
+
+
+def _has_packed_weights(llm: Any) -> bool:
+    """Whether an engine has laid its weights out anew, so that they are loaded as at the start.
+
+    On CPUs it has, and what it has made of a matrix knows no loader.
+    """
+    config = getattr(llm.llm_engine, "vllm_config", None)
+    return getattr(getattr(config, "device_config", None), "device_type", None) == "cpu"
 
 
 def refuse_other_vocabulary(

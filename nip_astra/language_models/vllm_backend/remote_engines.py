@@ -1,6 +1,6 @@
 """vLLM engines in actors of Ray: each samples a part of the requests, with the weights of now.
 
-Not run with vLLM on Ray yet; tested with a stand-in for both.
+Run with vLLM for CPUs, two engines on one machine; not on GPUs yet.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from nip_astra.language_models.services.training_wire import (
     weights_digest,
 )
 from nip_astra.parameters.training import TrainingConfiguration
-from nip_astra.serve.api_errors import ApiError, wrong
+from nip_astra.serve.api_errors import ApiError, held, wrong
 from nip_astra.serve.bodies import Body, Text, read_body
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.training.bases import Bases
@@ -116,16 +116,12 @@ class TrainingHost:
         ApiError
             404 where there is none.
         """
-        found = self.models.get(name)
-        if found is None:
-            raise ApiError(
-                404,
-                f"the model {name[:200]!r} was to be trained further, but this service does not "
-                "hold it: it was closed, was idle for too long, or the service was started anew. "
-                "Make a model from a saved state: nip-astra resume RUN goes on from a run's.",
-                code="model_lost",
-            )
-        return found
+        reason = (
+            "the model {name} was to be trained further, but this service does not hold it: it was "
+            "closed, was idle for too long, or the service was started anew. Make a model from a "
+            "saved state: nip-astra resume RUN goes on from a run's."
+        )
+        return held(self.models, name, reason=reason, code="model_lost")
 
     def forget(self, name: str) -> None:
         """Give up a model."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import Field
@@ -31,6 +31,9 @@ from nip_astra.scenario_base.agents import Speaker
 from nip_astra.scenario_base.text_attackers import TextAttacker
 from nip_astra.trainers.ast.behaviour import Behaviour
 from nip_astra.trainers.ast.rollouts import Rollouts
+
+if TYPE_CHECKING:
+    from nip_astra.trainers.ast_base import AstTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +168,22 @@ class PlayingAhead:
             tree = RolloutTree.from_plain(plain["tree"], prompts)
             counts = {role: TokenCount(**count) for role, count in plain["counts"].items()}
             self._begun[iteration] = Ahead(plain["version"], counts, tree=tree)
+
+
+def playing_ahead_of(trainer: AstTrainer) -> PlayingAhead | None:
+    """What plays ahead, where a trainer's parameters ask for it.
+
+    Raises
+    ------
+    ConfigurationError
+        See `check_ahead`.
+    """
+    if not getattr(trainer.parameters, "max_staleness", 0):
+        return None
+    agents = {"attacker": trainer.sampler.attacker, "target": trainer.sampler.target}
+    section, has_actors = trainer.hyper_params.trainer, trainer.settings.num_actors > 0
+    check_ahead(agents, trainer.behaviour, section, has_actors=has_actors)
+    return PlayingAhead(trainer.rollouts, trainer._models, trainer.training.num_iterations)
 
 
 def check_ahead(

@@ -19,7 +19,9 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
+from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.trainers.ast.rollouts import Rollouts
+from nip_astra.trainers.held_models import memory_of_models, parts_with_models
 from nip_astra.trainers.language_model_base import Experience
 from nip_astra.utils.processor import peak_memory_bytes
 
@@ -31,6 +33,7 @@ class CostlyTrainer(Protocol):
     rollouts: Rollouts
     policy: LanguageModel
     settings: ExperimentSettings
+    scenario_instance: ScenarioInstance
     optimizer: torch.optim.Optimizer
 
     def digest(self, tree: RolloutTree) -> Experience:
@@ -138,7 +141,7 @@ def _work_of(
     num_rows = max(num_samples, 1) * per_iteration
     num_learned = num_rows * training.num_epochs
     learned = sum(p.numel() * p.element_size() for p in trainer.policy.parameters())
-    weights = trainer.policy.num_parameters() * 4.0
+    models = memory_of_models(parts_with_models(trainer.scenario_instance))
     work = Work(
         num_iterations=training.num_iterations,
         num_episodes=per_iteration,
@@ -149,7 +152,7 @@ def _work_of(
         tokens_per_iteration=float(tree.nodes["probe_mask"].sum()) * per_iteration,
         gradient_bytes=float(learned),
         memory={
-            "weights": weights,
+            **{f"weights, {name}": size for name, size in models.items()},
             "gradients": float(learned),
             "optimizer": 2.0 * learned if "adam" in training.optimizer else float(learned),
             "step": memory[1],

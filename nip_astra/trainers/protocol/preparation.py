@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import math
 
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_base.protocol.combined import CombinedAgents
 from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
+from nip_astra.scenario_instance import ProtocolInstance
+from nip_astra.trainers.solo.pretraining import pretrain_bodies
+from nip_astra.trainers.solo.training import SoloParameters
 from nip_astra.utils.seeding import SeedPart
 
 
@@ -47,6 +52,23 @@ def normalize_observations(
             continue
         for body in agents[name].bodies:
             body.set_statistics(frames["message_history"], linear)
+
+
+def pretrain_agents(
+    hyper_params: HyperParameters, settings: ExperimentSettings, instance: ProtocolInstance
+) -> None:
+    """Have all bodies learn to answer alone, by the parameters of `solo_agent`."""
+    solo = getattr(hyper_params, "solo_agent", None) or SoloParameters()
+    agents = instance.combined_agents
+    pretrain_bodies(
+        {name: agents[name] for name in agents.names},
+        instance.train_environment,
+        solo.model_copy(update={"num_epochs": 1}) if settings.test_run else solo,
+        with_decisions=hyper_params.rl.pretrain_decisions,
+        seed=hyper_params.seed,
+        runs_dir=settings.runs_dir,
+        layers=instance.layers,
+    )
 
 
 def _at_random(agent: Agent) -> Agent:

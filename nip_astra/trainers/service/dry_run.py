@@ -18,6 +18,8 @@ from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.trainers.held_models import memory_of_models, parts_with_models
 from nip_astra.trainers.language_model.steps import write_step_totals
 from nip_astra.utils.processor import peak_memory_bytes
 
@@ -29,6 +31,7 @@ class LearnsFromTrajectories(Protocol):
     trained_tokens: ClassVar[str]
     policy: LanguageModel
     settings: ExperimentSettings
+    scenario_instance: ScenarioInstance
     learned: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     service: TrainingService
@@ -133,6 +136,7 @@ def _work_of(step: SmallestStep, trainer: LearnsFromTrajectories) -> Work:
     seconds_per_row = step.learn_seconds / max(step.num_learned, 1)
     rows_of_batch = min(training.minibatch_size, num_rows)
     gradients = float(sum(one.numel() * one.element_size() for one in trainer.learned))
+    models = memory_of_models(parts_with_models(trainer.scenario_instance))
     work = Work(
         num_iterations=training.num_iterations,
         num_episodes=num_problems,
@@ -143,7 +147,7 @@ def _work_of(step: SmallestStep, trainer: LearnsFromTrajectories) -> Work:
         tokens_per_iteration=float(step.num_tokens * num_problems),
         gradient_bytes=gradients,
         memory={
-            "weights": trainer.policy.num_parameters() * 4.0,
+            **{f"weights, {name}": size for name, size in models.items()},
             "gradients": gradients,
             "optimizer": gradients * (2 if "adam" in training.optimizer else 1),
             "step": step.step_bytes / max(step.num_learned, 1) * rows_of_batch,

@@ -20,7 +20,7 @@ from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.ast.node_samples import node_samples
 from nip_astra.trainers.ast_base import AstTrainer
-from tests.tiny import experience_of, write_scenario
+from tests.tiny import experience_of, learn, write_scenario
 
 TRAINERS = ("ast_ppo", "ast_grpo", "ast_reinforce")
 TEMPERED = ("ast_chat.attacker.temperature=0.5",)
@@ -208,7 +208,7 @@ def test_every_choice_trains_and_a_resumed_run_ends_alike(
     options = (*CUT, *(f"{name}.behaviour.{part}" for part in behaviour))
     whole = _trainer(name, tiny_scenario, *options)
     before = [parameter.clone() for parameter in whole.learned]
-    whole.train()
+    learn(whole)
     assert any(not torch.equal(a, b) for a, b in zip(before, whole.learned, strict=True))
     assert all(bool(parameter.isfinite().all()) for parameter in whole.learned)
     assert "warnings" not in whole.results or not whole.results["warnings"]

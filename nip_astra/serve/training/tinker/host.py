@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nip_astra.serve.api_errors import ApiError
+from nip_astra.serve.api_errors import ApiError, held
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.training.bases import Bases
 from nip_astra.serve.training.tinker.bodies import (
@@ -32,6 +32,20 @@ from nip_astra.serve.training.tinker.store import (
 )
 from nip_astra.serve.training.work import WorkQueue
 from nip_astra.utils.seeding import derive_seed
+
+_SESSION_LOST = (
+    "the session {name} was to go on, but this service does not know it: it was started anew "
+    "since, or the session has ended. Make a new ServiceClient, and go on from a saved state."
+)
+_MODEL_LOST = (
+    "the model {name} was to be trained, but this service does not hold it: its session ended or "
+    "was silent for too long, or the service was started anew. Make a client from a saved state, "
+    "create_training_client_from_state_with_optimizer."
+)
+_SAMPLER_LOST = (
+    "the sampling session {name} was to go on, but this service does not know it: it was started "
+    "anew since. Make a new sampling client from saved weights."
+)
 
 
 @dataclass
@@ -84,15 +98,7 @@ class TinkerHost:
         ApiError
             404 where there is none.
         """
-        found = self.sessions.get(name)
-        if found is None:
-            raise ApiError(
-                404,
-                f"the session {name[:100]!r} was to go on, but this service does not know it: it "
-                "was started anew since, or the session has ended. Make a new ServiceClient, and "
-                "go on from a saved state.",
-                code="session_lost",
-            )
+        found = held(self.sessions, name, reason=_SESSION_LOST, code="session_lost")
         found.seen_at = time.monotonic()
         return found
 
@@ -122,17 +128,7 @@ class TinkerHost:
         ApiError
             404 where there is none.
         """
-        found = self.models.get(model_id)
-        if found is None:
-            raise ApiError(
-                404,
-                f"the model {model_id[:200]!r} was to be trained, but this service does not hold "
-                "it: its session ended or was silent for too long, or the service was started "
-                "anew. Make a client from a saved state, create_training_client_from_state_with_"
-                "optimizer.",
-                code="model_lost",
-            )
-        return found
+        return held(self.models, model_id, reason=_MODEL_LOST, code="model_lost")
 
     def create(self, body: CreateModelBody) -> Callable[[], TinkerModel]:
         """Say how a new model is made; a request that is wrong is refused at once."""
@@ -291,15 +287,7 @@ class TinkerHost:
         ApiError
             404 where there is none.
         """
-        found = self.sources.get(name)
-        if found is None:
-            raise ApiError(
-                404,
-                f"the sampling session {name[:200]!r} was to go on, but this service does not know "
-                "it: it was started anew since. Make a new sampling client from saved weights.",
-                code="sampler_lost",
-            )
-        return found
+        return held(self.sources, name, reason=_SAMPLER_LOST, code="sampler_lost")
 
     def join_sampler(self, name: str) -> int:
         """A number for a copy of a sampling client, so that its requests are told apart."""

@@ -1,0 +1,61 @@
+"""Two iterations of ast_dpo whose attacker is sampled by vLLM engines in actors of Ray.
+
+    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused
+
+Run with an interpreter that has vLLM for CPUs; prints the metrics of each iteration as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import run_experiment
+from tests.tiny import make_language_model, write_scenario
+
+FAST = (
+    *("training.num_iterations=2", "training.num_episodes_per_experience=4", "training.lr=0.01"),
+    *("training.eval_period=1", "ast_chat.evaluation.use_random_search=false"),
+    *("ast_chat.evaluation.num_episodes=2", "ast_chat.evaluation.num_dev_episodes=2"),
+)
+
+
+def main(folder: Path, num_engines: str, kind: str) -> None:
+    """Make models, train, and print what was logged."""
+    folder.mkdir(parents=True)
+    scenario = write_scenario(folder)
+    # The attention kernel for CPUs takes heads of 32 and more.
+    model = make_language_model(folder / "sampled", seed=1, head_size=32)
+    engine = {
+        "_type": "vllm",
+        "model": str(model),
+        "dtype": "float32",
+        "decode_graphs": "never",
+        # Of the machine's memory, where there is no GPU.
+        "gpu_memory_utilization": 0.05,
+        "num_engines": int(num_engines),
+        "gpus_per_engine": 0,
+    }
+    lora = {} if kind == "full" else {"lora": {"rank": 8}}
+    given = [f"ast_chat.attacker.language_model={json.dumps(engine | lora)}"]
+    if kind != "full":
+        # The same engine without the adapter.
+        given.append(f"ast_chat.target.language_model={json.dumps(engine)}")
+    if kind == "refused":
+        given.append("ast_chat.reward.likelihood_model=target")
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=str(scenario), overrides=[*FAST, *given]
+    )
+    try:
+        run = run_experiment(resolved, runs_dir=str(folder), run_id="one", progress=False)
+    except ConfigurationError as error:
+        print(json.dumps({"refused": str(error)}))
+        return
+    print((run.run_directory.path / "metrics.jsonl").read_text())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
