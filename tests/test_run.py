@@ -330,7 +330,7 @@ def in_a_new_process(*arguments: str, cwd: Path, **variables: str) -> subprocess
 
 
 def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder(
-    toy: Path, tmp_path: Path
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work, elsewhere = tmp_path / "work", tmp_path / "elsewhere"
     work.mkdir()
@@ -350,13 +350,15 @@ def test_plugins_scenario_and_custom_trainer_are_found_again_from_another_folder
     # The section of the scenario file is that of the trainer in the plug-in.
     scenario = work / "toy" / "scenario.yaml"
     scenario.write_text(scenario.read_text().replace("toy_trainer:\n  offset: 0.5\n", ""))
-    stopped = in_a_new_process(
-        "--parameters", "config/mine.yaml", "--plugin", "extra.py", "--run-id", "one",
-        cwd=work, TOY_SIGNAL="0:SIGTERM",
-    )  # fmt: skip
-    assert stopped.returncode == 143, stopped.stderr
+    with plugins_forgotten_after(), pytest.MonkeyPatch.context() as patch:
+        patch.chdir(work)
+        patch.setenv("TOY_SIGNAL", "0:SIGTERM")
+        stopped = CommandLine(work, toy, capsys)(
+            *("--parameters", "config/mine.yaml", "--plugin", "extra.py", "--run-id", "one")
+        )
+    assert stopped.code == 143, stopped.err
     # Progress on standard error, then the message.
-    assert stopped.stderr.endswith("Go on with: nip-astra resume runs/one\n")
+    assert stopped.err.endswith("Go on with: nip-astra resume runs/one\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path / "of_another_user"))
         with pytest.raises(UntrustedRunError, match=r"(extra|mine|plugin)\.py was to be run"):

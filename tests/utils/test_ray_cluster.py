@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError
+from nip_astra.errors import (
+    ConfigurationError,
+    ContextLengthError,
+    MissingDependencyError,
+    NipAstraError,
+    WorkerProcessError,
+)
+from nip_astra.utils.actors import results_of
 from nip_astra.utils.ray_cluster import open_ray
 
 
@@ -60,3 +67,26 @@ def test_a_cluster_that_is_not_there_is_told(ray: Ray) -> None:
     ray.fault = ConnectionError("nobody answers")
     with pytest.raises(ConfigurationError, match=r"'far:6379'.*nobody answers.*ray_address"):
         open_ray("far:6379")
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"),
+    [
+        (RuntimeError("heads of 24"), WorkerProcessError),
+        (ContextLengthError("heads of 24"), ContextLengthError),
+    ],
+)
+def test_what_fails_in_an_actor_is_told_whatever_class_ray_gives_it(
+    cause: Exception, kind: type[NipAstraError]
+) -> None:
+    exceptions = pytest.importorskip("ray.exceptions")
+    raised = exceptions.RayTaskError("generate", "heads of 24, in line 7", cause)
+
+    def get(_: list[Any]) -> None:
+        raise raised.as_instanceof_cause()
+
+    with pytest.raises(kind) as caught:
+        results_of(SimpleNamespace(get=get, exceptions=exceptions), [])
+    told = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    assert type(caught.value) is kind
+    assert "heads of 24, in line 7" in told
