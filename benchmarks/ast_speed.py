@@ -155,7 +155,7 @@ class Contest:
         def run(ours: OurAst, number: int) -> None:
             # Not the iteration of the warm-up: the scorer knows its texts.
             samples = ours.play(number + 1).samples
-            forwarded[_name_of(self.ours, ours)] = ours.forwarded()
+            forwarded[ours.precision] = ours.forwarded()
             if with_updates:
                 ours.learn(samples, number + 1)
 
@@ -185,11 +185,11 @@ class Contest:
             runs[name] = lambda number, ours=ours: run(ours, number)
         seconds: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
         figures: Figures = {name: {} for name in runs}
-        for name, number in turns(list(self.ours), self.repeats, self.plain_repeats):
+        for name in turns(list(self.ours), self.repeats, self.plain_repeats):
             way = self.plain if name == PLAIN else self.ours[name]
             way.watch.seconds.clear()
             before = way.forwarded()
-            runs[name](number)
+            runs[name](len(seconds[name]))
             seconds[name].append(dict(way.watch.seconds))
             done = _difference(way.forwarded(), before)
             figures[name] = {"before": before, "forwarded": done, "is_scaled": False}
@@ -198,20 +198,13 @@ class Contest:
         return figures
 
 
-def turns(variants: Sequence[str], repeats: int, plain_repeats: int) -> Iterator[tuple[str, int]]:
-    """Who is timed next and for the how-many-th time; the plain way's turns are spread."""
-    rounds = max(repeats, plain_repeats)
-    for number in range(rounds):
-        plain_before = -(-number * plain_repeats // rounds)
-        if plain_before < -(-(number + 1) * plain_repeats // rounds):
-            yield PLAIN, plain_before
+def turns(variants: Sequence[str], repeats: int, plain_repeats: int) -> Iterator[str]:
+    """Who is timed next, as often as said."""
+    for number in range(max(repeats, plain_repeats)):
+        if number < plain_repeats:
+            yield PLAIN
         if number < repeats:
-            for variant in variants:
-                yield variant, number
-
-
-def _name_of(ways: Mapping[str, OurAst], way: OurAst) -> str:
-    return next(name for name, one in ways.items() if one is way)
+            yield from variants
 
 
 def _difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,15 +36,15 @@ from nip_astra.experiment_settings import ExperimentSettings
 BATCH = 600
 
 
-class Episodes:
+class Episodes(NamedTuple):
     """Episodes of one proposal: log-ratios, first failures and prompts, in order."""
 
-    def __init__(self, log_ratio: Any, first: Any, prompts: Any) -> None:
-        self.log_ratio, self.first, self.prompts = log_ratio, first, prompts
+    log_ratio: Any
+    first: Any
+    prompts: Any
 
     def part(self, start: int, count: int) -> Episodes:
-        rows = slice(start, start + count)
-        return Episodes(self.log_ratio[rows], self.first[rows], self.prompts[rows])
+        return Episodes(*(column[start : start + count] for column in self))
 
 
 @torch.no_grad()

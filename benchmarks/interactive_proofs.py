@@ -12,11 +12,12 @@ of threads that work, others used the machine too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,13 +172,10 @@ def measure(arms: Sequence[Arm], num_repetitions: int) -> None:
 
 
 def ratios(arms: Sequence[Arm]) -> list[Figures]:
-    """How many times as long one arm takes as another, medians over the repetitions."""
+    """How many times as long the plain way takes as ours, medians over the repetitions."""
     rows = []
-    for one in arms:
-        for other in arms:
-            threads = one.num_threads, other.num_threads
-            if (one.name, other.name) != (PLAIN, OURS) or threads[0] != threads[1]:
-                continue
+    for one, other in itertools.product(arms, arms):
+        if (one.name, other.name) == ARMS[::-1] and one.num_threads == other.num_threads:
             found = {
                 part: ratio(*([seconds[part] for seconds in arm.seconds] for arm in (one, other)))
                 for part in (WHOLE, COLLECT, GAE, UPDATE)
@@ -186,51 +184,33 @@ def ratios(arms: Sequence[Arm]) -> list[Figures]:
     return rows
 
 
-# ---- what is shown
-
-
-def markdown(report: Mapping[str, Any], arms: Sequence[Arm]) -> str:
+def markdown(report: Figures, arms: Sequence[Arm]) -> str:
     """All figures as Markdown tables."""
-    sizes = report["sizes"]
-    graphs = (
-        f"Graph isomorphism, {sizes['num_frames']:,} frames, {sizes['num_graph_epochs']} epochs. "
-        f"The update of `{PLAIN}` is the time of {PLAIN_EPOCHS} epoch, measured, times "
-        f"{sizes['num_graph_epochs']}.\n"
-    )
-    parts = [
-        f"`{report['command']}`\n",
-        graphs,
-        _table(report, arms),
-        _ratio_table(report["ratios"]),
-        *(
-            f"Equal weights and frames, {name}: losses differ by {found['losses']:.0e} of the "
-            f"largest, gradients by {found['gradients']:.0e}.\n"
-            for name, found in report["agreement"].items()
-        ),
-    ]
-    return "\n".join(part for part in parts if part)
-
-
-def _table(report: Mapping[str, Any], arms: Sequence[Arm]) -> str:
-    found = [report["arms"][arm.label] for arm in arms]
-    measured = [part for part in PARTS if any(part in of["seconds"] for of in found)]
+    sizes, found = report["sizes"], [report["arms"][arm.label] for arm in arms]
+    seconds = [of["seconds"] for of in found]
     rows: list[list[object]] = [
-        [f"{part}, ms", *(_in_ms(of["seconds"].get(part)) for of in found)] for part in measured
+        [f"{part}, ms", *(1e3 * s[part] if part in s else None for s in seconds)]
+        for part in PARTS
+        if any(part in s for s in seconds)
     ]
     for key in ("collected_frames_per_second", "trained_frames_per_second", "processors_had"):
         rows.append([key.replace("_", " "), *(of[key] for of in found)])
-    return markdown_table(["", *(arm.label for arm in arms)], rows)
-
-
-def _in_ms(seconds: float | None) -> float | None:
-    return None if seconds is None else 1e3 * seconds
-
-
-def _ratio_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    if not rows:
-        return ""
-    header = ["times as long", "as", WHOLE, COLLECT, GAE, UPDATE]
-    return markdown_table(header, [list(row.values()) for row in rows])
+    parts = [
+        f"`{report['command']}`\n",
+        f"Graph isomorphism, {sizes['num_frames']:,} frames, {sizes['num_graph_epochs']} epochs. "
+        f"The update of `{PLAIN}` is the time of {PLAIN_EPOCHS} epoch, measured, times "
+        f"{sizes['num_graph_epochs']}.\n",
+        markdown_table(["", *(arm.label for arm in arms)], rows),
+    ]
+    if report["ratios"]:
+        header = ["times as long", "as", WHOLE, COLLECT, GAE, UPDATE]
+        parts.append(markdown_table(header, [list(row.values()) for row in report["ratios"]]))
+    for name, differences in report["agreement"].items():
+        parts.append(
+            f"Equal weights and frames, {name}: losses differ by {differences['losses']:.0e} of "
+            f"the largest, gradients by {differences['gradients']:.0e}.\n"
+        )
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class OurAst:
             resolved, device=setting.device, num_threads=torch.get_num_threads()
         ).trainer
         assert isinstance(trainer, AstTrainer)
-        self.trainer = trainer
+        self.trainer, self.precision = trainer, precision
         self.watch = Stopwatch(setting.device)
 
     def play(self, iteration: int) -> Played:

@@ -125,13 +125,19 @@ def _attention_mask(node_mask_B2n: Tensor) -> Tensor:
 # ---- all agents as one actor and one critic
 
 
-class PlainPolicies(nn.Module):
-    """Logits of all agents in every frame."""
+class PlainNetworks(nn.Module):
+    """A body and a head of each agent."""
 
-    def __init__(self, agents: Sequence[Agent]) -> None:
+    def __init__(self, agents: Sequence[Agent], kind: str) -> None:
         super().__init__()
-        self.bodies = nn.ModuleList(_plain(agent.policy_body) for agent in agents)
-        self.heads = nn.ModuleList(copy.deepcopy(agent.policy_head) for agent in agents)
+        self.bodies = nn.ModuleList(_plain(getattr(agent, f"{kind}_body")) for agent in agents)
+        self.heads = nn.ModuleList(
+            copy.deepcopy(getattr(agent, f"{kind}_head")) for agent in agents
+        )
+
+
+class PlainPolicies(PlainNetworks):
+    """Logits of all agents in every frame."""
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         frame, batch_shape = _frame_of(tensors)
@@ -151,13 +157,8 @@ class PlainPolicies(nn.Module):
         return message_BACPS.unflatten(0, batch_shape), decision_BA3.unflatten(0, batch_shape)
 
 
-class PlainValues(nn.Module):
+class PlainValues(PlainNetworks):
     """Values of all agents in every frame, [B, A, 1]."""
-
-    def __init__(self, agents: Sequence[Agent]) -> None:
-        super().__init__()
-        self.bodies = nn.ModuleList(_plain(agent.value_body) for agent in agents)
-        self.heads = nn.ModuleList(copy.deepcopy(agent.value_head) for agent in agents)
 
     def forward(self, *tensors: Tensor) -> Tensor:
         frame, batch_shape = _frame_of(tensors)
@@ -193,7 +194,9 @@ def _messages(logits: Tensor) -> Independent:
 def build_actor(agents: Sequence[Agent]) -> ProbabilisticActor:
     """One actor for all agents."""
     parameters = [("agents", "params", name, "logits") for name in ("message", "decision")]
-    network = TensorDictModule(PlainPolicies(agents), in_keys=[*FRAME_KEYS], out_keys=parameters)
+    network = TensorDictModule(
+        PlainPolicies(agents, "policy"), in_keys=[*FRAME_KEYS], out_keys=parameters
+    )
     moves = {name: ("agents", name) for name in ("message", "decision")}
     return ProbabilisticActor(
         network,
@@ -212,5 +215,5 @@ def build_actor(agents: Sequence[Agent]) -> ProbabilisticActor:
 def build_critic(agents: Sequence[Agent]) -> TensorDictModule:
     """One critic for all agents."""
     return TensorDictModule(
-        PlainValues(agents), in_keys=[*FRAME_KEYS], out_keys=[("agents", "value")]
+        PlainValues(agents, "value"), in_keys=[*FRAME_KEYS], out_keys=[("agents", "value")]
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.command_line import plugins_forgotten_after
 from tests.killing import killed_runs
 from tests.resuming import SHORT_TRAINERS
 
@@ -23,7 +24,8 @@ class Killing:
 
     def __call__(self, trainer: str, every: int) -> dict[str, Any]:
         """What became of runs that were killed at every so many-th of their file operations."""
-        num_faults = killed_runs(trainer, self.folder / trainer, every)
+        with plugins_forgotten_after():
+            num_faults = killed_runs(trainer, self.folder / trainer, every)
         said = self.capfd.readouterr()
         assert num_faults == 0, f"{said.out}\n{said.err[-4000:]}"
         found: dict[str, Any] = json.loads(said.out.splitlines()[-1])

@@ -187,6 +187,7 @@ CUT = {
     "secret_word": ("secret_word.num_test=10", "text_rl.rollouts_per_iteration=12"),
     "code_validation": (
         "text_rl.rollouts_per_iteration=1",
+        "text_rl.test_on_whole_dataset=false",
         "code_validation.agents.default.max_tokens=8",
         "code_validation.agents.default.num_invalid_generation_retries=0",
     ),

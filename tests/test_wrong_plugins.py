@@ -177,6 +177,7 @@ def test_a_trainer_of_another_family_is_refused_with_scenarios_that_it_trains_on
     said = refused(cli.run("--trainer", trainer, "--scenario", scenario))
     assert f"{trainer!r} was asked to train on the scenario {scenario!r}" in said
     assert shipped in said
+    assert "pocket_chat_api" not in said
 
 
 def test_a_loss_that_is_not_a_number(cli: CommandLine) -> None:

@@ -105,6 +105,9 @@ def check_that_it_trains_on(
     if kind in kinds or not kinds:
         SCENARIOS.get(kind).check_trainer_type(trainer_type)
         return
+    if not trainer_class.scenario_kinds:
+        # What names no kinds plays a protocol.
+        kinds = [name for name in kinds if SCENARIOS.get(name).uses_protocol] or kinds
     shipped = [name for name in scenario_names() if read_scenario(find_scenario(name))[1] in kinds]
     raise ConfigurationError(
         f"the trainer {trainer!r} was asked to train on the scenario {scenario!r} of kind "

@@ -94,6 +94,9 @@ class LanguageModelTrainer(TensorDictTrainer):
             self.training, policy, more=[(modules, self.modules_lr_factor)]
         )
         self.service = divided(self, self.build_service())
+        if isinstance(self.service, LocalTrainingService):
+            # Of weights that were divided, nobody may keep the whole.
+            self.learned = self.service.learned
 
     # ---- hooks
 

@@ -217,10 +217,8 @@ def test_the_floor_of_a_chain_is_its_last_context(modules: Modules, sampled: Way
 
 def test_the_ways_take_turns(modules: Modules) -> None:
     turns = modules.speed.turns
-    assert [name for name, _ in turns(["a"], 4, 2)] == ["plain", "a", "a", "plain", "a", "a"]
-    order = [("plain", 0), *((name, n) for n in range(3) for name in "ab")]
-    assert list(turns(["a", "b"], 3, 1)) == order
-    assert list(turns(["a"], 1, 2)) == [("plain", 0), ("a", 0), ("plain", 1)]
+    assert list(turns(["a"], 3, 2)) == ["plain", "a", "plain", "a", "a"]
+    assert list(turns(["a", "b"], 1, 2)) == ["plain", "a", "b", "plain"]
 
 
 SMALL = ("--model", "tiny", "--width", "2", "--depth", "2", "--episodes", "1", "--repeats", "1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nip_astra.distributed.team import open_team
+from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models import huggingface
 from nip_astra.language_models.services.sharded import ShardedService
+from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment
 from nip_astra.trainers.language_model.processes import check_can_be_sharded
@@ -37,6 +40,14 @@ def learn(resolved: ResolvedExperiment, store: str | None, sharding: str) -> dic
     patch, load = pytest.MonkeyPatch(), huggingface.load_model
     patch.setattr(huggingface, "load_model", lambda *source: load(*source).double())
     patch.setattr(huggingface, "computing_dtype", lambda *_, **__: torch.float64)
+    whole: list[Any] = []
+    divide = ShardedService.__init__
+
+    def noted(self: ShardedService, local: LocalTrainingService, team: Team) -> None:
+        whole.append(weakref.ref(local.learned[0]))
+        divide(self, local, team)
+
+    patch.setattr(ShardedService, "__init__", noted)
     with open_team(CPU, store) as team:
         settings = ExperimentSettings(progress=False, team=team, sharding=sharding)
         trainer: Any = prepare_experiment(resolved, settings).trainer
@@ -50,11 +61,13 @@ def learn(resolved: ResolvedExperiment, store: str | None, sharding: str) -> dic
         module = trainer.policy.module
         assert next(module.parameters()).dtype == torch.float64
         patch.undo()
+        gc.collect()
         return {
             "weights": {name: one.detach().clone() for name, one in module.named_parameters()}
             if team.is_leader
             else {},
-            "sizes": [one.numel() for one in map(_held, trainer.service.learned)],
+            "sizes": [one.numel() for one in map(_held, trainer.learned)],
+            "keeps_whole": [one() is not None for one in whole],
             "logged": logged,
             "num_steps": trainer.state.num_optimizer_steps,
             "is_sharded": is_sharded,
@@ -102,6 +115,9 @@ def test_divided_weights_learn_what_whole_ones_do(
                 assert theirs[name] == pytest.approx(value, abs=1e-6), name
                 compared += 1
     assert compared
+    # The leader's own model; elsewhere whole weights are gone.
+    assert leader["keeps_whole"] == [True]
+    assert other["keeps_whole"] == [False]
     # Each holds about half of what learns.
     assert sum(leader["sizes"]) < 0.65 * sum(whole["sizes"])
 

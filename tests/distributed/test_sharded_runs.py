@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.cli.evaluation_loading import RunCode
 from nip_astra.cli.export_commands import export
-from nip_astra.errors import CheckpointError, LostProcessError
+from nip_astra.errors import CheckpointError, LostProcessError, StopRequested
 from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import resume_experiment, run_experiment
@@ -164,5 +164,65 @@ def test_a_divided_run_of_which_a_process_is_killed_goes_on_from_its_last_checkp
     message, _ = together(killed, tmp_path, killed=[1])
     assert says(message, "2 processes", "one of them has ended", "saved in step_", "resume")
     assert not (path / "results.json").exists()
+    resume(path, None)
+    assert gap_of(whole, path) < 1e-4
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_while_it_saves_leaves_the_checkpoint_before(
+    resolved: ResolvedExperiment, tmp_path: Path
+) -> None:
+    path = tmp_path / "killed"
+
+    def killed(store: str) -> str:
+        patch, save, saved = pytest.MonkeyPatch(), ShardedService._save_parts, iter(range(9))
+
+        def end_of_one(self: ShardedService, directory: Path) -> None:
+            if self.team.rank == 1 and next(saved) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            save(self, directory)
+
+        patch.setattr(ShardedService, "_save_parts", end_of_one)
+        try:
+            run(resolved, path, store)
+        except LostProcessError as error:
+            return str(error)
+        finally:
+            patch.undo()
+        return ""
+
+    message, _ = together(killed, tmp_path, killed=[1])
+    (checkpoint,) = (path / "checkpoints").glob("step_*")
+    assert says(message, "one of them has ended", f"saved in {checkpoint.name}")
+    CheckpointStore(checkpoint.parent).verify(checkpoint)
+
+
+@pytest.mark.slow
+def test_a_divided_run_that_is_stopped_saves_within_the_iteration(
+    resolved: ResolvedExperiment, tmp_path: Path
+) -> None:
+    whole, path = tmp_path / "whole", tmp_path / "stopped"
+    run(resolved, whole, None)
+
+    def stopped(store: str) -> str:
+        patch, step, taken = pytest.MonkeyPatch(), ShardedService._part_of_step, iter(range(99))
+
+        def signal_to_leader(self: ShardedService, *given: Any) -> dict[str, float]:
+            if self.team.rank == 0 and next(taken) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(self, *given)
+
+        patch.setattr(ShardedService, "_part_of_step", signal_to_leader)
+        try:
+            run(resolved, path, store)
+        except StopRequested as error:
+            return error.signal_name
+        finally:
+            patch.undo()
+        return ""
+
+    assert together(stopped, tmp_path) == ["SIGTERM", "SIGTERM"]
+    (checkpoint,) = (path / "checkpoints").glob("step_*")
+    assert len([*checkpoint.glob("attacker/shards/*")]) == 2
     resume(path, None)
     assert gap_of(whole, path) < 1e-4

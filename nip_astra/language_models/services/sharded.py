@@ -181,9 +181,10 @@ class ShardedService(DataParallelService):
         self.model.save_description(directory / self.role)
 
     def _save_parts(self, directory: Path) -> None:
-        save_shards(directory / self.role / SHARDS, self._named_parts())
         tensors, _ = taken_apart(self.optimizer)
-        save_shards(directory / OPTIMIZER_SHARDS, tensors)
+        with told_as_lost(self.team, only_if=_LOST):
+            save_shards(directory / self.role / SHARDS, self._named_parts())
+            save_shards(directory / OPTIMIZER_SHARDS, tensors)
 
     def load_state(self, directory: Path) -> None:
         content = load_state(directory / OPTIMIZER)

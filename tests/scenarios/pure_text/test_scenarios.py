@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.parameters.content import content_root
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
@@ -114,9 +114,10 @@ def test_agents_are_grouped_and_an_unknown_one_is_told() -> None:
 
 
 def test_trainers_of_networks_are_refused() -> None:
-    with pytest.raises(UnknownNameError, match="pure_text"):
+    with pytest.raises(ConfigurationError, match="of kind 'secret_word', but it trains on"):
         resolve_experiment(trainer="vanilla_ppo", scenario="secret_word")
-    with pytest.raises(UnknownNameError, match="pure_text"):
+    told = r"trains on code_validation, secret_word only. Choose another --scenario \(code_valid"
+    with pytest.raises(ConfigurationError, match=told):
         resolve_experiment(trainer="pure_text_ei", scenario="graph_isomorphism_small")
 
 
