@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,9 +9,7 @@ import pytest
 
 from nip_astra.errors import SandboxUnavailableError
 from nip_astra.utils.interpreter import call_in_interpreter, what_is_lacking
-from nip_astra.utils.sandbox import why_no_bubblewrap
 from nip_astra.utils.sandbox_values import CallResult, SandboxLimits
-from tests.documents import ROOT
 from tests.utils.sandbox_attacks import FORGERIES
 
 pytest.importorskip("pydantic_monty")
@@ -110,11 +107,3 @@ def test_what_fakes_the_check_does_not_know_what_is_expected(forgery: str) -> No
     with suppress(SandboxUnavailableError):
         found = call_in_interpreter(FORGERIES[forgery], "f", [[2], [3]], LIMITS)
     assert [one.value for one in found] != [4, 9]
-
-
-@pytest.mark.skipif(bool(why_no_bubblewrap()), reason="it is compared with bubblewrap")
-def test_it_agrees_with_python() -> None:
-    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "sandbox.py"))
-    found = benchmark["measure"](benchmark["read_tasks"](12), 2)
-    assert found["num_agreed"] == 12
-    assert found["by_bubblewrap_a_minute"] > 0
