@@ -84,8 +84,13 @@ class Team:
         """Have each process run a handler, the leader too, and give what came of it.
 
         Only while `may_ask`. One argument a process.
+
+        Raises
+        ------
+        NotImplementedError
+            When this process trains the run alone.
         """
-        raise NotImplementedError
+        raise NotImplementedError("a process that trains alone has no others to ask")
 
     def from_leader(self, value: T) -> T:
         """The leader's value, in all processes."""
@@ -102,11 +107,17 @@ class Team:
         """Replace tensors, of equal shapes in all processes, by the leader's."""
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """All processes in a row, along which weights are divided."""
-        raise NotImplementedError
+        """All processes in a row, along which weights are divided; there are several.
 
-    def share_of(self, count: int) -> range:
-        """Which of so many things are this process' to do: equal shares of neighbours."""
+        Raises
+        ------
+        NotImplementedError
+            When this process trains the run alone.
+        """
+        raise NotImplementedError("a process that trains alone has none to divide weights with")
+
+    def shard_of(self, count: int) -> range:
+        """Which of so many things are this process' to do: a shard of neighbours."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
 

@@ -63,7 +63,7 @@ def cut_rollout(
     count = min(num_parts, num_episodes, num_nodes // SMALLEST_PART)
     if count <= 1 or not (is_played_together or all(map(_can_be_divided, agents))):
         return [range(num_episodes)]
-    return _cut(range(num_episodes), count)
+    return cut_evenly(range(num_episodes), count)
 
 
 def play_parts(
@@ -87,7 +87,7 @@ def play_parts(
         # Weights are laid out here, once for all processes.
         if isinstance(model, TokenSampler):
             model.open_session().close()
-    batches = [parts[run.start : run.stop] for run in _cut(range(len(parts)), num_processes)]
+    batches = [parts[run.start : run.stop] for run in cut_evenly(range(len(parts)), num_processes)]
     mine, *others = call_at_once([partial(play_here, play, agents, batch) for batch in batches])
     count_others(agents, others)
     return put_together([mine, *others])
@@ -158,7 +158,8 @@ def _each_once(agents: Sequence[Speaker | TextAttacker]) -> list[Speaker | TextA
     return list({id(agent): agent for agent in agents}.values())
 
 
-def _cut(indices: range, count: int) -> list[range]:
+def cut_evenly(indices: range, count: int) -> list[range]:
+    """Neighbouring indices in so many runs, of lengths that differ by one at most."""
     ends = [indices.start + len(indices) * part // count for part in range(count + 1)]
     return [range(start, stop) for start, stop in pairwise(ends)]
 

@@ -20,14 +20,14 @@ from nip_astra.errors import NipAstraError, WorkerProcessError
 from nip_astra.language_models.base import TokenCount
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.dialogue import Plan
-from nip_astra.samplers.parts import Played, count_others, play_here, put_together
+from nip_astra.samplers.parts import Played, count_others, cut_evenly, play_here, put_together
 from nip_astra.scenario_base.agents import ConversationAgent
 
 if TYPE_CHECKING:
     from nip_astra.samplers.trees import TreeSampler
 
 PLAY = "play"
-"""Name of the handler that plays a share of a rollout."""
+"""Name of the handler that plays a shard of a rollout."""
 
 
 class _Company(NamedTuple):
@@ -44,7 +44,7 @@ _company: _Company | None = None
 def playing_together(team: Team, sampler: TreeSampler) -> Iterator[None]:
     """Let rollouts of a sampler's agents be divided among a team within the block.
 
-    They are while the leader may ask the others, whose handler `PLAY` is `play_share` of their own
+    They are while the leader may ask the others, whose handler `PLAY` is `play_shard` of their own
     sampler.
     """
     global _company
@@ -100,13 +100,10 @@ def play_together(
         "plan": [plan.tree_width, plan.tree_depth, list(plan.key)],
         "first_episode": first_episode,
     }
-    shares = [
-        range(len(pieces) * rank // team.size, len(pieces) * (rank + 1) // team.size)
-        for rank in range(team.size)
-    ]
+    shards = cut_evenly(range(len(pieces)), team.size)
     arguments = [
-        asked | {"pieces": [[one.start, one.stop] for one in pieces[share.start : share.stop]]}
-        for share in shares
+        asked | {"pieces": [[one.start, one.stop] for one in pieces[shard.start : shard.stop]]}
+        for shard in shards
     ]
     told = team.ask(PLAY, arguments)
     for rank, one in enumerate(told):
@@ -116,8 +113,8 @@ def play_together(
                 f"{one['failure']}"
             )
     played = []
-    for share, one in zip(shares, told, strict=True):
-        mine = [prompts[p.start : p.stop] for p in pieces[share.start : share.stop]]
+    for shard, one in zip(shards, told, strict=True):
+        mine = [prompts[p.start : p.stop] for p in pieces[shard.start : shard.stop]]
         trees = [
             RolloutTree.from_plain(plain, some)
             for plain, some in zip(one["trees"], mine, strict=True)
@@ -129,20 +126,20 @@ def play_together(
 
 
 @torch.no_grad()
-def play_share(sampler: TreeSampler, asked: Mapping[str, Any]) -> dict[str, Any]:
+def play_shard(sampler: TreeSampler, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Play what the leader has asked this process for, in plain values.
 
     What goes wrong is told, not raised: all processes wait for what each has played.
     """
     try:
-        return _play_share(sampler, asked)
+        return _play_shard(sampler, asked)
     except NipAstraError as error:
         return {"failure": str(error)}
     except Exception:
         return {"failure": traceback.format_exc()}
 
 
-def _play_share(own: TreeSampler, asked: Mapping[str, Any]) -> dict[str, Any]:
+def _play_shard(own: TreeSampler, asked: Mapping[str, Any]) -> dict[str, Any]:
     speaker = own.reference if asked["speaks"] == "reference" else own.attacker
     sampler = own.with_attacker(speaker, asks_reference=asked["asks_reference"])
     width, depth, key = asked["plan"]

@@ -122,10 +122,10 @@ class ShardedService(DataParallelService):
         that does not count.
         """
         num_whole = len(batches) // self.team.size * self.team.size
-        for number in self.team.share_of(num_whole):
+        for number in self.team.shard_of(num_whole):
             yield batches[number], len(batches[number])
         for batch in batches[num_whole:]:
-            rows = self.team.share_of(len(batch))
+            rows = self.team.shard_of(len(batch))
             yield (batch[rows.start : rows.stop], len(rows)) if rows else (batch[:1], 0)
 
     def _add_up_gradients(self, has_gradient: Sequence[Sequence[bool]]) -> None:
