@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.dumps import DUMPS, StageDumps
 from nip_astra.checkpoints.run_state import Part
+from nip_astra.distributed.parts import whole_of
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
@@ -119,7 +120,8 @@ class ServiceTrainer(LanguageModelTrainer):
             None if directory is None else directory.path / DUMPS, period=self.settings.dump_period
         )
         self._sampler = self.policy
-        if self.parameters.max_staleness and self.samples_in_training:
+        # Of a team the leader alone plays.
+        if self.parameters.max_staleness and self.samples_in_training and self.team.is_leader:
             self._sampler = self.policy.sampler_copy()
             self._ahead = PlayingAhead(
                 self._play_ahead,
@@ -158,15 +160,22 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def after_backward(self, metrics: Mapping[str, float]) -> None:
         self.dump("loss", dict(metrics))
-        gradients = [one.grad for one in self.learned if one.grad is not None]
-        self.dump("gradients", {str(i): one for i, one in enumerate(gradients)})
+        self._dump_whole("gradients", [one.grad for one in self.learned if one.grad is not None])
 
     def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
         for number, batch in enumerate(batches):
             self.dump(f"batch_{number}", dict(batch.items()))
         metrics = super()._optimizer_step(batches)
-        self.dump("weights", {str(i): one for i, one in enumerate(self.learned)})
+        self._dump_whole("weights", self.learned)
         return metrics
+
+    def _dump_whole(self, stage: str, tensors: Sequence[Tensor]) -> None:
+        """Dump tensors that may be divided among processes, which put them together."""
+        if not self._dumps.period or self.state.iteration % self._dumps.period:
+            return
+        whole = ((str(i), whole_of(one.detach())) for i, one in enumerate(tensors))
+        # One at a time: nobody but the leader keeps them.
+        self.dump(stage, {name: one for name, one in whole if self.team.is_leader})
 
     # ---- playing
 
