@@ -357,6 +357,12 @@ class ServiceTrainer(LanguageModelTrainer):
             "num_optimizer_steps": self.state.num_optimizer_steps,
         }
         self.results.setdefault("warnings", [])
+        if self.state.iteration and not self.state.num_optimizer_steps:
+            self._warn(
+                "the policy is as it was: in no iteration was there a trajectory to learn from, "
+                "since no advantage was other than 0. Compare runs of one problem (group_id) with "
+                "each other, and raise num_runs until some of them are right and some are wrong."
+            )
         for when in ("before", "after"):
             figures = self.results.get(when) or {}
             numbers = {n: v for n, v in figures.items() if isinstance(v, int | float)}
