@@ -41,13 +41,16 @@ SMALL = (
 
 
 @contextmanager
-def watched(number: int) -> Iterator[list[str]]:
-    """Name operations as they come, and end the process without a word at the `number`-th."""
+def watched(last: str = "", number: int = 0) -> Iterator[list[str]]:
+    """Name operations as they come; end the process without a word at the `number`-th called so.
+
+    Of that name, and not of all: how often a job is looked at depends on how long it takes.
+    """
     done: list[str] = []
 
     def note(name: str) -> None:
         done.append(name)
-        if len(done) == number:
+        if name == last and done.count(name) == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def around(owner: Any, method: str, name: Callable[..., str]) -> tuple[Any, str, Any]:
@@ -107,7 +110,7 @@ class Log:
 
 
 def what_was_left(run: Path) -> dict[str, Any]:
-    """What must not hang on whether a run was killed; names of jobs, which are its own, are out."""
+    """What must not depend on whether a run was killed; its own names of jobs are out."""
     latest = (run / "checkpoints" / "latest").read_text().strip()
     state = json.loads((run / "checkpoints" / latest / "state.json").read_text())
     files = [run / "metrics.jsonl", *run.glob("rollouts/*/rollouts.json")]
@@ -141,26 +144,27 @@ def kill_at_points(
     def run(name: str) -> None:
         run_experiment(resolved, runs_dir=str(folder / name), run_id="run", **SETTINGS)
 
-    with watched(0) as operations:
+    with watched() as operations:
         run("whole")
     expected, done = what_was_left(folder / "whole" / "run"), log.since()
     assert done["repeated"] == 0
     found = []
     for number in sorted({place for point in points for place in _places(operations, point)}):
+        name = operations[number - 1]
 
-        def until_killed(number: int = number) -> None:
-            with watched(number):
+        def until_killed(name: str = name, number: int = number) -> None:
+            with watched(name, operations[:number].count(name)):
                 run(str(number))
 
         status = in_a_fork(until_killed)
         again = in_a_fork(partial(go_on, resolved, folder / str(number)))
-        told: dict[str, Any] = {"number": number, "operation": operations[number - 1], "faults": []}
+        told: dict[str, Any] = {"number": number, "operation": name, "faults": []}
         if (status, again) != (-signal.SIGKILL, 0):
             told["faults"].append(f"ended with {status}, and going on with {again}")
         else:
             left = what_was_left(folder / str(number) / "run")
-            names = sorted(name for name in expected | left if left.get(name) != expected.get(name))
-            told["faults"] += [f"others: {names}"] if names else []
+            others = sorted(one for one in expected | left if left.get(one) != expected.get(one))
+            told["faults"] += [f"others: {others}"] if others else []
         told["service"] = log.since()
         if told["service"] != done:
             told["faults"].append(f"the service did {told['service']} and not {done}")
