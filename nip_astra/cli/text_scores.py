@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from nip_astra.cli.terminal import open_console, say
 from nip_astra.cli.text_exports import run_of_text
 from nip_astra.cli.text_runs import EPISODES, VERSION, conditions_of, figures_table
 from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.evaluation.rows import encode_rows
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder, text_hash
 from nip_astra.evaluation.tables import as_text
 from nip_astra.evaluation.text_scores import rate_answers, score_figures
@@ -79,8 +79,7 @@ def score_text_run(
     folder.open(configuration, is_overwritten=request.is_overwritten)
     rollouts = NestedArrayDict.load(source.path)
     answers = rate_answers(rollouts, source.told["agents"], loaded.scorers)
-    lines = [json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers]
-    (folder.path / SCORES).write_text("".join(lines), encoding="utf-8")
+    (folder.path / SCORES).write_bytes(encode_rows(answers))
     # Beside the scores it is an evaluation as it was: to compare, to report, to export.
     shutil.copyfile(source.path, folder.path / ROLLOUTS)
     if (source.path.parent / EPISODES).is_file():

@@ -34,7 +34,7 @@ class RowDivision:
             # Networks are spared empty batches: all compute all, and the leader's gradient counts.
             found = compute(slice(None))
             return list(_CountedOnce.apply(self.team.is_leader, *found))  # type: ignore[no-untyped-call]
-        mine = self.team.share_of(num_rows)
+        mine = self.team.shard_of(num_rows)
         found = compute(slice(mine.start, mine.stop))
         return list(_Joined.apply(self.team, mine, num_rows, *found))  # type: ignore[no-untyped-call]
 

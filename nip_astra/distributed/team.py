@@ -29,6 +29,8 @@ Handler = Callable[[Any], Any]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable of the environment that names the network by which gloo meets."""
+LOST = r"(?i)gloo|nccl|connection (closed|reset)|broken pipe"
+"""What the failures of exchanges say of themselves."""
 _SILENCE = timedelta(days=14)
 """How long a process waits for another: one that measures says nothing meanwhile. That one has
 ended is seen at once, by its connections."""
@@ -82,8 +84,13 @@ class Team:
         """Have each process run a handler, the leader too, and give what came of it.
 
         Only while `may_ask`. One argument a process.
+
+        Raises
+        ------
+        NotImplementedError
+            When this process trains the run alone.
         """
-        raise NotImplementedError
+        raise NotImplementedError("a process that trains alone has no others to ask")
 
     def from_leader(self, value: T) -> T:
         """The leader's value, in all processes."""
@@ -100,11 +107,17 @@ class Team:
         """Replace tensors, of equal shapes in all processes, by the leader's."""
 
     def mesh(self, device: torch.device) -> DeviceMesh:
-        """All processes in a row, along which weights are divided."""
-        raise NotImplementedError
+        """All processes in a row, along which weights are divided; there are several.
 
-    def share_of(self, count: int) -> range:
-        """Which of so many things are this process' to do: equal shares of neighbours."""
+        Raises
+        ------
+        NotImplementedError
+            When this process trains the run alone.
+        """
+        raise NotImplementedError("a process that trains alone has none to divide weights with")
+
+    def shard_of(self, count: int) -> range:
+        """Which of so many things are this process' to do: a shard of neighbours."""
         return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
 
 

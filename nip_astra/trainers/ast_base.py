@@ -35,7 +35,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.sizes import num_probes_of
-from nip_astra.samplers.together import PLAY, play_share, playing_together
+from nip_astra.samplers.together import PLAY, play_shard, playing_together
 from nip_astra.scenario_base.conversation.planted_failures import Discovery
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.groups import summary_of
@@ -190,7 +190,7 @@ class AstTrainer(LanguageModelTrainer):
 
     def handlers(self) -> dict[str, Handler]:
         """Besides what the base does: playing a share of a rollout."""
-        return super().handlers() | {PLAY: partial(play_share, self.sampler)}
+        return super().handlers() | {PLAY: partial(play_shard, self.sampler)}
 
     # ---- from episodes to samples
 

@@ -27,17 +27,17 @@ def test_one_process_is_a_team_of_its_own() -> None:
         assert team.lead(lambda: 5) == 5
         assert team.from_leader("x") == "x"
         assert team.of_all(3) == [3]
-        assert list(team.share_of(7)) == list(range(7))
+        assert list(team.shard_of(7)) == list(range(7))
 
 
-def test_shares_are_all_there_is_and_as_equal_as_can_be() -> None:
+def test_shards_are_all_there_is_and_as_equal_as_can_be() -> None:
     teams = [Team() for _ in range(3)]
     for rank, team in enumerate(teams):
         team.rank, team.size = rank, 3
     for count in (0, 1, 2, 3, 7, 9):
-        shares = [team.share_of(count) for team in teams]
-        assert [one for share in shares for one in share] == list(range(count))
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        shards = [team.shard_of(count) for team in teams]
+        assert [one for shard in shards for one in shard] == list(range(count))
+        assert max(map(len, shards)) - min(map(len, shards)) <= 1
 
 
 def test_the_launcher_says_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,10 +24,9 @@ def plain_adapter(policy: LanguageModel) -> dict[str, Any] | None:
     """
     if isinstance(policy, RemoteLanguageModel):
         return None if policy.lora is None else policy.lora.model_dump()
-    module: Any = getattr(policy, "module", None)
-    if not hasattr(module, "peft_config"):
+    config = _adapter_of(policy)
+    if config is None:
         return None
-    config = module.peft_config[module.active_adapter]
     targets = config.target_modules
     if config.use_rslora or config.use_dora or config.lora_dropout:
         raise ServiceRequestError(
@@ -51,11 +50,9 @@ def tinker_shape(policy: LanguageModel) -> dict[str, Any]:
     """
     if isinstance(policy, RemoteLanguageModel):
         return _shape_of_remote(policy)
-    module: Any = getattr(policy, "module", None)
-    config: Any = None
-    if hasattr(module, "peft_config"):
-        config = module.peft_config[module.active_adapter]
+    config = _adapter_of(policy)
     _check_scale(None if config is None else config.lora_alpha)
+    module: Any = getattr(policy, "module", None)
     head = module.get_base_model().get_output_embeddings()
     parts: dict[str, set[bool]] = {"train_attn": set(), "train_mlp": set(), "train_unembed": set()}
     for name, layer in module.get_base_model().named_modules():
@@ -75,6 +72,14 @@ def tinker_shape(policy: LanguageModel) -> dict[str, Any]:
             "lora.target_modules to all-linear."
         )
     return {"rank": config.r, **{part: True in found for part, found in parts.items()}}
+
+
+def _adapter_of(policy: LanguageModel) -> Any:
+    """PEFT's configuration of the adapter that a policy trains, None where it has none."""
+    module: Any = getattr(policy, "module", None)
+    if not hasattr(module, "peft_config"):
+        return None
+    return module.peft_config[module.active_adapter]
 
 
 def _shape_of_remote(policy: RemoteLanguageModel) -> dict[str, Any]:

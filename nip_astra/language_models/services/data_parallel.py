@@ -103,9 +103,9 @@ def parts_of(batches: Sequence[TensorDict], team: Team) -> list[TensorDict]:
     Whole batches while there is one for each process, of the others some rows.
     """
     num_whole = len(batches) // team.size * team.size
-    found: list[TensorDict] = [batches[number] for number in team.share_of(num_whole)]
+    found: list[TensorDict] = [batches[number] for number in team.shard_of(num_whole)]
     for batch in batches[num_whole:]:
-        rows = team.share_of(len(batch))
+        rows = team.shard_of(len(batch))
         if rows:
             found.append(batch[rows.start : rows.stop])
     return found
