@@ -13,6 +13,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
 from tests.command_line import CommandLine, plugins_forgotten_after
 from tests.tiny import make_language_model, write_scenario
+from tests.toy_scenario import toy_scenario_in
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +30,9 @@ def _state_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("OMP_NUM_THREADS", "1")
+        # Services that tests start are on this machine.
+        for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+            patch.delenv(name, raising=False)
         yield
 
 
@@ -53,6 +57,13 @@ def tiny_model(tiny_model_dir: Path) -> HuggingFaceLanguageModel:
 def tiny_scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A scenario folder over tiny random models."""
     return write_scenario(tmp_path_factory.mktemp("scenario"))
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A scenario folder of numbers, without models, whose trainer counts."""
+    with toy_scenario_in(tmp_path_factory.mktemp("toy") / "toy_scenario") as folder:
+        yield folder
 
 
 @pytest.fixture

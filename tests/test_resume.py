@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,6 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.registry import TRAINERS
-from tests.toy_scenario import toy_scenario_in
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with toy_scenario_in(tmp_path_factory.mktemp("toy") / "toy_scenario") as folder:
-        yield folder
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +39,9 @@ from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.run_lock import run_lock
 from tests.command_line import CommandLine, plugins_forgotten_after
 from tests.messages import says
-from tests.toy_scenario import toy_scenario_in
 from tests.tracking.wandb_log import WandbLog
 
 REPOSITORY = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with toy_scenario_in(tmp_path_factory.mktemp("toy") / "toy_scenario") as folder:
-        yield folder
 
 
 @pytest.fixture

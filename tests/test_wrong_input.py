@@ -13,47 +13,84 @@ import torch
 from nip_astra.parameters.content import scenario_names
 from nip_astra.trainers.registry import TRAINERS
 from tests.command_line import CommandLine, refused
+from tests.messages import says
 
 # ---- names
 
 
-def test_an_unknown_trainer(cli: CommandLine) -> None:
-    assert refused(cli("--trainer", "ast_dop")) == (
-        "unknown trainer 'ast_dop'. Did you mean 'ast_dpo'? Known trainers: "
-        f"{', '.join(TRAINERS.names())}. A trainer of your own is loaded with --plugin "
-        "path/to/file.py."
-    )
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--seed", "1"], ["no trainer", "ast_dpo", "--trainer"]),
+        (
+            ["--trainer", "ast_dop"],
+            ["'ast_dop'", "'ast_dpo'?", ", ".join(TRAINERS.names()), "--plugin"],
+        ),
+        (
+            ["--trainer", "ast_dpo", "--scenario", "poket_chat"],
+            ["'poket_chat'", "'pocket_chat'?", ", ".join(scenario_names()), "scenario.yaml"],
+        ),
+        (["--trainer", "ast_dpo", "--set", "scenario=3"], ["scenario", "3"]),
+        (["--trainer", "ast_dpo", "--set", "nonsense"], ["'nonsense'", "--set"]),
+        (["--trainer", "ast_dpo", "--set", "=3"], ["'=3'", "--set"]),
+        (["--trainer", "ast_dpo", "--set", "a..b=3"], ["'a..b=3'", "--set"]),
+    ],
+)
+def test_what_is_no_name_and_no_assignment_is_told(
+    cli: CommandLine, arguments: list[str], words: list[str]
+) -> None:
+    assert says(refused(cli(*arguments)), *words)
 
 
-def test_no_trainer(cli: CommandLine) -> None:
-    message = refused(cli("--seed", "1"))
-    assert message.startswith("no trainer was given. Known trainers: ast_dpo")
-    assert message.endswith("Choose one, for instance --trainer ast_dpo.")
+MODEL = "ast_chat.target.language_model.model"
 
 
-def test_an_unknown_scenario(cli: CommandLine) -> None:
-    assert refused(cli("--trainer", "ast_dpo", "--scenario", "poket_chat")) == (
-        "unknown scenario 'poket_chat'. Did you mean 'pocket_chat'? Known scenarios: "
-        f"{', '.join(scenario_names())}. A scenario of your own is a folder with a scenario.yaml; "
-        "give its path."
-    )
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("ast_dpo.beta=${traning.lr}", ["ast_dpo.beta (from --set)", "'traning.lr'"]),
+        (
+            "ast_chat.scorer._type=clasifier",
+            ["ast_chat.scorer._type", "'clasifier'", "'classifier'?", "detoxify", "--set"],
+        ),
+        ("ast_chat.attacker.language_model.model=./none", ["'./none'", "not exist", ".gguf"]),
+        (f"{MODEL}=./none", ["'./none'", "not exist", "config.json", ".gguf", "hub id"]),
+        (f"{MODEL}=package://no_such_package/x", ["no_such_package/x'", "pip install"]),
+        (f"{MODEL}=package://no.such/x", ["no.such/x'", "package", "pip install"]),
+        (f"{MODEL}=hub://a/b", ["'hub://a/b'", "hub:// is not known"]),
+        ("ast_chat.attacker.system_prompt=hello", ["template", "'system'", "system_prompt"]),
+        ("ast_chat.scorer.model=./none", ["'./none'", "not exist", "folder"]),
+        ("ast_chat.scorer.label=rud", ["'rud'", "'rude'?", "civil, rude"]),
+        (
+            "ast_chat.prompts.dev=scenario://none.txt",
+            ["'scenario://none.txt'", "No such file", ".csv"],
+        ),
+        ("ast_chat.target.max_new_tokens=96", ["target's window of 96", " 0 ", "turn of 96"]),
+    ],
+)
+def test_a_parameter_of_what_is_not_there_is_told(
+    cli: CommandLine, override: str, words: list[str]
+) -> None:
+    assert says(refused(cli.run(overrides=(override,))), *words)
 
 
-def test_a_scenario_that_is_no_name(cli: CommandLine) -> None:
-    message = refused(cli("--trainer", "ast_dpo", "--set", "scenario=3"))
-    assert "scenario" in message
-    assert "3" in message
-
-
-def test_an_unknown_scorer(cli: CommandLine) -> None:
-    message = refused(cli.run(overrides=("ast_chat.scorer._type=clasifier",)))
-    assert message.startswith("1 parameter is wrong: ast_chat.scorer._type: unknown scorer")
-    assert (
-        "unknown scorer 'clasifier'. Did you mean 'classifier'? Known scorers: classifier, "
-        "detoxify, disclosure, judge, llama_guard, profanity, python, toxblock, weighted. A scorer "
-        "of your own is loaded with --plugin path/to/file.py"
-    ) in message
-    assert '"clasifier" (from --set)' in message
+@pytest.mark.parametrize(
+    ("prompts", "words"),
+    [
+        ("\n\n", ["mine.txt", "holds none"]),
+        ("good day\nhello\nfine thanks\n", ["train and test", "2", "'good day'"]),
+        (
+            f"good mat\n{'hello ' * 100}\n",
+            ["prompt 2", "'hello hello", "window of 96", "90", "max_new_tokens"],
+        ),
+    ],
+    ids=["none", "of the train split too", "too long"],
+)
+def test_prompts_that_cannot_be_played_are_told(
+    cli: CommandLine, prompts: str, words: list[str]
+) -> None:
+    path = cli.write("mine.txt", prompts)
+    assert says(refused(cli.run(overrides=(f"ast_chat.prompts.test={path}",))), *words)
 
 
 def test_an_unknown_kind_of_scenario(cli: CommandLine) -> None:
@@ -133,24 +170,11 @@ def test_one_fault_is_told_with_its_path_and_source(
     assert "(from --set)" in message
 
 
-@pytest.mark.parametrize("assignment", ["nonsense", "=3", "a..b=3"])
-def test_an_assignment_that_is_none(cli: CommandLine, assignment: str) -> None:
-    message = refused(cli("--trainer", "ast_dpo", "--set", assignment))
-    assert f"is no assignment; given {assignment!r} (from --set)" in message
-    assert message.endswith("Write --set path.to.parameter=value.")
-
-
 def test_a_parameter_may_refer_to_one_of_the_scenario(cli: CommandLine) -> None:
     said = cli("show", "--trainer", "ast_dpo", "--scenario", str(cli.scenario), "--set",
                "ast_dpo.beta=${training.lr}")  # fmt: skip
     assert said.code == 0, said.err
     assert "0.003" in next(line for line in said.out.splitlines() if "ast_dpo.beta" in line)
-
-
-def test_a_reference_to_nothing(cli: CommandLine) -> None:
-    message = refused(cli.run(overrides=("ast_dpo.beta=${traning.lr}",)))
-    assert "ast_dpo.beta (from --set) refers to another parameter" in message
-    assert "'traning.lr' not found" in message
 
 
 def test_a_parameter_file_that_is_missing_or_no_mapping(cli: CommandLine) -> None:
@@ -188,22 +212,10 @@ def test_a_seed_that_is_no_number(cli: CommandLine) -> None:
 
 def test_a_gpu_where_there_is_none(cli: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert refused(cli.run("--device", "cuda")) == (
-        "the device 'cuda' was asked for, but torch sees no GPU. Use --device cpu, or install a "
-        "CUDA build of torch."
-    )
+    assert says(refused(cli.run("--device", "cuda")), "'cuda'", "no GPU", "--device cpu")
 
 
 # ---- models and prompts
-
-
-@pytest.mark.parametrize("role", ["attacker", "target"])
-def test_a_missing_model(cli: CommandLine, role: str) -> None:
-    override = f"ast_chat.{role}.language_model.model=./none"
-    assert refused(cli.run(overrides=(override,))) == (
-        "the model './none' was asked for, but none does not exist. Give a folder with "
-        "config.json and safetensors, a .gguf file, or a hub id."
-    )
 
 
 def test_a_folder_that_is_no_model(cli: CommandLine) -> None:
@@ -232,12 +244,6 @@ def test_a_classifier_is_no_language_model(cli: CommandLine) -> None:
     assert "Give a folder that save_pretrained of a causal language model wrote" in message
 
 
-def test_a_chat_template_that_refuses_a_system_prompt(cli: CommandLine) -> None:
-    message = refused(cli.run(overrides=("ast_chat.attacker.system_prompt=hello",)))
-    assert "the chat template refused a conversation of the roles ['system', 'user']" in message
-    assert message.endswith("where it knows no system role, remove system_prompt.")
-
-
 @pytest.mark.parametrize("targets", ["[q_prj]", "[v_proj, q_prj]", "q_prj"])
 def test_an_adapter_on_a_layer_that_the_model_has_not(cli: CommandLine, targets: str) -> None:
     pytest.importorskip("peft")
@@ -253,84 +259,20 @@ def test_an_adapter_without_its_package(cli: CommandLine, monkeypatch: pytest.Mo
     assert "a LoRA attacker was asked for, and it needs the package peft. Install it" in message
 
 
-@pytest.mark.parametrize("reference", ["package://no_such_package/x", "package://no.such/x"])
-def test_a_model_in_a_package_that_is_not_installed(cli: CommandLine, reference: str) -> None:
-    override = f"ast_chat.target.language_model.model={reference}"
-    message = refused(cli.run(overrides=(override,)))
-    assert f"'{reference}' points into the package" in message
-    assert "pip install" in message
-
-
-def test_a_scheme_that_is_not_known(cli: CommandLine) -> None:
-    message = refused(cli.run(overrides=("ast_chat.target.language_model.model=hub://a/b",)))
-    assert "'hub://a/b' was given as a file or model, but hub:// is not known. Use" in message
-
-
-def test_a_missing_classifier(cli: CommandLine) -> None:
-    message = refused(cli.run(overrides=("ast_chat.scorer.model=./none",)))
-    assert "'./none' was asked for, but none does not exist. Give a folder" in message
-
-
-def test_a_label_that_the_classifier_has_not(cli: CommandLine) -> None:
-    message = refused(cli.run(overrides=("ast_chat.scorer.label=rud",)))
-    assert "label 'rud' was asked for" in message
-    assert "Did you mean 'rude'? Its labels: civil, rude. Give one of them" in message
-
-
-def test_a_missing_prompt_file(cli: CommandLine) -> None:
-    message = refused(cli.run(overrides=("ast_chat.prompts.dev=scenario://none.txt",)))
-    assert "prompts were to be read from 'scenario://none.txt', but " in message
-    assert "none.txt cannot be read: No such file or directory. Give a .txt, .csv" in message
-
-
-def test_an_empty_prompt_file(cli: CommandLine) -> None:
-    path = cli.write("empty.txt", "\n\n")
-    assert refused(cli.run(overrides=(f"ast_chat.prompts.test={path}",))) == (
-        f"prompts were to be read from '{path}', but the prompt file {path} holds none. Give at "
-        "least one opening prompt."
-    )
-
-
-def test_overlapping_prompts(cli: CommandLine) -> None:
-    path = cli.write("mine.txt", "good day\nhello\nfine thanks\n")
-    assert refused(cli.run(overrides=(f"ast_chat.prompts.test={path}",))) == (
-        "the train and test prompts were to be disjoint, but share 2, for instance 'good day'. "
-        "Remove them from one."
-    )
-
-
-def test_a_prompt_longer_than_the_window(cli: CommandLine) -> None:
-    path = cli.write("long.txt", f"good mat\n{'hello ' * 100}\n")
-    message = refused(cli.run(overrides=(f"ast_chat.prompts.test={path}",)))
-    assert message.startswith("test prompt 2 ('hello hello hello")
-    assert "tokens, but the attacker's window of 96 leaves room for 90 beside its own" in message
-    assert message.endswith("Shorten the prompt, or lower the attacker's max_new_tokens.")
-
-
-def test_turns_that_leave_no_room_in_the_window(cli: CommandLine) -> None:
-    message = refused(cli.run(overrides=("ast_chat.target.max_new_tokens=96",)))
-    assert "the target's window of 96 leaves room for 0 beside its own turn of 96" in message
-
-
 # ---- the run directory
 
 
 def test_a_run_directory_that_cannot_be_made(cli: CommandLine) -> None:
     file = cli.write("file", "")
-    assert refused(cli.run("--runs-dir", f"{file}/runs")) == (
-        f"the run directory {file}/runs/one was to be made, but Not a directory. Choose a folder "
-        "that you may write to with --runs-dir."
-    )
+    message = refused(cli.run("--runs-dir", f"{file}/runs"))
+    assert says(message, f"{file}/runs/one", "Not a directory", "--runs-dir")
 
 
 def test_an_existing_run_id(cli: CommandLine) -> None:
     (cli.folder / "runs" / "one").mkdir(parents=True)
-    assert refused(cli.run()) == (
-        "the run 'one' was to be started, but runs/one exists. Go on with it by `nip-astra resume "
-        "runs/one`, or choose another --run-id."
-    )
+    message = refused(cli.run())
+    assert says(message, "'one'", "runs/one exists", "nip-astra resume runs/one", "--run-id")
 
 
 def test_a_run_id_that_is_no_name(cli: CommandLine) -> None:
-    message = refused(cli.run("--run-id", "a/b"))
-    assert message.startswith("the run id 'a/b' was asked for, but a run id names a folder.")
+    assert says(refused(cli.run("--run-id", "a/b")), "'a/b'", "run id names a folder")

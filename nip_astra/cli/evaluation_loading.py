@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.cli.attacker_folders import Surroundings, attacker_of_folder, resolve_around
@@ -209,23 +209,18 @@ def load_attacker(
         return LoadedAttacker(place.name, "", place, resolved, instance, section, None, texts)
     if is_untrained:
         agent = replace(instance.agents["reference"], role="attacker")
-        label, suffix, source = f"{name} untrained", "untrained", None
+        weighted = _Weighted(agent, f"{name} untrained", "untrained", None)
     elif not is_run:
-        agent = attacker_of_folder(run, instance, section, settings)
-        label, suffix, source = name, "", run
+        weighted = _Weighted(attacker_of_folder(run, instance, section, settings), name, "", run)
     elif checkpoint is None and (run / MODEL_DIR).is_dir():
         folder = run / MODEL_DIR
         agent = _of_model_folder(instance, section, folder, settings, resolved.scenario_dir)
-        label, suffix, source = name, "", folder
+        weighted = _Weighted(agent, name, "", folder)
     else:
-        if checkpoint is None:
-            checkpoint = _newest_checkpoint(run)
-        CheckpointStore(checkpoint.parent).verify(checkpoint)
-        agent, source = instance.agents["attacker"], checkpoint / ATTACKER_DIR
-        as_learner(agent.language_model, role="attacker", to="be restored").restore(source)
-        label, suffix = f"{name} {checkpoint.name}", checkpoint.name
-    instance.sampler = instance.sampler.with_attacker(agent)
-    weights = weights_hash(source) if source is not None else None
+        weighted = _of_checkpoint(instance, checkpoint or _newest_checkpoint(run), name)
+    instance.sampler = instance.sampler.with_attacker(weighted.agent)
+    weights = weights_hash(weighted.source) if weighted.source is not None else None
+    label, suffix = weighted.label, weighted.suffix
     return LoadedAttacker(label, suffix, run, resolved, instance, section, weights)
 
 
@@ -306,6 +301,23 @@ def load_target(
         language_model=model_of(parameters),
         scenario_dir=scenario_dir,
     )
+
+
+class _Weighted(NamedTuple):
+    """An attacker with its weights, what it is called, and where they lie."""
+
+    agent: ConversationAgent
+    label: str
+    suffix: str
+    source: Path | None
+
+
+def _of_checkpoint(instance: ConversationInstance, checkpoint: Path, name: str) -> _Weighted:
+    """The scenario's own attacker with the weights of a checkpoint."""
+    CheckpointStore(checkpoint.parent).verify(checkpoint)
+    agent, source = instance.agents["attacker"], checkpoint / ATTACKER_DIR
+    as_learner(agent.language_model, role="attacker", to="be restored").restore(source)
+    return _Weighted(agent, f"{name} {checkpoint.name}", checkpoint.name, source)
 
 
 def _of_model_folder(

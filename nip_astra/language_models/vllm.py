@@ -10,8 +10,7 @@ Shape suffixes: `B` row, `C` context, `T` token of a turn or span.
 from __future__ import annotations
 
 import copy
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,9 +34,7 @@ from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.registry import register_language_model
-from nip_astra.language_models.saved_weights import save_weights
 from nip_astra.language_models.sources import (
-    SMALLEST_BFLOAT16_MODEL,
     describe_model,
     resolve_model,
 )
@@ -59,11 +56,11 @@ from nip_astra.language_models.vllm_backend.requests import (
 )
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
 from nip_astra.language_models.vllm_backend.session import VllmSession
+from nip_astra.language_models.vllm_backend.sharing import engine_dtype, is_engine_of
+from nip_astra.language_models.vllm_backend.weights import LearntWeights
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.types import LanguageModelType
 from nip_astra.utils.experimental import Experimental, tell_experimental
-
-logger = logging.getLogger(__name__)
 
 SCORE_ONE = SamplingOptions(max_new_tokens=1)
 """vLLM samples at least one token of every text that it scores."""
@@ -120,13 +117,13 @@ class VllmLanguageModel(LanguageModel):
         self.use_adapter = use_adapter
         self.token_count = TokenCount()
         self.gap = SamplerGap()
+        self.weights: LearntWeights | None = None
         self._banned_ids = find_banned_ids(tokenizer, end_ids, vocab_size)
         self._num_parameters = num_parameters
-        self._identity = object()
-        self._num_passes = 0
         if scorer is not None:
             scorer.token_count = self.token_count
-            self.engine.note_weights(self._version())
+            self.weights = LearntWeights(scorer)
+            self.engine.note_weights(self.weights.version)
 
     @classmethod
     def load(
@@ -151,7 +148,7 @@ class VllmLanguageModel(LanguageModel):
             scorer = HuggingFaceLanguageModel.load(
                 parameters, device=device, scenario_dir=scenario_dir, trainable=True
             )
-        dtype = _engine_dtype(parameters.dtype, about.num_parameters)
+        dtype = engine_dtype(parameters.dtype, about.num_parameters)
         if scorer is not None and parameters.dtype in ("auto", "fastest"):
             dtype = "bfloat16" if scorer.dtype == torch.bfloat16 else "float32"
         has_adapter = scorer is not None and scorer.has_adapter
@@ -194,9 +191,10 @@ class VllmLanguageModel(LanguageModel):
         """A model on the same engine that never learns and has no adapter."""
         twin = copy.copy(self)
         twin.scorer, twin.use_adapter = scorer, False
-        twin.token_count, twin.gap, twin._identity = TokenCount(), SamplerGap(), object()
+        twin.token_count, twin.gap, twin.weights = TokenCount(), SamplerGap(), None
         if scorer is not None:
             scorer.token_count = twin.token_count
+            twin.weights = LearntWeights(scorer)
         return twin
 
     def frozen_reference(self) -> VllmLanguageModel:
@@ -208,33 +206,12 @@ class VllmLanguageModel(LanguageModel):
             return None
         if parameters.type_name != LanguageModelType.VLLM:
             return self.scorer.base_for(parameters)
-        dtype = _engine_dtype(parameters.dtype, self.num_parameters())
-        is_same = parameters.model == self.source and dtype == self.engine.options.dtype
-        if not (self.scorer.has_adapter and is_same and self._has_engine_of(parameters)):
+        options = self.engine.options
+        is_same = parameters.model == self.source
+        is_same &= engine_dtype(parameters.dtype, self.num_parameters()) == options.dtype
+        if not (self.scorer.has_adapter and is_same and is_engine_of(options, parameters)):
             return None
         return self._twin(None)
-
-    def _has_engine_of(self, parameters: Any) -> bool:
-        """Say whether the engine is as asked for; what is left at its default is not asked for."""
-        fields, options = type(parameters).model_fields, self.engine.options
-        held = {
-            "max_model_len": options.max_model_len,
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-            "decode_graphs": "never" if options.enforce_eager else "always",
-        }
-        others = [
-            name
-            for name, value in held.items()
-            if getattr(parameters, name) not in (fields[name].default, value)
-        ]
-        if others:
-            logger.info(
-                "%r gets an engine of its own, since its %s differs from that of the engine of the "
-                "model that learns",
-                parameters.model,
-                " and ".join(others),
-            )
-        return not others
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         if self.scorer is not None:
@@ -278,34 +255,13 @@ class VllmLanguageModel(LanguageModel):
                 "max_model_len."
             )
         arguments = sampling_arguments(options, end_ids=self.end_ids, banned_ids=self._banned_ids)
-        replies = self.engine.generate(requests, arguments, adapter=self._sync())
+        adapter = None
+        if self.weights is not None:
+            adapter = self.weights.send(self.engine, use_adapter=self.use_adapter)
+        replies = self.engine.generate(requests, arguments, adapter=adapter)
         self.token_count.forwarded += sum(reply.num_forwarded for reply in replies)
         self.token_count.head_rows += sum(len(reply.ids) for reply in replies)
         return replies
-
-    def _sync(self) -> Any:
-        """Send the engine what has changed, and return the adapter to sample with, or None."""
-        if self.scorer is None:
-            return None
-        module = self.scorer.module
-        if self.scorer.has_adapter:
-            if not self.use_adapter:
-                return None
-            return self.engine.hold_adapter(
-                self._version(), lambda folder: save_weights(module, folder)
-            )
-
-        def weights() -> Iterable[tuple[str, Tensor]]:
-            return ((name, weight.detach()) for name, weight in module.named_parameters())
-
-        self.engine.hold_weights(self._version(), weights)
-        return None
-
-    def _version(self) -> tuple[object, int, tuple[int, ...]]:
-        # Changes in place count a tensor's version up, though not those of every optimizer (fused,
-        # 8-bit) nor writes through `.data`: passes with gradients are counted too.
-        versions = tuple(parameter._version for parameter in self.parameters())
-        return self._identity, self._num_passes, versions
 
     def rescored(
         self, contexts: Sequence[Sequence[int]], rows_per_context: int, said: Generation
@@ -352,7 +308,8 @@ class VllmLanguageModel(LanguageModel):
             return TokenScores(self._scored_by_engine(*rows))
         if self.scorer is not None and self.scorer.trainable and torch.is_grad_enabled():
             # An update begins.
-            self._num_passes += 1
+            assert self.weights is not None
+            self.weights.num_passes += 1
             self.engine.sleep()
         score = super().token_scores if self.scorer is None else self.scorer.token_scores
         return score(*rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden, drawn=drawn)
@@ -418,10 +375,3 @@ class VllmLanguageModel(LanguageModel):
                 "are in vLLM alone. Copy the files that it was loaded from."
             )
         return self.scorer
-
-
-def _engine_dtype(asked: str, num_parameters: int) -> str:
-    """What an engine without a scorer computes in."""
-    if asked == "fastest":
-        return "bfloat16" if num_parameters >= SMALLEST_BFLOAT16_MODEL else "float32"
-    return "float32" if asked == "auto" else asked

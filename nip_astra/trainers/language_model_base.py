@@ -33,7 +33,7 @@ from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
 from nip_astra.trainers.language_model.continuations import logprobs_of
 from nip_astra.trainers.language_model.experience import Experience as Experience
-from nip_astra.trainers.language_model.keeping import keep_policy
+from nip_astra.trainers.language_model.keeping import keep_policy, take_best
 from nip_astra.trainers.language_model.processes import (
     divided,
     lead,
@@ -44,6 +44,7 @@ from nip_astra.trainers.language_model.state import LanguageModelState
 from nip_astra.trainers.language_model.steps import (
     non_finite_error,
     num_tokens_in_step,
+    speed_and_memory,
     token_metrics,
     write_step_totals,
 )
@@ -51,7 +52,7 @@ from nip_astra.trainers.optimization import build_optimizer, learning_rate
 from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
-from nip_astra.utils.processor import choose_num_processes, peak_memory_bytes
+from nip_astra.utils.processor import choose_num_processes
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +204,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             with ExitStack() as stack:
                 self._build_test_context(stack)
                 if self.state.best_dev_value is not None:
-                    # The weights that did best on the dev prompts.
-                    self._restore_best()
+                    take_best(self.service, self._checkpoint_store(), self.team)
                 lead(self, self._measure_after)
         if self.team.is_leader:
             self._save_models()
@@ -335,9 +335,7 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _finish_iteration(self, context: IterationContext, timings: dict[str, float]) -> None:
         metrics = self.state.end()
-        seconds = timings["time/collect_seconds"] + timings["time/update_seconds"]
-        timings["time/tokens_per_second"] = metrics.get("tokens/generated", 0) / max(seconds, 1e-9)
-        timings["memory/peak_gib"] = peak_memory_bytes() / 2**30
+        timings |= speed_and_memory(timings, metrics)
         is_best = False
         period = self.training.eval_period
         if period and self.state.iteration % period == 0:
@@ -374,20 +372,6 @@ class LanguageModelTrainer(TensorDictTrainer):
     def load_models(self, directory: Path) -> None:
         """Read what `save_models` wrote."""
         self.service.load_state(directory)
-
-    def _restore_best(self) -> None:
-        """Take the weights of the best checkpoint.
-
-        Raises
-        ------
-        CheckpointError
-            When it is lost or corrupt.
-        """
-        store = self._checkpoint_store()
-        best = self.team.from_leader("" if store is None else str(store.open_best()))
-        if best:
-            self.service.load_state(Path(best))
-            logger.info("restored the best checkpoint %s", Path(best).name)
 
     def _save_models(self) -> None:
         """Write the trained policy in Hugging Face layout, and hand it to the tracker."""

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
-from torch import Tensor, nn
+from torch import nn
 from torchrl.objectives import LossModule
 
 from nip_astra.checkpoints.run_state import Part, RunState
@@ -56,11 +56,7 @@ from nip_astra.trainers.protocol.results import as_of_test, estimate_cost, resul
 from nip_astra.trainers.protocol.state import RlState
 from nip_astra.trainers.protocol.statistics import (
     EpisodeLedger,
-    MetricSums,
-    episode_statistics,
-    frame_statistics,
-    mean_over_agents,
-    policy_figures,
+    iteration_statistics,
     read,
     timings_of,
 )
@@ -70,9 +66,6 @@ from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer,
 
 Gae = nn.Module
 """Called with a batch [E, T]; writes value, advantage and value target under `agents`."""
-
-SHARED_FIGURES = ("kl", "clip_fraction", "outside_fraction", "ess")
-"""Figures of agents whose mean over the agents is logged as well."""
 
 
 class TensorDictRlTrainer(TensorDictTrainer):
@@ -247,7 +240,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
         timings = timings_of(batch.numel(), started, collected)
 
         def finish() -> None:
-            statistics = read(metrics | self._statistics(batch, metrics))
+            names, ended = self.agents.names, self.ledger.ended(batch)
+            statistics = read(metrics | iteration_statistics(batch, ended, metrics, names))
             statistics |= self.message_regression.regress(batch, self.agents, iteration)
             statistics |= self._extra_metrics(batch, iteration)
             if iteration % self.settings.rollout_sample_period == 0:
@@ -311,17 +305,6 @@ class TensorDictRlTrainer(TensorDictTrainer):
             parts.append(self.sampler.look_ahead(num_left))
         batch["agents", "reward_to_go"] = reward_to_go_of(parts, gamma=self.rl.gamma)
         return batch
-
-    def _statistics(self, batch: TensorDict, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        names = self.agents.names
-        figures = MetricSums()
-        figures.add(policy_figures(batch, names))
-        return {
-            **episode_statistics(self.ledger.ended(batch), names),
-            **frame_statistics(batch, names),
-            **figures.result(),
-            **mean_over_agents(metrics, names, SHARED_FIGURES),
-        }
 
     def _finish_iteration(
         self, context: IterationContext, statistics: dict[str, float], timings: dict[str, float]

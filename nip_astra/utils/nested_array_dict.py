@@ -12,62 +12,14 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nip_astra.errors import DataError
+from nip_astra.utils.array_kinds import KINDS, Array, as_array, is_equal, zeros
 
-Array: TypeAlias = NDArray[Any]
 Key: TypeAlias = str | tuple[str, ...]
 Value: TypeAlias = "Array | NestedArrayDict"
 
-TEXT = np.dtypes.StringDType(na_object=None)
-"""Type of arrays of texts, in which None is a missing text."""
-_KINDS: dict[str, Any] = {"int64": np.int64, "float64": np.float64, "bool": np.bool_, "str": TEXT}
 _FORMAT = "nested_array_dict/1"
-
-
-def as_array(value: object) -> Array:
-    """A value as an array of whole numbers, numbers, truth values or texts.
-
-    Parameters
-    ----------
-    value : array_like
-        Numbers, booleans, or texts and None; nested sequences or an array.
-
-    Returns
-    -------
-    numpy.ndarray
-        int64, float64, bool or `TEXT`. An array that has one of these types is not copied.
-
-    Raises
-    ------
-    DataError
-        When the value is ragged, or holds anything else: objects are never kept.
-    """
-    try:
-        array = np.asarray(value)
-    except ValueError as error:
-        raise DataError(
-            f"a value of a NestedArrayDict is no array: {error}; pad it first"
-        ) from error
-    if array.dtype.kind == "T":
-        return array if array.dtype == TEXT else array.astype(TEXT)
-    if array.dtype.kind == "U":
-        return array.astype(TEXT)
-    if array.dtype.kind == "b":
-        return array
-    if array.dtype.kind in "iu":
-        return array.astype(np.int64, copy=False)
-    if array.dtype.kind == "f":
-        return array.astype(np.float64, copy=False)
-    if array.dtype.kind == "O" and all(
-        text is None or isinstance(text, str) for text in array.flat
-    ):
-        return array.astype(TEXT)
-    raise DataError(
-        f"a value of a NestedArrayDict has the type {array.dtype}; it holds whole numbers, floats, "
-        "booleans and texts (None for a missing one). Convert it, or keep it elsewhere"
-    )
 
 
 class NestedArrayDict:
@@ -138,7 +90,7 @@ class NestedArrayDict:
             return False
         own, others = dict(self.items(True, True)), dict(other.items(True, True))
         return own.keys() == others.keys() and all(
-            array.dtype == others[key].dtype and _equal(array, others[key])
+            array.dtype == others[key].dtype and is_equal(array, others[key])
             for key, array in own.items()
         )
 
@@ -214,7 +166,7 @@ class NestedArrayDict:
         leaves = [
             {
                 "key": list(names_of(key)),
-                "dtype": next(name for name, dtype in _KINDS.items() if array.dtype == dtype),
+                "dtype": next(name for name, dtype in KINDS.items() if array.dtype == dtype),
                 "shape": array.shape,
                 "values": array.ravel().tolist(),
             }
@@ -240,7 +192,7 @@ class NestedArrayDict:
                 raise DataError(f"{path} has the format {body['format']!r}, not {_FORMAT!r}")
             result = cls(batch_size=body["batch_size"])
             for leaf in body["leaves"]:
-                values = np.array(leaf["values"], dtype=_KINDS[leaf["dtype"]])
+                values = np.array(leaf["values"], dtype=KINDS[leaf["dtype"]])
                 result[tuple(leaf["key"])] = values.reshape(leaf["shape"])
         except DataError:
             raise
@@ -362,17 +314,6 @@ def _dimensions_of(part: Any) -> int:
 
 def _same(array: Array) -> Array:
     return array
-
-
-def zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """An array of 0, False or missing texts."""
-    return np.full(shape, None, dtype=TEXT) if dtype == TEXT else np.zeros(shape, dtype)
-
-
-def _equal(first: Array, second: Array) -> bool:
-    if first.dtype == TEXT:
-        return first.shape == second.shape and first.tolist() == second.tolist()
-    return np.array_equal(first, second, equal_nan=first.dtype.kind == "f")
 
 
 def _check_alike(items: Sequence[NestedArrayDict], but: int | None = None) -> NestedArrayDict:

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ import yaml
 
 from nip_astra import __version__
 from nip_astra.cli.app import main
-from tests.toy_scenario import toy_scenario_in
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -24,12 +23,6 @@ class Said(NamedTuple):
     code: int
     out: str
     err: str
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with toy_scenario_in(tmp_path_factory.mktemp("toy") / "toy_scenario") as folder:
-        yield folder
 
 
 @pytest.fixture

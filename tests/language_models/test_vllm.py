@@ -233,7 +233,8 @@ def test_log_probabilities_are_the_trainers_and_the_gap_is_told(
     model = load(model_dir, dtype="float32")
     # As if a sync had been forgotten.
     change(model)
-    model.engine.note_weights(model._version())
+    assert model.weights is not None
+    model.engine.note_weights(model.weights.version)
     found = model.generate(CONTEXTS, 2, uniforms(6), OPTIONS)
     assert model.scorer is not None
     rows = pad_left([c for c in CONTEXTS for _ in range(2)], CPU)

@@ -135,11 +135,7 @@ def test_a_file_of_a_newer_version_is_refused_with_the_reason(version: str) -> N
     with pytest.raises(ParameterError) as caught:
         PLAIN.from_dict(BASE | {"package_version": version, "seed": -1})
     assert [fault.path for fault in caught.value.faults] == ["seed", "package_version"]
-    assert str(caught.value.faults[1]) == (
-        f"package_version: was written by a newer nip_astra than the installed {__version__}, "
-        f'which may lack or read otherwise what it asks for; given "{version}". Install nip_astra '
-        f"{version}."
-    )
+    assert says(caught.value.faults[1], "newer", __version__, f'"{version}"', "Install", version)
 
 
 def test_a_newer_patch_of_the_same_release_is_read() -> None:

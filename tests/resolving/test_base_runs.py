@@ -27,16 +27,9 @@ from nip_astra.tracking import wandb_runs
 from nip_astra.version import __version__
 from tests.messages import says
 from tests.toy_protocol_scenario import KIND, SMALL, toy_scenario_folder
-from tests.toy_scenario import toy_scenario_in
 from tests.tracking.test_wandb_runs import FakeApi, FakeArtifact
 
 PARAMETERS, RERUN = "base_run_type=parameters", "base_run_type=rerun_tests"
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with toy_scenario_in(tmp_path_factory.mktemp("toy") / "toy_scenario") as folder:
-        yield folder
 
 
 @pytest.fixture(scope="module")

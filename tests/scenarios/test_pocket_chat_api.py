@@ -15,12 +15,6 @@ from tests.chat_service import behind_an_address, pocket_target
 pytest.importorskip("openai")
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def play(scenario: str, folder: Path, *overrides: str) -> Any:
     small = (
         *("training.num_iterations=1", "training.num_episodes_per_experience=1"),

@@ -30,12 +30,6 @@ pytest.importorskip("openai")
 HISTORY = (Message("assistant", "good day"), Message("user", "hello you"))
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def build(stub: ChatStub, **parameters: Any) -> JudgeScorer:
     values: dict[str, Any] = {
         "base_url": stub.base_url,

@@ -31,12 +31,6 @@ SAID = SupervisedExample(
 LIKED = PreferenceExample(({"role": "user", "content": "hello"},), "good day", "stupid cat")
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def client(service: Running, **fields: Any) -> OpenAIChatModel:
     values = {"base_url": service.base_url, "model": "tiny"} | fields
     return OpenAIChatModel(OpenAIChatModel.Parameters(**values))

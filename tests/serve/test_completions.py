@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,6 @@ from nip_astra.serve.completions import CompletionStore
 from tests.serve.running import Running, running
 
 BODY = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
-
-
-@pytest.fixture(scope="module")
-def service(tiny_model_dir: Path) -> Iterator[Running]:
-    with running({"tiny": str(tiny_model_dir)}) as service:
-        yield service
 
 
 def ask(service: Running, key: str | None, **more: Any) -> httpx.Response:

@@ -28,7 +28,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.language_models.services.requests import ask, saying
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub
-from tests.serve.running import Running, running
+from tests.serve.running import Running
 from tests.tiny import write_scenario
 
 NEVER = threading.Event()
@@ -68,18 +68,6 @@ PASSING: dict[str, tuple[Fault, str]] = {
     "empty choice": (changed(choices=[{}]), "malformed"),
 }
 """Faults that another attempt survives, and what the failed attempt is counted as."""
-
-
-@pytest.fixture(scope="module")
-def service(tiny_model_dir: Path) -> Iterator[Running]:
-    with running({"tiny": str(tiny_model_dir)}) as service:
-        yield service
-
-
-@pytest.fixture(autouse=True)
-def _no_proxy_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 @contextmanager

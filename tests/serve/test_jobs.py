@@ -81,12 +81,6 @@ def preferences() -> bytes:
 
 
 @pytest.fixture(scope="module")
-def service(tiny_model_dir: Path) -> Iterator[Running]:
-    with running({"tiny": str(tiny_model_dir)}) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
 def client(service: Running) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=service.base_url, api_key="any", max_retries=0) as client:
         yield client
@@ -383,10 +377,8 @@ class Insistent:
 
 @pytest.mark.slow  # several processes, each of which imports torch
 def test_a_kill_of_the_service_amid_job_upload_and_completion_loses_nothing_finished(
-    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
     store = JobStore(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

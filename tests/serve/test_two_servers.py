@@ -60,9 +60,7 @@ def server(request: Any, model_dir: Path, tmp_path_factory: Any) -> Iterator[Ser
 
 
 @pytest.fixture(autouse=True)
-def _known_differences(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
+def _known_differences(request: pytest.FixtureRequest) -> None:
     server: Server = request.getfixturevalue("server")
     about = request.node.get_closest_marker("about").args[0]
     if about in server.differences:

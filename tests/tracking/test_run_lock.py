@@ -15,6 +15,7 @@ import pytest
 from nip_astra.errors import RunDirectoryError
 from nip_astra.tracking import run_lock as module
 from nip_astra.tracking.run_lock import LOCK, run_lock
+from tests.messages import says
 
 HOLDER = """
 import sys
@@ -34,11 +35,7 @@ def refusal(directory: Path) -> str:
 
 def test_a_second_one_is_told_who_is_at_work_and_what_to_do(tmp_path: Path) -> None:
     with run_lock(tmp_path):
-        assert refusal(tmp_path) == (
-            f"the run {tmp_path.name!r} was to be worked on, but process {os.getpid()} is at work "
-            f"on it. Wait until it ends, or stop it by `kill {os.getpid()}`, which saves its work "
-            "first."
-        )
+        assert says(refusal(tmp_path), repr(tmp_path.name), os.getpid(), f"`kill {os.getpid()}`")
     with run_lock(tmp_path):
         pass
 

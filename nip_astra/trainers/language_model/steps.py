@@ -5,7 +5,7 @@ Shape suffixes: `B` sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from tensordict import TensorDict
@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from nip_astra.errors import NonFiniteLossError
 from nip_astra.language_models.base import TokenCount
 from nip_astra.trainers.language_model.state import LanguageModelState
+from nip_astra.utils.processor import peak_memory_bytes
 
 STEP_TOTALS = "step_totals"
 """Column of a batch: trained tokens and samples of the whole optimizer step, int64 `[B, 2]`."""
@@ -48,6 +49,17 @@ def token_metrics(spent: TokenCount) -> dict[str, float]:
     return {
         "tokens/update_forwarded": float(spent.forwarded),
         "tokens/update_forwarded_per_unique": spent.forwarded / max(spent.scored, 1),
+    }
+
+
+def speed_and_memory(
+    timings: Mapping[str, float], metrics: Mapping[str, float]
+) -> dict[str, float]:
+    """How many tokens an iteration sampled a second, and the most memory so far."""
+    seconds = timings["time/collect_seconds"] + timings["time/update_seconds"]
+    return {
+        "time/tokens_per_second": metrics.get("tokens/generated", 0) / max(seconds, 1e-9),
+        "memory/peak_gib": peak_memory_bytes() / 2**30,
     }
 
 

@@ -21,6 +21,9 @@ from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.scenario_base.protocol.message_space import MASKED
 from nip_astra.utils.processor import peak_memory_bytes
 
+SHARED_FIGURES = ("kl", "clip_fraction", "outside_fraction", "ess")
+"""Figures of agents whose mean over the agents is logged as well."""
+
 
 @dataclass(frozen=True)
 class EndedEpisodes:
@@ -245,6 +248,28 @@ def mean_over_agents(
         if values:
             found[figure] = torch.stack(values).nanmean()
     return found
+
+
+def iteration_statistics(
+    batch: TensorDict, ended: EndedEpisodes, metrics: Mapping[str, Tensor], names: Sequence[str]
+) -> dict[str, Tensor]:
+    """What is logged of an iteration beside what its minibatches gave.
+
+    Parameters
+    ----------
+    ended : EndedEpisodes
+        Episodes that ended in the batch.
+    metrics : Mapping
+        Of the minibatches, of which some are averaged over agents.
+    """
+    figures = MetricSums()
+    figures.add(policy_figures(batch, names))
+    return {
+        **episode_statistics(ended, names),
+        **frame_statistics(batch, names),
+        **figures.result(),
+        **mean_over_agents(metrics, names, SHARED_FIGURES),
+    }
 
 
 def read(metrics: Mapping[str, Tensor], prefix: str = "") -> dict[str, float]:

@@ -21,12 +21,6 @@ from tests.scorers.chat_stub import ChatStub, Reply, chat_stub
 pytest.importorskip("openai")
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def build(stub: ChatStub, **parameters: Any) -> OpenAIChatModel:
     values = {"base_url": stub.base_url, "model": "model-1"} | parameters
     return OpenAIChatModel(OpenAIChatModel.Parameters(**values))

@@ -31,12 +31,6 @@ SAID = SupervisedExample(
 LIKED = PreferenceExample(({"role": "user", "content": "hé"},), "ho", "no")
 
 
-@pytest.fixture(autouse=True)
-def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def use(
     stub: JobStub, do: Callable[[OpenAIFineTuning], Awaitable[T]], pauses: list[float] | None = None
 ) -> T:

@@ -359,12 +359,8 @@ def test_without_a_run_nothing_is_remembered() -> None:
 # ---- the whole way to a faulty service
 
 
-def test_a_run_of_faults_is_survived_and_paid_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_faults_is_survived_and_paid_for_once(tmp_path: Path) -> None:
     pytest.importorskip("openai")
-    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
     replies = [
         Reply(429, body="wait", headers={"Retry-After": "9"}),
         Reply(429, body="wait"),

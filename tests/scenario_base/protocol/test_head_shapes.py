@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from nip_astra.errors import AgentShapeError
-from nip_astra.scenario_base.protocol.tensordict_agents import PolicyOutput
+from tests.messages import says
 from tests.toy_protocol_scenario import (
     ToyBody,
     ToyPolicyHead,
@@ -76,64 +75,50 @@ def test_parts_are_asked_as_in_a_test_so_that_what_they_count_stays(
     assert modes == [False] * 4, "two agents, two bodies each"
 
 
-def test_message_logits_of_another_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    def flat(output: PolicyOutput) -> PolicyOutput:
-        return output._replace(message_logits_BVPS=output.message_logits_BVPS.flatten(1))
-
-    assert refusal(monkeypatch, ToyPolicyHead, "logits", flat) == (
-        "the agent 'prover' was to be built, but its policy head ToyPolicyHead gives, for 5 "
-        "frames, message_logits_BVPS: numbers of shape [5, 2]. Needed: numbers of shape [5, 1, 1, "
-        "2]; the agent has num_visible 1, message_size 1, num_symbols 2, num_linear_symbols 0, "
-        "d_representation 16 and no decision. Mend what the scenario builds as policy head."
-    )
-
-
-def test_a_verifier_without_decision_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refusal(
-        monkeypatch, ToyPolicyHead, "logits", lambda out: out._replace(decision_logits_B3=None)
-    )
-    assert "the agent 'verifier'" in message
-    assert "decision_logits_B3: None. Needed: numbers of shape [5, 3];" in message
-
-
-def test_linear_logits_where_there_are_no_such_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
-    def more(output: PolicyOutput) -> PolicyOutput:
-        return output._replace(linear_logits_BVPL=output.message_logits_BVPS)
-
-    message = refusal(monkeypatch, ToyPolicyHead, "logits", more)
-    assert "linear_logits_BVPL: numbers of shape [5, 1, 1, 2]. Needed: None;" in message
-
-
-def test_a_policy_head_that_gives_a_tuple(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refusal(monkeypatch, ToyPolicyHead, "logits", tuple)
-    assert "gives, for 5 frames, a tuple. Needed: a PolicyOutput;" in message
-
-
-def test_values_with_a_dimension_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refusal(monkeypatch, ToyValueHead, "forward", lambda values: values.unsqueeze(-1))
-    assert "value head ToyValueHead gives, for 5 frames, numbers of shape [5, 1]" in message
-    assert "Needed: numbers of shape [5];" in message
-
-
-def test_labels_instead_of_their_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refusal(monkeypatch, ToySoloHead, "forward", lambda logits: logits.argmax(-1))
-    assert "solo head ToySoloHead gives, for 5 frames, torch.int64 of shape [5]" in message
+WRONG = {
+    "message logits of another shape": (
+        ToyPolicyHead,
+        lambda out: out._replace(message_logits_BVPS=out.message_logits_BVPS.flatten(1)),
+        ["'prover'", "policy head ToyPolicyHead", "5 frames", "message_logits_BVPS", "[5, 2]"],
+    ),
+    "a verifier without decision logits": (
+        ToyPolicyHead,
+        lambda out: out._replace(decision_logits_B3=None),
+        ["'verifier'", "decision_logits_B3", "None", "Needed", "[5, 3]"],
+    ),
+    "linear logits where there are no such symbols": (
+        ToyPolicyHead,
+        lambda out: out._replace(linear_logits_BVPL=out.message_logits_BVPS),
+        ["linear_logits_BVPL", "[5, 1, 1, 2]", "Needed", "None", "num_symbols 2", "no decision"],
+    ),
+    "a tuple": (ToyPolicyHead, tuple, ["a tuple", "Needed", "PolicyOutput"]),
+    "values with a dimension too many": (
+        ToyValueHead,
+        lambda values: values.unsqueeze(-1),
+        ["value head ToyValueHead", "[5, 1]", "Needed", "[5]"],
+    ),
+    "labels instead of their logits": (
+        ToySoloHead,
+        lambda logits: logits.argmax(-1),
+        ["solo head ToySoloHead", "int64", "[5]"],
+    ),
+    "a body that forgets the frames": (
+        ToyBody,
+        lambda read: {name: value.mean(0) for name, value in read.items()},
+        ["body ToyBody", "representation", "[16]", "Needed", "[5, ...]"],
+    ),
+    "a body whose width the head cannot read": (
+        ToyBody,
+        lambda read: {"representation": torch.zeros(5, 3)},
+        ["policy head ToyPolicyHead", "fails", "RuntimeError", "d_representation 16"],
+    ),
+}
 
 
-def test_a_body_that_forgets_the_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    def mean(read: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.mean(0) for name, value in read.items()}
-
-    message = refusal(monkeypatch, ToyBody, "forward", mean)
-    assert "body ToyBody gives, for 5 frames, representation: numbers of shape [16]" in message
-    assert "Needed: numbers of shape [5, ...];" in message
-
-
-def test_a_head_that_fails_on_what_the_body_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    message = refusal(
-        monkeypatch, ToyBody, "forward", lambda read: {"representation": torch.zeros(5, 3)}
-    )
-    assert (
-        "its policy head ToyPolicyHead fails on 5 first frames: RuntimeError: mat1 and" in message
-    )
-    assert "d_representation 16 and no decision." in message
+@pytest.mark.parametrize("case", WRONG)
+def test_what_a_part_gives_wrongly_is_told_with_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    part, change, words = WRONG[case]
+    method = "logits" if part is ToyPolicyHead else "forward"
+    assert says(refusal(monkeypatch, part, method, change), *words)

@@ -1,0 +1,21 @@
+"""A text service for the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.serve.running import Running
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model_dir: Path) -> Iterator[Running]:
+    """A service of the tiny model, in a thread of this process."""
+    from tests.serve.running import running
+
+    with running({"tiny": str(tiny_model_dir)}) as service:
+        yield service
