@@ -403,4 +403,4 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     def _warn(self, text: str) -> None:
         self.results.setdefault("warnings", []).append(text)
-        logger.warning(text)
+        logger.warning(text, extra={"told_at_the_end": True})
