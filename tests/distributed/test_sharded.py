@@ -106,7 +106,10 @@ def gap_of(some: dict[str, Tensor], others: dict[str, Tensor]) -> float:
         ),
         # With a value head, which every process holds whole.
         pytest.param("ast_ppo", (), marks=pytest.mark.slow),
-        ("self_hosted_grpo", ("task.policy.language_model.lora.rank=2",)),
+        pytest.param(
+            *("self_hosted_grpo", ("task.policy.language_model.lora.rank=2",)),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("self_hosted_grpo", (), marks=pytest.mark.slow),
         # Played by a copy of older weights, which the leader has.
         pytest.param("ast_dpo", ("ast_dpo.max_staleness=1",), marks=pytest.mark.slow),

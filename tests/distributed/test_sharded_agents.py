@@ -153,6 +153,7 @@ def test_divided_agents_go_on_in_another_number_of_processes(tmp_path: Path) -> 
         assert gap_of(weights_of(whole), weights_of(path)) < 1e-4
 
 
+@pytest.mark.slow
 def test_divided_agents_of_which_a_process_is_killed_go_on_from_the_last_checkpoint(
     tmp_path: Path,
 ) -> None:

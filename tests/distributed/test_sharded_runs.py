@@ -120,6 +120,21 @@ def test_a_divided_run_goes_on_in_any_number_of_processes(
     assert (stopped / "results.json").is_file()
     # float32, and one process reads trees of tokens where divided weights read rows.
     assert gap_of(whole, stopped) <= (0 if is_exact else 1e-4)
+    if what == "adapted" and after == 2:
+        check_parts_of_adapter(stopped, tmp_path / "joined")
+
+
+def check_parts_of_adapter(path: Path, joined: Path) -> None:
+    """A checkpoint has the adapter alone, which is joined for others."""
+    latest = CheckpointStore(path / "checkpoints").latest()
+    assert latest is not None
+    parts = load_whole(latest / "attacker" / "shards")
+    assert {name.split(".")[-2] for name in parts} == {"lora_A", "lora_B"}
+    export(str(path), form="huggingface", output=str(joined), code=RunCode([], False))
+    weights = load_causal_lm(str(joined), None).state_dict()
+    # The run has left the model with the adapter added in.
+    for name, weight in weights_of(path).items():
+        torch.testing.assert_close(weights[name], weight)
 
 
 def test_parts_are_joined_for_others_and_a_lost_one_is_told_with_the_checkpoint_that_is_good(
@@ -148,21 +163,6 @@ def test_parts_are_joined_for_others_and_a_lost_one_is_told_with_the_checkpoint_
     (tmp_path / lost.name).rename(lost)
     lost.write_bytes(lost.read_bytes()[:-1] + b"x")
     assert says(failed(), f"shards/{lost.name} is corrupt")
-
-
-def test_parts_of_an_adapter_are_joined_for_others(
-    adapted: ResolvedExperiment, tmp_path: Path
-) -> None:
-    path = tmp_path / "run"
-    together(lambda store: run(adapted, path, store), tmp_path)
-    (_, latest) = sorted((path / "checkpoints").glob("step_*"))
-    parts = latest / "attacker" / "shards"
-    assert {name.rsplit(".", 2)[1] for name in load_whole(parts)} == {"lora_A", "lora_B"}
-    export(str(path), form="huggingface", output=str(tmp_path / "joined"), code=RunCode([], False))
-    joined = load_causal_lm(str(tmp_path / "joined"), None).state_dict()
-    # The run has left the model with the adapter added in.
-    for name, weight in weights_of(path).items():
-        torch.testing.assert_close(joined[name], weight)
 
 
 def test_a_divided_run_of_which_a_process_is_killed_goes_on_from_its_last_checkpoint(

@@ -195,7 +195,7 @@ class ShardedAgents:
         own = {name: agents[name] for name in agents.names}
         if team.is_leader:
             own = copy.deepcopy(own)
-        mesh = team.mesh(whole[0].device)
+        mesh = team.mesh(next((weight.device for weight in whole), torch.device("cpu")))
         parts = {name: ShardedAgent(agent, mesh) for name, agent in own.items()}
         self.agents = CombinedAgents(parts, agents.protocol, agents.space)
         self.optimizers = ShardedOptimizers(parts, optimizers.rl, team)
