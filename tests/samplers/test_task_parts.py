@@ -268,5 +268,6 @@ def test_a_trajectory_is_made_of_what_it_tells() -> None:
     assert torch.equal(other.tokens, one.tokens)
     assert torch.equal(other.loss_mask, one.loss_mask)
     assert other.logprobs is not None
+    assert one.logprobs is not None
     assert torch.equal(other.logprobs, one.logprobs)
     assert (other.reward, other.run_id, other.group_id, other.problem) == (0.5, "a", None, 3)
