@@ -8,21 +8,24 @@ together. Environments step where their episode is played; all are rated in this
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from nip_astra.distributed.team import Team
 from nip_astra.errors import WorkerProcessError
+from nip_astra.language_models.base import TokenModel
 from nip_astra.rollouts.trajectory import TokenSpan
 from nip_astra.samplers.parts import (
     Played,
     are_played_by_actors,
     begin_parts,
-    pays_to_fork,
+    can_be_forked,
     play_here,
     play_parts,
 )
@@ -44,6 +47,11 @@ from nip_astra.utils.cutting import cut_evenly
 
 PLAY_TASK = "play_task"
 """Name of the handler that plays a shard of a task's rollout."""
+WORTH_A_FORK = 0.06
+"""Seconds of processor of a part for which a forked process takes less time than it costs."""
+
+_seconds_of_episode: WeakKeyDictionary[TokenModel, float] = WeakKeyDictionary()
+"""What an episode took of the processor when a model last played in this process alone."""
 
 
 def play_task(
@@ -112,11 +120,20 @@ def _play_in_parts(
     ]
     if are_played_by_actors([agent]):
         return begin_parts(plays, [agent])()
-    smallest = min(len(piece) for piece in pieces) * plan.num_runs
     # While rollouts are played ahead, the main thread computes: a fork would inherit its locks.
     is_alone = threading.current_thread() is threading.main_thread()
-    is_forked = is_alone and pays_to_fork([agent], smallest)
-    return play_parts(plays, [agent], len(pieces) if is_forked else 1)
+    if not (is_alone and can_be_forked([agent])):
+        return play_parts(plays, [agent], 1)
+    model = agent.language_model
+    smallest = min(len(piece) for piece in pieces) * plan.num_runs
+    if _seconds_of_episode.get(model, 0.0) * smallest >= WORTH_A_FORK:
+        return play_parts(plays, [agent], len(pieces))
+    started = time.process_time()
+    played = play_parts(plays, [agent], 1)
+    spent = (time.process_time() - started) / max(len(problems) * plan.num_runs, 1)
+    # What is played first takes longer, since memory is yet to be had.
+    _seconds_of_episode[model] = spent if model in _seconds_of_episode else 0.0
+    return played
 
 
 def _play_on_team(
