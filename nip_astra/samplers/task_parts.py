@@ -99,7 +99,7 @@ def cut_problems(agent: ConversationAgent, num_problems: int, num_parts: int) ->
     What draws elsewhere, a service or an engine, is asked about all of them at once.
     """
     is_here = agent.language_model.is_in_this_process
-    return cut_evenly(range(num_problems), min(num_parts, num_problems) if is_here else 1)
+    return cut_evenly(range(num_problems), max(min(num_parts, num_problems), 1) if is_here else 1)
 
 
 def _play_in_parts(

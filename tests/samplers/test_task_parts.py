@@ -233,9 +233,6 @@ class Team:
         self.agent, self.task = agent, task
         self.num_parts: list[int] = []
 
-    def shard_of(self, count: int, rank: int) -> range:
-        return range(count * rank // 2, count * (rank + 1) // 2)
-
     def ask(self, name: str, arguments: Sequence[Any]) -> list[Any]:
         assert name == task_parts.PLAY_TASK
         self.num_parts = [len(one["pieces"]) for one in arguments]
