@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     )
     from nip_astra.protocols.main_protocols import MnipProtocolParameters as MnipProtocolParameters
     from nip_astra.protocols.main_protocols import NipProtocolParameters as NipProtocolParameters
+    from nip_astra.protocols.moves import MessageRounds as MessageRounds
     from nip_astra.protocols.protocol_base import ACCEPT as ACCEPT
     from nip_astra.protocols.protocol_base import CONTINUE as CONTINUE
     from nip_astra.protocols.protocol_base import REJECT as REJECT
@@ -337,6 +338,7 @@ _HOMES = {
     "Message": "nip_astra.scorers.base",
     "MessageRegressionParameters": "nip_astra.parameters.message_regression",
     "MessageRegressor": "nip_astra.message_regressors.base",
+    "MessageRounds": "nip_astra.protocols.moves",
     "MissingPartError": "nip_astra.errors",
     "MnipProtocolParameters": "nip_astra.protocols.main_protocols",
     "Moves": "nip_astra.protocols.protocol_base",

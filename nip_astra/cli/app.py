@@ -295,8 +295,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("nip_astra").addHandler(logging.NullHandler())
-    logging.getLogger("nip_astra.parameters.renamed").addHandler(NoteHandler())
+    logging.getLogger("nip_astra").addHandler(NoteHandler())
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # A closed stream is none to Python, and half of what writes to it does not ask.

@@ -108,7 +108,8 @@ def resolve_run(path: Path, code: RunCode, overrides: Sequence[str] = ()) -> Res
     Raises
     ------
     ConfigurationError
-        When its agents play an interaction protocol, so that nobody attacks a target.
+        When nobody attacks a target in it: agents play an interaction protocol, or a policy
+        learns a task.
     """
     directory = RunDirectory.open(path)
     resolved = resolve_experiment(
@@ -125,6 +126,12 @@ def resolve_run(path: Path, code: RunCode, overrides: Sequence[str] = ()) -> Res
             f"agents again: nip-astra --set base_run.run={shlex.quote(str(path))} --set "
             "base_run.base_run_type=rerun_tests; to see it beside other runs: nip-astra report "
             f"{shlex.quote(str(path))} <run>"
+        )
+    if not hasattr(getattr(resolved.hyper_params, resolved.kind), "failure_threshold"):
+        raise ConfigurationError(
+            f"the conversations of {path} were to be evaluated, scored, compared or exported, but "
+            f"its scenario of kind {resolved.kind!r} has no attacker that talks to a target. Give "
+            f"a run of an ast_* trainer; to see this one: nip-astra report {shlex.quote(str(path))}"
         )
     return resolved
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from nip_astra.cli.curve_exports import export_curves, is_run_without_conversations
 from nip_astra.cli.evaluation_loading import RunCode, resolve_run
 from nip_astra.cli.stored_evaluations import final_episodes, stored_rows
 from nip_astra.cli.terminal import say
@@ -43,6 +44,9 @@ def export(path: str, *, form: str, output: str | None, code: RunCode) -> None:
         files = export_text_run(Path(path), form, folder, code)
     elif form == WEIGHTS:
         files = [export_weights(path, None if output is None else Path(output))]
+    elif is_run_without_conversations(path):
+        folder = Path(path) / EXPORTS if output is None else Path(output)
+        files = export_curves(Path(path), form, folder)
     else:
         files = _export_conversations(Path(path), form, output, code)
     for written in files:

@@ -1,22 +1,44 @@
-"""Notes of the library, for who uses the program."""
+"""Warnings of the library, for who uses the program."""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 
 from nip_astra.safe_text import safe_text
 
+MOST_ALIKE = 3
+"""Warnings of one kind that are shown; a run's log has all of them."""
+
 
 class NoteHandler(logging.Handler):
-    """Writes what the library has to say about the user's files to standard error, once each."""
+    """Writes warnings to standard error, each once and above a progress bar.
+
+    What the end of a run tells anyway, marked by `told_at_the_end`, is left to it.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(logging.WARNING)
         self._told: set[str] = set()
+        self._alike: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        if text not in self._told:
-            self._told.add(text)
-            sys.stderr.write(safe_text(f"note: {text}\n"))
+        is_error = record.levelno > logging.WARNING
+        if is_error or text in self._told or getattr(record, "told_at_the_end", False):
+            return
+        self._told.add(text)
+        self._alike[record.msg] += 1
+        if self._alike[record.msg] <= MOST_ALIKE:
+            _write(safe_text(f"warning: {text}\n"))
+
+
+def _write(line: str) -> None:
+    if "tqdm" not in sys.modules:
+        sys.stderr.write(line)
+        return
+    from tqdm import tqdm
+
+    with tqdm.external_write_mode(file=sys.stderr):
+        sys.stderr.write(line)

@@ -31,7 +31,8 @@ def serve(
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handler.setLevel(logging.WARNING)
-    logging.getLogger("nip_astra").addHandler(handler)
+    # In place of the one that tells warnings once and without the time.
+    logging.getLogger("nip_astra").handlers = [handler]
 
     def tell(settings: ServiceSettings) -> None:
         names = ", ".join(named)

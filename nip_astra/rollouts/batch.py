@@ -6,9 +6,11 @@ Shape suffixes: `B` row (trajectory), `T` token.
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -42,7 +44,7 @@ class Batch:
 
     `values` is the view of tensors and `metadata` that of all the rest: lists with an entry a row
     (`group_ids`, `run_ids`, texts) and facts of the whole batch. Either finds what stands in the
-    other. A list of numbers becomes a tensor where it is stored.
+    other. A list or array of numbers becomes a tensor where it is stored.
 
     Fields made from trajectories: `input_ids`, `position_ids` (int64), `attention_mask`,
     `loss_mask` (bool) and `logprobs` of the policy that sampled, `[B, T]`; `rewards` and
@@ -352,15 +354,19 @@ _SINGULAR = {"group_ids": "group_id", "run_ids": "run_id"}
 
 
 def _as_tensor(value: Any) -> Tensor | None:
-    """A tensor of what is one, or a list of numbers; else None."""
+    """A tensor of what is one, or numbers in a list or an array of NumPy; else None."""
     if isinstance(value, Tensor):
         return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        is_floating = value.dtype.kind == "f"
+        return torch.tensor(value, dtype=torch.get_default_dtype() if is_floating else None)
     if not isinstance(value, list | tuple):
         return None
     if all(isinstance(entry, Tensor) and entry.ndim == 0 for entry in value) and value:
         return torch.stack(list(value))
-    if all(isinstance(entry, int | float) and not isinstance(entry, bool) for entry in value):
-        return torch.tensor(value, dtype=None if value else torch.float32)
+    if all(isinstance(entry, Real) and not isinstance(entry, bool) for entry in value):
+        numbers = [one.item() if isinstance(one, np.generic) else one for one in value]
+        return torch.tensor(numbers, dtype=None if value else torch.float32)
     return None
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nip_astra.checkpoints.dumps import DUMPS, StageDumps
 from nip_astra.checkpoints.run_state import Part
+from nip_astra.distributed.parts import whole_of
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
@@ -125,7 +126,8 @@ class ServiceTrainer(LanguageModelTrainer):
             None if directory is None else directory.path / DUMPS, period=self.settings.dump_period
         )
         self._sampler, self._sampling_agent = self.policy, self.agent
-        if self.parameters.max_staleness and self.samples_in_training:
+        # What is played ahead the leader of a team plays alone.
+        if self.parameters.max_staleness and self.samples_in_training and self.team.is_leader:
             self._sampler = self.policy.sampler_copy()
             self._sampling_agent = replace(self.agent, language_model=self._sampler)
             self._ahead = PlayingAhead(
@@ -165,15 +167,22 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def after_backward(self, metrics: Mapping[str, float]) -> None:
         self.dump("loss", dict(metrics))
-        gradients = [one.grad for one in self.learned if one.grad is not None]
-        self.dump("gradients", {str(i): one for i, one in enumerate(gradients)})
+        self._dump_whole("gradients", [one.grad for one in self.learned if one.grad is not None])
 
     def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
         for number, batch in enumerate(batches):
             self.dump(f"batch_{number}", dict(batch.items()))
         metrics = super()._optimizer_step(batches)
-        self.dump("weights", {str(i): one for i, one in enumerate(self.learned)})
+        self._dump_whole("weights", self.learned)
         return metrics
+
+    def _dump_whole(self, stage: str, tensors: Sequence[Tensor]) -> None:
+        """Dump tensors that may be divided among processes, which put them together."""
+        if not self._dumps.period or self.state.iteration % self._dumps.period:
+            return
+        whole = ((str(i), whole_of(one.detach())) for i, one in enumerate(tensors))
+        # One at a time: nobody but the leader keeps them.
+        self.dump(stage, {name: one for name, one in whole if self.team.is_leader})
 
     # ---- playing
 
@@ -348,6 +357,12 @@ class ServiceTrainer(LanguageModelTrainer):
             "num_optimizer_steps": self.state.num_optimizer_steps,
         }
         self.results.setdefault("warnings", [])
+        if self.state.iteration and not self.state.num_optimizer_steps:
+            self._warn(
+                "the policy is as it was: in no iteration was there a trajectory to learn from, "
+                "since no advantage was other than 0. Compare runs of one problem (group_id) with "
+                "each other, and raise num_runs until some of them are right and some are wrong."
+            )
         for when in ("before", "after"):
             figures = self.results.get(when) or {}
             numbers = {n: v for n, v in figures.items() if isinstance(v, int | float)}

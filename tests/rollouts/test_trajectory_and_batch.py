@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -176,3 +177,21 @@ def test_an_empty_batch_is_a_batch() -> None:
     batch = Batch.from_trajectories([])
     assert len(batch) == 0
     assert batch.to_trajectories() == []
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.array([0.5, 1.0, -1.0]),
+        [np.float32(0.5), np.float64(1.0), np.float16(-1.0)],
+        (0.5, 1, -1),
+    ],
+)
+def test_numbers_of_numpy_become_tensors_too(given: Any) -> None:
+    batch = Batch.from_trajectories(some())
+    batch.metadata["advantages"] = given
+    stored = batch.values["advantages"]
+    assert stored.dtype == torch.get_default_dtype()
+    assert stored.tolist() == [0.5, 1.0, -1.0]
+    batch.values["labels"] = np.array(["a", "b", "c"])
+    assert isinstance(batch.metadata["labels"], np.ndarray)
