@@ -272,9 +272,9 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     @property
     def can_be_copied(self) -> bool:  # type: ignore[override]  # hangs on what was released
-        # Captured graphs, and matrices laid out for one processor, stay where they are.
+        # Of matrices that are laid out for one processor alone nothing can be made elsewhere.
         is_whole = not self._snapshot.is_released or self._load_again is not None
-        return type(self) is HuggingFaceLanguageModel and self._steps is None and is_whole
+        return type(self) is HuggingFaceLanguageModel and is_whole
 
     def shared_parts(self) -> list[object]:
         # Of a module whose matrices were freed nothing can be made.

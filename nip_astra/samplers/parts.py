@@ -141,9 +141,9 @@ def _warn_once(roles: str) -> None:
     )
 
 
-def pays_to_fork(agents: Sequence[Speaker | TextAttacker], smallest: int) -> bool:
-    """Say whether parts of so many nodes are worth forked processes, which can play them."""
-    return smallest >= SMALLEST_PART and all(map(_can_be_forked, agents))
+def can_be_forked(agents: Sequence[Speaker | TextAttacker]) -> bool:
+    """Say whether forked processes can play what these agents say: of small models on the CPU."""
+    return all(map(_can_be_forked, agents))
 
 
 def count_others(agents: Sequence[Speaker | TextAttacker], others: Sequence[Played[Part]]) -> None:

@@ -69,45 +69,66 @@ def openings_of(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[Ope
 
 @dataclass
 class PlayedEpisode:
-    """An episode that was played and is yet to be rated.
+    """An episode that is being played, or was and is yet to be rated.
 
     Attributes
     ----------
-    trajectories : list of Trajectory
-        Without rewards; one, unless the context lost its oldest turns.
+    group_id, run_id : str
+        Names of the problem and of its run.
+    spans : list of list
+        What was read and said in each trajectory: one, unless the context lost its oldest turns.
     is_over : bool
         Whether its environment ended it.
+    is_cut : bool
+        Whether the policy had no room to end a turn.
     """
 
+    problem: int
+    group_id: str
+    run_id: str
     episode: Episode
-    trajectories: list[Trajectory]
-    is_over: bool
-
-
-@dataclass
-class _Run:
-    """One episode in progress."""
-
-    opening: Opening
-    episode: Episode
-    turns: list[Turn] = field(default_factory=list)
-    parts: list[list[TokenSpan]] = field(default_factory=list)
+    spans: list[list[TokenSpan]] = field(default_factory=list)
     is_over: bool = False
     is_cut: bool = False
     num_turns: int = 0
 
+    def trajectories(self) -> list[Trajectory]:
+        """What is learnt from, with the reward that the episode has now."""
+        return [
+            Trajectory.from_spans(
+                spans,
+                reward=self.episode.reward,
+                group_id=self.group_id,
+                run_id=self.run_id,
+                problem=self.problem,
+                num_turns=self.num_turns,
+                is_cut=int(self.is_cut),
+            )
+            for spans in self.spans
+        ]
+
+
+@dataclass
+class _Run:
+    """One episode in progress, and what its next context is made of."""
+
+    opening: Opening
+    played: PlayedEpisode
+    turns: list[Turn] = field(default_factory=list)
+
     @property
     def known(self) -> list[int]:
         """The tokens of the trajectory in progress."""
-        return [token for span in self.parts[-1] for token in span.ids] if self.parts else []
+        spans = self.played.spans
+        return [token for span in spans[-1] for token in span.ids] if spans else []
 
     def read(self, context: Sequence[int]) -> None:
         """Go on from a context; a new trajectory begins where it does not continue the last."""
-        known = self.known
-        if not self.parts or list(context[: len(known)]) != known:
-            self.parts.append([])
+        known, spans = self.known, self.played.spans
+        if not spans or list(context[: len(known)]) != known:
+            spans.append([])
             known = []
-        self.parts[-1].append(TokenSpan(context[len(known) :]))
+        spans[-1].append(TokenSpan(context[len(known) :]))
 
 
 @dataclass(frozen=True)
@@ -142,9 +163,9 @@ def play_episodes(
     sample : Sample, optional
         What draws; the agent's own model by default.
     """
-    runs = [_Run(opening, Episode(opening.environment)) for opening in openings]
+    runs = [_Run(opening, _unplayed(opening, plan.split)) for opening in openings]
     for run in runs:
-        _hear(run, agent, run.episode.environment.reset())
+        _hear(run, agent, run.opening.environment.reset())
     active = runs
     for turn in range(plan.max_turns):
         # At first the runs of a problem have one context, which is read once.
@@ -159,10 +180,10 @@ def play_episodes(
         for index, run in enumerate(active):
             run.read(contexts[index // shared])
         _speak(active, agent, said)
-        active = [run for run in active if not run.is_over]
+        active = [run for run in active if not run.played.is_over]
         if not active:
             break
-    return [PlayedEpisode(run.episode, _trajectories(run, plan.split), run.is_over) for run in runs]
+    return [run.played for run in runs]
 
 
 def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
@@ -171,19 +192,21 @@ def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
         if not one.is_over:
             one.episode.reward = 0.0
     task.rate([one.episode for one in played if one.episode.reward is None])
-    for one in played:
-        reward = one.episode.reward
-        for trajectory in one.trajectories:
-            trajectory.reward = None if reward is None else float(reward)
     return TaskRollout(
-        [trajectory for one in played for trajectory in one.trajectories],
+        [trajectory for one in played for trajectory in one.trajectories()],
         [one.episode for one in played],
     )
 
 
+def _unplayed(opening: Opening, split: Split) -> PlayedEpisode:
+    group = f"{split}-{opening.problem}"
+    episode = Episode(opening.environment)
+    return PlayedEpisode(opening.problem, group, f"{group}-{opening.run}", episode)
+
+
 def _hear(run: _Run, agent: ConversationAgent, messages: Sequence[Message]) -> None:
     for message in messages:
-        run.episode.messages.append(message)
+        run.played.episode.messages.append(message)
         is_own = message.role == "assistant"
         run.turns.append(Turn(is_own, agent.conversation_format.encode(message.text)))
 
@@ -194,29 +217,14 @@ def _speak(runs: Sequence[_Run], agent: ConversationAgent, said: Generation) -> 
     lengths = said.mask_BT.sum(dim=1).tolist()
     ids, logprobs = said.ids_BT.tolist(), said.logprobs_BT.tolist()
     for index, (run, text) in enumerate(zip(runs, agent.decode(contents), strict=True)):
-        length = lengths[index]
-        run.parts[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
+        played, length = run.played, lengths[index]
+        played.spans[-1].append(TokenSpan(ids[index][:length], logprobs[index][:length]))
         run.turns.append(Turn(True, contents[index]))
-        run.is_cut |= length == len(contents[index])
-        run.num_turns += 1
-        run.episode.messages.append(Message("assistant", text))
-        reaction = run.episode.environment.step(text)
-        run.is_over = reaction.is_over
+        played.is_cut |= length == len(contents[index])
+        played.num_turns += 1
+        played.episode.messages.append(Message("assistant", text))
+        reaction = run.opening.environment.step(text)
+        played.is_over = reaction.is_over
         if reaction.is_over:
-            run.episode.reward = reaction.reward
+            played.episode.reward = reaction.reward
         _hear(run, agent, reaction.messages)
-
-
-def _trajectories(run: _Run, split: Split) -> list[Trajectory]:
-    group = f"{split}-{run.opening.problem}"
-    return [
-        Trajectory.from_spans(
-            spans,
-            group_id=group,
-            run_id=f"{group}-{run.opening.run}",
-            problem=run.opening.problem,
-            num_turns=run.num_turns,
-            is_cut=int(run.is_cut),
-        )
-        for spans in run.parts
-    ]

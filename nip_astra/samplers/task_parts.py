@@ -8,24 +8,29 @@ together. Environments step where their episode is played; all are rated in this
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from nip_astra.distributed.team import Team
 from nip_astra.errors import WorkerProcessError
-from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.language_models.base import TokenModel
+from nip_astra.rollouts.trajectory import TokenSpan
 from nip_astra.samplers.parts import (
     Played,
     are_played_by_actors,
     begin_parts,
-    pays_to_fork,
+    can_be_forked,
     play_here,
     play_parts,
 )
 from nip_astra.samplers.task_episodes import (
+    Opening,
     PlayedEpisode,
     Sample,
     TaskPlan,
@@ -42,6 +47,11 @@ from nip_astra.utils.cutting import cut_evenly
 
 PLAY_TASK = "play_task"
 """Name of the handler that plays a shard of a task's rollout."""
+WORTH_A_FORK = 0.06
+"""Seconds of processor of a part for which a forked process takes less time than it costs."""
+
+_seconds_of_episode: WeakKeyDictionary[TokenModel, float] = WeakKeyDictionary()
+"""What an episode took of the processor when a model last played in this process alone."""
 
 
 def play_task(
@@ -89,7 +99,7 @@ def cut_problems(agent: ConversationAgent, num_problems: int, num_parts: int) ->
     What draws elsewhere, a service or an engine, is asked about all of them at once.
     """
     is_here = agent.language_model.is_in_this_process
-    return cut_evenly(range(num_problems), min(num_parts, num_problems) if is_here else 1)
+    return cut_evenly(range(num_problems), max(min(num_parts, num_problems), 1) if is_here else 1)
 
 
 def _play_in_parts(
@@ -110,11 +120,20 @@ def _play_in_parts(
     ]
     if are_played_by_actors([agent]):
         return begin_parts(plays, [agent])()
-    smallest = min(len(piece) for piece in pieces) * plan.num_runs
     # While rollouts are played ahead, the main thread computes: a fork would inherit its locks.
     is_alone = threading.current_thread() is threading.main_thread()
-    is_forked = is_alone and pays_to_fork([agent], smallest)
-    return play_parts(plays, [agent], len(pieces) if is_forked else 1)
+    if not (is_alone and can_be_forked([agent])):
+        return play_parts(plays, [agent], 1)
+    model = agent.language_model
+    smallest = min(len(piece) for piece in pieces) * plan.num_runs
+    if _seconds_of_episode.get(model, 0.0) * smallest >= WORTH_A_FORK:
+        return play_parts(plays, [agent], len(pieces))
+    started = time.process_time()
+    played = play_parts(plays, [agent], 1)
+    spent = (time.process_time() - started) / max(len(problems) * plan.num_runs, 1)
+    # What is played first takes longer, since memory is yet to be had.
+    _seconds_of_episode[model] = spent if model in _seconds_of_episode else 0.0
+    return played
 
 
 def _play_on_team(
@@ -135,10 +154,7 @@ def _play_on_team(
 
     def read(plain: Any, piece: range) -> list[PlayedEpisode]:
         openings = openings_of(task, problems[piece.start : piece.stop], plan)
-        return [
-            _from_plain(task, Episode(opening.environment), one)
-            for opening, one in zip(openings, plain, strict=True)
-        ]
+        return _from_plain(task, openings, plain)
 
     return play_on_team(team, PLAY_TASK, asked, pieces, [agent], read)
 
@@ -158,29 +174,53 @@ def play_task_shard(
         ]
         return play_here(plays, [agent])
 
-    return told_of(play, lambda episodes: [_to_plain(one) for one in episodes])
+    return told_of(play, _to_plain)
 
 
-def _to_plain(played: PlayedEpisode) -> dict[str, Any]:
-    """All but the environment: nothing is unpickled that another machine has sent."""
-    episode = played.episode
+def _to_plain(episodes: Sequence[PlayedEpisode]) -> dict[str, Any]:
+    """All but the environments: nothing is unpickled that another machine has sent."""
+    spans = [span for one in episodes for some in one.spans for span in some]
+    said = [span.logprobs for span in spans if span.logprobs is not None]
     return {
-        "messages": [list(message) for message in episode.messages],
-        "reward": None if episode.reward is None else float(episode.reward),
-        "is_over": played.is_over,
-        "trajectories": [one.to_plain() for one in played.trajectories],
+        "ids": torch.tensor([token for span in spans for token in span.ids], dtype=torch.long),
+        "logprobs": torch.tensor([one for some in said for one in some], dtype=torch.float64),
+        "episodes": [
+            vars(one)
+            | {
+                "episode": None,
+                "messages": [list(message) for message in one.episode.messages],
+                "reward": None if one.episode.reward is None else float(one.episode.reward),
+                "spans": [
+                    [[len(span.ids), span.logprobs is not None] for span in some]
+                    for some in one.spans
+                ],
+            }
+            for one in episodes
+        ],
     }
 
 
-def _from_plain(task: Task, episode: Episode, plain: Mapping[str, Any]) -> PlayedEpisode:
-    """Take what `_to_plain` gave; `episode` is a new one of the problem."""
-    episode.messages = [Message(role, text) for role, text in plain["messages"]]
-    episode.reward = plain["reward"]
-    if plain["is_over"] and episode.reward is None:
-        # The task is to rate it, and may ask its environment.
-        _say_again(task, episode)
-    trajectories = [Trajectory(**fields) for fields in plain["trajectories"]]
-    return PlayedEpisode(episode, trajectories, plain["is_over"])
+def _from_plain(
+    task: Task, openings: Sequence[Opening], plain: Mapping[str, Any]
+) -> list[PlayedEpisode]:
+    """Take what `_to_plain` gave of these episodes."""
+    ids, logprobs = iter(plain["ids"].tolist()), iter(plain["logprobs"].tolist())
+
+    def span(length: int, is_said: bool) -> TokenSpan:
+        tokens = list(islice(ids, length))
+        return TokenSpan(tokens, list(islice(logprobs, length)) if is_said else None)
+
+    found = []
+    for opening, fields in zip(openings, plain["episodes"], strict=True):
+        messages = [Message(role, text) for role, text in fields.pop("messages")]
+        fields["episode"] = Episode(opening.environment, messages, fields.pop("reward"))
+        fields["spans"] = [[span(*one) for one in some] for some in fields["spans"]]
+        one = PlayedEpisode(**fields)
+        if one.is_over and one.episode.reward is None:
+            # The task is to rate it, and may ask its environment.
+            _say_again(task, one.episode)
+        found.append(one)
+    return found
 
 
 def _say_again(task: Task, episode: Episode) -> None:

@@ -64,9 +64,9 @@ class TaskScenario(Scenario):
         num_rollout_parts: int = Field(default=1, ge=1, le=1024)
         """Parts of whole problems into which rollouts and evaluations are cut, where the policy's
         weights are in this process. As many processes of one run, or actors of Ray, play them at
-        once, or, of small models on the CPU where the parts are large, as there are cores. More
-        parts keep more of them busy, and compute more slowly in one. The last digits of what the
-        policy says hang on this number, and on no number of processes."""
+        once, or, of small models on the CPU where that is faster, as there are cores. More parts
+        keep more of them busy, and compute more slowly in one. The last digits of what the policy
+        says hang on this number, and on no number of processes."""
         evaluation: TaskEvaluationParameters = TaskEvaluationParameters()
         """How it is measured."""
 

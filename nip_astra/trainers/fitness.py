@@ -5,12 +5,14 @@ from __future__ import annotations
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.trainers.trainer_base import Trainer
+from nip_astra.utils.actors import refuse_actors_without_device
 
 
 def refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSettings) -> None:
-    """Refuse actors that a trainer would not play on."""
+    """Refuse actors that a trainer would not play on, or that could not hold its models."""
     if not settings.num_actors:
         return
+    refuse_actors_without_device(settings)
     in_a_team = settings.team is not None and settings.team.size > 1
     if in_a_team or not trainer_class.plays_on_actors:
         reason = (

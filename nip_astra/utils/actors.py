@@ -17,9 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nip_astra.errors import NipAstraError, WorkerProcessError
+from nip_astra.errors import ConfigurationError, NipAstraError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin, loaded_plugins
+from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.processor import (
     SMALL_MODEL_PARAMETERS,
     choose_num_threads,
@@ -60,7 +61,14 @@ class ActorOptions(NamedTuple):
 def actor_options(
     settings: ExperimentSettings, num_parameters: int = SMALL_MODEL_PARAMETERS
 ) -> ActorOptions:
-    """What the settings ask for, for models with so many parameters; small ones take a thread."""
+    """What the settings ask for, for models with so many parameters; small ones take a thread.
+
+    Raises
+    ------
+    ConfigurationError
+        See `refuse_actors_without_device`.
+    """
+    refuse_actors_without_device(settings)
     return ActorOptions(
         settings.num_actors,
         settings.ray_address,
@@ -68,6 +76,25 @@ def actor_options(
         num_gpus=settings.actor_gpus,
         num_threads=choose_num_threads(num_parameters, max(1, int(settings.actor_cpus))),
     )
+
+
+def refuse_actors_without_device(settings: ExperimentSettings) -> None:
+    """Refuse actors that would get copies of models on a GPU, and have none.
+
+    Raises
+    ------
+    ConfigurationError
+        When they are asked for.
+    """
+    if not settings.num_actors or settings.actor_gpus or settings.device == "cpu":
+        return
+    device = resolve_device(settings.device)
+    if device.type != "cpu":
+        raise ConfigurationError(
+            f"{settings.num_actors} actors were to hold copies of models on the device "
+            f"{str(device)!r}, but they are given no GPU (actor_gpus 0). Set actor_gpus to 1, or "
+            "to a part of one that several share, or run with --device cpu."
+        )
 
 
 class _Actor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -42,3 +43,33 @@ def test_torchrun_trains_and_one_process_writes(
     # The table and the paths stand there once.
     assert done.stdout.count("held-out episodes before and after training") == 1
     assert done.stdout.count("results.json") == 1
+
+
+def test_torchrun_plays_the_problems_of_a_task_in_all_processes(tmp_path: Path) -> None:
+    """What was played first is the same for any number of processes, to the last digit."""
+    short = (
+        *("training.num_iterations=1", "training.num_episodes_per_experience=6"),
+        *("task.num_rollout_parts=4", "task.evaluation.num_problems=8"),
+    )
+    sets = [part for one in short for part in ("--set", one)]
+    found = []
+    for count in ("1", "2"):
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *("--nproc-per-node", count, str(ROOT / "run.py")),
+                *("--trainer", "self_hosted_grpo", "--scenario", "guess_number", *sets),
+                *("--runs-dir", str(tmp_path), "--run-id", f"by-{count}"),
+            ],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        run = tmp_path / f"by-{count}"
+        (line,) = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+        played = {name: value for name, value in line.items() if name.startswith("rollout/")}
+        found.append((played, json.loads((run / "results.json").read_text())["before"]))
+    assert len(found[0][0]) > 8
+    assert found[0] == found[1]

@@ -56,3 +56,16 @@ def test_the_likelihood_of_a_target_that_shares_an_adapters_engine_is_refused(
     (said,) = run(tmp_path / "x", 1, "refused")
     assert "share a vLLM engine with a LoRA adapter" in said["refused"]
     assert "give the target an engine of its own" in said["refused"]
+
+
+@pytest.mark.slow
+def test_a_target_with_an_engine_of_its_own_tells_how_likely_it_finds_probes(
+    tmp_path: Path,
+) -> None:
+    *lines, compared = run(tmp_path / "x", 1, "own")
+    assert len(lines) == 2
+    for line in lines:
+        assert 0 < line["dev/probe_nll"] < 20
+        assert line["sampler_gap/mean"] < 1e-3
+    assert compared["num_compared"] > 2
+    assert compared["largest_gap"] < 1e-3

@@ -1,21 +1,31 @@
 """Two iterations of ast_dpo whose attacker is sampled by vLLM engines in actors of Ray.
 
-    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused
+    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused|own
 
-Run with an interpreter that has vLLM for CPUs; prints the metrics of each iteration as JSON.
+Run with an interpreter that has vLLM for CPUs; prints the metrics of each iteration as JSON. With
+`own` the target has an engine of its own, and says how likely it finds probes: beside the metrics
+stands how far that is from what transformers computes.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import run_experiment
+from nip_astra.language_models.base import Turns, pad_left, pad_right
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.vllm_backend.session import VllmSession
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.run import prepare_experiment, run_experiment
 from tests.tiny import make_language_model, write_scenario
 
+CPU = torch.device("cpu")
 FAST = (
     *("training.num_iterations=2", "training.num_episodes_per_experience=4", "training.lr=0.01"),
     *("training.eval_period=1", "ast_chat.evaluation.use_random_search=false"),
@@ -43,18 +53,60 @@ def main(folder: Path, num_engines: str, kind: str) -> None:
     given = [f"ast_chat.attacker.language_model={json.dumps(engine | lora)}"]
     if kind != "full":
         # The same engine without the adapter.
-        given.append(f"ast_chat.target.language_model={json.dumps(engine)}")
-    if kind == "refused":
+        own = {"max_model_len": 80} if kind == "own" else {}
+        given.append(f"ast_chat.target.language_model={json.dumps(engine | own)}")
+    if kind in ("refused", "own"):
         given.append("ast_chat.reward.likelihood_model=target")
     resolved = resolve_experiment(
         trainer="ast_dpo", scenario=str(scenario), overrides=[*FAST, *given]
     )
+    if kind == "own":
+        run_with_own_engine(resolved, model)
+        return
     try:
         run = run_experiment(resolved, runs_dir=str(folder), run_id="one", progress=False)
     except ConfigurationError as error:
         print(json.dumps({"refused": str(error)}))
         return
     print((run.run_directory.path / "metrics.jsonl").read_text())
+
+
+def run_with_own_engine(resolved: ResolvedExperiment, folder: Path) -> None:
+    """Train, and compare what the target's engine thinks of probes."""
+    trainer: Any = prepare_experiment(resolved, progress=False).trainer
+    attacker, target = (trainer.sampler.attacker, trainer.sampler.target)
+    assert attacker.language_model.engine is not target.language_model.engine
+    gaps: list[float] = []
+    compared = compared_generate(folder, gaps)
+    VllmSession.generate = compared  # type: ignore[method-assign]
+    trainer.tracker.log_metrics = lambda metrics, step: print(json.dumps(metrics))
+    trainer.train()
+    print(json.dumps({"num_compared": len(gaps), "largest_gap": max(gaps)}))
+
+
+def compared_generate(folder: Path, gaps: list[float]) -> Callable[..., Turns]:
+    """In place of `VllmSession.generate`: notes how far what it thinks of spans, nats a token, is
+    from what transformers computes with the weights in a folder.
+    """
+    exact = HuggingFaceLanguageModel.load(
+        HuggingFaceLanguageModel.Parameters(model=str(folder), dtype="float32"),
+        device=CPU,
+        scenario_dir=None,
+        trainable=False,
+    )
+    generate = VllmSession.generate
+
+    def compared(self: Any, contexts: Any, *asked: Any, spans: Any = None, **more: Any) -> Turns:
+        turns = generate(self, contexts, *asked, spans=spans, **more)
+        if spans is not None:
+            places = list(zip(contexts, spans, strict=True))
+            before = pad_left([context[:start] for context, (start, _) in places], CPU)
+            read = pad_right([context[start:stop] for context, (start, stop) in places], CPU)
+            gap_CT = exact.logprobs(*before, *read) - turns.span_logprobs_CT
+            gaps.append(float(gap_CT.abs().max()))
+        return turns
+
+    return compared
 
 
 if __name__ == "__main__":

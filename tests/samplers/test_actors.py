@@ -21,6 +21,7 @@ from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
 from tests import actors_here
 from tests.actors_here import ActorsHere
+from tests.language_models.tree_engine.test_decode_graphs import Recorder, fix
 from tests.samplers.test_parts import counted
 from tests.samplers.test_trees import build
 
@@ -101,6 +102,32 @@ def test_a_large_target_whose_matrices_were_freed_is_sent_whole(
     with using_actors(ActorOptions(2)):
         assert_equal(sample(sampler), expected)
         assert here[0].turn == 3
+
+
+def test_captured_steps_stay_and_actors_capture_their_own(
+    instance: ScenarioInstance, here: list[ActorsHere]
+) -> None:
+    """As on a GPU, where every model has some."""
+    sampler = instance.sampler
+    capture = Recorder()
+    for agent in instance.agents.values():
+        fix(agent.language_model, capture)
+    expected = sample(sampler)
+    num_captured = capture.count
+    assert num_captured
+    with using_actors(ActorOptions(2)):
+        assert_equal(sample(sampler), expected)
+        assert here[0].turn == 3
+    assert capture.count == num_captured
+
+
+def test_actors_without_a_gpu_are_refused_for_models_that_are_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    resolved = resolve_experiment(trainer="ast_dpo")
+    with pytest.raises(ConfigurationError, match=r"given no GPU \(actor_gpus 0\)"):
+        prepare_experiment(resolved, num_actors=2, device="cuda")
 
 
 def test_a_fault_in_an_actor_is_raised_as_what_it_is(

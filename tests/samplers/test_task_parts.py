@@ -98,7 +98,7 @@ def test_any_number_of_forked_processes_plays_the_same(
     forked: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.0)
     model = agent.language_model
     with model.counting() as alone:
         expected = told(play_task(agent, task, PROBLEMS, PLAN, num_parts=3))
@@ -162,17 +162,25 @@ def test_one_part_is_what_is_played_without_any(
 
 
 @needs_forks
-@pytest.mark.parametrize(("smallest", "is_forked"), [(4, True), (5, False)])
-def test_few_episodes_are_not_worth_a_process(
+@pytest.mark.parametrize(("seconds", "is_forked"), [(0.02, True), (0.01, False)])
+def test_parts_that_take_no_time_are_not_worth_a_process(
     agent: ConversationAgent,
     trainer: Any,
-    smallest: int,
+    seconds: float,
     is_forked: bool,
     forked: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parts, "SMALLEST_PART", smallest)
+    """The smaller of two has two problems, of two runs each."""
+    known = task_parts._seconds_of_episode
+    monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.05)
     with using_processes(2):
+        play_task(agent, trainer.task, PROBLEMS, PLAN, num_parts=2)
+        assert known[agent.language_model] == 0.0, "the first is slower than others"
+        play_task(agent, trainer.task, PROBLEMS, PLAN, num_parts=2)
+        assert 0 < known[agent.language_model] < 0.05
+        forked.clear()
+        known[agent.language_model] = seconds
         play_task(agent, trainer.task, PROBLEMS, PLAN, num_parts=2)
     assert bool(forked) is is_forked
 
@@ -181,7 +189,7 @@ def test_few_episodes_are_not_worth_a_process(
 def test_a_large_model_is_cut_alike_and_not_forked(
     agent: ConversationAgent, trainer: Any, forked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.0)
     monkeypatch.setattr(parts, "SMALL_MODEL_PARAMETERS", 10)
     made = actors_here.install(monkeypatch)
     with using_processes(2):
@@ -196,7 +204,7 @@ def test_a_large_model_is_cut_alike_and_not_forked(
 def test_what_fails_in_another_process_is_raised_as_what_it_is(
     agent: ConversationAgent, trainer: Any, forked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parts, "SMALLEST_PART", 2)
+    monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.0)
     environment = trainer.task.environment
 
     def broken(split: Any, problem: int) -> Any:
@@ -224,9 +232,6 @@ class Team:
     def __init__(self, agent: ConversationAgent, task: Task) -> None:
         self.agent, self.task = agent, task
         self.num_parts: list[int] = []
-
-    def shard_of(self, count: int, rank: int) -> range:
-        return range(count * rank // 2, count * (rank + 1) // 2)
 
     def ask(self, name: str, arguments: Sequence[Any]) -> list[Any]:
         assert name == task_parts.PLAY_TASK
@@ -268,5 +273,6 @@ def test_a_trajectory_is_made_of_what_it_tells() -> None:
     assert torch.equal(other.tokens, one.tokens)
     assert torch.equal(other.loss_mask, one.loss_mask)
     assert other.logprobs is not None
+    assert one.logprobs is not None
     assert torch.equal(other.logprobs, one.logprobs)
     assert (other.reward, other.run_id, other.group_id, other.problem) == (0.5, "a", None, 3)

@@ -12,9 +12,11 @@ import pytest
 import yaml
 
 from nip_astra.errors import StopRequested
+from nip_astra.language_models.vllm_backend.session import VllmSession
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from tests.language_models import fake_vllm
+from tests.language_models.vllm_on_ray import compared_generate
 from tests.tiny import write_scenario
 
 FAST = (
@@ -98,3 +100,28 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(
     resume_experiment(scenario.parent / "parts", progress=False)
     assert metrics(scenario.parent / "parts") == metrics(whole)
     assert len(fake_vllm.LLM.started) == 6, "two engines for each of three processes"
+
+
+def test_a_target_with_an_engine_of_its_own_tells_how_likely_it_finds_probes(
+    scenario: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside an attacker whose engine holds an adapter, which could not tell."""
+    content = yaml.safe_load((scenario / "scenario.yaml").read_text())["ast_chat"]
+    model = Path(content["attacker"]["language_model"]["model"])
+    gaps: list[float] = []
+    monkeypatch.setattr(VllmSession, "generate", compared_generate(model, gaps))
+    run(
+        scenario,
+        "ast_dpo",
+        "own",
+        "ast_chat.attacker.language_model.lora={rank: 4}",
+        f"ast_chat.target.language_model.model={model}",
+        "ast_chat.target.language_model.max_model_len=80",
+        "ast_chat.reward.likelihood_model=target",
+    )
+    of_attacker, of_target = fake_vllm.LLM.started
+    assert "add_lora" in of_attacker.calls
+    assert "add_lora" not in of_target.calls
+    # Two levels of two rollouts, and of the measurements.
+    assert len(gaps) > 4
+    assert max(gaps) < 1e-4

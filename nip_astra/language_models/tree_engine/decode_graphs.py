@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -206,6 +206,10 @@ class FixedSteps:
         self._weights: Weights | None = None
         self._steps: dict[tuple[int, int], FixedStep] = {}
         self._is_size_told = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy in another process needs, which captures steps of its own."""
+        return {**self.__dict__, "_weights": None, "_steps": {}}
 
     def anew(self) -> FixedSteps:
         """The same for other weights."""

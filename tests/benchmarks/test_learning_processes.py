@@ -1,0 +1,24 @@
+"""The benchmark of processes that learn compares three ways in the same rounds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from nip_astra.utils.forked import can_fork
+
+pytestmark = pytest.mark.skipif(not can_fork(), reason="needs Linux without a GPU")
+
+
+@pytest.mark.slow  # a scenario of graphs, and nine updates
+def test_one_process_losses_and_rows_take_turns(benchmark: ModuleType, tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    benchmark.main(["--rounds", "2", "--frames", "96", "--minibatch", "48", "--out", str(out)])
+    figures = json.loads(out.read_text())
+    assert [set(one) for one in figures["rounds"]] == [{"one", "losses", "rows"}] * 2
+    assert all(spent > 0 for one in figures["rounds"] for spent in one.values())
+    first, second = (one["rows"] / one["one"] for one in figures["rounds"])
+    assert min(first, second) <= figures["rows/one"] <= max(first, second)
