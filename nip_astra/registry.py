@@ -64,7 +64,8 @@ class Registry(Generic[T]):
             When the name is no identifier: it is a section's name in a parameter file.
         DuplicateNameError
             When the name is taken, also by a built-in or by another package's entry point that
-            has not been imported yet.
+            has not been imported yet. What a notebook defines again under its own name is taken
+            in place of what it was.
         """
         key = str(name)
         if not key.isidentifier():
@@ -77,6 +78,9 @@ class Registry(Generic[T]):
         def decorate(entry: T) -> T:
             place = _place_of(entry)
             owner = self._owner_of(key, getattr(entry, "__module__", None) or "")
+            if key in self._entries and _is_told_again(self._entries[key], entry):
+                # A cell of a notebook that is run again means the new one.
+                owner = None
             if owner is not None:
                 raise DuplicateNameError(self.kind, key, owner, place)
             self._entries[key] = entry
@@ -232,6 +236,14 @@ def _changed_at(path: str) -> float:
 
 def _package_of(entry_point: metadata.EntryPoint) -> str:
     return entry_point.dist.name if entry_point.dist else entry_point.module
+
+
+def _is_told_again(known: object, entry: object) -> bool:
+    """Say whether both are one definition of the program itself, which was run again."""
+    names = [
+        (getattr(one, "__module__", ""), getattr(one, "__qualname__", "")) for one in (known, entry)
+    ]
+    return names[0] == names[1] and names[0][0] == "__main__"
 
 
 def _place_of(entry: object) -> str:

@@ -124,6 +124,20 @@ def test_the_same_name_twice_is_refused_naming_both_places(tools: Any) -> None:
     assert registry.get("drill") is First
 
 
+def test_a_cell_that_is_run_again_replaces_what_it_defined(tools: Any) -> None:
+    registry, _ = tools
+
+    def defined(name: str) -> type:
+        return type(name, (), {"__module__": "__main__"})
+
+    first, again = defined("Mine"), defined("Mine")
+    registry.register("plane")(first)
+    registry.register("plane")(again)
+    assert registry.get("plane") is again
+    with pytest.raises(DuplicateNameError):
+        registry.register("plane")(defined("Other"))
+
+
 def test_a_name_that_was_forgotten_can_be_registered_again(tools: Any) -> None:
     registry, _ = tools
     registry.register("drill")(object)

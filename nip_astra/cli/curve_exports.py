@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.exports.material import make_folder
 from nip_astra.evaluation.exports.tables import csv_tables
@@ -20,7 +22,12 @@ ROLLOUTS = Path("rollouts") / "evaluation.jsonl"
 def is_run_without_conversations(path: str | Path) -> bool:
     """Say whether a path is a run whose stored rollouts are no turns of an attacker."""
     run = Path(path)
-    if not (run / HYPER_PARAMETERS).is_file() or not (run / ROLLOUTS).is_file():
+    if not (run / HYPER_PARAMETERS).is_file():
+        return False
+    values = yaml.safe_load((run / HYPER_PARAMETERS).read_text(encoding="utf-8"))
+    if isinstance(values, Mapping) and values.get("interaction_protocol") is not None:
+        return True
+    if not (run / ROLLOUTS).is_file():
         return False
     return not all("probe" in row for row in read_rows(run / ROLLOUTS)[:1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import new_class
-from typing import Annotated, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
 from pydantic import (
     BaseModel,
@@ -94,6 +94,33 @@ class SubParameters(BaseModel):
             return cls.model_validate(dict(values))
         except ValidationError as error:
             raise ParameterError(faults_of(error, cls, sources)) from None
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields changed.
+
+        Raises
+        ------
+        ParameterError
+            When there is no such field; their values are checked where the copy is used.
+        """
+        known = list(type(self).model_fields)
+        faults = [
+            ParameterFault(name, show(value), "unknown parameter", suggest(name, known))
+            for name, value in (update or {}).items()
+            if name not in known
+        ]
+        if faults:
+            raise ParameterError(faults)
+        return super().model_copy(update=update, deep=deep)
+
+    if not TYPE_CHECKING:
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if self.model_config.get("frozen") and name in type(self).model_fields:
+                hint = f"Make another group by model_copy(update={{{name!r}: ...}})."
+                fault = "cannot be changed, since parameters are frozen once they are made"
+                raise ParameterError([ParameterFault(name, show(value), fault, hint)])
+            super().__setattr__(name, value)
 
     def get(self, path: str) -> Any:
         """The value at a dotted path, for instance `get("training.lr")`.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.agents import AgentParameters
 from nip_astra.parameters.content import (
@@ -350,6 +351,12 @@ def _located_agents(section: SubParameters) -> SubParameters | None:
 def _layer_of(hyper_params: HyperParameters | Mapping[str, Any]) -> Layer:
     if isinstance(hyper_params, HyperParameters):
         hyper_params = hyper_params.given()
+    if not isinstance(hyper_params, Mapping):
+        raise ConfigurationError(
+            f"an experiment was to be made of {hyper_params!r}, but that is "
+            f"{type(hyper_params).__name__}. Give HyperParameters(trainer=..., scenario=...), or "
+            "what resolve_experiment(trainer=..., parameter_file=...) gives."
+        )
     return literal_layer("hyper_params", hyper_params)
 
 

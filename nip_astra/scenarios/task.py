@@ -19,6 +19,7 @@ from nip_astra.scenario_base.agents import (
     load_language_model,
 )
 from nip_astra.scenario_base.tasks.base import TaskParameters
+from nip_astra.scenario_base.tasks.dataset import DatasetTask
 from nip_astra.scenario_base.tasks.registry import TASKS, build_task
 from nip_astra.scenario_instance import TaskInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
@@ -90,11 +91,14 @@ class TaskScenario(Scenario):
             )
         policy = build_agent("policy", parameters.policy, model)
         reference = build_reference(parameters.policy, model)
+        task = build_task(
+            parameters.task, seed=hyper_params.seed, device=device, scenario_dir=scenario_dir
+        )
+        if isinstance(task, DatasetTask):
+            task.check_lengths(policy)
         return TaskInstance(
             kind=str(ScenarioType.TASK),
             agents={"policy": policy, "reference": reference},
-            task=build_task(
-                parameters.task, seed=hyper_params.seed, device=device, scenario_dir=scenario_dir
-            ),
+            task=task,
             scenario_dir=scenario_dir,
         )

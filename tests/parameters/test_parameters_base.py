@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
-from pydantic import ValidationError
 
 from nip_astra.errors import ParameterError
 from nip_astra.parameters.parameters_base import SubParameters, claim_parameters
@@ -62,8 +61,14 @@ def test_only_the_values_that_were_given_can_be_written() -> None:
 
 
 def test_a_group_is_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ParameterError, match=r"gloss: cannot be changed.*model_copy\(update="):
         Paint().gloss = 0.1  # type: ignore[misc]
+
+
+def test_a_copy_with_a_field_that_nothing_has_is_refused() -> None:
+    assert Paint().model_copy(update={"layers": 3}).layers == 3
+    with pytest.raises(ParameterError, match=r"glos: unknown parameter.*Did you mean 'gloss'"):
+        Paint().model_copy(update={"glos": 0.5})
 
 
 def test_a_whole_number_is_a_float_and_nothing_else_is_converted() -> None:

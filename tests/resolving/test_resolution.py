@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nip_astra.errors import ParameterError, PluginError
+from nip_astra.errors import ConfigurationError, ParameterError, PluginError
 from nip_astra.parameters import content
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
@@ -141,3 +141,8 @@ def test_a_section_is_given_as_a_mapping_from_python() -> None:
     assert resolved.hyper_params.get("ast_dpo.beta") == 0.2
     with pytest.raises(ParameterError, match=r"ast_dpo\.betta"):
         HyperParameters(trainer="ast_dpo", ast_dpo={"betta": 0.2})
+
+
+def test_an_experiment_is_not_made_of_a_name() -> None:
+    with pytest.raises(ConfigurationError, match=r"made of 'ast_dpo', but that is str\. Give"):
+        resolve_experiment(hyper_params="ast_dpo")  # type: ignore[arg-type]

@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from nip_astra.errors import DataError
+from nip_astra.errors import ContextLengthError, DataError
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import TaskType
 from nip_astra.rollouts.prompts import Prompt, columns_of
+from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
+from nip_astra.scenario_base.conversation.tokens import Turn
 from nip_astra.scenario_base.tasks.base import (
     Environment,
     Episode,
@@ -27,6 +29,7 @@ from nip_astra.scenario_base.tasks.registry import register_task
 from nip_astra.scorers.base import Exchange, Message, Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
 
+_MAX_SHOWN = 40
 ScorerParameters = polymorphic(SCORERS.get, Scorer.Parameters)
 
 
@@ -96,7 +99,7 @@ class DatasetTask(Task):
         if shared:
             raise DataError(
                 f"the held-out problems were to be unseen, but {len(shared)} are among those for "
-                f"training, for instance {sorted(shared)[0]!r}. Remove them from one."
+                f"training, for instance {_short(min(shared))}. Remove them from one."
             )
         if self.scorer is None:
             for rows in self._rows.values():
@@ -118,11 +121,41 @@ class DatasetTask(Task):
         answer = dict(row.columns).get(name)
         if answer is None:
             raise DataError(
-                f"the problem {str(row)[:40]!r} was to be rated by its answer, but has no column "
+                f"the problem {_short(row)} was to be rated by its answer, but has no column "
                 f"{name!r}; it has {', '.join(dict(row.columns)) or 'none'}. Add it, name another "
                 "with task.answer_column, or rate by a scorer."
             )
+        if self.parameters.reward == "contains" and not str(answer).split():
+            raise DataError(
+                f"the problem {_short(row)} was to be rated by whether a message holds its answer, "
+                "but that is empty, and every message holds it. Write an answer, or set "
+                "task.reward to exact."
+            )
         return str(answer)
+
+    def check_lengths(self, policy: ConversationAgent) -> None:
+        """Refuse prompts that the policy cannot read whole, before one of them is drawn.
+
+        Raises
+        ------
+        DataError
+            With the first of them.
+        """
+        room = policy.language_model.context_window - policy.sampling.max_new_tokens
+        encode = policy.conversation_format.encode
+        for split, rows in self._rows.items():
+            for row in rows:
+                # No token is shorter than a byte, except for those of a chat template.
+                if len(str(row).encode(errors="replace")) <= room // 2:
+                    continue
+                turn = Turn(is_own=False, ids=tuple(encode(str(row))))
+                try:
+                    policy.conversation_format.fit([turn], num_tokens=room)
+                except ContextLengthError as error:
+                    raise DataError(
+                        f"the problem {_short(row)} of {getattr(self.parameters, split) or 'dev'} "
+                        f"was to be answered, but: {error}"
+                    ) from error
 
     def rate(self, episodes: Sequence[Episode]) -> None:
         if self.scorer is None:
@@ -139,3 +172,9 @@ class DatasetTask(Task):
         ]
         for episode, score in zip(episodes, self.scorer.rate(exchanges).scores_N, strict=True):
             episode.reward = None if score.isnan() else float(score)
+
+
+def _short(prompt: str) -> str:
+    """A prompt in a message, cut where it is long."""
+    text = str(prompt)
+    return repr(text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}...")

@@ -16,6 +16,7 @@ from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment
 from nip_astra.scenario_base.tasks.pig_latin import PigLatinEnvironment, pig_latin
 from nip_astra.scenario_base.tasks.registry import TASKS, build_task
 from nip_astra.scorers.base import Message
+from tests.command_line import CommandLine, refused
 
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 
@@ -175,6 +176,32 @@ def test_rows_are_rated_by_a_function_that_reads_all_columns(tmp_path: Path) -> 
         episodes.append(Episode(environment, said))
     task.rate(episodes)
     assert [episode.reward for episode in episodes] == [1.0, 0.0]
+
+
+def test_long_prompts_are_cut_in_messages_and_empty_answers_hold_nothing(tmp_path: Path) -> None:
+    one = write(tmp_path, "one.jsonl", {"prompt": "1+" * 5000, "answer": "4"})
+    with pytest.raises(DataError, match=r"unseen, but 1 .* '1\+1") as caught:
+        task_of("dataset", train=one, test=one)
+    assert len(str(caught.value)) < 200
+    test = write(tmp_path, "test.jsonl", {"prompt": "c", "answer": " "})
+    with pytest.raises(DataError, match=r"'c' .* every message holds it"):
+        task_of("dataset", train=one, test=test, reward="contains")
+
+
+def test_a_prompt_that_does_not_fit_is_told_before_it_is_drawn(cli: CommandLine) -> None:
+    cli.write("train.jsonl", json.dumps({"prompt": "2+2=", "answer": "4"}))
+    cli.write("test.jsonl", json.dumps({"prompt": "1+" * 500, "answer": "4"}))
+    cli.write(
+        "data.yaml",
+        """
+        trainer: self_hosted_grpo
+        scenario: arithmetic
+        task: {task: {_type: dataset, train: train.jsonl, test: test.jsonl}}
+        """,
+    )
+    said = refused(cli("--parameters", "data.yaml"))
+    assert "the problem '1+1+" in said
+    assert "test.jsonl was to be answered, but: a turn of" in said
 
 
 def test_what_a_data_set_lacks_is_told(tmp_path: Path) -> None:
