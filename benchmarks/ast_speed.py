@@ -1,51 +1,45 @@
 """How much faster conversations are played and learned from than in the plain way.
 
-    python benchmarks/ast_speed.py --model tiny --parts rollout update iteration
-    python benchmarks/ast_speed.py --model smollm2 --precision fp32 bf16 --memory
+    python benchmarks/ast_speed.py --scenario pocket_chat --turn-tokens 16 --rounds 5
+    python benchmarks/ast_speed.py --precision fp32 bf16 --plain-episodes 1 --memory
 
 The plain way (`plain_ast.py`) and ours do the same work in turns: the same opening prompts, chat
-formats, tree and turns of one length. Before updates are timed, loss and gradients of both are
+formats, tree and turns of one length. Before anything is timed, loss and gradients of both are
 compared on the same pairs. Prints Markdown with the ratios.
 """
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import multiprocessing
-import tempfile
+import statistics
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import partial
 from typing import Any
 
 import torch
 import transformers
 import trl_online_dpo
-from ast_work import (
-    Files,
-    Setting,
-    build_plain,
-    unique_pair_tokens,
-    unique_rollout_tokens,
-    write_scenario,
-)
 from measuring import (
+    Spent,
     forget_peak_memory,
     held_memory_bytes,
+    in_turns,
     markdown_table,
-    median_by_name,
     options_of,
-    shown_command,
+    ratio,
     tell,
 )
 from our_ast import (
     DTYPES,
     LARGEST_DEVIATION,
     OurAst,
+    Setting,
     as_pairs,
-    samples_of_few_trees,
+    pairs_of_few_trees,
     update_deviation,
 )
 from plain_ast import PlainAst
@@ -55,211 +49,125 @@ from nip_astra.utils.processor import peak_memory_bytes
 
 PLAIN = "plain"
 PARTS = ("rollout", "update", "iteration")
-NUM_CORES = torch.get_num_threads()
 Figures = dict[str, Any]
+Runs = Mapping[str, Sequence[Mapping[str, Spent]]]
+"""What each way took in each round, by part."""
 
 
-@contextmanager
-def on_disk(setting: Setting) -> Iterator[Files]:
-    """Write a setting into a folder that goes away."""
-    with tempfile.TemporaryDirectory() as root:
-        yield write_scenario(setting, Path(root))
-
-
-@dataclass
 class Contest:
-    """Both ways, built for one setting.
+    """Both ways, built for one setting; ours with an attacker in each precision.
 
     Attributes
     ----------
-    overrides : Sequence[str]
-        Of ours, whose attacker computes in each of `precision`.
-    repeats, plain_repeats : int
-        Timed runs of each of ours and of the plain way; the ways take turns.
-    plain_episodes : int or None
+    plain_episodes : int
         Episodes that the plain way plays; the time of all follows from these, since it plays one
-        after the other. None plays all.
+        after the other.
     """
 
-    setting: Setting
-    files: Files
-    precision: Sequence[str] = ("fp32",)
-    overrides: Sequence[str] = ()
-    repeats: int = 5
-    plain_repeats: int = 1
-    plain_episodes: int | None = None
-    plain: PlainAst = field(init=False)
-    ours: dict[str, OurAst] = field(init=False)
+    def __init__(
+        self, setting: Setting, precision: Sequence[str], plain_episodes: int | None = None
+    ) -> None:
+        resolved = setting.resolve()
+        self.setting, self.prompts = setting, setting.openings(resolved)
+        self.plain_episodes = plain_episodes or setting.episodes
+        self.plain = PlainAst(resolved)
+        self.ours = {name: OurAst(setting.resolve(name), self.prompts) for name in precision}
 
-    def __post_init__(self) -> None:
-        self.plain = build_plain(self.setting, self.files)
-        self.ours = {
-            name: OurAst(self.setting, self.files, name, self.overrides) for name in self.precision
-        }
-
-    def run(self, parts: Sequence[str]) -> Figures:
+    def run(self, parts: Sequence[str], num_rounds: int) -> Figures:
         """Measure the parts: `rollout`, `update` on the same pairs, `iteration` of both."""
-        found: Figures = {}
+        deviation = {name: self._deviation(ours) for name, ours in self.ours.items()}
+        found: list[Runs] = []
         if "update" in parts:
-            found["deviation"] = self._check()
-            found["update"] = self._updates()
+            found.append(self._updates(num_rounds))
         if "rollout" in parts or "iteration" in parts:
-            found |= self._iterations(with_updates="iteration" in parts)
-        return found
+            found.append(self._iterations(num_rounds, learns="iteration" in parts))
+        rows = [row for runs in found for row in rows_of(runs)]
+        return {"deviation": deviation, "runs": found, "ratios": rows}
 
-    def _check(self) -> Figures:
+    def _deviation(self, ours: OurAst) -> Figures:
         """Compare loss and gradients; ours in less than float32 may differ, and says how far."""
-        found = {}
-        for name, ours in self.ours.items():
-            # The reference's log-probabilities are to come from the same way as the policy's.
-            samples = samples_of_few_trees(ours.play(0), self.setting.pairs)
-            deviation = update_deviation(ours, self.plain, samples)
-            found[name] = deviation._asdict()
-            is_far = any(a > b for a, b in zip(deviation, LARGEST_DEVIATION, strict=True))
-            if name == "fp32" and is_far:
-                raise SystemExit(
-                    f"the two ways should have the same loss and gradients in float32, but on "
-                    f"{len(samples)} pairs they differ by {deviation}, more than "
-                    f"{LARGEST_DEVIATION}. One of them is wrong: nothing was timed."
-                )
-        return found
+        # The reference's log-probabilities are to come from the same way as the policy's.
+        samples = pairs_of_few_trees(ours.play(0).samples, self.setting.pairs)
+        deviation = update_deviation(ours, self.plain, samples)
+        is_far = any(a > b for a, b in zip(deviation, LARGEST_DEVIATION, strict=True))
+        if ours is self.ours.get("fp32") and is_far:
+            raise SystemExit(
+                f"the two ways should have the same loss and gradients in float32, but on "
+                f"{len(samples)} pairs they differ by {deviation}, more than {LARGEST_DEVIATION}. "
+                "One of them is wrong: nothing was timed."
+            )
+        return deviation._asdict()
 
-    def _updates(self) -> Figures:
+    def _updates(self, num_rounds: int) -> Runs:
         first = next(iter(self.ours.values()))
-        samples = samples_of_few_trees(first.play(0), self.setting.pairs)
+        samples = pairs_of_few_trees(first.play(0).samples, self.setting.pairs)
         pairs, batch = as_pairs(samples), first.trainer.collate_fn(samples)
+
+        def plainly() -> dict[str, Spent]:
+            # The reference reads as much as the policy.
+            return {"update": self._plain_spent(lambda: self.plain.learn(pairs))}
+
+        ways: dict[str, Callable[[], dict[str, Spent]]] = {PLAIN: plainly}
+        for name, ours in self.ours.items():
+            ways[name] = lambda ours=ours: {"update": ours.step_through([batch])}
         # The first step makes room for the optimizer's moments, and is not timed.
         self.plain.step(pairs[0])
         for ours in self.ours.values():
             ours.step_through([batch])
-        figures = self._take_turns(
-            lambda _: self.plain.learn(pairs), lambda ours, _: ours.step_through([batch])
-        )
-        unique = unique_pair_tokens(pairs)
-        for name, values in figures.items():
-            roles = ("attacker", "reference") if name == PLAIN else ("attacker",)
-            _tell_work(values, "update", dict.fromkeys(roles, unique), len(pairs))
-        return figures
+        return in_turns(ways, num_rounds)
 
-    def _iterations(self, *, with_updates: bool) -> Figures:
-        """Time rollouts and the updates on what they gave; two parts of the same runs."""
-        setting, prompts = self.setting, self.files.prompts[: self.plain_episodes]
-        forwarded: dict[str, dict[str, int]] = {}
+    def _iterations(self, num_rounds: int, *, learns: bool) -> Runs:
+        """Rollouts, and updates on what they gave."""
+        setting, prompts = self.setting, self.prompts[: self.plain_episodes]
+        # Not the iteration of the warm-up: the scorer knows its texts.
+        numbers = itertools.count(1)
 
-        def run_plainly(_: int) -> None:
-            trees = self.plain.play(prompts, width=setting.width, depth=setting.depth)
-            forwarded[PLAIN] = self.plain.forwarded()
-            if with_updates:
-                self.plain.learn(self.plain.pairs(trees))
+        def plainly() -> dict[str, Spent]:
+            trees: list[Any] = []
+            play = partial(self.plain.play, prompts, width=setting.width, depth=setting.depth)
+            spent = {"rollout": self._plain_spent(lambda: trees.extend(play()))}
+            if learns:
+                update = self._plain_spent(lambda: self.plain.learn(self.plain.pairs(trees)))
+                spent["iteration"] = Spent(spent["rollout"].seconds + update.seconds)
+            share = len(self.prompts) / len(prompts)
+            return {part: one.scaled(share) for part, one in spent.items()}
 
-        def run(ours: OurAst, number: int) -> None:
-            # Not the iteration of the warm-up: the scorer knows its texts.
-            samples = ours.play(number + 1).samples
-            forwarded[ours.precision] = ours.forwarded()
-            if with_updates:
-                ours.learn(samples, number + 1)
-
+        ways: dict[str, Callable[[], dict[str, Spent]]] = {PLAIN: plainly}
+        for name, ours in self.ours.items():
+            ways[name] = lambda ours=ours: ours.iterate(next(numbers), learns=learns)
         # The first of anything is slow, and is not timed.
         self.plain.play(prompts[:1], width=setting.width, depth=1)
         for ours in self.ours.values():
-            samples = ours.play(0).samples[: setting.pairs]
-            if with_updates:
-                ours.learn(samples, 0)
-        figures = self._take_turns(run_plainly, run)
-        unique = unique_rollout_tokens(setting, self.files)
-        for name, values in figures.items():
-            values["forwarded"] = _difference(forwarded[name], values["before"])
-            if name == PLAIN and len(prompts) < len(self.files.prompts):
-                _scale(values, len(self.files.prompts) / len(prompts))
-            roles = ("attacker", "target") if name == PLAIN else tuple(unique)
-            own = {role: unique[role] for role in roles}
-            _tell_work(values, "rollout", own, setting.num_generated_tokens)
-        return {"iteration" if with_updates else "rollout": figures}
+            ours.iterate(0, learns=learns)
+        return in_turns(ways, num_rounds)
 
-    def _take_turns(
-        self, plainly: Callable[[int], Any], run: Callable[[OurAst, int], Any]
-    ) -> Figures:
-        """Run the ways in turn; each one's median seconds by phase, and its last run's work."""
-        runs: dict[str, Callable[[int], Any]] = {PLAIN: plainly}
-        for name, ours in self.ours.items():
-            runs[name] = lambda number, ours=ours: run(ours, number)
-        seconds: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
-        figures: Figures = {name: {} for name in runs}
-        for name in turns(list(self.ours), self.repeats, self.plain_repeats):
-            way = self.plain if name == PLAIN else self.ours[name]
-            way.watch.seconds.clear()
-            before = way.forwarded()
-            runs[name](len(seconds[name]))
-            seconds[name].append(dict(way.watch.seconds))
-            done = _difference(way.forwarded(), before)
-            figures[name] = {"before": before, "forwarded": done, "is_scaled": False}
-        for name, measured in seconds.items():
-            figures[name] |= {"phases": median_by_name(measured), "runs": measured}
-        return figures
+    def _plain_spent(self, function: Callable[[], object]) -> Spent:
+        plain = self.plain
+        models = (plain.attacker, plain.target, plain.reference)
+        before, started = sum(model.num_forwarded for model in models), time.perf_counter()
+        function()
+        seconds = time.perf_counter() - started
+        return Spent(seconds, sum(model.num_forwarded for model in models) - before)
 
 
-def turns(variants: Sequence[str], repeats: int, plain_repeats: int) -> Iterator[str]:
-    """Who is timed next, as often as said."""
-    for number in range(max(repeats, plain_repeats)):
-        if number < plain_repeats:
-            yield PLAIN
-        if number < repeats:
-            yield from variants
-
-
-def _difference(after: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
-    return {role: count - before[role] for role, count in after.items()}
-
-
-def _scale(values: Figures, share: float) -> None:
-    """Make what some episodes took what all take."""
-    for name in ("phases", "forwarded"):
-        values[name] = {part: share * value for part, value in values[name].items()}
-    values["is_scaled"] = True
-
-
-def _tell_work(values: Figures, part: str, unique: Mapping[str, int], num_units: int) -> None:
-    """Rates and the work done, by what must be done."""
-    del values["before"]
-    forwarded = sum(values["forwarded"][role] for role in unique)
-    values["forwarded_per_unique"] = forwarded / sum(unique.values())
-    values["per_second"] = num_units / values["phases"][part]
-
-
-# ---- ratios
-
-
-def ratios(parts: Figures) -> list[Figures]:
-    """A row for each part and precision of what was measured."""
+def rows_of(runs: Runs) -> list[Figures]:
+    """A row for each part and precision: medians, and the median of the rounds' ratios."""
     rows = []
-    for part in PARTS:
-        # A whole iteration begins with a rollout.
-        measured = parts.get(part) or (parts.get("iteration") if part == "rollout" else None) or {}
-        for precision, ours in measured.items():
-            if precision == PLAIN:
-                continue
-            plain = measured[PLAIN]
-            slow, fast = _seconds_of(plain, part), _seconds_of(ours, part)
-            row = {
-                "part": part,
-                "ours in": precision,
-                "plain, s": slow,
-                "ours, s": fast,
-                "ratio": slow / fast,
-                "is scaled": "scaled" if plain["is_scaled"] else "",
-            }
-            if part != "iteration":
-                for name in ("per_second", "forwarded_per_unique"):
-                    shown = name.replace("_", " ")
-                    row |= {f"plain {shown}": plain[name], f"ours {shown}": ours[name]}
-            rows.append(row)
+    for part, (precision, own) in itertools.product(runs[PLAIN][0], runs.items()):
+        if precision == PLAIN:
+            continue
+        plain, ours = ([run[part] for run in of] for of in (runs[PLAIN], own))
+        seconds = [[one.seconds for one in way] for way in (plain, ours)]
+        slow, fast = map(statistics.median, seconds)
+        row = {"part": part, "ours in": precision, "plain, s": slow, "ours, s": fast}
+        row["ratio"] = ratio(*seconds)
+        if unique := ours[-1].unique:
+            # In an update of the plain way the reference reads what the policy reads.
+            least = unique * (2 if part == "update" else 1)
+            row["plain forwarded per unique"] = plain[-1].forwarded / least
+            row["ours forwarded per unique"] = ours[-1].forwarded / unique
+        rows.append(row)
     return rows
-
-
-def _seconds_of(figures: Figures, part: str) -> float:
-    """The seconds of a part; an iteration is its rollout and its updates."""
-    phases: dict[str, float] = figures["phases"]
-    return phases["rollout"] + phases["update"] if part == "iteration" else phases[part]
 
 
 def _table(rows: Sequence[Figures]) -> str:
@@ -267,106 +175,71 @@ def _table(rows: Sequence[Figures]) -> str:
     return markdown_table(header, [[row.get(name) for name in header] for row in rows])
 
 
-# ---- memory
-
-
-def memory_of(setting: Setting, way: str, overrides: Sequence[str]) -> Figures:
+def memory_of(setting: Setting, way: str) -> Figures:
     """What one iteration takes at most in this process, by part; bytes.
 
     Only a process of its own says something: what was held before counts too.
     """
-    with on_disk(setting) as files:
-        ours = None if way == PLAIN else OurAst(setting, files, way, overrides)
-        plain = build_plain(setting, files) if ours is None else None
-        loaded, loading_peak = held_memory_bytes(), peak_memory_bytes()
-        forget_peak_memory()
-        if ours is not None:
-            samples = ours.play(0).samples
-            playing_peak = peak_memory_bytes()
-            ours.learn(samples, 0)
-        elif plain is not None:
-            trees = plain.play(files.prompts, width=setting.width, depth=setting.depth)
-            playing_peak = peak_memory_bytes()
-            plain.learn(plain.pairs(trees))
-    peak = peak_memory_bytes()
+    resolved = setting.resolve("fp32" if way == PLAIN else way)
+    prompts = setting.openings(resolved)
+    if way == PLAIN:
+        plain = PlainAst(resolved)
+        play = partial(plain.play, prompts, width=setting.width, depth=setting.depth)
+        learn: Callable[[Any], object] = lambda trees: plain.learn(plain.pairs(trees))  # noqa: E731
+    else:
+        ours = OurAst(resolved, prompts)
+        play, learn = partial(ours.play, 0), lambda played: ours.learn(played.samples)
+    loaded = held_memory_bytes()
+    forget_peak_memory()
+    played = play()
+    playing_peak = peak_memory_bytes()
+    learn(played)
     return {
+        "way": way,
         "after_loading": loaded,
         "peak_of_rollout": playing_peak,
-        "peak_of_iteration": peak,
-        "peak": max(loading_peak, peak),
-        "peak_on_device": torch.cuda.max_memory_allocated() if setting.device == "cuda" else None,
+        "peak_of_iteration": peak_memory_bytes(),
     }
-
-
-def measure_memory(setting: Setting, options: argparse.Namespace) -> list[Figures]:
-    """Let each way run one iteration in a process of its own, forked before anything is loaded."""
-    rows = []
-    for way in (PLAIN, *options.precision):
-        with multiprocessing.get_context("fork").Pool(1) as pool:
-            found = pool.apply(memory_of, (setting, way, options.override))
-        rows.append({"way": way, **found})
-    return rows
-
-
-# ---- options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write."""
-    options = _parser().parse_args(arguments)
+    options = options_of(
+        __doc__,
+        **{one.name: one.default for one in fields(Setting)},
+        precision={"nargs": "+", "default": ["fp32"], "choices": list(DTYPES), "help": "of ours"},
+        parts={"nargs": "*", "default": list(PARTS), "choices": PARTS},
+        rounds={"type": int, "default": 3, "help": "timed runs of each way"},
+        plain_episodes={"type": int, "help": "play fewer in the plain way, and scale its time"},
+        memory={"action": "store_true", "help": "peak memory of both ways too"},
+        trl={"action": "store_true", "help": "TRL's OnlineDPO beside ours"},
+    ).parse_args(arguments)
     warnings.simplefilter("ignore", FutureWarning)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    names = {one.name for one in fields(Setting)} & set(vars(options))
-    setting = Setting(**{name: getattr(options, name) for name in names})
+    setting = Setting(**{one.name: getattr(options, one.name) for one in fields(Setting)})
     torch.manual_seed(setting.seed)
-    # Both ways the same threads; waking a second one costs more than a tiny model does.
-    torch.set_num_threads(options.threads or (1 if setting.model == "tiny" else NUM_CORES))
-    memory = measure_memory(setting, options) if options.memory else []
-    command, environment = shown_command("ast_speed.py", arguments), describe_environment()
-    shown = [f"`{command}` on {environment['machine']}: {setting.label}."]
-    report: Figures = {"command": command, "environment": environment, "setting": asdict(setting)}
-    report["memory"] = memory
-    if parts := [part for part in options.parts if part != "none"]:
-        given = ("precision", "repeats", "plain_repeats", "plain_episodes")
-        effort = {name: getattr(options, name) for name in given}
-        with on_disk(setting) as files:
-            contest = Contest(setting, files, overrides=options.override, **effort)
-            report["parts"] = contest.run(parts)
-        report["ratios"] = ratios(report["parts"])
+    if setting.scenario == "pocket_chat":
+        # Both ways the same threads; waking a second one costs more than a tiny model does.
+        torch.set_num_threads(1)
+    report: Figures = {"setting": asdict(setting), "environment": describe_environment()}
+    shown = []
+    if options.memory:
+        # Each way in a process of its own, forked before anything is loaded.
+        report["memory"] = []
+        for way in (PLAIN, *options.precision):
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                report["memory"].append(pool.apply(memory_of, (setting, way)))
+        shown += ["Memory of an iteration, bytes:", _table(report["memory"])]
+    if options.parts:
+        contest = Contest(setting, options.precision, options.plain_episodes)
+        report |= contest.run(options.parts, options.rounds)
         shown.append(_table(report["ratios"]))
-    if memory:
-        shown += ["Memory of an iteration, bytes:", _table(memory)]
     if options.trl:
-        rows = [trl_online_dpo.measure(setting, one, options.repeats) for one in options.precision]
+        rows = [trl_online_dpo.measure(setting, one, options.rounds) for one in options.precision]
         report["trl"] = rows
         shown += ["A step of TRL's OnlineDPO:", _table([row["shown"] for row in rows])]
     tell(report, options.out, shown="\n\n".join(shown))
-
-
-def _parser() -> argparse.ArgumentParser:
-    return options_of(
-        __doc__,
-        model={"default": "tiny", "help": "tiny, smollm2, or a model's path"},
-        width=2,
-        depth=3,
-        episodes=2,
-        context=64,
-        turn_tokens=32,
-        mode={"default": "lora", "choices": ["lora", "full"], "help": "what learns"},
-        pairs={"type": int, "default": 4, "help": "pairs in one step of ours"},
-        device={"default": "cpu", "choices": ["cpu", "cuda"]},
-        threads={"type": int, "help": "CPU threads; 1 for tiny, else all cores"},
-        seed=0,
-        precision={"nargs": "+", "default": ["fp32"], "choices": list(DTYPES), "help": "of ours"},
-        override={"nargs": "*", "default": [], "metavar": "KEY=VALUE", "help": "of ours"},
-        parts={"nargs": "+", "default": list(PARTS), "choices": [*PARTS, "none"]},
-        repeats={"type": int, "default": 5, "help": "timed runs of ours"},
-        plain_repeats={"type": int, "default": 1, "help": "of the plain way"},
-        plain_episodes={"type": int, "help": "play fewer, and scale its time"},
-        memory={"action": "store_true", "help": "peak memory of both ways too"},
-        trl={"action": "store_true", "help": "TRL's OnlineDPO beside ours"},
-    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,57 +66,54 @@ def play(
         )
         failed_EH = (tree.nodes["response_score"] >= threshold).view(depth, -1).T.numpy()
         first.append(np.where(failed_EH.any(axis=1), failed_EH.argmax(axis=1), -1))
-        logprobs = [
-            sampled_logprobs(agent.language_model, tree, agent.sampling)
-            if weigh
-            else torch.zeros(1)
-            for agent in (attacker.sampler.attacker, attacker.sampler.reference)
-        ]
-        shape = (depth, len(numbers))
-        ratios.append(
-            (logprobs[0] - logprobs[1]).expand(depth * len(numbers)).view(shape).T.numpy()
-        )
+        log_ratio = torch.zeros(depth * len(numbers))
+        if weigh:
+            mine, others = (
+                sampled_logprobs(agent.language_model, tree, agent.sampling)
+                for agent in (attacker.sampler.attacker, attacker.sampler.reference)
+            )
+            log_ratio = mine - others
+        ratios.append(log_ratio.view(depth, -1).T.numpy())
     return Episodes(np.concatenate(ratios), np.concatenate(first), np.asarray(prompts))
 
 
-def brute_force(attacker: LoadedAttacker, num_episodes: int, seed: int) -> Any:
-    """Say of each episode of the reference whether it fails; prompts are used in order."""
-    num_prompts = len(attacker.instance.datasets["test"])
-    numbers = [i % num_prompts for i in range(num_episodes)]
-    return play(attacker, REFERENCE, numbers, (seed, "brute"), weigh=False).first >= 0
-
-
-def weighed(parts: dict[str, Episodes]) -> dict[str, Any]:
-    """The importance-sampling estimate from parts of several proposals."""
-    return importance_sampling(
-        WeighedEpisodes(
-            np.concatenate([part.log_ratio for part in parts.values()]),
-            np.concatenate([part.first for part in parts.values()]),
-            [name for name, part in parts.items() for _ in part.first],
-            [int(p) for part in parts.values() for p in part.prompts],
-        )
-    ).to_dict()
-
-
-def repeat(
+def mixture_estimates(
     attacker: LoadedAttacker, counts: dict[str, int], repetitions: int, seed: int
-) -> list[dict[str, Episodes]]:
-    """Play every repetition of a mixture; within one, the prompts are used in turn."""
-    texts = attacker.instance.datasets["test"]
-    generator = np.random.default_rng(seed)
-    numbers: dict[str, list[int]] = {name: [] for name in counts}
-    for _ in range(repetitions):
-        order, place = generator.permutation(len(texts)), 0
-        for name, count in counts.items():
-            numbers[name] += [int(order[i % len(texts)]) for i in range(place, place + count)]
-            place += count
-    pool = {
-        name: play(attacker, name, chosen, (seed, "mixture", name), weigh=True)
-        for name, chosen in numbers.items()
-    }
+) -> list[dict[str, Any]]:
+    """Play a mixture again and again; within a repetition the prompts are used in turn."""
+    num_prompts, generator = len(attacker.instance.datasets["test"]), np.random.default_rng(seed)
+    orders = [generator.permutation(num_prompts) for _ in range(repetitions)]
+    pools: dict[str, Episodes] = {}
+    place = 0
+    for name, count in counts.items():
+        places = [i % num_prompts for i in range(place, place + count)]
+        numbers = [int(order[i]) for order in orders for i in places]
+        pools[name] = play(attacker, name, numbers, (seed, "mixture", name), weigh=True)
+        place += count
+    found = []
+    for number in range(repetitions):
+        parts = [pools[name].part(number * count, count) for name, count in counts.items()]
+        log_ratio, first, prompts = (
+            np.concatenate(columns) for columns in zip(*parts, strict=True)
+        )
+        names = [name for name, count in counts.items() for _ in range(count)]
+        weighed = WeighedEpisodes(log_ratio, first, names, prompts.tolist())
+        found.append(importance_sampling(weighed).to_dict())
+    return found
+
+
+def monte_carlo_estimates(
+    attacker: LoadedAttacker, episodes: Episodes, count: int, repetitions: int
+) -> list[dict[str, Any]]:
+    """The plain estimate from each part of the brute force."""
+    parts = [episodes.part(number * count, count) for number in range(repetitions)]
     return [
-        {name: pool[name].part(r * count, count) for name, count in counts.items()}
-        for r in range(repetitions)
+        monte_carlo(
+            (part.first >= 0).astype(float).tolist(),
+            part.prompts.tolist(),
+            num_turns=attacker.section.tree_depth,
+        )
+        for part in parts
     ]
 
 
@@ -141,21 +137,6 @@ def figures(estimates: Sequence[dict[str, Any]], truth: float) -> dict[str, floa
     }
 
 
-def monte_carlo_parts(
-    attacker: LoadedAttacker, has_failed: Any, count: int, repetitions: int
-) -> list[Any]:
-    """The plain estimate from each part of the brute force."""
-    num_prompts = len(attacker.instance.datasets["test"])
-    return [
-        monte_carlo(
-            has_failed[start : start + count].astype(float).tolist(),
-            [i % num_prompts for i in range(start, start + count)],
-            num_turns=attacker.section.tree_depth,
-        )
-        for start in range(0, repetitions * count, count)
-    ]
-
-
 def main() -> None:
     """Measure, and print the table."""
     parser = options_of(
@@ -163,7 +144,6 @@ def main() -> None:
         episodes={"type": int, "default": 300, "help": "of one estimate"},
         repetitions=100,
         brute_force={"type": int, "default": 120_000, "help": "episodes for the truth"},
-        truth={"type": Path, "help": ".npy file that keeps the brute force between calls"},
         seed=77,
     )
     parser.add_argument("run", help="a finished run on pocket_chat")
@@ -171,35 +151,28 @@ def main() -> None:
     torch.set_num_threads(1)
     attacker = load_attacker(options.run, ExperimentSettings(), code=RunCode())
     started = time.perf_counter()
-    if options.truth is not None and options.truth.is_file():
-        has_failed = np.load(options.truth)
-    else:
-        has_failed = brute_force(attacker, options.brute_force, options.seed)
-        if options.truth is not None:
-            np.save(options.truth, has_failed)
-    truth, total = float(has_failed.mean()), len(has_failed)
+    num_prompts = len(attacker.instance.datasets["test"])
+    numbers = [i % num_prompts for i in range(options.brute_force)]
+    brute = play(attacker, REFERENCE, numbers, (options.seed, "brute"), weigh=False)
+    total, num_failed = len(numbers), int((brute.first >= 0).sum())
+    truth = num_failed / total
     error = (truth * (1 - truth) / total) ** 0.5
     num_turns, count = attacker.section.tree_depth, options.episodes
-    estimates = {"Monte Carlo": monte_carlo_parts(attacker, has_failed, count, options.repetitions)}
+    estimates = {"Monte Carlo": monte_carlo_estimates(attacker, brute, count, options.repetitions)}
     mixtures = {
         "importance sampling, one turn": defensive_shares(count, num_turns),
         "importance sampling, all turns": {REFERENCE: count - count // 2, ATTACKER: count // 2},
     }
     for name, counts in mixtures.items():
-        parts = repeat(attacker, counts, options.repetitions, options.seed)
-        estimates[name] = [weighed(part) for part in parts]
+        estimates[name] = mixture_estimates(attacker, counts, options.repetitions, options.seed)
     found = {name: figures(told, truth) for name, told in estimates.items()}
     shown = (
-        f"brute force: {has_failed.sum():,} of {total:,} episodes fail, {truth:.3%} +- {error:.3%}"
+        f"brute force: {num_failed:,} of {total:,} episodes fail, {truth:.3%} +- {error:.3%}"
         f"\n\n{_table(found)}\n{options.repetitions} repetitions of {count * num_turns:,} target "
         f"queries each, 95 % intervals; {time.perf_counter() - started:.0f} s"
     )
-    values = ("value", "low", "high")
-    content = {
-        name: {"figures": found[name], "estimates": [[e[v] for v in values] for e in told]}
-        for name, told in estimates.items()
-    }
-    tell({"truth": truth, **content}, options.out, shown=shown)
+    content = {"truth": truth, "figures": found, "estimates": estimates}
+    tell(content, options.out, shown=shown)
 
 
 def _table(found: dict[str, dict[str, float]]) -> str:

@@ -17,12 +17,11 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from measuring import options_of, tell
+from measuring import markdown_table, options_of, tell
 from scipy.special import betaincinv, ndtr
 
 from nip_astra.utils.intervals import Estimate, paired_difference, rate_estimate
@@ -48,6 +47,8 @@ CORRELATIONS = (0.0, 0.1, 0.3, 0.6)
 SHARED = 0.5
 """Correlation of what sets the two rates of a prompt apart from other prompts'."""
 NUM_RESAMPLES = 400
+RATE, RATES_APART, SCORES = "rate", "difference of rates", "difference of scores"
+METHODS = ("ours", "bootstrap")
 
 
 @dataclass(frozen=True)
@@ -153,36 +154,24 @@ def count(bounds: Floats, truth: float) -> dict[str, float]:
     }
 
 
-def measure_rates(designs: Sequence[tuple[int, int]], repetitions: int, seed: int) -> list[Point]:
-    """Measure intervals of one rate over the grid."""
-    points = []
-    for design, place, rng in _grid(designs, [(rate,) for rate in RATES], seed):
-        (rate,), correlation, kind = place
-        drawn = outcomes(rng, (repetitions, *design), rate, correlation, kind)
-        methods = {
-            "ours": own_bounds(drawn, rate_estimate),
-            "bootstrap": bootstrap_bounds(drawn, rng, 1.0),
-        }
-        for name, bounds in methods.items():
-            points.append(Point("rate", name, *design, *place, **count(bounds, rate)))
-    return points
-
-
-def measure_pairs(
-    designs: Sequence[tuple[int, int]], repetitions: int, seed: int, *, noise: float = 0.0
+def measure(
+    what: str, designs: Sequence[tuple[int, int]], repetitions: int, seed: int
 ) -> list[Point]:
-    """Measure intervals of paired differences of outcomes, or with noise of scores, on the grid."""
-    what = "difference of scores" if noise else "difference of rates"
+    """Measure the intervals of a rate, or of paired differences of outcomes or scores."""
+    is_pair, noise = what != RATE, 0.5 if what == SCORES else 0.0
     points = []
-    for design, place, rng in _grid(designs, PAIRS, seed):
-        pair, correlation, _ = place
-        drawn = differences(rng, (repetitions, *design), pair, correlation, noise)
-        # The mean of the Beta distribution of the noise is 1 / 21.
-        truth = (pair[1] - pair[0]) * (1.0 - 2.0 * noise / 21.0)
-        methods = {
-            "ours": own_bounds(drawn, lambda d, prompts: paired_difference(d, prompts).estimate),
-            "bootstrap": bootstrap_bounds(drawn, rng, math.inf),
-        }
+    for design, place, rng in _grid(designs, PAIRS if is_pair else [(r,) for r in RATES], seed):
+        rates, correlation, kind = place
+        shape = (repetitions, *design)
+        if is_pair:
+            drawn = differences(rng, shape, rates, correlation, noise)
+            # The mean of the Beta distribution of the noise is 1 / 21.
+            truth, largest = (rates[1] - rates[0]) * (1.0 - 2.0 * noise / 21.0), math.inf
+            own = own_bounds(drawn, lambda d, prompts: paired_difference(d, prompts).estimate)
+        else:
+            drawn = outcomes(rng, shape, rates[0], correlation, kind)
+            truth, largest, own = rates[0], 1.0, own_bounds(drawn, rate_estimate)
+        methods = {"ours": own, "bootstrap": bootstrap_bounds(drawn, rng, largest)}
         for name, bounds in methods.items():
             points.append(Point(what, name, *design, *place, **count(bounds, truth)))
     return points
@@ -204,24 +193,20 @@ def _grid(
 
 def table(points: Sequence[Point]) -> str:
     """Lay out a line for each number of prompts and episodes, as Markdown."""
-    lines = [
-        "| | prompts x episodes | coverage | truth below | truth above | bootstrap: coverage "
-        "| truth below | truth above |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|",
-    ]
+    header = ["", "prompts x episodes"]
+    for method in METHODS:
+        header += [f"{method}: coverage", "truth below", "truth above"]
+    rows = []
     for what, *design in dict.fromkeys((p.what, p.num_prompts, p.num_episodes) for p in points):
-        cells = [what, f"{design[0]} x {design[1]}"]
-        for method in ("ours", "bootstrap"):
-            own = [
-                p
-                for p in points
-                if [p.what, p.num_prompts, p.num_episodes, p.method] == [what, *design, method]
-            ]
+        row = [what, f"{design[0]} x {design[1]}"]
+        for method in METHODS:
+            place = [what, *design, method]
+            own = [p for p in points if [p.what, p.num_prompts, p.num_episodes, p.method] == place]
             held = [p.coverage for p in own]
-            cells.append(f"{min(held):.1%} to {max(held):.1%}")
-            cells += [f"{max(p.below for p in own):.1%}", f"{max(p.above for p in own):.1%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            row.append(f"{min(held):.1%} to {max(held):.1%}")
+            row += [f"{max(p.below for p in own):.1%}", f"{max(p.above for p in own):.1%}"]
+        rows.append(row)
+    return markdown_table(header, rows)
 
 
 def main() -> None:
@@ -234,12 +219,10 @@ def main() -> None:
     ).parse_args()
     started = time.perf_counter()
     designs = [design for design in DESIGNS if design[0] <= options.largest]
-    sizes = (designs, options.repetitions, options.seed)
     points: list[Point] = []
-    parts = (measure_rates, measure_pairs, partial(measure_pairs, noise=0.5))
-    for part in parts:
-        found = part(*sizes)
-        print(table(found), end="\n\n", flush=True)
+    for what in (RATE, RATES_APART, SCORES):
+        found = measure(what, designs, options.repetitions, options.seed)
+        print(table(found), flush=True)
         points += found
     shown = (
         f"95 % intervals, {options.repetitions} evaluations a point, {len(points) // 2} points; "

@@ -5,16 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 
@@ -61,51 +56,41 @@ def tell(figures: Any, out: Path | None, *, shown: str | None = None) -> None:
         out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def shown_command(script: str, arguments: Sequence[str] | None) -> str:
-    """What was called, without the places of files."""
-    shown: list[str] = []
-    for word in sys.argv[1:] if arguments is None else arguments:
-        if shown and shown[-1] == "--out":
-            shown.pop()
-        else:
-            shown.append(Path(word).name if Path(word).is_absolute() else word)
-    return " ".join([f"python benchmarks/{script}", *shown])
-
-
 # ---- time
 
 
-@dataclass
-class Stopwatch:
-    """Adds up seconds by phase; on a GPU a phase ends when its kernels have.
+class Spent(NamedTuple):
+    """The time and the work of a part.
 
     Attributes
     ----------
-    seconds : dict[str, float]
-        By phase, in the order of their first use.
+    forwarded, unique : float
+        Positions that models have read, and those that they had to read at least once.
     """
 
-    device: str = "cpu"
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: float
+    forwarded: float = 0.0
+    unique: float = 0.0
+
+    def scaled(self, share: float) -> Spent:
+        """What so many times as much would have taken."""
+        return Spent(*(share * value for value in self))
+
+
+class Stopwatch:
+    """Adds up seconds by phase, in the order of their first use."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time that the block takes to a phase."""
-        self._wait()
+        """Add the time that the block, or each call of the function decorated with it, takes."""
         started = time.perf_counter()
         try:
             yield
         finally:
-            self._wait()
-            self.add(name, time.perf_counter() - started)
-
-    def add(self, name: str, seconds: float) -> None:
-        """Add seconds to a phase."""
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-
-    def _wait(self) -> None:
-        if self.device == "cuda":
-            torch.cuda.synchronize()
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
 
 def seconds_of(function: Callable[[], Any]) -> float:
@@ -139,25 +124,7 @@ def median_by_name(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(values.get(name, 0.0) for values in measured) for name in names}
 
 
-# ---- work and memory
-
-
-@dataclass
-class WorkCount:
-    """Positions that a model has read, whatever the machine; padding counts."""
-
-    forwarded: int = 0
-
-
-def count_work(module: Any) -> WorkCount:
-    """A count that grows with every forward pass of a causal language model."""
-    count = WorkCount()
-
-    def read(_: Any, arguments: tuple[Tensor, ...], __: Tensor) -> None:
-        count.forwarded += arguments[0].numel()
-
-    module.get_input_embeddings().register_forward_hook(read)
-    return count
+# ---- memory
 
 
 def held_memory_bytes() -> int | None:

@@ -1,26 +1,106 @@
-"""The same work through `nip_astra`: its registered `ast_dpo` trainer, built as a run builds it."""
+"""The work that is measured, and its way through `nip_astra`: its registered `ast_dpo` trainer."""
 
 from __future__ import annotations
 
+import itertools
+import time
+import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from ast_work import BETA, Files, Setting
-from measuring import Stopwatch
+from measuring import Spent
 from plain_ast import Pair, PlainAst
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.language_models.sources import load_tokenizer, resolve_model
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment
+from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trainers.ast_base import AstTrainer
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 """What the attacker computes in; the target answers in float32 always."""
+
+
+def rate(completions: list[str]) -> list[float]:
+    """Scores that cost nothing, and differ from text to text."""
+    return [zlib.crc32(text.encode()) / 2**32 for text in completions]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How much is played and learned, and in which scenario.
+
+    Attributes
+    ----------
+    context : int
+        Tokens of an opening prompt, about.
+    turn_tokens : int
+        Tokens of every turn, of attacker and target alike.
+    pairs : int
+        Pairs in one optimizer step of ours; the plain way takes one.
+    """
+
+    scenario: str = "smollm2_chat"
+    width: int = 2
+    depth: int = 3
+    episodes: int = 2
+    context: int = 64
+    turn_tokens: int = 32
+    pairs: int = 4
+    temperature: float = 1.0
+    seed: int = 0
+
+    def resolve(self, precision: str = "fp32", *more: str) -> ResolvedExperiment:
+        """The experiment of both ways; the plain one computes in float32 whatever the precision."""
+        values: dict[str, object] = {
+            "attacker.language_model.dtype": DTYPES[precision],
+            "target.language_model.dtype": "float32",
+            "tree_width": self.width,
+            "tree_depth": self.depth,
+            "scorer": "{_type: python, function: 'our_ast:rate'}",
+            "reward.likelihood_model": "target",
+        }
+        turn: dict[str, float] = {"temperature": self.temperature}
+        if self.temperature > 0:
+            turn |= {"top_k": 50, "top_p": 0.9}
+        turn |= dict.fromkeys(("max_new_tokens", "min_new_tokens"), self.turn_tokens)
+        for role, (name, value) in itertools.product(("attacker", "target"), turn.items()):
+            values[f"{role}.{name}"] = value
+        overrides = [
+            *(f"ast_chat.{name}={value}" for name, value in values.items()),
+            f"training.minibatch_size={self.pairs}",
+            f"training.num_episodes_per_experience={self.episodes}",
+            "training.batch_order=by_episode",
+            # Each group of siblings gives a pair.
+            "ast_dpo.min_reward_difference=0",
+            "ast_dpo.min_chosen_score=null",
+            *more,
+        ]
+        return resolve_experiment(
+            trainer="ast_dpo", scenario=self.scenario, overrides=overrides, seed=self.seed
+        )
+
+    def openings(self, resolved: ResolvedExperiment) -> list[str]:
+        """Prompts of the scenario one after the other, cut into openings of equal length."""
+        section, scenario_dir = getattr(resolved.hyper_params, resolved.kind), resolved.scenario_dir
+        model = resolve_model(section.attacker.language_model.model, scenario_dir)
+        tokenizer = load_tokenizer(*model)
+        prompts = read_prompts(section.prompts.train, scenario_dir)
+        words = itertools.cycle(" ".join(prompts).split())
+        openings = []
+        for _ in range(self.episodes):
+            opening = next(words)
+            while len(tokenizer.encode(opening, add_special_tokens=False)) < self.context:
+                opening += f" {next(words)}"
+            openings.append(opening)
+        return openings
 
 
 class Played(NamedTuple):
@@ -31,85 +111,63 @@ class Played(NamedTuple):
 
 
 class OurAst:
-    """A trainer ready to play and learn, with a clock.
+    """A trainer ready to play and learn."""
 
-    Parameters
-    ----------
-    overrides : Sequence[str]
-        Assignments `a.b=c` over what the scenario says.
-    """
-
-    def __init__(
-        self, setting: Setting, files: Files, precision: str = "fp32", overrides: Sequence[str] = ()
-    ) -> None:
-        resolved = resolve_experiment(
-            trainer="ast_dpo",
-            scenario=str(files.scenario),
-            overrides=[
-                f"ast_chat.attacker.language_model.dtype={DTYPES[precision]}",
-                "ast_chat.target.language_model.dtype=float32",
-                f"ast_dpo.beta={BETA}",
-                *overrides,
-            ],
-            seed=setting.seed,
-        )
-        trainer = prepare_experiment(
-            resolved, device=setting.device, num_threads=torch.get_num_threads()
-        ).trainer
+    def __init__(self, resolved: ResolvedExperiment, prompts: Sequence[str]) -> None:
+        trainer = prepare_experiment(resolved, num_threads=torch.get_num_threads()).trainer
         assert isinstance(trainer, AstTrainer)
-        self.trainer, self.precision = trainer, precision
-        self.watch = Stopwatch(setting.device)
+        self.trainer = trainer
+        trainer.rollouts.prompts = prompts
 
+    @torch.no_grad()
     def play(self, iteration: int) -> Played:
         """Play the episodes of one iteration."""
-        with self.watch.phase("rollout"), torch.no_grad():
-            tree = self.trainer.rollouts.play(iteration)
-            experience = Played(tree, self.trainer.digest(tree).samples)
-        for part, spent in tree.seconds.items():
-            self.watch.add(part, spent)
-        # The plain way runs the reference in its updates, so here its time counts there too.
-        self.watch.add("rollout", -tree.seconds["reference"])
-        self.watch.add("update", tree.seconds["reference"])
-        return experience
+        tree = self.trainer.rollouts.play(iteration)
+        return Played(tree, self.trainer.digest(tree).samples)
 
-    def learn(self, samples: Sequence[Sample], iteration: int) -> None:
+    def learn(self, samples: Sequence[Sample], iteration: int = 0) -> None:
         """Take the optimizer steps of one iteration."""
         self.step_through(self.trainer.batches(samples, iteration=iteration, epoch=0))
 
-    def step_through(self, batches: Iterable[TensorDict]) -> None:
-        """Take one optimizer step a batch; phases that the trainer times itself are added up.
+    def step_through(self, batches: Iterable[TensorDict]) -> Spent:
+        """Take one optimizer step a batch, and say what that took.
 
         What the trainer's own loop sets up in the process, such as the keeping of freed memory,
         stays set afterwards: the plain way gains by it too.
         """
+        policy = self.trainer.policy
         with ExitStack() as stack:
             self.trainer._build_train_context(stack)
-            stack.enter_context(self.watch.phase("update"))
-            for batch in batches:
-                for name, value in self.trainer._optimizer_step([batch]).items():
-                    if name.startswith("time/"):
-                        self.watch.add(name.removeprefix("time/"), value)
+            started = time.perf_counter()
+            with policy.counting() as count:
+                for batch in batches:
+                    self.trainer._optimizer_step([batch])
+            seconds = time.perf_counter() - started
+        return Spent(seconds, count.forwarded, count.scored)
 
-    def forwarded(self) -> dict[str, int]:
-        """Positions that each model has read so far, by role."""
-        models = {role: getattr(self.trainer.sampler, role) for role in ROLES}
-        return {role: agent.language_model.token_count.forwarded for role, agent in models.items()}
+    def iterate(self, number: int, *, learns: bool) -> dict[str, Spent]:
+        """What an iteration takes, or its rollout alone.
+
+        The plain way runs the reference in its updates, so what it takes here is no part of the
+        rollout.
+        """
+        models = [self.trainer.attacker.language_model, self.trainer.sampler.target.language_model]
+        started = time.perf_counter()
+        with models[0].counting() as attacker, models[1].counting() as target:
+            tree, samples = self.play(number)
+        seconds = time.perf_counter() - started
+        unique = tree.num_unique_tokens["attacker"] + tree.num_unique_tokens["target"]
+        forwarded = attacker.forwarded + target.forwarded
+        spent = {"rollout": Spent(seconds - tree.seconds["reference"], forwarded, unique)}
+        if learns:
+            self.learn(samples, number)
+            spent["iteration"] = Spent(time.perf_counter() - started)
+        return spent
 
 
-ROLES = ("attacker", "target", "reference")
-
-
-def samples_of_few_trees(experience: Played, num_pairs: int) -> list[Sample]:
+def pairs_of_few_trees(samples: Sequence[Sample], num_pairs: int) -> list[Sample]:
     """Training samples, those of one tree before those of the next, the first levels first."""
-    tree = experience.tree
-    episodes = tree.nodes["episode"].view(-1, tree.tree_width)[:, 0].tolist()
-    episode_of = {
-        tuple(context): episode for context, episode in zip(tree.contexts, episodes, strict=True)
-    }
-    ordered = sorted(
-        experience.samples, key=lambda sample: episode_of[tuple(sample["context"].tolist())]
-    )
-    return ordered[:num_pairs]
+    return sorted(samples, key=lambda sample: int(sample["episode"]))[:num_pairs]
 
 
 def as_pairs(samples: Sequence[Sample]) -> list[Pair]:

@@ -17,58 +17,56 @@ Shape suffixes: `B` row, `C` context position, `L` position of context and conti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measuring import Stopwatch, WorkCount, count_work
 from torch import Tensor
 
+from nip_astra.language_models.adapters import add_adapter
+from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
+from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.rl_objectives.ast_reward import ast_reward
-from nip_astra.scenario_base.conversation.tokens import ConversationFormat, Turn
+from nip_astra.samplers.node_scores import RewardParameters
+from nip_astra.scenario_base.agents import ConversationAgentParameters
+from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
 from nip_astra.scorers.base import Scorer
-
-
-class Sampling(NamedTuple):
-    """How turns are drawn; all are of one length, so that work does not depend on luck."""
-
-    num_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
+from nip_astra.scorers.registry import build_scorer
 
 
 @dataclass
 class PlainModel:
     """A language model with its tokenizer, used through `generate` and `forward` alone.
 
+    Turns are all of one length, so that work does not depend on luck.
+
     Attributes
     ----------
     suppressed_ids : tuple[int, ...]
         Tokens never said.
-    work : WorkCount
-        What has gone through the model.
+    num_forwarded : int
+        Positions that the model has read; padding counts.
     """
 
-    module: Any
-    tokenizer: Any
-    conversation_format: ConversationFormat
-    sampling: Sampling
+    agent: ConversationAgentParameters
+    scenario_dir: Path
     suppressed_ids: tuple[int, ...] = ()
-    work: WorkCount = field(init=False)
+    num_forwarded: int = 0
+    module: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.module.eval()
-        self.work = count_work(self.module)
+        source = resolve_model(self.agent.language_model.model, self.scenario_dir)
+        self.tokenizer: Any = load_tokenizer(*source)
         self.pad_id = self.tokenizer.eos_token_id
+        self.chat = ChatFormat(self.tokenizer, system_prompt=self.agent.system_prompt)
+        self.module = load_causal_lm(*source).eval()
+        self.module.get_input_embeddings().register_forward_hook(self._count)
 
-    @property
-    def device(self) -> torch.device:
-        """Where the model runs."""
-        device: torch.device = next(self.module.parameters()).device
-        return device
+    def _count(self, _: Any, arguments: tuple[Tensor, ...], __: Tensor) -> None:
+        self.num_forwarded += arguments[0].numel()
 
     @torch.no_grad()
     def generate(self, contexts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -76,15 +74,15 @@ class PlainModel:
         width = max(len(context) for context in contexts)
         ids_BC = torch.tensor([[self.pad_id] * (width - len(c)) + list(c) for c in contexts])
         mask_BC = torch.tensor([[0] * (width - len(c)) + [1] * len(c) for c in contexts])
-        num_tokens, *how = self.sampling
-        drawing = dict(zip(("temperature", "top_k", "top_p"), how, strict=True))
-        if self.sampling.temperature == 0:
+        agent = self.agent
+        drawing = {name: getattr(agent, name) for name in ("temperature", "top_k", "top_p")}
+        if agent.temperature == 0:
             drawing = {}
         said_BL = self.module.generate(
-            input_ids=ids_BC.to(self.device),
-            attention_mask=mask_BC.to(self.device),
-            min_new_tokens=num_tokens,
-            max_new_tokens=num_tokens,
+            input_ids=ids_BC,
+            attention_mask=mask_BC,
+            min_new_tokens=agent.min_new_tokens,
+            max_new_tokens=agent.max_new_tokens,
             do_sample=bool(drawing),
             pad_token_id=self.pad_id,
             suppress_tokens=list(self.suppressed_ids) or None,
@@ -101,15 +99,13 @@ class PlainModel:
         width = max(len(row) for row in both)
         ids_BL = torch.tensor([row + [self.pad_id] * (width - len(row)) for row in both])
         mask_BL = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in both])
-        position_L = torch.arange(width)
         start_B1 = torch.tensor([[len(context)] for context in contexts])
-        scored_BL = (position_L >= start_B1) & mask_BL.bool()
-        ids_BL = ids_BL.to(self.device)
-        logits = self.module(input_ids=ids_BL, attention_mask=mask_BL.to(self.device)).logits
+        scored_BL = (torch.arange(width) >= start_B1) & mask_BL.bool()
+        logits = self.module(input_ids=ids_BL, attention_mask=mask_BL).logits
         # The position before a token predicts it.
         distribution = logits[:, :-1].log_softmax(dim=-1)
         logprobs_BL = distribution.gather(-1, ids_BL[:, 1:].unsqueeze(-1)).squeeze(-1)
-        return logprobs_BL.masked_fill(~scored_BL[:, 1:].to(self.device), 0.0)
+        return logprobs_BL.masked_fill(~scored_BL[:, 1:], 0.0)
 
     def decode(self, turns: Sequence[Sequence[int]]) -> list[str]:
         """The text of turns."""
@@ -132,7 +128,6 @@ class PlainNode:
     context: list[int]
     probe: list[int]
     probe_text: str
-    response: list[int]
     response_text: str
     nll: float
     reward: float
@@ -154,74 +149,57 @@ class _Conversation(NamedTuple):
     target: list[Turn]
 
 
-@dataclass
 class PlainAst:
-    """Plays and learns in the plain way.
+    """Plays and learns in the plain way, with three models and a scorer of its own."""
 
-    Attributes
-    ----------
-    weights : Mapping[str, float]
-        Of a node's reward; see `nip_astra.rl_objectives.ast_reward`.
-    beta : float
-        Inverse temperature of DPO.
-    """
-
-    attacker: PlainModel
-    target: PlainModel
-    reference: PlainModel
-    scorer: Scorer
-    weights: Mapping[str, float]
-    lr: float
-    beta: float
-    watch: Stopwatch = field(default_factory=Stopwatch)
-
-    def __post_init__(self) -> None:
-        self.optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+    def __init__(self, resolved: ResolvedExperiment) -> None:
+        section, scenario_dir = getattr(resolved.hyper_params, resolved.kind), resolved.scenario_dir
+        self.attacker = PlainModel(section.attacker, scenario_dir)
+        self.target = PlainModel(section.target, scenario_dir)
+        # The reference reads what the attacker reads.
+        self.reference = PlainModel(section.attacker, scenario_dir)
+        if section.attacker.language_model.lora is not None:
+            adapted = add_adapter(self.attacker.module, section.attacker.language_model.lora)
+            self.attacker.module = adapted.eval()
+        self.scorer: Scorer = build_scorer(
+            section.scorer, device=torch.device("cpu"), scenario_dir=scenario_dir
+        )
+        self.reward: RewardParameters = section.reward
+        self.beta = resolved.hyper_params.ast_dpo.beta
+        self.optimizer = torch.optim.AdamW(self.parameters(), lr=resolved.hyper_params.training.lr)
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """What the attacker learns."""
         return [p for p in self.attacker.module.parameters() if p.requires_grad]
-
-    def forwarded(self) -> dict[str, int]:
-        """Positions that each model has read so far, by role."""
-        roles = {"attacker": self.attacker, "target": self.target, "reference": self.reference}
-        return {role: model.work.forwarded for role, model in roles.items()}
 
     # ---- playing
 
     def play(self, prompts: Sequence[str], *, width: int, depth: int) -> list[list[PlainNode]]:
         """Grow one tree after the other, and give the first nodes of each."""
         trees = []
-        with self.watch.phase("rollout"):
-            for prompt in prompts:
-                start = _Conversation(
-                    [Turn(False, self.attacker.conversation_format.encode(prompt))],
-                    [Turn(True, self.target.conversation_format.encode(prompt))],
-                )
-                trees.append(self._grow(start, width, depth))
+        for prompt in prompts:
+            start = _Conversation(
+                [Turn(False, self.attacker.chat.encode(prompt))],
+                [Turn(True, self.target.chat.encode(prompt))],
+            )
+            trees.append(self._grow(start, width, depth))
         return trees
 
     def _grow(self, conversation: _Conversation, width: int, depth: int) -> list[PlainNode]:
         if depth == 0:
             return []
-        context = self.attacker.conversation_format.context(conversation.attacker)
-        with self.watch.phase("attacker generate"):
-            probes = self.attacker.generate([context] * width)
+        context = self.attacker.chat.context(conversation.attacker)
+        probes = self.attacker.generate([context] * width)
         asked = [[*conversation.target, Turn(False, tuple(probe))] for probe in probes]
-        read = [self.target.conversation_format.context(turns) for turns in asked]
-        with self.watch.phase("target generate"):
-            responses = self.target.generate(read)
+        read = [self.target.chat.context(turns) for turns in asked]
+        responses = self.target.generate(read)
         probe_texts, response_texts = self.attacker.decode(probes), self.target.decode(responses)
         nll_B = self._probe_nll(asked, read, probes)
         reward_B = self._reward(probe_texts, response_texts, nll_B)
         nodes = []
         for branch, (probe, response) in enumerate(zip(probes, responses, strict=True)):
             after = _Conversation(
-                [
-                    *conversation.attacker,
-                    Turn(True, tuple(probe)),
-                    Turn(False, tuple(response)),
-                ],
+                [*conversation.attacker, Turn(True, tuple(probe)), Turn(False, tuple(response))],
                 [*asked[branch], Turn(True, tuple(response))],
             )
             nodes.append(
@@ -229,7 +207,6 @@ class PlainAst:
                     context,
                     probe,
                     probe_texts[branch],
-                    response,
                     response_texts[branch],
                     float(nll_B[branch]),
                     float(reward_B[branch]),
@@ -245,30 +222,30 @@ class PlainAst:
         probes: Sequence[Sequence[int]],
     ) -> Tensor:
         """The probes' mean negative log-likelihood under the target, nats a token."""
-        before = []
-        for turns, context in zip(asked, read, strict=True):
-            # What follows the probe in the target's context is no part of the condition.
-            start, _ = self.target.conversation_format.last_turn_span(turns, context)
-            before.append(context[:start])
-        with self.watch.phase("target log-probabilities"), torch.no_grad():
-            logprobs_BL = self.target.logprobs(before, probes)
+        # What follows the probe in the target's context is no part of the condition.
+        before = [
+            context[: self.target.chat.last_turn_span(turns, context)[0]]
+            for turns, context in zip(asked, read, strict=True)
+        ]
         lengths_B = torch.tensor([len(probe) for probe in probes])
-        return -logprobs_BL.detach().sum(dim=1).cpu() / lengths_B
+        with torch.no_grad():
+            return -self.target.logprobs(before, probes).sum(dim=1) / lengths_B
 
     def _reward(
         self, probe_texts: Sequence[str], response_texts: Sequence[str], nll_B: Tensor
     ) -> Tensor:
         combined = [f"{p} {r}" for p, r in zip(probe_texts, response_texts, strict=True)]
-        with self.watch.phase("scorer"):
-            combined_B = self.scorer.score(combined)
-            response_B = self.scorer.score(response_texts)
+        combined_B = self.scorer.score(combined)
+        response_B = self.scorer.score(response_texts)
         return ast_reward(
             response_B,
             combined_B,
             nll_B,
             torch.tensor([not text for text in probe_texts]),
             empty_nll=math.log(len(self.target.tokenizer)),
-            **self.weights,
+            w_response=self.reward.w_response,
+            w_combined=self.reward.w_combined,
+            w_likelihood=self.reward.w_likelihood,
         )
 
     # ---- learning
@@ -285,22 +262,17 @@ class PlainAst:
             groups += [node.children for node in group if node.children]
         return found
 
-    def learn(self, pairs: Sequence[Pair]) -> int:
-        """Take one optimizer step a pair, and give their number."""
-        with self.watch.phase("update"):
-            for pair in pairs:
-                self.step(pair)
-        return len(pairs)
+    def learn(self, pairs: Sequence[Pair]) -> None:
+        """Take one optimizer step a pair."""
+        for pair in pairs:
+            self.step(pair)
 
     def step(self, pair: Pair) -> float:
         """Take one optimizer step on one pair and give its loss."""
-        with self.watch.phase("loss forward"):
-            loss = self.loss(pair)
-        with self.watch.phase("backward"):
-            torch.autograd.backward(loss)
-        with self.watch.phase("optimizer"):
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+        loss = self.loss(pair)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return float(loss.detach())
 
     def loss(self, pair: Pair) -> Tensor:

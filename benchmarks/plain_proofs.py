@@ -14,8 +14,8 @@ Shapes: B frames, A agents.
 from __future__ import annotations
 
 import torch
-from measuring import Stopwatch
-from our_proofs import BACKWARD, BUFFER, CLIP, COLLECT, FORWARD, GAE, STEP, UPDATE, WHOLE, Seconds
+from measuring import Stopwatch, seconds_of
+from our_proofs import COLLECT, GAE, UPDATE, WHOLE
 from plain_proof_agents import build_actor, build_critic
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModule, set_composite_lp_aggregate
@@ -31,24 +31,15 @@ from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.trainers.protocol.optimizers import ADAM_EPS
 from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
 
-OF_UPDATE = (UPDATE, FORWARD, BACKWARD, CLIP, STEP, BUFFER)
-"""Parts whose seconds grow with the epochs."""
-STORE = "store"
-"""Filling the buffer, which is once an iteration; it counts among the minibatches."""
-
 
 class PlainWay:
     """Collects and learns with TorchRL what a trainer of ours does, from the same weights.
 
-    Parameters
-    ----------
-    num_epochs : int
-        Epochs that are run. The seconds of the rest are taken to be as many an epoch.
+    One epoch is run of those that a trainer has; the others are taken to last as long.
     """
 
-    def __init__(self, trainer: TensorDictRlTrainer, *, num_epochs: int) -> None:
+    def __init__(self, trainer: TensorDictRlTrainer) -> None:
         self.rl, self.ppo = trainer.rl, trainer.hyper_params.ppo
-        self.num_epochs = min(num_epochs, self.rl.num_epochs)
         self.num_frames = self.rl.frames_per_batch
         # One log-probability a head: their sum over agents would be of no agent.
         set_composite_lp_aggregate(False).set()
@@ -89,28 +80,18 @@ class PlainWay:
             self.loss_module.parameters(), lr=self.rl.lr, eps=ADAM_EPS
         )
 
-    def iterate(self) -> Seconds:
-        """Play and learn once, and give the seconds of each part; see `num_epochs`."""
+    def iterate(self) -> dict[str, float]:
+        """Play and learn once, and give the seconds of each part."""
         watch = Stopwatch()
         with watch.phase(COLLECT):
             batch = next(self._batches)
         with watch.phase(GAE), torch.no_grad():
             self.estimate(batch)
-        played = watch.seconds[COLLECT] + watch.seconds[GAE]
-        with watch.phase(STORE):
+        with watch.phase(UPDATE):
             self.buffer.empty()
             self.buffer.extend(batch.reshape(-1))
-        with watch.phase(UPDATE):
-            self.learn(watch)
-        more = self.rl.num_epochs / self.num_epochs
-        seconds = {
-            part: value * (more if part in OF_UPDATE else 1.0)
-            for part, value in watch.seconds.items()
-        }
-        stored = seconds.pop(STORE)
-        seconds[BUFFER] += stored
-        seconds[UPDATE] += stored
-        return {WHOLE: played + seconds[UPDATE], **seconds}
+        watch.seconds[UPDATE] += self.rl.num_epochs * seconds_of(self.learn)
+        return {WHOLE: sum(watch.seconds.values()), **watch.seconds}
 
     def estimate(self, batch: TensorDictBase) -> None:
         """Write values, advantages and targets; ends are given to each agent first."""
@@ -119,26 +100,17 @@ class PlainWay:
             batch["next", "agents", key] = batch["next", key].unsqueeze(-1).expand(shape)
         self.gae(batch)
 
-    def learn(self, watch: Stopwatch) -> None:
-        """Take the steps of some epochs."""
-        num_minibatches = self.num_frames // self.rl.minibatch_size
-        for _ in range(self.num_epochs * num_minibatches):
-            with watch.phase(BUFFER):
-                frames = self.buffer.sample()
-            with watch.phase(FORWARD):
-                losses = self.loss_module(frames)
-                loss = (
-                    losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
-                ).sum()
-            with watch.phase(BACKWARD):
-                loss.backward()
-            with watch.phase(CLIP):
-                nn.utils.clip_grad_norm_(
-                    self.loss_module.parameters(), self.rl.max_grad_norm or float("inf")
-                )
-            with watch.phase(STEP):
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+    def learn(self) -> None:
+        """Take the steps of an epoch."""
+        for _ in range(self.num_frames // self.rl.minibatch_size):
+            losses = self.loss_module(self.buffer.sample())
+            loss = losses["loss_objective"] + losses["loss_critic"] + losses["loss_entropy"]
+            loss.sum().backward()
+            nn.utils.clip_grad_norm_(
+                self.loss_module.parameters(), self.rl.max_grad_norm or float("inf")
+            )
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def close(self) -> None:
         """Let go of the environment."""

@@ -19,13 +19,12 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from measuring import markdown_table, options_of, tell
-from scipy.stats import binomtest
-from scipy.stats import t as student_t
+from scipy.stats import binomtest, ttest_1samp
 
 TRAINERS = ("ast_dpo", "ast_ipo", "ast_simpo", "ast_ppo", "ast_grpo", "ast_reinforce", "ast_sft")
 NOVELTY = (
@@ -162,9 +161,7 @@ def _mean_interval(differences: Sequence[float], pattern: str) -> str:
     if len(set(differences)) == 1:
         # No spread is no certainty: there is no interval to give.
         return f"{centre} (each)"
-    error = stdev(differences) / len(differences) ** 0.5
-    half = float(student_t.ppf(0.975, len(differences) - 1)) * error
-    low, high = (pattern.format(mean(differences) + side * half) for side in (-1, 1))
+    low, high = map(pattern.format, ttest_1samp(differences, 0.0).confidence_interval())
     return f"{centre} ({low} to {high})"
 
 

@@ -8,24 +8,15 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from ast_work import (
-    BETA,
-    LEARNING_RATE,
-    SYSTEM_PROMPTS,
-    Files,
-    Setting,
-    adapter_config,
-    write_scenario,
-)
-from our_ast import DTYPES, OurAst
+from our_ast import DTYPES, OurAst, Setting
 
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
+from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.scenario_base.conversation.tokens import ChatFormat, Turn
 
 
@@ -39,39 +30,37 @@ def measure(setting: Setting, precision: str, repeats: int) -> dict[str, Any]:
         version = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
         raise SystemExit("TRL is not installed: pip install trl datasets") from None
-    work = {"width": 2, "depth": 1, "episodes": 8, "pairs": 8, "response_tokens": 1}
-    setting = replace(setting, likelihood_model="reference", **work)
-    with tempfile.TemporaryDirectory() as root:
-        files = write_scenario(setting, Path(root))
-        target = f"ast_chat.target.language_model.dtype={DTYPES[precision]}"
-        ours = OurAst(setting, files, precision, [target])
-        measured: list[float] = []
+    setting = replace(setting, width=2, depth=1, episodes=8, pairs=8)
+    resolved = setting.resolve(
+        precision,
+        f"ast_chat.target.language_model.dtype={DTYPES[precision]}",
+        "ast_chat.target.min_new_tokens=1",
+        "ast_chat.target.max_new_tokens=1",
+        "ast_chat.reward.likelihood_model=reference",
+    )
+    prompts = setting.openings(resolved)
+    ours = OurAst(resolved, prompts)
+    measured: list[float] = []
 
-        def iterate() -> None:
-            ours.watch.seconds.clear()
-            number = len(measured)
-            ours.learn(ours.play(number).samples, number)
-            measured.append(sum(ours.watch.seconds[name] for name in ("rollout", "update")))
+    def iterate() -> None:
+        measured.append(ours.iterate(len(measured), learns=True)["iteration"].seconds)
 
-        trl = _trl_seconds(setting, files, precision, repeats, iterate)
+    trl = _trl_seconds(resolved, prompts, precision, repeats, iterate)
     slow, fast = statistics.median(trl), statistics.median(measured[1:])
     shown = {"both in": precision, "TRL, s": slow, "ours, s": fast, "ratio": slow / fast}
     return {"shown": shown, "trl_runs": trl, "our_runs": measured[1:], "version": version}
 
 
-def _contexts(setting: Setting, files: Files) -> list[dict[str, str]]:
-    """What the attacker reads before its probe, as TRL's data set of prompts."""
-    tokenizer = load_tokenizer(*resolve_model(files.model, None))
-    chat = ChatFormat(tokenizer, system_prompt=SYSTEM_PROMPTS["attacker"])
-    contexts = [chat.context([Turn(False, chat.encode(prompt))]) for prompt in files.prompts]
-    return [{"prompt": tokenizer.decode(ids)} for ids in contexts]
-
-
 def _trl_seconds(
-    setting: Setting, files: Files, precision: str, repeats: int, after_step: Callable[[], None]
+    resolved: ResolvedExperiment,
+    prompts: Sequence[str],
+    precision: str,
+    repeats: int,
+    after_step: Callable[[], None],
 ) -> list[float]:
     """The seconds of each step but the first, which warms up."""
     from datasets import Dataset
+    from peft import LoraConfig
     from transformers import PrinterCallback, TrainerCallback
     from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -88,8 +77,14 @@ def _trl_seconds(
             self.seconds.append(time.perf_counter() - self.started)
             after_step()
 
-    source, clock = resolve_model(files.model, None), Clock()
-    sampling = setting.sampling("attacker")
+    parameters = resolved.hyper_params
+    agent, clock = getattr(parameters, resolved.kind).attacker, Clock()
+    source = resolve_model(agent.language_model.model, resolved.scenario_dir)
+    tokenizer, lora = load_tokenizer(*source), agent.language_model.lora
+    # What the attacker reads before its probe.
+    chat = ChatFormat(tokenizer, system_prompt=agent.system_prompt)
+    contexts = [chat.context([Turn(False, chat.encode(prompt))]) for prompt in prompts]
+    peft = {"lora_alpha": lora.alpha, "target_modules": lora.target_modules} if lora else {}
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = OnlineDPOTrainer(
@@ -97,30 +92,30 @@ def _trl_seconds(
             reward_funcs=_number_of_words,
             args=OnlineDPOConfig(
                 output_dir=directory,
-                beta=[BETA],
-                per_device_train_batch_size=setting.episodes,
+                beta=[parameters.ast_dpo.beta],
+                per_device_train_batch_size=len(prompts),
                 gradient_accumulation_steps=1,
                 max_steps=repeats + 1,
-                max_new_tokens=sampling.num_tokens,
-                generation_kwargs={"min_new_tokens": sampling.num_tokens},
-                max_length=4 * setting.context + sampling.num_tokens,
-                temperature=sampling.temperature,
-                top_k=sampling.top_k,
-                top_p=sampling.top_p,
-                learning_rate=LEARNING_RATE,
+                max_new_tokens=agent.max_new_tokens,
+                generation_kwargs={"min_new_tokens": agent.min_new_tokens},
+                max_length=4 * max(map(len, contexts)),
+                temperature=agent.temperature,
+                top_k=agent.top_k,
+                top_p=agent.top_p,
+                learning_rate=parameters.training.lr,
                 # Its defaults would compute more: again in the backward pass, in mixed precision.
                 gradient_checkpointing=False,
                 bf16=False,
-                use_cpu=setting.device == "cpu",
+                use_cpu=True,
                 report_to="none",
                 save_strategy="no",
                 logging_strategy="no",
                 disable_tqdm=True,
                 dataloader_num_workers=0,
             ),
-            train_dataset=Dataset.from_list(_contexts(setting, files)),
-            processing_class=load_tokenizer(*source),
-            peft_config=adapter_config() if setting.mode == "lora" else None,
+            train_dataset=Dataset.from_list([{"prompt": tokenizer.decode(c)} for c in contexts]),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=lora.rank, **peft) if lora else None,
             callbacks=[clock],
         )
         trainer.remove_callback(PrinterCallback)

@@ -81,10 +81,11 @@ class ExperimentSettings(SubParameters):
     """Price of one device and hour, by which --dry-run reckons what a run on many costs; null for
     no costs."""
     sharding: Literal["none", "fsdp"] = "none"
-    """What each of several processes holds of a language model that learns in full. none: all;
-    fsdp: a part of weights, gradients and optimizer (FSDP2), for models that with these do not fit
-    one device; the first process holds the weights whole beside its part, to sample from. One
-    process holds all either way. The numbers are the same up to rounding."""
+    """What each of several processes holds of what learns. none: all; fsdp: a part of weights,
+    gradients and optimizer (FSDP2), for models that with these do not fit one device. Of a language
+    model with an adapter that is a part of the base too. The first process holds the weights whole
+    beside its part, to play with. One process holds all either way. The numbers are the same up to
+    rounding."""
     gradient_checkpointing: bool = False
     """Whether a language model that learns forgets what is inside its layers, and computes it again
     in the backward pass: less memory, about a third more time, the same gradients."""

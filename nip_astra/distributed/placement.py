@@ -54,24 +54,25 @@ class Work:
     divided_memory: dict[str, float]
     sharded_memory: dict[str, float] = field(default_factory=dict)
 
-    def with_sharded_weights(self, learned: float) -> Work:
+    def with_sharded_weights(self, read: float) -> Work:
         """The same run where each device holds a part of what learns (FSDP2).
 
         The first device holds the weights whole beside its part. A part is gathered on the way
         forwards and backwards, and gradients are scattered: three exchanges of a ring in place of
-        two.
+        two, where all that is read learns.
 
         Parameters
         ----------
-        learned : float
-            Bytes of the weights that learn.
+        read : float
+            Bytes of the weights of which each holds a part: those that learn, and the frozen ones
+            under an adapter.
         """
         sharded = {name: self.memory[name] for name in ("gradients", "optimizer")}
         return replace(
             self,
-            gradient_bytes=1.5 * self.gradient_bytes,
+            gradient_bytes=read + 0.5 * self.gradient_bytes,
             memory={name: size for name, size in self.memory.items() if name not in sharded},
-            sharded_memory={"part of the weights": learned, **sharded},
+            sharded_memory={"part of the weights": read, **sharded},
         )
 
 

@@ -29,6 +29,8 @@ Handler = Callable[[Any], Any]
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 """Variable of the environment that names the network by which gloo meets."""
+LOST = r"(?i)gloo|nccl|connection (closed|reset)|broken pipe"
+"""What the failures of exchanges say of themselves."""
 _SILENCE = timedelta(days=14)
 """How long a process waits for another: one that measures says nothing meanwhile. That one has
 ended is seen at once, by its connections."""

@@ -48,7 +48,12 @@ from nip_astra.language_models.plain_forward import (
 )
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
-from nip_astra.language_models.saved_weights import has_adapter, restore_weights, save_weights
+from nip_astra.language_models.saved_weights import (
+    has_adapter,
+    restore_weights,
+    save_adapter_config,
+    save_weights,
+)
 from nip_astra.language_models.sources import (
     computing_dtype,
     round_weights,
@@ -475,6 +480,9 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     def save_description(self, directory: Path) -> None:
         """Write all that a folder of the model holds beside the weights."""
+        if self.has_adapter:
+            save_adapter_config(self.module, directory)
+            return
         self.module.config.save_pretrained(directory)
         if self.module.generation_config is not None:
             self.module.generation_config.save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, saved whole or in parts, as a folder in Hugging Face layout."""
+"""Weights of a checkpoint, or an adapter's, saved whole or in parts, in Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from huggingface_hub import save_torch_state_dict
 
 from nip_astra.checkpoints.shards import SHARDS, load_whole
+from nip_astra.language_models.sources import ADAPTER_CONFIG
 
 
 def write_joined(folder: Path, output: Path) -> None:
@@ -23,4 +24,6 @@ def write_joined(folder: Path, output: Path) -> None:
     for file in (path for path in folder.iterdir() if path.is_file()):
         shutil.copy2(file, output / file.name)
     if weights is not None:
-        save_torch_state_dict(weights, output)
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        pattern = "adapter_model{suffix}.safetensors" if is_adapter else None
+        save_torch_state_dict(weights, output, filename_pattern=pattern)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,30 @@ def save_weights(module: Any, directory: Path) -> None:
     # peft would otherwise look for the base model's config to see whether embeddings changed.
     options = {"save_embedding_layers": False} if has_adapter(module) else {}
     module.save_pretrained(directory, **options)
+
+
+def learned_weights(module: Any) -> dict[str, Tensor]:
+    """What training changes of a module, by the names in the file of `save_weights`.
+
+    Of weights that are divided among processes, the part of this one.
+    """
+    named = {name: weight.detach() for name, weight in module.named_parameters()}
+    if not has_adapter(module):
+        return named
+    from peft import get_peft_model_state_dict
+
+    found: dict[str, Tensor] = get_peft_model_state_dict(
+        module, state_dict=named, save_embedding_layers=False
+    )
+    return found
+
+
+def save_adapter_config(module: Any, directory: Path) -> None:
+    """Write what a folder of an adapter holds beside its weights."""
+    config = copy.copy(module.peft_config[module.active_adapter])
+    # Whoever loads it does not train it, unless they say so.
+    config.inference_mode = True
+    config.save_pretrained(str(directory))
 
 
 def restore_weights(module: Any, directory: Path) -> None:

@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.base import (
     Drawn,
@@ -44,6 +45,7 @@ from nip_astra.language_models.special_tokens import find_banned_ids, find_end_i
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
 from nip_astra.language_models.vllm_backend.engine import (
+    AbsentEngine,
     EngineOptions,
     SamplingEngine,
     start_engine,
@@ -164,7 +166,10 @@ class VllmLanguageModel(LanguageModel):
             enforce_eager=parameters.decode_graphs == "never",
         )
         engine: SamplingEngine
-        if parameters.num_engines:
+        if rank_of_process() > 0:
+            # The first process of a run plays; here weights are learnt at most.
+            engine = AbsentEngine(options)
+        elif parameters.num_engines:
             engine = start_remote_engines(
                 name,
                 options,

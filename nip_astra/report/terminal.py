@@ -119,8 +119,8 @@ def _print_placement(plans: Sequence[Plan], console: Console, price: float | Non
     console.print(
         "Measured: seconds, tokens and memory of one episode and its step on this device. "
         "Computed: the table, also its first column, with assumed links, stragglers and failures; "
-        "see doc/guides/scaling.md. torchrun divides updates and what attackers play, actors of "
-        "Ray the latter."
+        "see doc/guides/scaling.md. torchrun divides updates and what language models play, actors "
+        "of Ray the latter."
     )
 
 

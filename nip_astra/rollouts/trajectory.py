@@ -204,9 +204,13 @@ class Trajectory:
         spoken = self.loss_mask.nonzero()
         return int(spoken[0]) if len(spoken) else len(self)
 
+    def to_plain(self) -> dict[str, Any]:
+        """Fields and extras by name: what another one like it is made of."""
+        return {name: self[name] for name in self.keys()}
+
     def truncated(self, max_tokens: int) -> Trajectory:
         """The first tokens, with masks, log-probabilities and advantages of tokens cut alike."""
-        fields = {name: self[name] for name in self.keys()}
+        fields = self.to_plain()
         for name, value in fields.items():
             if isinstance(value, Tensor) and value.shape[:1] == self.tokens.shape:
                 fields[name] = value[:max_tokens]

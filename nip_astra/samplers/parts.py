@@ -10,15 +10,14 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
-from itertools import pairwise
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from nip_astra.language_models.base import TokenCount, TokenModel, TokenSampler
-from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
 from nip_astra.scenario_base.chat_agent import ChatWork
 from nip_astra.scenario_base.text_attackers import TextAttacker
 from nip_astra.utils.actors import are_actors_used, get_actors
+from nip_astra.utils.cutting import cut_evenly
 from nip_astra.utils.forked import call_at_once, get_num_processes
 from nip_astra.utils.processor import SMALL_MODEL_PARAMETERS
 
@@ -27,14 +26,14 @@ logger = logging.getLogger(__name__)
 SMALLEST_PART = 64
 """Nodes for which it is worth to fork a process, which takes as long as some of them do."""
 
-Play = Callable[[range], RolloutTree]
-"""Plays some of the episodes of a rollout."""
+Part = TypeVar("Part")
+"""What playing a part of a rollout gives, for instance a tree."""
 
 
-class Played(NamedTuple):
-    """What a process played, and what its agents counted meanwhile."""
+class Played(NamedTuple, Generic[Part]):
+    """What a process played, part by part, and what its agents counted meanwhile."""
 
-    trees: list[RolloutTree]
+    parts: list[Part]
     counts: list[TokenCount]
     num_truncated: list[int]
 
@@ -67,35 +66,43 @@ def cut_rollout(
 
 
 def play_parts(
-    play: Play,
+    plays: Sequence[Callable[[], Part]],
     agents: Sequence[Speaker | TextAttacker],
-    parts: Sequence[range],
     most_processes: int,
-) -> RolloutTree:
+) -> list[Played[Part]]:
     """Play the parts of a rollout, in at most as many processes as the run may use.
 
-    Tokens are counted as if this process had played all of it; its seconds are those of the
-    process that took the longest.
+    Tokens are counted as if this process had played all of it.
+
+    Parameters
+    ----------
+    plays : Sequence[Callable]
+        Each plays a part, with the agents.
+
+    Returns
+    -------
+    list of Played
+        What each process played, in the order of the parts.
     """
     if are_played_by_actors(agents):
-        return begin_parts(play, agents, parts)()
+        return begin_parts(plays, agents)()
     agents = _each_once(agents)
-    num_processes = min(get_num_processes(), most_processes, len(parts))
-    if num_processes == 1:
-        return merge_trees([play(part) for part in parts])
+    num_processes = min(get_num_processes(), most_processes, len(plays))
+    if num_processes <= 1:
+        return [Played([play() for play in plays], [], [])]
     for model in _models_of(agents):
         # Weights are laid out here, once for all processes.
         if isinstance(model, TokenSampler):
             model.open_session().close()
-    batches = [parts[run.start : run.stop] for run in cut_evenly(range(len(parts)), num_processes)]
-    mine, *others = call_at_once([partial(play_here, play, agents, batch) for batch in batches])
+    runs = [plays[run.start : run.stop] for run in cut_evenly(range(len(plays)), num_processes)]
+    mine, *others = call_at_once([partial(play_here, run, agents) for run in runs])
     count_others(agents, others)
-    return put_together([mine, *others])
+    return [mine, *others]
 
 
 def begin_parts(
-    play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[range]
-) -> Callable[[], RolloutTree]:
+    plays: Sequence[Callable[[], Part]], agents: Sequence[Speaker | TextAttacker]
+) -> Callable[[], list[Played[Part]]]:
     """Have actors begin the parts of a rollout; what it gives waits for them and counts tokens.
 
     Each part is a call of its own, so that who is faster plays more of them.
@@ -105,12 +112,12 @@ def begin_parts(
     assert actors is not None
     models = [model for model in _all_models_of(agents) if not isinstance(model, ChatWork)]
     kept = [part for model in models for part in (*model.shared_parts(), model)]
-    wait = actors.begin([partial(play_here, play, agents, [part]) for part in parts], kept)
+    wait = actors.begin([partial(play_here, [play], agents) for play in plays], kept)
 
-    def finish() -> RolloutTree:
+    def finish() -> list[Played[Part]]:
         played = wait()
         count_others(agents, played)
-        return put_together(played)
+        return played
 
     return finish
 
@@ -134,7 +141,12 @@ def _warn_once(roles: str) -> None:
     )
 
 
-def count_others(agents: Sequence[Speaker | TextAttacker], others: Sequence[Played]) -> None:
+def pays_to_fork(agents: Sequence[Speaker | TextAttacker], smallest: int) -> bool:
+    """Say whether parts of so many nodes are worth forked processes, which can play them."""
+    return smallest >= SMALLEST_PART and all(map(_can_be_forked, agents))
+
+
+def count_others(agents: Sequence[Speaker | TextAttacker], others: Sequence[Played[Part]]) -> None:
     """Count what other processes did as if this one had."""
     agents = _each_once(agents)
     for played in others:
@@ -144,47 +156,34 @@ def count_others(agents: Sequence[Speaker | TextAttacker], others: Sequence[Play
             agent.num_truncated_contexts += added
 
 
-def put_together(everything: Sequence[Played]) -> RolloutTree:
-    """One tree of what processes have played, in order."""
-    tree = merge_trees([tree for played in everything for tree in played.trees])
-    tree.seconds = {
-        name: max(sum(tree.seconds[name] for tree in played.trees) for played in everything)
-        for name in tree.seconds
-    }
-    return tree
-
-
 def _each_once(agents: Sequence[Speaker | TextAttacker]) -> list[Speaker | TextAttacker]:
     return list({id(agent): agent for agent in agents}.values())
 
 
-def cut_evenly(indices: range, count: int) -> list[range]:
-    """Neighbouring indices in so many runs, of lengths that differ by one at most."""
-    ends = [indices.start + len(indices) * part // count for part in range(count + 1)]
-    return [range(start, stop) for start, stop in pairwise(ends)]
-
-
 def play_here(
-    play: Play, agents: Sequence[Speaker | TextAttacker], parts: Sequence[range]
-) -> Played:
+    plays: Sequence[Callable[[], Part]], agents: Sequence[Speaker | TextAttacker]
+) -> Played[Part]:
     """Play parts in this process, and say what its agents counted meanwhile."""
     agents = _each_once(agents)
     before = [agent.num_truncated_contexts for agent in agents]
     with ExitStack() as stack:
         counts = [stack.enter_context(model.counting()) for model in _models_of(agents)]
-        trees = [play(part) for part in parts]
+        parts = [play() for play in plays]
     after = [agent.num_truncated_contexts for agent in agents]
-    return Played(trees, counts, [new - old for new, old in zip(after, before, strict=True)])
+    return Played(parts, counts, [new - old for new, old in zip(after, before, strict=True)])
 
 
 def _can_be_divided(agent: Speaker | TextAttacker) -> bool:
+    return _can_be_forked(agent) or (are_actors_used() and _can_be_copied(agent))
+
+
+def _can_be_forked(agent: Speaker | TextAttacker) -> bool:
     # An agent of another class may keep what only its own process would know.
     models = list(_all_models_of([agent]))
     is_known = type(agent) is ConversationAgent and all(
         getattr(model, "can_be_forked", False) for model in models
     )
-    is_small = max(model.num_parameters() for model in models) < SMALL_MODEL_PARAMETERS
-    return (is_known and is_small) or (are_actors_used() and _can_be_copied(agent))
+    return is_known and max(model.num_parameters() for model in models) < SMALL_MODEL_PARAMETERS
 
 
 def _can_be_copied(agent: Speaker | TextAttacker) -> bool:

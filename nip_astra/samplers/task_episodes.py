@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from nip_astra.language_models.base import Generation, SamplingOptions
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import Turn
-from nip_astra.scenario_base.tasks.base import Episode, Split, Task
+from nip_astra.scenario_base.tasks.base import Environment, Episode, Split, Task
 from nip_astra.scorers.base import Message
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
@@ -30,13 +30,65 @@ class Sample(Protocol):
     ) -> Generation: ...
 
 
+@dataclass(frozen=True)
+class TaskPlan:
+    """How problems are played.
+
+    Attributes
+    ----------
+    num_runs : int
+        Of each problem; a problem is a group, and each of its runs a run.
+    max_turns : int
+        Turns of the policy after which an episode is ended with reward 0.
+    key : tuple
+        Names the randomness, with the seed in it.
+    """
+
+    split: Split
+    num_runs: int
+    max_turns: int
+    key: tuple[SeedPart, ...]
+
+
+class Opening(NamedTuple):
+    """An episode that is yet to be played: the problem, which of its runs, and where."""
+
+    problem: int
+    run: int
+    environment: Environment
+
+
+def openings_of(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[Opening]:
+    """All runs of problems, those of a problem beside each other."""
+    return [
+        Opening(problem, run, task.environment(plan.split, problem))
+        for problem in problems
+        for run in range(plan.num_runs)
+    ]
+
+
+@dataclass
+class PlayedEpisode:
+    """An episode that was played and is yet to be rated.
+
+    Attributes
+    ----------
+    trajectories : list of Trajectory
+        Without rewards; one, unless the context lost its oldest turns.
+    is_over : bool
+        Whether its environment ended it.
+    """
+
+    episode: Episode
+    trajectories: list[Trajectory]
+    is_over: bool
+
+
 @dataclass
 class _Run:
     """One episode in progress."""
 
-    split: Split
-    problem: int
-    number: int
+    opening: Opening
     episode: Episode
     turns: list[Turn] = field(default_factory=list)
     parts: list[list[TokenSpan]] = field(default_factory=list)
@@ -75,44 +127,31 @@ class TaskRollout:
     episodes: list[Episode]
 
 
-def play_task(
+def play_episodes(
     agent: ConversationAgent,
-    task: Task,
-    problems: Sequence[int],
-    *,
-    split: Split,
-    num_runs: int,
-    max_turns: int,
-    key: Sequence[SeedPart],
+    openings: Sequence[Opening],
+    plan: TaskPlan,
     sample: Sample | None = None,
-) -> TaskRollout:
-    """Play several runs of each problem; a problem is a group, and each of its runs a run.
-
-    What is said hangs on `key` and on the problem's and run's numbers, and on no order.
+) -> list[PlayedEpisode]:
+    """Play episodes, all of them together; what is said hangs on key, problem and run alone.
 
     Parameters
     ----------
-    max_turns : int
-        Turns of the policy after which an episode is ended with reward 0.
-    key : Sequence[SeedPart]
-        Names the randomness, with the seed in it.
+    openings : Sequence[Opening]
+        As `openings_of` gives them: all runs of a problem beside each other.
     sample : Sample, optional
         What draws; the agent's own model by default.
     """
-    runs = [
-        _Run(split, problem, number, Episode(task.environment(split, problem)))
-        for problem in problems
-        for number in range(num_runs)
-    ]
+    runs = [_Run(opening, Episode(opening.environment)) for opening in openings]
     for run in runs:
         _hear(run, agent, run.episode.environment.reset())
     active = runs
-    for turn in range(max_turns):
+    for turn in range(plan.max_turns):
         # At first the runs of a problem have one context, which is read once.
-        shared = num_runs if turn == 0 else 1
+        shared = plan.num_runs if turn == 0 else 1
         contexts = agent.contexts([run.turns for run in active[::shared]])
         rows = uniform_rows(
-            [(*key, split, run.problem, run.number, turn) for run in active],
+            [(*plan.key, plan.split, run.opening.problem, run.opening.run, turn) for run in active],
             agent.sampling.max_new_tokens,
         )
         draw = sample or agent.token_sampler.generate
@@ -123,11 +162,22 @@ def play_task(
         active = [run for run in active if not run.is_over]
         if not active:
             break
-    for run in active:
-        run.episode.reward = 0.0
-    task.rate([run.episode for run in runs if run.is_over and run.episode.reward is None])
+    return [PlayedEpisode(run.episode, _trajectories(run, plan.split), run.is_over) for run in runs]
+
+
+def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
+    """What was played, with the rewards of the environments, or else of the task."""
+    for one in played:
+        if not one.is_over:
+            one.episode.reward = 0.0
+    task.rate([one.episode for one in played if one.episode.reward is None])
+    for one in played:
+        reward = one.episode.reward
+        for trajectory in one.trajectories:
+            trajectory.reward = None if reward is None else float(reward)
     return TaskRollout(
-        [one for run in runs for one in _trajectories(run)], [run.episode for run in runs]
+        [trajectory for one in played for trajectory in one.trajectories],
+        [one.episode for one in played],
     )
 
 
@@ -157,14 +207,14 @@ def _speak(runs: Sequence[_Run], agent: ConversationAgent, said: Generation) -> 
         _hear(run, agent, reaction.messages)
 
 
-def _trajectories(run: _Run) -> list[Trajectory]:
+def _trajectories(run: _Run, split: Split) -> list[Trajectory]:
+    group = f"{split}-{run.opening.problem}"
     return [
         Trajectory.from_spans(
             spans,
-            reward=run.episode.reward,
-            group_id=f"{run.split}-{run.problem}",
-            run_id=f"{run.split}-{run.problem}-{run.number}",
-            problem=run.problem,
+            group_id=group,
+            run_id=f"{group}-{run.opening.run}",
+            problem=run.opening.problem,
             num_turns=run.num_turns,
             is_cut=int(run.is_cut),
         )

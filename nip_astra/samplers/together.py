@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,8 +21,10 @@ from nip_astra.errors import NipAstraError, WorkerProcessError
 from nip_astra.language_models.base import TokenCount
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.dialogue import Plan
-from nip_astra.samplers.parts import Played, count_others, cut_evenly, play_here, put_together
-from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.samplers.parts import Part, Played, count_others, play_here
+from nip_astra.scenario_base.agents import ConversationAgent, Speaker
+from nip_astra.scenario_base.text_attackers import TextAttacker
+from nip_astra.utils.cutting import cut_evenly
 
 if TYPE_CHECKING:
     from nip_astra.samplers.trees import TreeSampler
@@ -82,7 +85,7 @@ def play_together(
     plan: Plan,
     first_episode: int,
     pieces: Sequence[range],
-) -> RolloutTree:
+) -> list[Played[RolloutTree]]:
     """Play the parts of a rollout, each process some of them.
 
     Raises
@@ -91,7 +94,6 @@ def play_together(
         When a process could not play its parts.
     """
     assert _company is not None
-    team = _company.team
     speaks = "reference" if sampler.attacker is sampler.reference else "attacker"
     asked = {
         "speaks": speaks,
@@ -100,46 +102,99 @@ def play_together(
         "plan": [plan.tree_width, plan.tree_depth, list(plan.key)],
         "first_episode": first_episode,
     }
-    shards = cut_evenly(range(len(pieces)), team.size)
-    arguments = [
-        asked | {"pieces": [[one.start, one.stop] for one in pieces[shard.start : shard.stop]]}
-        for shard in shards
-    ]
-    told = team.ask(PLAY, arguments)
+    agents = (sampler.attacker, sampler.target, sampler.reference)
+
+    def read(plain: Any, piece: range) -> RolloutTree:
+        return RolloutTree.from_plain(plain, prompts[piece.start : piece.stop])
+
+    return play_on_team(_company.team, PLAY, asked, pieces, agents, read)
+
+
+def play_on_team(
+    team: Team,
+    name: str,
+    asked: Mapping[str, Any],
+    pieces: Sequence[range],
+    agents: Sequence[Speaker | TextAttacker],
+    read: Callable[[Any, range], Part],
+) -> list[Played[Part]]:
+    """Have each process of a team play some parts of a rollout.
+
+    Parameters
+    ----------
+    name : str
+        Of the handler, which plays the `pieces` that it is asked for and gives what `told_of` does.
+    asked : Mapping
+        Plain values, the same for all.
+    pieces : Sequence[range]
+        The episodes, or problems, of each part.
+    read : Callable
+        Makes of a part's plain value what was played.
+
+    Returns
+    -------
+    list of Played
+        What each process played, in the order of the parts, but for those that had none.
+
+    Raises
+    ------
+    WorkerProcessError
+        When a process could not play its parts.
+    """
+    shards = [pieces[run.start : run.stop] for run in cut_evenly(range(len(pieces)), team.size)]
+    told = team.ask(
+        name,
+        [{**asked, "pieces": [[one.start, one.stop] for one in shard]} for shard in shards],
+    )
     for rank, one in enumerate(told):
         if one["failure"] is not None:
             raise WorkerProcessError(
                 f"process {rank} of {team.size} could not play its part of a rollout: "
                 f"{one['failure']}"
             )
-    played = []
-    for shard, one in zip(shards, told, strict=True):
-        mine = [prompts[p.start : p.stop] for p in pieces[shard.start : shard.stop]]
-        trees = [
-            RolloutTree.from_plain(plain, some)
-            for plain, some in zip(one["trees"], mine, strict=True)
-        ]
-        counts = [TokenCount(**count) for count in one["counts"]]
-        played.append(Played(trees, counts, one["num_truncated"]))
-    count_others((sampler.attacker, sampler.target, sampler.reference), played[1:])
-    return put_together([one for one in played if one.trees])
+    played = [
+        Played(
+            [read(plain, piece) for plain, piece in zip(one["parts"], shard, strict=True)],
+            [TokenCount(**count) for count in one["counts"]],
+            one["num_truncated"],
+        )
+        for shard, one in zip(shards, told, strict=True)
+    ]
+    count_others(agents, played[1:])
+    return [one for one in played if one.parts]
 
 
-@torch.no_grad()
-def play_shard(sampler: TreeSampler, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Play what the leader has asked this process for, in plain values.
+def told_of(play: Callable[[], Played[Part]], write: Callable[[Part], Any]) -> dict[str, Any]:
+    """What a process tells the leader of the parts that it plays, in plain values.
 
     What goes wrong is told, not raised: all processes wait for what each has played.
+
+    Parameters
+    ----------
+    write : Callable
+        Makes plain values of a part.
     """
     try:
-        return _play_shard(sampler, asked)
+        played = play()
+        return {
+            "failure": None,
+            "parts": [write(part) for part in played.parts],
+            "counts": [asdict(count) for count in played.counts],
+            "num_truncated": played.num_truncated,
+        }
     except NipAstraError as error:
         return {"failure": str(error)}
     except Exception:
         return {"failure": traceback.format_exc()}
 
 
-def _play_shard(own: TreeSampler, asked: Mapping[str, Any]) -> dict[str, Any]:
+@torch.no_grad()
+def play_shard(sampler: TreeSampler, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Play what the leader has asked this process for, in plain values."""
+    return told_of(partial(_play_shard, sampler, asked), RolloutTree.to_plain)
+
+
+def _play_shard(own: TreeSampler, asked: Mapping[str, Any]) -> Played[RolloutTree]:
     speaker = own.reference if asked["speaks"] == "reference" else own.attacker
     sampler = own.with_attacker(speaker, asks_reference=asked["asks_reference"])
     width, depth, key = asked["plan"]
@@ -147,10 +202,4 @@ def _play_shard(own: TreeSampler, asked: Mapping[str, Any]) -> dict[str, Any]:
         asked["prompts"], Plan(width, depth, tuple(key)), asked["first_episode"]
     )
     agents = (sampler.attacker, sampler.target, sampler.reference)
-    played = play_here(play, agents, [range(*piece) for piece in asked["pieces"]])
-    return {
-        "failure": None,
-        "trees": [tree.to_plain() for tree in played.trees],
-        "counts": [asdict(count) for count in played.counts],
-        "num_truncated": played.num_truncated,
-    }
+    return play_here([partial(play, range(*piece)) for piece in asked["pieces"]], agents)

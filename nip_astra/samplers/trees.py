@@ -9,6 +9,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from tensordict import TensorDict
@@ -18,10 +19,16 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Generation, as_sampler, pad_left
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.rl_objectives.ast_reward import ast_reward, mean_nll
-from nip_astra.rollouts.tree import RolloutTree
+from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.dialogue import Dialogue, Plan, Speakers, refuse_nan_of
 from nip_astra.samplers.node_scores import RewardParameters, rate_nodes
-from nip_astra.samplers.parts import are_played_by_actors, begin_parts, cut_rollout, play_parts
+from nip_astra.samplers.parts import (
+    Played,
+    are_played_by_actors,
+    begin_parts,
+    cut_rollout,
+    play_parts,
+)
 from nip_astra.samplers.sizes import num_probes_of
 from nip_astra.samplers.together import are_played_together, play_together
 from nip_astra.samplers.tree_columns import TreeColumns
@@ -225,14 +232,16 @@ class TreeSampler:
             for start in range(part.start, part.stop, most)
         ]
         play = self.player(prompts, plan, first_episode)
+        plays = [partial(play, piece) for piece in pieces]
         if are_played_by_actors(self._speakers):
-            return begin_parts(play, self._speakers, pieces)
+            finish = begin_parts(plays, self._speakers)
+            return lambda: put_together(finish())
         if len(pieces) == 1:
             tree = play(pieces[0])
         elif has_company:
-            tree = play_together(self, prompts, plan, first_episode, pieces)
+            tree = put_together(play_together(self, prompts, plan, first_episode, pieces))
         else:
-            tree = play_parts(play, self._speakers, pieces, most_processes=len(parts))
+            tree = put_together(play_parts(plays, self._speakers, most_processes=len(parts)))
         return lambda: tree
 
     def player(
@@ -347,6 +356,19 @@ class TreeSampler:
             w_likelihood=self.reward.w_likelihood,
             empty_nll=math.log(len(likelihood_agent.language_model.tokenizer)),
         )
+
+
+def put_together(everything: Sequence[Played[RolloutTree]]) -> RolloutTree:
+    """One tree of what processes have played, in order.
+
+    Its seconds are those of the process that took the longest.
+    """
+    tree = merge_trees([part for played in everything for part in played.parts])
+    tree.seconds = {
+        name: max(sum(part.seconds[name] for part in played.parts) for played in everything)
+        for name in tree.seconds
+    }
+    return tree
 
 
 def _check_likelihood(target: Speaker) -> None:

@@ -62,6 +62,12 @@ class TaskScenario(Scenario):
         """What it answers, by its `_type`."""
         max_turns: int = Field(default=8, ge=1)
         """Turns after which an episode that is not over ends with reward 0."""
+        num_rollout_parts: int = Field(default=1, ge=1, le=1024)
+        """Parts of whole problems into which rollouts and evaluations are cut, where the policy's
+        weights are in this process. As many processes of one run, or actors of Ray, play them at
+        once, or, of small models on the CPU where the parts are large, as there are cores. More
+        parts keep more of them busy, and compute more slowly in one. The last digits of what the
+        policy says hang on this number, and on no number of processes."""
         evaluation: TaskEvaluationParameters = TaskEvaluationParameters()
         """How it is measured."""
 

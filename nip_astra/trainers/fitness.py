@@ -20,8 +20,8 @@ def refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSetting
         )
         raise ConfigurationError(
             f"rollouts by {settings.num_actors} actors were asked for, but {reason}. Trainers of "
-            "attackers (ast_dpo, ast_ppo, ...) in one process play on actors; leave num_actors 0 "
-            "for others."
+            "language models (ast_*, self_hosted_*, ...) in one process play on actors; leave "
+            "num_actors 0 for others."
         )
 
 

@@ -76,6 +76,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     State: ClassVar[type[RunState]] = LanguageModelState
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("training",)
     learns_in_processes: ClassVar[bool] = True
+    divides_weights: ClassVar[bool] = True
     learns_layer_by_layer: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "tokens"
     """The column of a batch whose tokens are learnt; its mask says which they are."""

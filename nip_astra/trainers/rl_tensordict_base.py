@@ -46,7 +46,9 @@ from nip_astra.trainers.protocol.optimizers import AgentOptimizers
 from nip_astra.trainers.protocol.preparation import normalize_observations, pretrain_agents
 from nip_astra.trainers.protocol.processes import (
     collect_together,
+    divide_agents,
     lead,
+    learn_together,
     prepare_together,
     saved_if_one_ends,
 )
@@ -100,6 +102,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
     State: ClassVar[type[RunState]] = RlState
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "message_regression")
     learns_in_processes: ClassVar[bool] = True
+    divides_weights: ClassVar[bool] = True
     sections_of_others: ClassVar[tuple[str, ...]] = ("solo_agent",)
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {
         "solo_agent": where("rl.pretrain_agents", True)
@@ -174,6 +177,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 lead(self, self._run_before_loop)
             with ExitStack() as stack:
                 self._build_train_context(stack)
+                divide_agents(self)
                 self._run_train_loop()
             with ExitStack() as stack:
                 self._build_test_context(stack)
@@ -237,7 +241,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         batch = collect_together(self)
         collected = time.perf_counter()
         self.agents.train()
-        metrics, num_steps = self.learner.learn(batch, iteration)
+        metrics, num_steps = learn_together(self, batch, iteration)
         self.agents.eval()
         self.state.num_optimizer_steps += num_steps
         timings = timings_of(batch.numel(), started, collected)

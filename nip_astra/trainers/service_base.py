@@ -9,6 +9,8 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 
 from nip_astra.checkpoints.dumps import DUMPS, StageDumps
 from nip_astra.checkpoints.run_state import Part
+from nip_astra.distributed.parts import whole_of
+from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
@@ -27,9 +31,9 @@ from nip_astra.parameters.types import ScenarioType
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.rollouts.trajectory_advantages import advantages_of
-from nip_astra.samplers.task_episodes import Sample as Sampling
-from nip_astra.samplers.task_episodes import TaskRollout, play_task
+from nip_astra.samplers.task_episodes import TaskPlan, TaskRollout
+from nip_astra.samplers.task_parts import PLAY_TASK, play_task, play_task_shard
+from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.tasks.base import Split
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
@@ -49,6 +53,7 @@ from nip_astra.trainers.service.measuring import (
 )
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
+from nip_astra.trainers.service.playing import check_who_plays, live_groups, sample_of_service
 from nip_astra.trainers.service.samples import collate_trajectories, score_batch
 from nip_astra.utils.seeding import derived_generator
 
@@ -67,6 +72,7 @@ class ServiceTrainer(LanguageModelTrainer):
     """
 
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.TASK),)
+    plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "trained"
     samples_in_training: ClassVar[bool] = True
     """Whether what is learnt from is sampled."""
@@ -104,6 +110,7 @@ class ServiceTrainer(LanguageModelTrainer):
             self.parameters = self.Parameters.from_dict(given)
             self._noted: dict[str, float] = {}
             return
+        check_who_plays(*hyper_params.parts)
         super().__init__(*hyper_params.parts)
         task = self.scenario_instance.task
         if task is None:
@@ -118,11 +125,13 @@ class ServiceTrainer(LanguageModelTrainer):
         self._dumps = StageDumps(
             None if directory is None else directory.path / DUMPS, period=self.settings.dump_period
         )
-        self._sampler = self.policy
-        if self.parameters.max_staleness and self.samples_in_training:
+        self._sampler, self._sampling_agent = self.policy, self.agent
+        # What is played ahead the leader of a team plays alone.
+        if self.parameters.max_staleness and self.samples_in_training and self.team.is_leader:
             self._sampler = self.policy.sampler_copy()
+            self._sampling_agent = replace(self.agent, language_model=self._sampler)
             self._ahead = PlayingAhead(
-                self._play_ahead,
+                self._play_iteration,
                 policy=self.policy,
                 sampler=self._sampler,
                 max_staleness=self.parameters.max_staleness,
@@ -158,15 +167,22 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def after_backward(self, metrics: Mapping[str, float]) -> None:
         self.dump("loss", dict(metrics))
-        gradients = [one.grad for one in self.learned if one.grad is not None]
-        self.dump("gradients", {str(i): one for i, one in enumerate(gradients)})
+        self._dump_whole("gradients", [one.grad for one in self.learned if one.grad is not None])
 
     def _optimizer_step(self, batches: list[TensorDict]) -> dict[str, float]:
         for number, batch in enumerate(batches):
             self.dump(f"batch_{number}", dict(batch.items()))
         metrics = super()._optimizer_step(batches)
-        self.dump("weights", {str(i): one for i, one in enumerate(self.learned)})
+        self._dump_whole("weights", self.learned)
         return metrics
+
+    def _dump_whole(self, stage: str, tensors: Sequence[Tensor]) -> None:
+        """Dump tensors that may be divided among processes, which put them together."""
+        if not self._dumps.period or self.state.iteration % self._dumps.period:
+            return
+        whole = ((str(i), whole_of(one.detach())) for i, one in enumerate(tensors))
+        # One at a time: nobody but the leader keeps them.
+        self.dump(stage, {name: one for name, one in whole if self.team.is_leader})
 
     # ---- playing
 
@@ -188,23 +204,22 @@ class ServiceTrainer(LanguageModelTrainer):
     def _rollout_of(self, iteration: int) -> Played:
         """What an iteration learns from, played now or ahead."""
         if self._ahead is None:
-            return self._play_iteration(iteration, self.policy, self.service.sample)
+            return self._play_iteration(iteration)
         played = self._ahead.take(iteration)
         played.metrics["rollout/staleness"] = float(iteration - played.version)
         return played
 
-    def _play_ahead(self, iteration: int) -> Played:
-        """Play problems with the weights that sample; not in the main thread."""
-        return self._play_iteration(iteration, self._sampler, self._sampler.generate)
+    def _play_iteration(self, iteration: int) -> Played:
+        """Play problems, in place of those that tell nothing further ones.
 
-    def _play_iteration(self, iteration: int, model: LanguageModel, sample: Sampling) -> Played:
-        """Play problems, in place of those that tell nothing further ones."""
-        with model.counting() as spent:
-            played = self._play_rounds(iteration, sample)
+        Ahead it is another thread that does so, with the weights that sample.
+        """
+        with self._sampler.counting() as spent:
+            played = self._play_rounds(iteration)
         played.metrics["tokens/generated"] = float(spent.generated)
         return played
 
-    def _play_rounds(self, iteration: int, sample: Sampling) -> Played:
+    def _play_rounds(self, iteration: int) -> Played:
         wanted = self.training.num_episodes_per_experience
         rounds = self.parameters.max_resampling_rounds
         first = iteration * wanted * (rounds + 1)
@@ -217,11 +232,11 @@ class ServiceTrainer(LanguageModelTrainer):
             problems = [
                 self.problem(first + number) for number in range(num_played, num_played + missing)
             ]
-            rollout = self._play("train", problems, key=("rollout", iteration), sample=sample)
+            rollout = self._play("train", problems, ("rollout", iteration), self._sampling_agent)
             if iteration % self.settings.rollout_sample_period == 0:
                 records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
             num_played += missing
-            live, others = _live_groups(rollout.trajectories)
+            live, others = live_groups(rollout.trajectories)
             num_live += len({one.group_id for one in live})
             kept += live
             dead += others
@@ -250,21 +265,30 @@ class ServiceTrainer(LanguageModelTrainer):
         self,
         split: Split,
         problems: Sequence[int],
-        *,
         key: tuple[str, int],
+        agent: ConversationAgent | None = None,
+        *,
         num_runs: int | None = None,
-        sample: Sampling | None = None,
     ) -> TaskRollout:
+        """Play problems with the weights that learn, or those of another agent."""
+        runs = num_runs or self.parameters.num_runs
+        is_of_now = agent is None or agent is self.agent
+        # Only the leader has weights of before, or all of divided ones.
+        is_whole = is_of_now and self.settings.sharding == "none"
         return play_task(
-            self.agent,
+            agent or self.agent,
             self.task,
             problems,
-            split=split,
-            num_runs=num_runs or self.parameters.num_runs,
-            max_turns=self.options.max_turns,
-            key=(self.hyper_params.seed, *key),
-            sample=sample or self.service.sample,
+            TaskPlan(split, runs, self.options.max_turns, (self.hyper_params.seed, *key)),
+            num_parts=self.options.num_rollout_parts,
+            team=self.team if is_whole else None,
+            sample=sample_of_service(self.service, self.agent) if is_of_now else None,
         )
+
+    def handlers(self) -> dict[str, Handler]:
+        """Besides what the base does: playing parts of a rollout."""
+        play = partial(play_task_shard, self.agent, self.task)
+        return super().handlers() | {PLAY_TASK: play}
 
     def _record(
         self, table: str, rollout: TaskRollout, problems: Sequence[int], *, step: int
@@ -305,7 +329,7 @@ class ServiceTrainer(LanguageModelTrainer):
         tally = Tally(options.success_reward)
         for part in parts:
             some = problems[part * options.batch_size : (part + 1) * options.batch_size]
-            rollout = self._play("test", some, key=("evaluation", 0), num_runs=options.num_runs)
+            rollout = self._play("test", some, ("evaluation", 0), num_runs=options.num_runs)
             tally.add(rollout, some, options.num_runs)
             if part == 0:
                 name = "before" if when == "before" else "evaluation"
@@ -318,7 +342,7 @@ class ServiceTrainer(LanguageModelTrainer):
         problems = self._held_out("dev", options.num_dev_problems)
         tally = Tally(options.success_reward)
         num_runs = options.num_dev_runs
-        played = self._play("dev", problems, key=("evaluation", 0), num_runs=num_runs)
+        played = self._play("dev", problems, ("evaluation", 0), num_runs=num_runs)
         tally.add(played, problems, num_runs)
         figures = plain_figures(tally.report(num_runs))
         return {n: v for n, v in figures.items() if not n.startswith("num_")}
@@ -359,7 +383,7 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def _trajectories_of(self, problem: int) -> list[Trajectory]:
         """What a problem of the training data gives to learn from."""
-        return self._play("train", [problem], key=("rollout", 0)).trajectories
+        return self._play("train", [problem], ("rollout", 0)).trajectories
 
     # ---- tools of the hooks
 
@@ -376,17 +400,3 @@ class ServiceTrainer(LanguageModelTrainer):
     def score(self, model: TokenScorer, batch: Batch) -> Tensor:
         """Another model's log-probabilities of a batch's tokens, `[B, T]`, without gradient."""
         return score_batch(batch, model.logprobs)
-
-
-def _live_groups(
-    trajectories: Sequence[Trajectory],
-) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Trajectories of groups whose runs differ in reward, and the others."""
-    if not trajectories:
-        return [], []
-    found = advantages_of(trajectories)
-    is_flat = found.is_zero_variance_P.tolist()
-    groups = list(dict.fromkeys(one.group_id for one in trajectories))
-    flat = {group for group, flat in zip(groups, is_flat, strict=True) if flat}
-    live = [one for one in trajectories if one.group_id not in flat]
-    return live, [one for one in trajectories if one.group_id in flat]

@@ -97,9 +97,11 @@ class Trainer(ABC):
     """Parameters that may differ from those of the checkpoint that a run goes on from."""
     learns_in_processes: ClassVar[bool] = False
     """Whether several processes may train one run together."""
+    divides_weights: ClassVar[bool] = False
+    """Whether processes may each hold and step a part of what it learns."""
     learns_layer_by_layer: ClassVar[bool] = False
-    """Whether it learns a language model, whose layers can be divided among processes, and computed
-    again where they are needed."""
+    """Whether it learns a language model, whose layers can be computed again where they are
+    needed."""
     plays_on_actors: ClassVar[bool] = False
     """Whether actors of Ray may play its rollouts."""
     never_reads: ClassVar[tuple[str, ...]] = ()
@@ -143,19 +145,26 @@ class Trainer(ABC):
         self._check_learns_as_asked()
 
     def _check_learns_as_asked(self) -> None:
-        """Refuse settings that are for language models where none learns."""
+        """Refuse settings that are for what others learn."""
         settings = self.settings
         asked = {
-            f"sharding={settings.sharding}": settings.sharding != "none",
-            "gradient_checkpointing=true": settings.gradient_checkpointing,
+            f"sharding={settings.sharding}": (
+                settings.sharding != "none" and not self.divides_weights,
+                "trainers of language models, ast_* and self_hosted_*, and of the agents of "
+                "protocols, vanilla_ppo, mappo and reinforce",
+            ),
+            "gradient_checkpointing=true": (
+                settings.gradient_checkpointing and not self.learns_layer_by_layer,
+                "trainers of language models, ast_* and self_hosted_*",
+            ),
         }
-        found = [text for text, is_asked in asked.items() if is_asked]
-        if found and not self.learns_layer_by_layer:
-            raise ConfigurationError(
-                f"the settings {' and '.join(found)} were given, but they are for trainers of "
-                f"language models, ast_* and self_hosted_*, and {self.hyper_params.trainer!r} "
-                "learns networks that are small, or models that others hold. Leave them out."
-            )
+        for text, (is_refused, others) in asked.items():
+            if is_refused:
+                raise ConfigurationError(
+                    f"the setting {text} was given, but it is for {others}; "
+                    f"{self.hyper_params.trainer!r} learns networks that are small, or models that "
+                    "others hold. Leave it out."
+                )
 
     @abstractmethod
     def train(self) -> None:

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import re
 import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,10 @@ _MIB = 2**20
 _SLACK_SECONDS = 1.0
 """After its limit of time, an interpreter that has not ended by itself is killed."""
 _ARGUMENTS = "_arguments_of_this_call"
+
+# Monty is found by Python's paths. They are worked out when they are first asked for, and whoever
+# asks in another thread meanwhile gets a KeyError or AttributeError; so they are asked for here.
+sysconfig.get_config_vars()
 
 
 def why_no_interpreter() -> str:

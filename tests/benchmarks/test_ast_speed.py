@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.documents import ROOT
+
 
 class Modules(NamedTuple):
     """The files of the benchmark, which are in no package."""
@@ -21,52 +23,47 @@ class Modules(NamedTuple):
     ours: ModuleType
     plain: ModuleType
     speed: ModuleType
-    work: ModuleType
 
 
 @pytest.fixture(scope="module")
 def modules(load: Callable[[str], ModuleType]) -> Modules:
-    names = ("our_ast", "plain_ast", "ast_speed", "ast_work")
-    return Modules(*map(load, names))
+    return Modules(*map(load, ("our_ast", "plain_ast", "ast_speed")))
 
 
 class Ways(NamedTuple):
     """Both ways, built for one setting."""
 
     setting: Any
-    files: Any
+    prompts: list[str]
     plain: Any
     ours: Any
 
 
-def build(modules: Modules, root: Path, *, is_end_padding: bool = False, **changes: Any) -> Ways:
-    setting = modules.work.Setting(context=12, turn_tokens=6, episodes=2, depth=2)
+LORA = "ast_chat.attacker.language_model.lora={rank: 4}"
+
+
+def build(modules: Modules, *overrides: str, **changes: Any) -> Ways:
+    setting = modules.ours.Setting("pocket_chat", context=12, turn_tokens=6, episodes=2, depth=2)
     setting = replace(setting, **changes)
-    files = modules.work.write_scenario(setting, root)
-    if is_end_padding:
-        path = Path(files.model) / "config.json"
-        config = json.loads(path.read_text())
-        path.write_text(json.dumps(config | {"pad_token_id": config["eos_token_id"]}))
-    plain = modules.work.build_plain(setting, files)
-    ours = modules.ours.OurAst(setting, files)
+    resolved = setting.resolve("fp32", *overrides)
+    prompts = setting.openings(resolved)
+    plain, ours = modules.plain.PlainAst(resolved), modules.ours.OurAst(resolved, prompts)
     # Ours says no role markers; the plain way is told not to.
     tokenizer = plain.attacker.tokenizer
     markers = tuple(set(tokenizer.all_special_ids) - {tokenizer.eos_token_id})
     for model in (plain.attacker, plain.target):
         model.suppressed_ids = markers
-    return Ways(setting, files, plain, ours)
+    return Ways(setting, prompts, plain, ours)
 
 
 @pytest.fixture(scope="module")
-def sampled(modules: Modules, tmp_path_factory: pytest.TempPathFactory) -> Ways:
-    return build(modules, tmp_path_factory.mktemp("sampled"))
+def sampled(modules: Modules) -> Ways:
+    return build(modules)
 
 
-@pytest.fixture(scope="module", params=["lora", "full"])
-def trained(
-    modules: Modules, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Ways:
-    return build(modules, tmp_path_factory.mktemp("trained"), mode=request.param, width=3)
+@pytest.fixture(scope="module", params=[[LORA], []], ids=["lora", "full"])
+def trained(modules: Modules, request: pytest.FixtureRequest) -> Ways:
+    return build(modules, *request.param, width=3)
 
 
 def by_level(trees: list[list[Any]]) -> list[Any]:
@@ -80,10 +77,8 @@ def by_level(trees: list[list[Any]]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("width", "depth"), [(1, 3), (2, 2)])
-def test_greedy_conversations_are_the_same(
-    modules: Modules, tmp_path: Path, width: int, depth: int
-) -> None:
-    ways = build(modules, tmp_path, width=width, depth=depth, temperature=0.0)
+def test_greedy_conversations_are_the_same(modules: Modules, width: int, depth: int) -> None:
+    ways = build(modules, width=width, depth=depth, temperature=0.0)
     tree = ways.ours.play(0).tree
     nodes = by_level(ways.plain.play(tree.prompts, width=width, depth=depth))
     assert [node.probe_text for node in nodes] == tree.probes
@@ -123,21 +118,17 @@ def test_log_probabilities_of_rows_of_different_lengths_do_not_touch_each_other(
 def test_turns_after_contexts_of_different_lengths_do_not_touch_each_other(
     modules: Modules, sampled: Ways
 ) -> None:
-    greedy = sampled.setting.sampling("target")._replace(temperature=0.0)
-    model = modules.plain.PlainModel(
-        sampled.plain.target.module,
-        sampled.plain.target.tokenizer,
-        sampled.plain.target.conversation_format,
-        greedy,
-    )
+    target = sampled.plain.target
+    greedy = target.agent.model_copy(update={"temperature": 0.0})
+    model = modules.plain.PlainModel(greedy, target.scenario_dir)
     contexts = [[3, 8, 9, 10, 11, 12], [20, 21], [30, 31, 32]]
     alone = [model.generate([context])[0] for context in contexts]
     assert model.generate(contexts) == alone
-    assert {len(turn) for turn in alone} == {greedy.num_tokens}
+    assert {len(turn) for turn in alone} == {greedy.max_new_tokens}
 
 
 def test_loss_and_gradients_are_the_same(modules: Modules, trained: Ways) -> None:
-    samples = modules.ours.samples_of_few_trees(trained.ours.play(0), 3)
+    samples = modules.ours.pairs_of_few_trees(trained.ours.play(0).samples, 3)
     before = [parameter.clone() for parameter in trained.ours.trainer.policy.parameters()]
     deviation = modules.ours.update_deviation(trained.ours, trained.plain, samples)
     assert deviation.loss < 1e-5
@@ -150,8 +141,13 @@ def test_gradients_are_the_same_where_the_end_of_a_turn_is_the_padding(
     modules: Modules, tmp_path: Path
 ) -> None:
     """As in SmolLM2, whose every context holds ends of turns."""
-    ways = build(modules, tmp_path, mode="full", is_end_padding=True)
-    samples = modules.ours.samples_of_few_trees(ways.ours.play(0), 3)
+    folder = tmp_path / "attacker"
+    shutil.copytree(ROOT / "scenarios" / "pocket_chat" / "models" / "attacker", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["pad_token_id"] = config["eos_token_id"]
+    (folder / "config.json").write_text(json.dumps(config))
+    ways = build(modules, f"ast_chat.attacker.language_model.model={folder}")
+    samples = modules.ours.pairs_of_few_trees(ways.ours.play(0).samples, 3)
     deviation = modules.ours.update_deviation(ways.ours, ways.plain, samples)
     assert deviation.gradient_of_worst_parameter < 1e-4
 
@@ -160,14 +156,14 @@ def test_another_loss_would_be_noticed(
     modules: Modules, trained: Ways, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trained.plain, "beta", 0.2)
-    samples = modules.ours.samples_of_few_trees(trained.ours.play(0), 3)
+    samples = modules.ours.pairs_of_few_trees(trained.ours.play(0).samples, 3)
     deviation = modules.ours.update_deviation(trained.ours, trained.plain, samples)
     assert deviation.gradient > 0.1
 
 
 def test_both_pair_the_best_with_the_worst_sibling(modules: Modules, trained: Ways) -> None:
     width, depth = trained.setting.width, trained.setting.depth
-    trees = trained.plain.play(trained.files.prompts, width=width, depth=depth)
+    trees = trained.plain.play(trained.prompts, width=width, depth=depth)
     pairs = trained.plain.pairs(trees)
     # One a group: the roots, and the children of each.
     assert len(pairs) == 2 * (1 + width) == len(trained.ours.play(0).samples)
@@ -175,10 +171,8 @@ def test_both_pair_the_best_with_the_worst_sibling(modules: Modules, trained: Wa
     assert pairs[0] == modules.plain.Pair(trees[0][0].context, ranked[-1].probe, ranked[0].probe)
 
 
-def test_a_step_moves_the_attacker_alone_towards_the_chosen_probe(
-    modules: Modules, tmp_path: Path
-) -> None:
-    plain = build(modules, tmp_path, mode="full").plain
+def test_a_step_moves_the_attacker_alone_towards_the_chosen_probe(modules: Modules) -> None:
+    plain = build(modules).plain
     plain.optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     pair = modules.plain.Pair([3, 8, 9], [10, 11], [12, 13])
     reference = plain.reference.module.get_output_embeddings().weight.clone()
@@ -188,40 +182,25 @@ def test_a_step_moves_the_attacker_alone_towards_the_chosen_probe(
     assert torch.equal(plain.reference.module.get_output_embeddings().weight, reference)
 
 
-def test_the_plain_way_counts_what_it_forwards(sampled: Ways) -> None:
-    before = sampled.plain.forwarded()
-    nodes = sampled.plain.play(sampled.files.prompts[:1], width=2, depth=1)[0]
-    found = {role: count - before[role] for role, count in sampled.plain.forwarded().items()}
-    turn, context = sampled.setting.turn_tokens, len(nodes[0].context)
-    # The last token that is said is read by nobody.
-    assert found["attacker"] == 2 * (context + turn - 1)
-    # It answers, and then reads each probe again for its log-probabilities.
-    assert found["target"] > 2 * (context + turn)
-    assert found["reference"] == 0
-
-
-def test_the_floor_of_a_chain_is_its_last_context(modules: Modules, sampled: Ways) -> None:
-    chain = replace(sampled.setting, width=1, depth=2)
-    unique = modules.work.unique_rollout_tokens(chain, sampled.files)
-    trees = sampled.plain.play(sampled.files.prompts, width=1, depth=2)
-    last = [tree[0].children[0] for tree in trees]
-    read = sum(len(node.context) + chain.turn_tokens - 1 for node in last)
-    # The system prompt and what stands before the opening is the same in both trees.
-    shared = next(
-        position
-        for position, tokens in enumerate(zip(*(node.context for node in last), strict=False))
-        if len(set(tokens)) > 1
+def test_what_is_forwarded_is_counted(modules: Modules, sampled: Ways) -> None:
+    plain, turn = sampled.plain, sampled.setting.turn_tokens
+    models = (plain.attacker, plain.target, plain.reference)
+    before = [model.num_forwarded for model in models]
+    nodes = plain.play(sampled.prompts[:1], width=2, depth=1)[0]
+    attacker, target, reference = (
+        model.num_forwarded - count for model, count in zip(models, before, strict=True)
     )
-    assert unique["attacker"] == unique["reference"] == read - shared
+    # The last token that is said is read by nobody.
+    context = len(nodes[0].context)
+    assert attacker == 2 * (context + turn - 1)
+    # It answers, and then reads each probe again for its log-probabilities.
+    assert target > 2 * (context + turn)
+    assert reference == 0
+    ours = sampled.ours.iterate(1, learns=False)["rollout"]
+    assert 0 < ours.unique <= ours.forwarded < 1.2 * ours.unique
 
 
-def test_the_ways_take_turns(modules: Modules) -> None:
-    turns = modules.speed.turns
-    assert list(turns(["a"], 3, 2)) == ["plain", "a", "plain", "a", "a"]
-    assert list(turns(["a", "b"], 1, 2)) == ["plain", "a", "b", "plain"]
-
-
-SMALL = ("--model", "tiny", "--width", "2", "--depth", "2", "--episodes", "1", "--repeats", "1")
+SMALL = ("--scenario", "pocket_chat", "--depth", "2", "--episodes", "1", "--rounds", "1")
 SHORT = ("--context", "12", "--turn-tokens", "6")
 
 
@@ -238,18 +217,17 @@ def test_the_script_tells_ratios_and_scales_what_was_not_played(
     report = run(modules, tmp_path, "--episodes", "2", "--plain-episodes", "1")
     assert {row["part"] for row in report["ratios"]} == {"rollout", "update", "iteration"}
     for row in report["ratios"]:
-        assert row["ratio"] > 0
         assert row["ratio"] == pytest.approx(row["plain, s"] / row["ours, s"])
-        assert row["is scaled"] == ("" if row["part"] == "update" else "scaled")
-    assert report["parts"]["deviation"]["fp32"]["loss"] < 1e-5
-    figures = report["parts"]["iteration"]["plain"]
-    phases = figures["phases"]
-    assert phases["rollout"] >= phases["attacker generate"] + phases["target generate"]
-    assert phases["update"] >= phases["loss forward"] + phases["backward"]
-    assert phases["rollout"] == pytest.approx(2 * figures["runs"][0]["rollout"])
-    shown = capsys.readouterr().out
-    assert "| iteration | fp32 |" in shown
-    assert str(tmp_path) not in shown + json.dumps(report)
+        if row["part"] != "iteration":
+            assert row["plain forwarded per unique"] > row["ours forwarded per unique"] >= 1
+    assert report["deviation"]["fp32"]["loss"] < 1e-5
+    plain = report["runs"][1]["plain"][0]
+    assert plain["iteration"][0] > plain["rollout"][0]
+    assert "| iteration | fp32 |" in capsys.readouterr().out
+
+
+def test_work_of_which_a_part_was_done_is_scaled(modules: Modules) -> None:
+    assert modules.speed.Spent(1.5, 100, 10).scaled(2) == (3.0, 200, 20)
 
 
 def test_trl_that_is_missing_is_named(
@@ -262,14 +240,14 @@ def test_trl_that_is_missing_is_named(
 
     monkeypatch.setattr(metadata, "version", version)
     with pytest.raises(SystemExit, match="pip install trl"):
-        load("trl_online_dpo").measure(modules.work.Setting(), "fp32", 1)
+        load("trl_online_dpo").measure(modules.ours.Setting(), "fp32", 1)
 
 
 @pytest.mark.slow
 def test_memory_and_trl_are_measured(modules: Modules, tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    report = run(modules, tmp_path, "--parts", "none", "--memory", "--trl")
+    report = run(modules, tmp_path, "--parts", "--memory", "--trl")
     assert [figures["way"] for figures in report["memory"]] == ["plain", "fp32"]
     for figures in report["memory"]:
-        assert figures["peak"] >= figures["peak_of_iteration"] >= figures["peak_of_rollout"] > 0
+        assert figures["peak_of_iteration"] >= figures["peak_of_rollout"] > 0
     assert report["trl"][0]["shown"]["ratio"] > 0

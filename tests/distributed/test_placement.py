@@ -55,14 +55,17 @@ def test_a_plan_by_hand() -> None:
 
 def test_sharded_weights_are_held_in_parts_and_travel_once_more() -> None:
     whole = replace(WORK, memory={"weights": 8.0, "gradients": 8.0, "optimizer": 16.0})
-    sharded = whole.with_sharded_weights(8.0)
+    sharded = whole.with_sharded_weights(200.0)
     assert plan_for(whole, 4, CALM).memory == {**whole.memory, "keys and values": 5.0}
-    parts = {"part of the weights": 2.0, "gradients": 2.0, "optimizer": 4.0}
+    parts = {"part of the weights": 50.0, "gradients": 2.0, "optimizer": 4.0}
     assert plan_for(sharded, 4, CALM).memory == {"weights": 8.0, **parts, "keys and values": 5.0}
-    # 3 * 3/4 of 200 bytes at 100 bytes a second, in place of 2 * 3/4.
+    # 3 * 3/4 of 200 bytes at 100 bytes a second, in place of 2 * 3/4. Of an adapter's base, which
+    # is gathered twice and has no gradients, 2 * 3/4 of 1,000 more.
+    adapter = whole.with_sharded_weights(1_200.0)
+    works = (whole, sharded, adapter)
     calm = replace(CALM, seconds_per_exchange=0.0)
-    seconds = [exchange_seconds(4, work.gradient_bytes, calm) for work in (whole, sharded)]
-    assert seconds == [3.0, 4.5]
+    seconds = [exchange_seconds(4, work.gradient_bytes, calm) for work in works]
+    assert seconds == [3.0, 4.5, 19.5]
 
 
 def test_devices_without_work_make_nothing_faster() -> None:

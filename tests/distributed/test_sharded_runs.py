@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nip_astra.checkpoints.shards import load_whole
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.cli.evaluation_loading import RunCode
 from nip_astra.cli.export_commands import export
 from nip_astra.errors import CheckpointError, LostProcessError, StopRequested
 from nip_astra.language_models.services.sharded import ShardedService
+from nip_astra.language_models.sources import load_causal_lm
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.trainers.trainer_base import Trainer
@@ -37,6 +39,12 @@ def _no_plugins_left() -> Iterator[None]:
 @pytest.fixture
 def resolved(tmp_path: Path) -> ResolvedExperiment:
     return short_experiment("ast_dpo", tmp_path / "scenario", num_iterations=2)
+
+
+@pytest.fixture
+def adapted(tmp_path: Path) -> ResolvedExperiment:
+    lora = "ast_chat.attacker.language_model.lora={rank: 2}"
+    return short_experiment("ast_dpo", tmp_path / "adapted", lora, num_iterations=2)
 
 
 def run(
@@ -87,16 +95,20 @@ def in_processes(count: int, work: Callable[[str | None], None], folder: Path) -
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "what"),
     [
-        (2, 1),
-        pytest.param(1, 2, marks=pytest.mark.slow),
-        pytest.param(2, 2, marks=pytest.mark.slow),
+        (2, 1, "resolved"),
+        pytest.param(1, 2, "resolved", marks=pytest.mark.slow),
+        pytest.param(2, 2, "resolved", marks=pytest.mark.slow),
+        pytest.param(2, 1, "adapted", marks=pytest.mark.slow),
+        (1, 2, "adapted"),
+        pytest.param(2, 2, "adapted", marks=pytest.mark.slow),
     ],
 )
 def test_a_divided_run_goes_on_in_any_number_of_processes(
-    before: int, after: int, resolved: ResolvedExperiment, tmp_path: Path
+    before: int, after: int, what: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    resolved = request.getfixturevalue(what)
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     is_exact = before == after
     in_processes(after, lambda store: run(resolved, whole, store), tmp_path)
@@ -136,6 +148,21 @@ def test_parts_are_joined_for_others_and_a_lost_one_is_told_with_the_checkpoint_
     (tmp_path / lost.name).rename(lost)
     lost.write_bytes(lost.read_bytes()[:-1] + b"x")
     assert says(failed(), f"shards/{lost.name} is corrupt")
+
+
+def test_parts_of_an_adapter_are_joined_for_others(
+    adapted: ResolvedExperiment, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    together(lambda store: run(adapted, path, store), tmp_path)
+    (_, latest) = sorted((path / "checkpoints").glob("step_*"))
+    parts = latest / "attacker" / "shards"
+    assert {name.rsplit(".", 2)[1] for name in load_whole(parts)} == {"lora_A", "lora_B"}
+    export(str(path), form="huggingface", output=str(tmp_path / "joined"), code=RunCode([], False))
+    joined = load_causal_lm(str(tmp_path / "joined"), None).state_dict()
+    # The run has left the model with the adapter added in.
+    for name, weight in weights_of(path).items():
+        torch.testing.assert_close(joined[name], weight)
 
 
 def test_a_divided_run_of_which_a_process_is_killed_goes_on_from_its_last_checkpoint(

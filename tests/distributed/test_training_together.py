@@ -45,7 +45,7 @@ def learn(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
         trainer: Any = prepare_experiment(resolved, settings).trainer
         losses: list[dict[str, float]] = []
         if resolved.hyper_params.trainer in AGENTS:
-            weights = _in_float64(trainer)
+            weights = in_float64(trainer)
         else:
             model = trainer.policy
             model.module.double()
@@ -61,7 +61,7 @@ def learn(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:
         }
 
 
-def _in_float64(trainer: Any) -> dict[str, Tensor]:
+def in_float64(trainer: Any) -> dict[str, Tensor]:
     """Have agents learn in float64 from what agents of float32 have played."""
     collect = trainer.collect
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from nip_astra.language_models.base import Generation, SamplingOptions, pad_right
-from nip_astra.samplers.task_episodes import TaskRollout, play_task
+from nip_astra.samplers.task_episodes import TaskPlan, TaskRollout
+from nip_astra.samplers.task_parts import play_task
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
@@ -84,16 +85,8 @@ def play(
     script: Scripted, task: type[Task] = Guessing, *, window: int = 64, num_runs: int = 2
 ) -> TaskRollout:
     built = task(None, seed=0, device=torch.device("cpu"), scenario_dir=None)
-    return play_task(
-        agent(window),
-        built,
-        [3],
-        split="train",
-        num_runs=num_runs,
-        max_turns=3,
-        key=(0,),
-        sample=script,
-    )
+    plan = TaskPlan("train", num_runs=num_runs, max_turns=3, key=(0,))
+    return play_task(agent(window), built, [3], plan, sample=script)
 
 
 def test_turns_of_the_environment_are_masked_and_those_of_the_policy_are_not() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,6 +33,26 @@ def test_calls_give_values_or_errors_in_order(capfd: pytest.CaptureFixture[str])
 def test_calls_share_what_code_keeps() -> None:
     code = "seen = []\ndef f(x):\n    seen.append(x)\n    return len(seen)"
     assert [one.value for one in call(code, [5], [6], [7])] == [1, 2, 3]
+
+
+THREADS = """
+import sysconfig, time
+from concurrent.futures import ThreadPoolExecutor
+
+work_out = sysconfig._init_posix
+sysconfig._init_posix = lambda found: (time.sleep(0.3), work_out(found))
+from nip_astra.utils.interpreter import call_in_interpreter
+from nip_astra.utils.sandbox_values import SandboxLimits
+
+ask = lambda x: call_in_interpreter("def f(x): return x", "f", [[x]], SandboxLimits(seconds=9))
+with ThreadPoolExecutor(2) as pool:
+    print([one.value for (one,) in pool.map(ask, range(2))])
+"""
+
+
+def test_the_first_calls_may_come_from_several_threads() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True)
+    assert done.stdout == "[0, 1]\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,23 @@ from typing import Any, ClassVar
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from nip_astra.checkpoints.shards import SHARDS, load_shards, save_shards
 from nip_astra.checkpoints.tensors import load_state, save_state
-from nip_astra.distributed.team import Handler, Team, told_as_lost
+from nip_astra.distributed.parts import (
+    add_up_as_they_are,
+    divided,
+    held_of,
+    sum_of_squares,
+    whole_of,
+)
+from nip_astra.distributed.team import LOST, Handler, Team, told_as_lost
 from nip_astra.errors import CheckpointError
+from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.plain_forward import RowReader, layers_of
-from nip_astra.language_models.saved_weights import saved_weights
+from nip_astra.language_models.saved_weights import has_adapter, learned_weights, saved_weights
 from nip_astra.language_models.services.data_parallel import DataParallelService
 from nip_astra.language_models.services.optimizer_files import (
     OPTIMIZER,
@@ -34,8 +41,6 @@ from nip_astra.language_models.services.training import (
     OptimizerFigures,
 )
 
-_LOST = r"(?i)gloo|nccl|connection (closed|reset)|broken pipe"
-"""What the failures of exchanges say of themselves."""
 _SAVE = "save_sharded_state"
 
 
@@ -47,8 +52,11 @@ class ShardedService(DataParallelService):
     part, rows weigh as they do among all, and gradients are added up. What learns beside the model
     is small, and whole in each process.
 
+    The weights under an adapter are divided as well, though they do not learn: they have neither
+    gradients nor optimizer, and no process but the leader holds them whole.
+
     The leader holds the model whole beside its part, for it samples, scores and measures alone; it
-    is brought up to date by `gather`.
+    is brought up to date by `gather`. An engine of vLLM takes what has changed from there.
 
     Parameters
     ----------
@@ -66,14 +74,16 @@ class ShardedService(DataParallelService):
 
     def __init__(self, local: LocalTrainingService, team: Team) -> None:
         super().__init__(local, team)
-        model = local.model
-        assert isinstance(model, HuggingFaceLanguageModel)
-        self.model: HuggingFaceLanguageModel = model
-        whole = [weight for weight in model.module.parameters() if weight.requires_grad]
-        module = copy.deepcopy(model.module) if team.is_leader else model.module
-        recomputes = model.recomputes_layers
-        self.reader = RowReader(module, model.dtype, recomputes_layers=recomputes)
-        divide(self.reader, team, model)
+        self.learner = learner_of(local.model)
+        whole = list(self.learner.parameters())
+        module = copy.deepcopy(self.learner.module) if team.is_leader else self.learner.module
+        self.reader = RowReader(
+            module.get_base_model() if has_adapter(module) else module,
+            self.learner.dtype,
+            recomputes_layers=self.learner.recomputes_layers,
+        )
+        divide(self.reader, team, self.learner)
+        self._module = module
         self._parts = [weight for weight in module.parameters() if weight.requires_grad]
         self._whole = whole if team.is_leader else None
         self._is_gathered = True
@@ -90,7 +100,7 @@ class ShardedService(DataParallelService):
     # ---- learning
 
     def forward_backward(self, batches: Sequence[TensorDict], loss: Loss) -> dict[str, float]:
-        with self.model.reading_through(self.reader), told_as_lost(self.team, only_if=_LOST):
+        with self.learner.reading_through(self.reader), told_as_lost(self.team, only_if=LOST):
             return super().forward_backward(batches, loss)
 
     def _part_of_step(
@@ -128,7 +138,7 @@ class ShardedService(DataParallelService):
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
-        gradients = [_local(one.grad) for one in self.learned if one.grad is not None]
+        gradients = [held_of(one.grad) for one in self.learned if one.grad is not None]
         norm = self._norm()
         if max_grad_norm is not None and math.isfinite(norm):
             # As torch.nn.utils.clip_grad_norm_ does it.
@@ -142,11 +152,11 @@ class ShardedService(DataParallelService):
 
     def _norm(self) -> float:
         """The norm of all gradients, of which each process has a part."""
-        parts = [_local(one.grad) for one in self._parts if one.grad is not None]
-        square = _sum_of_squares(parts)
+        parts = [held_of(one.grad) for one in self._parts if one.grad is not None]
+        square = sum_of_squares(parts)
         self.team.add_up([square])
         beside = [one.grad for one in self._beside if one.grad is not None]
-        return math.sqrt(float(square + _sum_of_squares(beside)))
+        return math.sqrt(float(square + sum_of_squares(beside)))
 
     # ---- the leader's own model
 
@@ -156,8 +166,8 @@ class ShardedService(DataParallelService):
         if self._is_gathered:
             return
         for number, part in enumerate(self._parts):
-            with told_as_lost(self.team, only_if=_LOST):
-                weight = _whole(part)
+            with told_as_lost(self.team, only_if=LOST):
+                weight = whole_of(part)
             if self._whole is not None:
                 self._whole[number].copy_(weight)
         self._is_gathered = True
@@ -178,11 +188,11 @@ class ShardedService(DataParallelService):
             directory / OPTIMIZER,
             {"modules": dict(self.modules.state_dict()), "optimizer": state},
         )
-        self.model.save_description(directory / self.role)
+        self.learner.save_description(directory / self.role)
 
     def _save_parts(self, directory: Path) -> None:
         tensors, _ = taken_apart(self.optimizer)
-        with told_as_lost(self.team, only_if=_LOST):
+        with told_as_lost(self.team, only_if=LOST):
             save_shards(directory / self.role / SHARDS, self._named_parts())
             save_shards(directory / OPTIMIZER_SHARDS, tensors)
 
@@ -190,7 +200,7 @@ class ShardedService(DataParallelService):
         content = load_state(directory / OPTIMIZER)
         self._load_weights(directory / self.role)
         self.modules.load_state_dict(content["modules"])
-        put_together(self.optimizer, content["optimizer"], directory / OPTIMIZER_SHARDS, _divided)
+        put_together(self.optimizer, content["optimizer"], directory / OPTIMIZER_SHARDS, divided)
         self._is_gathered = False
 
     @torch.no_grad()
@@ -200,18 +210,24 @@ class ShardedService(DataParallelService):
         if (folder / SHARDS).is_dir():
             load_shards(folder / SHARDS, parts)
             return
-        saved = saved_weights(folder)
+        saved = saved_weights(folder, is_adapter=has_adapter(self._module))
         for name, part in parts.items():
             if name not in saved or saved[name].shape != part.shape:
                 raise CheckpointError(
                     f"the weights in {folder} were to be divided, but they are of another model: "
                     f"{name} does not fit. Resume with the parameters that wrote them."
                 )
-            _local(part).copy_(_local(_divided(saved[name], part)))
+            held_of(part).copy_(held_of(divided(saved[name], part)))
 
     def _named_parts(self) -> dict[str, Tensor]:
-        module = self.reader.causal_lm
-        return {name: weight.detach() for name, weight in module.named_parameters()}
+        return learned_weights(self._module)
+
+
+def learner_of(model: LanguageModel) -> HuggingFaceLanguageModel:
+    """What learns of a policy: the model itself, or beside an engine that samples its scorer."""
+    learner = getattr(model, "scorer", model)
+    assert isinstance(learner, HuggingFaceLanguageModel)
+    return learner
 
 
 def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> None:
@@ -231,30 +247,4 @@ def divide(reader: RowReader, team: Team, model: HuggingFaceLanguageModel) -> No
     for layer in layers_of(reader):
         fully_shard(layer, **mixed)
     fully_shard(reader, **options)
-    for module in reader.modules():
-        if isinstance(module, FSDPModule):
-            # Losses are divided by the rows of all already.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def _local(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _divided(whole: Tensor, like: Tensor) -> Tensor:
-    """What a process holds of a tensor that all have; all of it where `like` is not divided."""
-    if not isinstance(like, DTensor) or whole.shape != like.shape:
-        return whole
-    placed = whole.to(like.device)
-    return distribute_tensor(placed, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def _sum_of_squares(gradients: Sequence[Tensor | None]) -> Tensor:
-    norms = [torch.linalg.vector_norm(_local(one).double()) ** 2 for one in gradients]
-    return torch.stack(norms).sum() if norms else torch.zeros((), dtype=torch.float64)
+    add_up_as_they_are(reader)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import (
     ConfigurationError,
     ContextLengthError,
@@ -138,6 +139,45 @@ def start_engine(name: str, options: EngineOptions) -> VllmEngine:
             "_type to huggingface."
         ) from error
     return VllmEngine(llm, vllm.SamplingParams, lora.LoRARequest, options)
+
+
+class AbsentEngine:
+    """What stands for an engine in processes that never sample: of a run's, all but the first."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
+
+    def check_vocabulary(self, tokenizer: Any, vocab_size: int) -> None:
+        """Left to the process with the engine."""
+
+    def note_weights(self, version: Hashable) -> None:
+        """Nothing is held."""
+
+    def hold_weights(
+        self, version: Hashable, weights: Callable[[], Iterable[tuple[str, Tensor]]]
+    ) -> None:
+        """Nothing is held."""
+
+    def hold_adapter(self, version: Hashable, write: Callable[[Path], None]) -> Any:
+        """Nothing is held."""
+
+    def sleep(self) -> None:
+        """There is nothing to give back."""
+
+    def generate(
+        self, requests: Sequence[Request], arguments: dict[str, Any], *, adapter: Any = None
+    ) -> list[Reply]:
+        """Refuse to sample.
+
+        Raises
+        ------
+        ConfigurationError
+            Always.
+        """
+        raise ConfigurationError(
+            f"process {rank_of_process()} of a run was to sample by vLLM, but the first process "
+            "alone has the engine. Have it play, or set the language model's _type to huggingface."
+        )
 
 
 class VllmEngine:

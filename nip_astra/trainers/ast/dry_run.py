@@ -22,6 +22,7 @@ from nip_astra.samplers.sizes import MAX_PROBES, num_probes_of
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.trainers.ast.rollouts import Rollouts
 from nip_astra.trainers.held_models import memory_of_models, parts_with_models
+from nip_astra.trainers.language_model.processes import bytes_read
 from nip_astra.trainers.language_model_base import Experience
 from nip_astra.utils.processor import peak_memory_bytes
 
@@ -161,4 +162,4 @@ def _work_of(
     )
     if trainer.settings.sharding == "none":
         return work
-    return work.with_sharded_weights(float(learned))
+    return work.with_sharded_weights(bytes_read(trainer.policy))

@@ -50,7 +50,7 @@ def divided(trainer: LanguageModelTrainer, service: TrainingService) -> Training
 def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
     """Have what learns compute its layers again in the backward pass, or refuse by name."""
     # vLLM samples; a model beside it learns.
-    learner = getattr(policy, "scorer", policy)
+    learner = _learner_of(policy)
     is_here = isinstance(service, LocalTrainingService)
     if not is_here or not isinstance(learner, HuggingFaceLanguageModel):
         held = type(policy if is_here else service).__name__
@@ -62,33 +62,42 @@ def _recompute_layers(policy: LanguageModel, service: TrainingService) -> None:
     learner.recompute_layers()
 
 
+def _learner_of(model: LanguageModel | None) -> LanguageModel | None:
+    """What holds the weights that are read here: the model, or what is beside an engine."""
+    return getattr(model, "scorer", model)
+
+
 def _models_of(trainer: LanguageModelTrainer) -> list[HuggingFaceLanguageModel]:
     agents = trainer.scenario_instance.agents.values()
     models = [trainer.policy, *(getattr(agent, "language_model", None) for agent in agents)]
-    return [one for one in models if isinstance(one, HuggingFaceLanguageModel)]
+    learners = [_learner_of(one) for one in models]
+    return [one for one in learners if isinstance(one, HuggingFaceLanguageModel)]
 
 
 def check_can_be_sharded(trainer: LanguageModelTrainer) -> None:
-    """Refuse what needs all weights in the process that learns."""
-    policy = trainer.policy
-    is_own = type(policy) is HuggingFaceLanguageModel
-    has_adapter = isinstance(policy, HuggingFaceLanguageModel) and policy.has_adapter
-    faults = {
-        f"the policy's backend is {type(policy).__name__}, and only huggingface is read layer by "
-        "layer": not is_own,
-        "the policy learns by LoRA, whose weights are few": has_adapter,
-        "its dumps (dump_period) hold whole weights": trainer.settings.dump_period > 0,
-        "rollouts are played ahead with a copy of the weights (max_staleness)": bool(
-            getattr(trainer.parameters, "max_staleness", 0)
-        ),
-    }
-    found = [text for text, is_so in faults.items() if is_so]
-    if found:
-        raise ConfigurationError(
-            "the policy was to be divided among the processes (sharding=fsdp), but "
-            f"{'; '.join(found)}. Set sharding to none, so that each process holds the policy, or "
-            "change that."
-        )
+    """Refuse a policy whose layers nobody here can read one by one.
+
+    Raises
+    ------
+    ConfigurationError
+        When it is of a backend of another kind.
+    """
+    if isinstance(_learner_of(trainer.policy), HuggingFaceLanguageModel):
+        return
+    raise ConfigurationError(
+        "the policy was to be divided among the processes (sharding=fsdp), but its backend is "
+        f"{type(trainer.policy).__name__}, and only models of huggingface, beside vllm too, are "
+        "read layer by layer. Set sharding to none, so that each process holds the policy, or its "
+        "_type to huggingface."
+    )
+
+
+def bytes_read(policy: LanguageModel) -> float:
+    """How many bytes a pass through what learns of a policy reads, base weights included."""
+    learner = _learner_of(policy)
+    module = getattr(learner, "module", None)
+    weights = [] if module is None else module.parameters()
+    return float(sum(weight.numel() * weight.element_size() for weight in weights))
 
 
 def save_together(trainer: LanguageModelTrainer) -> None:

@@ -7,17 +7,30 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from nip_astra.distributed.parts import held_of
 from nip_astra.errors import CheckpointError
 
 
 class _Memory(NamedTuple):
-    """What Adam remembers of the weights of a group, as lists."""
+    """What Adam remembers of the weights of a group, as lists.
+
+    Attributes
+    ----------
+    is_divided : bool
+        Whether processes hold parts of the weights; each steps its own.
+    """
 
     weights: list[Tensor]
     means: list[Tensor]
     squares: list[Tensor]
     num_steps: Tensor
+    is_divided: bool
+
+    def held(self, tensors: list[Tensor]) -> list[Tensor]:
+        """What this process has of tensors that are divided as the weights are."""
+        return [held_of(one) for one in tensors] if self.is_divided else tensors
 
 
 class GroupAdam(torch.optim.Adam):
@@ -84,11 +97,12 @@ class GroupAdam(torch.optim.Adam):
         for group, memory in zip(self.param_groups, self._memories, strict=True):
             memory.num_steps.add_(1)
             beta1, beta2 = group["betas"]
+            gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in memory.weights]
             torch._fused_adam_(
-                memory.weights,
-                [torch.zeros_like(w) if w.grad is None else w.grad for w in memory.weights],
-                memory.means,
-                memory.squares,
+                memory.held(memory.weights),
+                memory.held(gradients),
+                memory.held(memory.means),
+                memory.held(memory.squares),
                 [],
                 [memory.num_steps] * len(memory.weights),
                 lr=group["lr"],
@@ -117,4 +131,5 @@ class GroupAdam(torch.optim.Adam):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             num_steps,
+            any(isinstance(weight, DTensor) for weight in weights),
         )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchrl.objectives import LossModule
 
 from nip_astra.distributed.rows import RowDivision
@@ -22,6 +23,7 @@ from nip_astra.rl_objectives.objective import Objective, frames_of, sum_of_losse
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.protocol.minibatches import MinibatchBuffer, ReplayBuffer
 from nip_astra.trainers.protocol.optimizers import OTHERS, AgentOptimizers
+from nip_astra.trainers.protocol.sharded_agents import ShardedAgents
 from nip_astra.trainers.protocol.statistics import MetricSums
 from nip_astra.utils.forked import can_fork
 
@@ -53,6 +55,7 @@ class Learner:
         self.num_epochs = num_epochs
         self.device = device
         self.team = team or Team()
+        self.sharded: ShardedAgents | None = None
         if self.team.size > 1:
             self._check_can_be_divided()
         self._num_processes = 1
@@ -148,9 +151,7 @@ class Learner:
             for _ in range(self.num_epochs):
                 for minibatch in self.buffer:
                     metrics = self._gradients(minibatch, names, shared)
-                    self.team.add_up(
-                        [w.grad for w in self.optimizers.weights if w.grad is not None]
-                    )
+                    self._add_up_gradients()
                     of_agents = self.optimizers.clip(names)
                     norms += list(of_agents.values())
                     if self.device.type == "cpu":
@@ -167,8 +168,9 @@ class Learner:
 
     def _add_up_gradients(self) -> None:
         """Complete the gradients of weights by those that other processes' rows gave."""
-        weights = self.optimizers.weights
-        self.team.add_up([weight.grad for weight in weights if weight.grad is not None])
+        gradients = [weight.grad for weight in self.optimizers.weights]
+        # Those of divided weights were added up as they were scattered.
+        self.team.add_up([g for g in gradients if g is not None and not isinstance(g, DTensor)])
 
     @contextmanager
     def _rows_divided(self) -> Iterator[None]:
@@ -176,12 +178,18 @@ class Learner:
         if self.team.size == 1:
             yield
             return
-        agents: Any = self.loss_module.agents
-        agents.division = RowDivision(self.team)
+        objective: Any = self.loss_module
+        whole = objective.agents
+        agents = whole if self.sharded is None else self.sharded.agents
+        objective.agents, agents.division = agents, RowDivision(self.team)
         try:
             yield
         finally:
-            agents.division = None
+            objective.agents, agents.division = whole, None
+
+    def take_parts(self, sharded: ShardedAgents) -> None:
+        """Learn from now on by agents of which each process of the team holds a part."""
+        self.sharded, self.optimizers = sharded, sharded.optimizers
 
     @contextmanager
     def _shared(self, names: Sequence[str]) -> Iterator[DividedLosses | None]:

@@ -186,7 +186,7 @@ class AgentOptimizers:
             if name not in names:
                 optimizer.zero_grad(set_to_none=True)
         gradients = {name: self._gradients(name) for name in names}
-        norms = {name: _norm(of_agent) for name, of_agent in gradients.items()}
+        norms = self._norms(gradients)
         if self.rl.max_grad_norm is None or not norms:
             return norms
         joint = torch.linalg.vector_norm(torch.stack([*norms.values()]))
@@ -196,6 +196,9 @@ class AgentOptimizers:
                 factor = (self.rl.max_grad_norm / (norm + 1e-6)).clamp(max=1)
                 torch._foreach_mul_(of_agent, factor)
         return norms
+
+    def _norms(self, gradients: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        return {name: _norm(of_agent) for name, of_agent in gradients.items()}
 
     def _gradients(self, name: str) -> list[Tensor]:
         return [p.grad for p in self._weights(name) if p.grad is not None]

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 
 from nip_astra.checkpoints.run_state import global_generators, set_global_generators
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
+from nip_astra.distributed.team import LOST, told_as_lost
 from nip_astra.errors import LostProcessError
+from nip_astra.trainers.protocol.sharded_agents import ShardedAgents
 
 if TYPE_CHECKING:
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer
@@ -30,8 +33,8 @@ def lead(trainer: TensorDictRlTrainer, work: Callable[[], T]) -> T | None:
     T or None
         What the work gave, in the leader; None in the others.
     """
-    team = trainer.team
-    result = team.lead(work)
+    team, sharded = trainer.team, trainer.learner.sharded
+    result = team.lead(work, {} if sharded is None else sharded.optimizers.handlers())
     if team.size > 1:
         told = team.from_leader(trainer.state.to_dict() if team.is_leader else {})
         if not team.is_leader:
@@ -44,6 +47,28 @@ def prepare_together(trainer: TensorDictRlTrainer, prepare: Callable[[], None]) 
     lead(trainer, prepare)
     team, agents = trainer.team, trainer.agents
     team.copy_from_leader([*agents.parameters(), *agents.buffers()])
+
+
+def divide_agents(trainer: TensorDictRlTrainer) -> None:
+    """Leave each process a part of the agents and optimizers, where the settings ask for it."""
+    if trainer.team.size == 1 or trainer.settings.sharding == "none":
+        return
+    sharded = ShardedAgents(trainer.agents, trainer.optimizers, trainer.team)
+    trainer.learner.take_parts(sharded)
+    trainer.optimizers = sharded.optimizers
+
+
+def learn_together(
+    trainer: TensorDictRlTrainer, batch: TensorDict, iteration: int
+) -> tuple[dict[str, Tensor], int]:
+    """What `Learner.learn` gives; afterwards the leader plays with what was learned."""
+    sharded = trainer.learner.sharded
+    if sharded is None:
+        return trainer.learner.learn(batch, iteration)
+    with told_as_lost(trainer.team, only_if=LOST):
+        found = trainer.learner.learn(batch, iteration)
+        sharded.gather()
+    return found
 
 
 def collect_together(trainer: TensorDictRlTrainer) -> TensorDict:
@@ -73,9 +98,11 @@ def collect_together(trainer: TensorDictRlTrainer) -> TensorDict:
 def saved_if_one_ends(trainer: TensorDictRlTrainer) -> Iterator[None]:
     """Where another process ends within the block, go back to its beginning and save.
 
-    An iteration is learned from whole or not at all, so that the run can go on exactly.
+    An iteration is learned from whole or not at all, so that the run can go on exactly. Of agents
+    that are divided a part is lost then, and the last checkpoint stands.
     """
-    if trainer.team.size == 1 or not trainer.team.is_leader:
+    is_divided = trainer.learner.sharded is not None
+    if trainer.team.size == 1 or not trainer.team.is_leader or is_divided:
         yield
         return
     weights = [*trainer.agents.parameters(), *trainer.agents.buffers()]

@@ -39,12 +39,8 @@ class Played:
 
     def to_plain(self) -> dict[str, Any]:
         """Plain values and tensors, for a checkpoint."""
-        rows = [
-            {name: one[name] for name in one.keys()}  # noqa: SIM118 - no mapping
-            for one in self.trajectories
-        ]
         return {
-            "trajectories": rows,
+            "trajectories": [one.to_plain() for one in self.trajectories],
             "metrics": self.metrics,
             "records": self.records,
             "version": self.version,

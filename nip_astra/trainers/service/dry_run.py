@@ -20,6 +20,7 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rollouts.samples import Sample
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.trainers.held_models import memory_of_models, parts_with_models
+from nip_astra.trainers.language_model.processes import bytes_read
 from nip_astra.trainers.language_model.steps import write_step_totals
 from nip_astra.utils.processor import peak_memory_bytes
 
@@ -156,4 +157,4 @@ def _work_of(step: SmallestStep, trainer: LearnsFromTrajectories) -> Work:
     )
     if trainer.settings.sharding == "none":
         return work
-    return work.with_sharded_weights(gradients)
+    return work.with_sharded_weights(bytes_read(trainer.policy))

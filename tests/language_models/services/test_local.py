@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -164,3 +166,42 @@ def test_actors_answer_what_one_process_does(
     assert together == alone
     assert count.generated - before == 2 * generated
     assert made[0].turn == 3
+
+
+@pytest.mark.parametrize(
+    ("max_batch_size", "num_batches", "sizes"),
+    [(16, 1, [5]), (2, 1, [2, 2, 1]), (16, 2, [2, 3]), (2, 2, [1, 2, 2]), (16, 9, [1] * 5)],
+)
+def test_a_level_is_cut_by_parameters_whoever_answers(
+    model: LocalChatModel,
+    monkeypatch: pytest.MonkeyPatch,
+    max_batch_size: int,
+    num_batches: int,
+    sizes: list[int],
+) -> None:
+    made = actors_here.install(monkeypatch)
+    drawn: list[int] = []
+    generate = HuggingFaceLanguageModel.generate
+
+    def counted(self, contexts, *args):  # type: ignore[no-untyped-def]
+        drawn.append(len(contexts))
+        return generate(self, contexts, *args)
+
+    monkeypatch.setattr(HuggingFaceLanguageModel, "generate", counted)
+    model.max_batch_size, model.num_batches = max_batch_size, num_batches
+    said = ["hello", "good day", "the cat sat", "a dog", "hello there"]
+    requests = [saying(text, seed=seed, max_tokens=5) for seed, text in enumerate(said)]
+    alone = ask(model, *requests)
+    assert drawn == sizes
+    for num_actors in (1, 2, 4):
+        drawn.clear()
+        with using_actors(ActorOptions(num_actors)):
+            assert ask(model, *requests) == alone
+        assert drawn == sizes
+        assert made[-1].turn == len(sizes)
+
+
+def test_batches_are_a_parameter(tiny_model_dir: Path) -> None:
+    given = {"_type": "huggingface", "model": str(tiny_model_dir)}
+    parameters = LocalChatModel.Parameters(language_model=given, num_batches=3)
+    assert LocalChatModel.load(parameters, scenario_dir=None).num_batches == 3

@@ -10,6 +10,7 @@ import secrets
 import threading
 from collections.abc import Sequence
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +45,7 @@ from nip_astra.language_models.services.texts import cut_at_stop
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.actors import are_actors_used, get_actors
+from nip_astra.utils.cutting import cut_evenly
 from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
@@ -87,6 +89,8 @@ class LocalChatModel(ChatModel):
         Of the model, by which answers are remembered.
     max_batch_size : int
         Samples drawn at once.
+    num_batches : int
+        Batches into which samples that wait together are cut at least, where they are as many.
     """
 
     # Its weights may be others under the same name.
@@ -99,10 +103,17 @@ class LocalChatModel(ChatModel):
         """The backend and its weights; its tokenizer needs a chat template."""
         max_batch_size: int = Field(default=64, ge=1)
         """Samples drawn at once. Larger is faster and takes more memory."""
+        num_batches: int = Field(default=1, ge=1)
+        """Batches into which samples that wait together, as those of a level of conversations do,
+        are cut at least, all of one size, so that as many actors (settings.num_actors) draw at
+        once; 1 fills one batch after the other. In one process more are slower. The last digits of
+        what the model says hang on this number, and on no number of actors."""
         limits: LimitParameters = LimitParameters(concurrency=1024, attempt_timeout=86400.0)
         """How many requests wait for it at once, and for how long."""
 
-    def __init__(self, model: TokenSampler, *, name: str, max_batch_size: int = 64) -> None:
+    def __init__(
+        self, model: TokenSampler, *, name: str, max_batch_size: int = 64, num_batches: int = 1
+    ) -> None:
         if not getattr(model.tokenizer, "chat_template", None):
             raise ModelLoadError(
                 f"the language model {name!r} was to answer messages, but its tokenizer has no "
@@ -110,7 +121,7 @@ class LocalChatModel(ChatModel):
             )
         self.name = self.place = name
         self.language_model = model
-        self.max_batch_size = max_batch_size
+        self.max_batch_size, self.num_batches = max_batch_size, num_batches
         self._waiting: list[_Row] = []
         self._worker: asyncio.Task[None] | None = None
         # Event loops of several threads may ask.
@@ -128,7 +139,8 @@ class LocalChatModel(ChatModel):
         )
         name = str(getattr(parameters.language_model, "model", backend.__name__))
         speaker = as_sampler(model, role=f"chat model {name!r}")
-        return cls(speaker, name=name, max_batch_size=parameters.max_batch_size)
+        sizes = {"max_batch_size": parameters.max_batch_size}
+        return cls(speaker, name=name, **sizes, num_batches=parameters.num_batches)
 
     async def answer(self, request: ChatRequest) -> ChatOutcome:
         if request.response_format is not None:
@@ -221,12 +233,18 @@ class LocalChatModel(ChatModel):
         by_options: dict[SamplingOptions, list[_Row]] = {}
         for row in mine:
             by_options.setdefault(row.options, []).append(row)
-        size = self.max_batch_size
         return [
-            alike[start : start + size]
+            alike[part.start : part.stop]
             for alike in by_options.values()
-            for start in range(0, len(alike), size)
+            for part in self._cut(len(alike))
         ]
+
+    def _cut(self, num_rows: int) -> list[range]:
+        size = self.max_batch_size
+        if self.num_batches == 1:
+            return [range(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+        count = max(ceil(num_rows / size), min(self.num_batches, num_rows))
+        return cut_evenly(range(num_rows), count)
 
     def _generate(self, batches: Sequence[Sequence[_Row]]) -> list[Said]:
         """What each row says; batches are divided among actors, where there are some."""

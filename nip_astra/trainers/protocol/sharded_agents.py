@@ -1,0 +1,212 @@
+"""Agents of whose weights each of several processes holds and steps a part (FSDP2).
+
+Shapes: B frames.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from nip_astra.distributed.parts import (
+    add_up_as_they_are,
+    divided,
+    held_of,
+    sum_of_squares,
+    whole_of,
+)
+from nip_astra.distributed.team import Handler, Team
+from nip_astra.errors import ConfigurationError
+from nip_astra.parameters.trainers import RlTrainerParameters
+from nip_astra.scenario_base.protocol.combined import CombinedAgents
+from nip_astra.scenario_base.protocol.tensordict_agents import Agent, Observation, PolicyOutput
+from nip_astra.trainers.protocol.optimizers import AgentOptimizers
+
+T = TypeVar("T")
+
+_GATHER = "gather_optimizers"
+
+
+class _Networks(nn.Module):
+    """Networks whose weights are gathered while something is computed from them, all at once.
+
+    A body may leave work to the head that asks for it, and networks with written derivatives read
+    weights without calling the layers that hold them. So the pass as a whole is what is watched.
+    """
+
+    def __init__(self, networks: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.networks = nn.ModuleList(networks)
+
+    def forward(self, compute: Callable[[Observation], T], observation: Observation) -> T:
+        return compute(observation)
+
+
+def _watched(networks: Sequence[nn.Module | None], mesh: DeviceMesh) -> Callable[..., Any]:
+    """Calls a function while some networks are gathered, of which a part stays here."""
+    found = _Networks([network for network in networks if network is not None])
+    weights = list(found.parameters())
+    # FSDP2 divides along the first dimension; of these there is nothing to divide.
+    small = {weight for weight in weights if weight.ndim == 0 or weight.numel() == 0}
+    if len(small) == len(weights):
+        return found
+    fully_shard(found, mesh=mesh, reshard_after_forward=True, ignored_params=small)
+    add_up_as_they_are(found)
+    return found
+
+
+class ShardedAgent(Agent):
+    """An agent whose networks are divided among processes, in place, and gathered as they are read.
+
+    Those of policy and value function apart, or together where they share a body. All processes ask
+    the same of it in the same order.
+    """
+
+    def __init__(self, agent: Agent, mesh: DeviceMesh) -> None:
+        super().__init__(
+            agent.name,
+            agent.parameters_of_agent,
+            agent.shape,
+            policy_body=agent.policy_body,
+            value_body=agent.value_body,
+            policy_head=agent.policy_head,
+            value_head=agent.value_head,
+            solo_head=agent.solo_head,
+        )
+        actor, critic = [self.policy_body, self.policy_head], [self.value_body, self.value_head]
+        if self.shares_body:
+            both = _watched([*actor, self.value_head], mesh)
+            self._passes = both, both
+        else:
+            self._passes = _watched(actor, mesh), _watched(critic, mesh)
+
+    def policy(self, observation: Observation) -> PolicyOutput:
+        output: PolicyOutput = self._passes[0](super().policy, observation)
+        return output
+
+    def policy_and_value(self, observation: Observation) -> tuple[PolicyOutput, Tensor]:
+        found: tuple[PolicyOutput, Tensor] = self._passes[0](super().policy_and_value, observation)
+        return found
+
+    def value(self, observation: Observation) -> Tensor:
+        values_B: Tensor = self._passes[1](super().value, observation)
+        return values_B
+
+
+class ShardedOptimizers(AgentOptimizers):
+    """Adam for every agent, of whose weights each process holds, remembers and steps a part."""
+
+    def __init__(self, agents: Mapping[str, Agent], rl: RlTrainerParameters, team: Team) -> None:
+        super().__init__(agents, rl)
+        self.team = team
+        self._found: dict[str, Any] = {}
+
+    def handlers(self) -> dict[str, Handler]:
+        """What the leader asks the others for."""
+        return {_GATHER: lambda _: self._gather()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """What all optimizers remember, whole; called by the leader while it may ask."""
+        self.team.ask(_GATHER, [None] * self.team.size)
+        found, self._found = self._found, {}
+        return found
+
+    def _gather(self) -> None:
+        """Put together what all remember, tensor by tensor, which the leader keeps."""
+        self._found = super().state_dict()
+        for optimizer in self._found.values():
+            for values in optimizer["state"].values():
+                for key, value in values.items():
+                    whole = whole_of(value)
+                    values[key] = whole.cpu() if self.team.is_leader else None
+        if not self.team.is_leader:
+            self._found = {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up a part of what is whole in each process."""
+        for name, optimizer in self.optimizers.items():
+            weights = [w for group in optimizer.param_groups for w in group["params"]]
+            remembered = {
+                number: {key: divided(value, weights[number]) for key, value in values.items()}
+                for number, values in state[name]["state"].items()
+            }
+            optimizer.load_state_dict({**state[name], "state": remembered})
+
+    def _gradients(self, name: str) -> list[Tensor]:
+        return [held_of(gradient) for gradient in super()._gradients(name)]
+
+    def _norms(self, gradients: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        if not gradients:
+            return {}
+        squares = torch.stack([sum_of_squares(self._divided_gradients(n)) for n in gradients])
+        self.team.add_up([squares])
+        norms = {}
+        for square, name in zip(squares, gradients, strict=True):
+            beside = [g for g in super()._gradients(name) if not isinstance(g, DTensor)]
+            norm = (square + sum_of_squares(beside).to(square.device)).sqrt()
+            norms[name] = norm.to(self._weights(name)[0].dtype)
+        return norms
+
+    def _divided_gradients(self, name: str) -> list[Tensor]:
+        return [g for g in super()._gradients(name) if isinstance(g, DTensor)]
+
+
+class ShardedAgents:
+    """The agents of a run and their optimizers, of which each process of a team holds a part.
+
+    The leader holds the agents whole beside its part, for it plays and tests; they are brought up
+    to date by `gather`. In the other processes they are divided in place, and only learn then.
+
+    Parameters
+    ----------
+    agents : CombinedAgents
+        Whole, and equal in all processes.
+    optimizers : AgentOptimizers
+        Of these agents, equal in all processes.
+
+    Attributes
+    ----------
+    agents : CombinedAgents
+        What learns.
+    optimizers : ShardedOptimizers
+        What steps its weights.
+
+    Raises
+    ------
+    ConfigurationError
+        When agents share weights.
+    """
+
+    def __init__(self, agents: CombinedAgents, optimizers: AgentOptimizers, team: Team) -> None:
+        if not optimizers.are_disjoint:
+            raise ConfigurationError(
+                "the agents were to be divided among the processes (sharding=fsdp), but some share "
+                "weights, and each agent's are gathered apart. Set sharding to none, so that each "
+                "process holds the agents, or give each agent networks of its own."
+            )
+        whole = list(agents.parameters())
+        own = {name: agents[name] for name in agents.names}
+        if team.is_leader:
+            own = copy.deepcopy(own)
+        mesh = team.mesh(whole[0].device)
+        parts = {name: ShardedAgent(agent, mesh) for name, agent in own.items()}
+        self.agents = CombinedAgents(parts, agents.protocol, agents.space)
+        self.optimizers = ShardedOptimizers(parts, optimizers.rl, team)
+        self.optimizers.load_state_dict(optimizers.state_dict())
+        self._parts = list(self.agents.parameters())
+        self._whole = whole if team.is_leader else None
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Bring the leader's agents up to date; all processes do so together."""
+        for number, part in enumerate(self._parts):
+            weight = whole_of(part)
+            if self._whole is not None:
+                self._whole[number].copy_(weight)

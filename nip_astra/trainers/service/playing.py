@@ -1,0 +1,93 @@
+"""Who plays the rollouts of a trainer on trajectories: this process, others, or a service."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.base import TokenModel
+from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.rollouts.trajectory_advantages import advantages_of
+from nip_astra.samplers.task_episodes import Sample
+from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.scenario_instance import ScenarioInstance
+
+logger = logging.getLogger(__name__)
+
+
+def sample_of_service(service: TrainingService, agent: ConversationAgent) -> Sample | None:
+    """What draws in place of an agent's own model; None where the service has that draw."""
+    is_own = (
+        isinstance(service, LocalTrainingService)
+        and type(service).sample is LocalTrainingService.sample
+        and service.model is agent.language_model
+    )
+    return None if is_own else service.sample
+
+
+def check_who_plays(
+    hyper_params: HyperParameters,
+    scenario_instance: ScenarioInstance,
+    settings: ExperimentSettings | None,
+) -> None:
+    """Refuse to divide what a service plays, and tell of actors that have nothing to do.
+
+    Raises
+    ------
+    ConfigurationError
+        When parts, or actors, were asked for that nobody could play.
+    """
+    agent = scenario_instance.agents.get("policy")
+    options = getattr(hyper_params, scenario_instance.kind, None)
+    num_parts = int(getattr(options, "num_rollout_parts", 1))
+    num_actors = 0 if settings is None else settings.num_actors
+    if agent is None or (num_parts == 1 and not num_actors):
+        return
+    elsewhere = _what_plays_elsewhere(hyper_params, agent.language_model)
+    if elsewhere and num_parts > 1:
+        raise ConfigurationError(
+            f"rollouts were to be cut into {num_parts} parts (task.num_rollout_parts), but "
+            f"{elsewhere} samples what the policy says, and is asked about all of it at once: "
+            "nothing is left to divide. Leave num_rollout_parts at 1."
+        )
+    task = vars(scenario_instance).get("task")
+    if elsewhere and getattr(task, "scorer", None) is None:
+        raise ConfigurationError(
+            f"rollouts by {num_actors} actors were asked for, but {elsewhere} samples what the "
+            "policy says, and is asked about all of it at once: nothing is left for them to play "
+            "or to rate. Leave num_actors at 0."
+        )
+    if not elsewhere and num_actors > num_parts:
+        logger.warning(
+            "%d of %d actors have nothing to play, since rollouts are cut into %d: set "
+            "task.num_rollout_parts to a multiple of num_actors",
+            num_actors - num_parts,
+            num_actors,
+            num_parts,
+        )
+
+
+def _what_plays_elsewhere(hyper_params: HyperParameters, model: TokenModel) -> str:
+    """What samples a policy whose weights are not in this process; nothing where they are."""
+    service = getattr(getattr(hyper_params, hyper_params.trainer, None), "train_service", None)
+    if service is not None and service.backend != "local":
+        return f"the service {service.backend!r}"
+    return "" if model.is_in_this_process else type(model).__name__
+
+
+def live_groups(
+    trajectories: Sequence[Trajectory],
+) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Trajectories of groups whose runs differ in reward, and the others."""
+    if not trajectories:
+        return [], []
+    found = advantages_of(trajectories)
+    is_flat = found.is_zero_variance_P.tolist()
+    groups = list(dict.fromkeys(one.group_id for one in trajectories))
+    flat = {group for group, flat in zip(groups, is_flat, strict=True) if flat}
+    live = [one for one in trajectories if one.group_id not in flat]
+    return live, [one for one in trajectories if one.group_id in flat]

@@ -1,0 +1,91 @@
+"""Divided weights whose turns vLLM samples in the first process, with the stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from nip_astra.distributed.team import open_team
+from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.sharded import ShardedService
+from nip_astra.language_models.vllm_backend.requests import Request
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.run import prepare_experiment
+from tests.command_line import plugins_forgotten_after
+from tests.distributed.processes import together
+from tests.language_models import fake_vllm
+from tests.messages import says
+from tests.resuming import AST_OVERRIDES
+from tests.tiny import write_scenario
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    fake_vllm.install(monkeypatch)
+    with plugins_forgotten_after():
+        yield
+
+
+def learned(resolved: ResolvedExperiment, store: str, sharding: str) -> dict[str, Any]:
+    with open_team(torch.device("cpu"), store) as team:
+        settings = ExperimentSettings(progress=False, team=team, sharding=sharding)
+        torch.manual_seed(3)
+        trainer: Any = prepare_experiment(resolved, settings).trainer
+        trainer.policy.scorer.scores_by_module = True
+        trainer.sampler.reference.language_model.scorer.scores_by_module = True
+        trainer.train()
+        module = trainer.policy.scorer.module
+        engines = fake_vllm.LLM.started
+        refused = ""
+        if not team.is_leader:
+            with pytest.raises(ConfigurationError) as caught:
+                trainer.policy.engine.generate([Request((1,), 0)], {})
+            refused = str(caught.value)
+        return {
+            "is_sharded": isinstance(trainer.service, ShardedService),
+            "weights": {n: w.detach().clone() for n, w in module.named_parameters()}
+            if team.is_leader
+            else {},
+            "engine": {n: w.clone() for n, w in engines[0].module.named_parameters()}
+            if engines
+            else {},
+            "calls": [engine.calls for engine in engines],
+            "refused": refused,
+        }
+
+
+@pytest.mark.parametrize("lora", ["null", "{rank: 2}"], ids=["full", "lora"])
+def test_the_engine_of_the_leader_takes_what_all_have_learned(lora: str, tmp_path: Path) -> None:
+    root = tmp_path / "scenario"
+    root.mkdir()
+    write_scenario(root)
+    content = yaml.safe_load((root / "scenario.yaml").read_text())
+    content["ast_chat"]["attacker"]["language_model"]["_type"] = "vllm"
+    (root / "scenario.yaml").write_text(yaml.safe_dump(content))
+    given = [f"ast_chat.attacker.language_model.lora={lora}", "training.num_iterations=2"]
+    resolved = resolve_experiment(
+        trainer="ast_dpo", scenario=str(root), overrides=[*AST_OVERRIDES, *given]
+    )
+    whole, _ = together(lambda store: learned(resolved, store, "none"), tmp_path)
+    leader, other = together(lambda store: learned(resolved, store, "fsdp"), tmp_path)
+    assert leader["is_sharded"]
+    assert not whole["is_sharded"]
+    # Only the leader has an engine, and it samples from each iteration's weights.
+    assert other["calls"] == []
+    assert says(other["refused"], "process 1", "first process alone", "huggingface")
+    (calls,) = leader["calls"]
+    loaded = "load_weights" if lora == "null" else "add_lora"
+    assert calls.count(loaded) >= 2
+    assert leader["calls"] == whole["calls"]
+    for name, weight in leader["weights"].items():
+        # float32.
+        torch.testing.assert_close(weight, whole["weights"][name], atol=2e-4, rtol=0)
+    if lora == "null":
+        for name, weight in leader["engine"].items():
+            torch.testing.assert_close(weight, leader["weights"][name], atol=0, rtol=0)

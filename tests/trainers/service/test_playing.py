@@ -1,0 +1,140 @@
+"""Trainers on trajectories play on actors and in parts, and refuse to divide what services play."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment, run_experiment
+from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
+from tests import actors_here
+from tests.messages import says
+
+SMALL = (
+    "training.num_iterations=2",
+    "training.eval_period=1",
+    "training.num_episodes_per_experience=4",
+    "task.num_rollout_parts=4",
+    "task.evaluation.num_problems=6",
+    "task.evaluation.num_dev_problems=5",
+)
+HTTP = "{backend: http, base_url: 'http://127.0.0.1:1'}"
+
+
+def written(folder: Path, num_actors: int, *more: str, trainer: str = "self_hosted_grpo") -> Any:
+    """What a run writes that its numbers of processes must not change."""
+    resolved = resolve_experiment(
+        trainer=trainer, scenario="guess_number", overrides=[*SMALL, *more]
+    )
+    settings = {"num_actors": num_actors, "actor_cpus": 0.25, "progress": False}
+    run = run_experiment(resolved, runs_dir=str(folder), run_id=f"by-{num_actors}", **settings)
+    path = run.run_directory.path
+    files = [path / "metrics.jsonl", *sorted(path.glob("rollouts/*.jsonl"))]
+    return [file.read_bytes() for file in files], run.results["before"], run.results["after"]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more"),
+    [
+        ("self_hosted_grpo", ("self_hosted_grpo.max_resampling_rounds=1",)),
+        ("remote_api_grpo", ("remote_api_grpo.max_staleness=1",)),
+    ],
+    ids=["in_turn", "ahead"],
+)
+def test_a_run_on_actors_writes_what_one_without_does(
+    trainer: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = actors_here.install(monkeypatch)
+    alone = written(tmp_path, 0, *more, trainer=trainer)
+    assert not made
+    assert written(tmp_path, 2, *more, trainer=trainer) == alone
+    # Two iterations, two dev evaluations, and two measurements.
+    assert made[0].turn >= 6 * 4
+
+
+@pytest.mark.slow
+def test_runs_on_any_number_of_actors_of_ray_write_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    found = {count: written(tmp_path, count) for count in (0, 1, 2, 4)}
+    assert all(one == found[0] for one in found.values())
+
+
+@pytest.mark.slow
+def test_an_actor_that_is_killed_loses_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo", scenario="guess_number", overrides=SMALL
+    )
+    trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+    marker = tmp_path / "killed"
+    with torch.no_grad():
+        expected = trainer._play_iteration(0)
+        with using_actors(ActorOptions(2, num_cpus=0.5)):
+            actors = get_actors()
+            assert isinstance(actors, Actors)
+            trainer.task.environment = partial(_deadly, trainer.task.environment, marker)
+            found = trainer._play_iteration(0)
+    assert marker.exists()
+    assert found.metrics == expected.metrics
+    assert found.records == expected.records
+    for one, other in zip(found.trajectories, expected.trajectories, strict=True):
+        assert torch.equal(one.tokens, other.tokens)
+        assert one.reward == other.reward
+
+
+class _Deadly:
+    """An environment that ends the process in which it is stepped first, once."""
+
+    def __init__(self, inner: Any, marker: Path) -> None:
+        self.inner, self.marker = inner, marker
+        self.solution, self.columns = inner.solution, inner.columns
+
+    def reset(self) -> Any:
+        return self.inner.reset()
+
+    def step(self, message: str) -> Any:
+        if not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.inner.step(message)
+
+
+def _deadly(environment: Any, marker: Path, split: str, index: int) -> _Deadly:
+    return _Deadly(environment(split, index), marker)
+
+
+def refusal(trainer: str, *overrides: str, **settings: Any) -> str:
+    resolved = resolve_experiment(trainer=trainer, overrides=[*SMALL[:3], *overrides])
+    with pytest.raises(ConfigurationError) as caught:
+        prepare_experiment(resolved, ExperimentSettings(progress=False, **settings))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("trainer", ["remote_api_grpo", "self_hosted_grpo"])
+def test_what_a_service_plays_is_not_divided(trainer: str) -> None:
+    service = f"{trainer}.train_service={HTTP}"
+    asked = refusal(trainer, service, "task.num_rollout_parts=2")
+    assert says(asked, "2 parts", "the service 'http'", "nothing is left to divide", "at 1")
+    asked = refusal(trainer, service, num_actors=3)
+    assert says(asked, "3 actors", "the service 'http'", "Leave num_actors at 0")
+
+
+def test_actors_beyond_the_parts_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo", overrides=[*SMALL[:3], "task.num_rollout_parts=3"]
+    )
+    for num_actors, is_told in ((3, False), (4, True)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            prepare_experiment(resolved, progress=False, num_actors=num_actors)
+        assert ("1 of 4 actors have nothing to play" in caplog.text) is is_told
