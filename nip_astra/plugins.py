@@ -229,10 +229,21 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}." if text else f"{type(error).__name__}."
 
 
+_IMPORT_ROOTS = {
+    "astra_rl": "from nip_astra.astra import ...",
+    "nexrl": "from nip_astra import ...",
+    "nip": "from nip_astra import ...",
+}
+"""Packages whose code is brought here, and what their imports become."""
+
+
 def _advice(error: BaseException, path: Path | None) -> str:
     if path is None or not isinstance(error, ModuleNotFoundError) or not error.name:
         return ""
-    neighbour = path.parent / error.name.partition(".")[0]
+    root = error.name.partition(".")[0]
+    neighbour = path.parent / root
     if neighbour.with_suffix(".py").is_file() or neighbour.is_dir():
         return f" Import a file beside the plug-in by `from .{neighbour.stem} import ...`."
+    if root in _IMPORT_ROOTS:
+        return f" What was written for {root} changes its imports: `{_IMPORT_ROOTS[root]}`."
     return ""

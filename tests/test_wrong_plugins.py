@@ -42,6 +42,12 @@ def test_a_plugin_that_is_no_python(cli: CommandLine) -> None:
     assert registered_names() == before
 
 
+def test_imports_of_what_is_brought_here_are_told(cli: CommandLine) -> None:
+    path = cli.write("mine.py", "from nexrl.trainer import SelfHostedTrainer\n")
+    message = refused(cli.run("--plugin", path))
+    assert "changes its imports: `from nip_astra import ...`. Nothing of it" in message
+
+
 def test_a_plugin_that_raises_after_it_has_registered_a_name(cli: CommandLine) -> None:
     before = registered_names()
     path = cli.write("mine.py", textwrap.dedent(TRAINER) + "\nprint(1 / 0)\n")

@@ -39,6 +39,7 @@ from nip_astra.errors import (
     StopRequested,
     UnexpectedExitError,
     UnknownNameError,
+    nearest_names,
 )
 from nip_astra.safe_text import safe_text
 
@@ -63,12 +64,33 @@ class RunByDefault(TyperGroup):
         except SystemExit as error:
             # A command of ours ends by returning; what exits is a plug-in.
             raise UnexpectedExitError(error.code) from error
+        except Exception as error:
+            _advise_on_option(error)
+            raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
         run = self.commands["run"]
         with run.make_context("run", [], parent=ctx, resilient_parsing=True) as sub_context:
             run.format_help(sub_context, formatter)
+
+
+def _advise_on_option(error: Exception) -> None:
+    """Say how parameters are set, where an option was given that none is like."""
+    option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    if not isinstance(option, str) or context is None or not hasattr(error, "possibilities"):
+        return
+    known = {name for one in context.command.params for name in one.opts}
+    advice = None
+    if option == "--set" and context.info_name == "resume":
+        advice = "Parameters stay as they were where the run was begun."
+    elif "--set" in known and not nearest_names(option, sorted(known), 1):
+        advice = (
+            "Parameters are set by --set, for instance --set training.lr=1e-4, and listed by "
+            "`nip-astra show --trainer NAME`."
+        )
+    if advice is not None:
+        vars(error).update(possibilities=[], message=f"No such option: {option}. {advice}")
 
 
 app = typer.Typer(

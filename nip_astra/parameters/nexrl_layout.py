@@ -75,12 +75,12 @@ def from_nexrl_layout(values: Mapping[str, Any], *, folder: Path, source: str) -
         found["custom_trainer_module_path"] = _located(str(path), folder)
         found["custom_trainer_class_name"] = class_name
     reading = _Reading(found, str(found["trainer"]), source)
-    reading.service(given.pop("train_service", None) or {})
-    algorithm = given.pop("algorithm", None) or {}
+    reading.service(reading.group(given.pop("train_service", None), "trainer.train_service"))
+    algorithm = reading.group(given.pop("algorithm", None), "trainer.algorithm")
     if path is None:
         reading.take(algorithm, _ALGORITHM, "trainer.algorithm")
     elif algorithm:
-        reading.put("{name}.algorithm", dict(algorithm))
+        reading.put("{name}.algorithm", algorithm)
     reading.take(given, _TRAINER, "trainer")
     if reading.faults:
         raise ParameterError(reading.faults)
@@ -101,6 +101,17 @@ class _Reading:
         for group in groups:
             into = into.setdefault(group, {})
         into[name] = value
+
+    def group(self, value: Any, place: str) -> dict[str, Any]:
+        """The values of a group; what is none is a fault."""
+        if isinstance(value, Mapping):
+            return dict(value)
+        if value is not None:
+            fault = ParameterFault(
+                place, show(value), "must be a group", "Write `name: value` below it.", self.source
+            )
+            self.faults.append(fault)
+        return {}
 
     def take(self, values: Mapping[str, Any], places: Mapping[str, str], prefix: str) -> None:
         """Put each value where it belongs; one without a place is a fault."""
@@ -140,7 +151,8 @@ class _Reading:
                 self.source,
                 ", ".join(left),
             )
-        self.take(values.pop("config", None) or {}, _SERVICE_CONFIG, "trainer.train_service.config")
+        config = self.group(values.pop("config", None), "trainer.train_service.config")
+        self.take(config, _SERVICE_CONFIG, "trainer.train_service.config")
         self.take(values, {}, "trainer.train_service")
 
     def _adapt_policy(self) -> None:

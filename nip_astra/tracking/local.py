@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from nip_astra.errors import TrackingError
 from nip_astra.safe_text import to_json
+from nip_astra.tracking.figures import plain_numbers
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
 
@@ -43,6 +44,7 @@ class LocalTracker(Tracker):
                 "a metric named 'step' was to be logged, but that is the name of the column that "
                 "holds the step. Give the metric another name."
             )
+        values = plain_numbers(values)
         timings = {
             name: value for name, value in values.items() if name.startswith(TIMING_PREFIXES)
         }

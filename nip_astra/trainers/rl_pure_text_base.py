@@ -28,6 +28,7 @@ from nip_astra.samplers.text_rollouts import TextRolloutSampler
 from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import JobPlan
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
+from nip_astra.tracking.figures import plain_numbers
 from nip_astra.tracking.groups import summary_of
 from nip_astra.tracking.run_directory import RESULTS
 from nip_astra.trainers.protocol.results import as_of_test
@@ -168,7 +169,7 @@ class PureTextRlTrainer(Trainer):
             trains = not is_last or self.settings.test_run
             while self.state.iteration == iteration:
                 stage = Stage(self.state.stage)
-                iteration_context.set_description(_words(stage))
+                iteration_context.set_description(stage.replace("_", " ").capitalize())
                 self._run_stage(stage, iteration, is_last=is_last, trains=trains)
                 self.state.advance()
                 self._save_checkpoint()
@@ -198,7 +199,7 @@ class PureTextRlTrainer(Trainer):
 
     def _stage_log_stats(self, iteration: int) -> None:
         rollouts = self._rollouts_of(iteration)
-        self.state.last = self._get_log_stats(rollouts)
+        self.state.last = plain_numbers(self._get_log_stats(rollouts))
         if self.instance.analysis is not None and self.instance.analysis.are_train_rollouts_judged:
             self.state.last |= self._analyse(rollouts, "train", iteration)
         figures = cost_metrics(self.state.costs(), self.services())
@@ -295,7 +296,7 @@ class PureTextRlTrainer(Trainer):
     def figures_of(self, rollouts: NestedArrayDict) -> dict[str, Any]:
         """What results say of rollouts: what is logged of them, with an interval."""
         measured = statistics_with_interval(rollouts, self.agent_names, self.instance.groupings)
-        return measured | self._get_log_stats(rollouts)
+        return measured | plain_numbers(self._get_log_stats(rollouts))
 
     def _analyse(self, rollouts: NestedArrayDict, split: Split, iteration: int) -> dict[str, float]:
         """Figures of what the judge says of rollouts; nothing where none is asked."""
@@ -393,7 +394,3 @@ class PureTextRlTrainer(Trainer):
             return estimate_cost(self)
         finally:
             self.close()
-
-
-def _words(stage: Stage) -> str:
-    return stage.replace("_", " ").capitalize()

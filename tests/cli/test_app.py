@@ -15,6 +15,7 @@ import yaml
 
 from nip_astra import __version__
 from nip_astra.cli.app import main
+from tests.command_line import CommandLine
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -313,3 +314,12 @@ def test_schema_describes_the_sections_of_trainer_and_scenario(
     assert {"training", "toy_trainer", "toy_kind", "seed"} <= set(schema["properties"])
     assert schema["additionalProperties"] is False
     assert "What is added to each count." in said.out
+
+
+def test_an_option_that_is_a_parameter_is_told_how_it_is_set(cli: CommandLine) -> None:
+    said = cli("--trainer", "ast_dpo", "--lr", "3")
+    assert said.code == 2
+    assert "No such option: --lr. Parameters are set by --set" in said.err
+    said = cli("resume", "runs/one", "--set", "training.lr=1")
+    assert said.code == 2
+    assert "--set. Parameters stay as they were where the run was begun" in said.err

@@ -292,3 +292,18 @@ def test_what_has_no_counterpart_is_told_all_at_once(recipe: Path) -> None:
     for name in ("sync_weight_path", "algorithm.use_kl_in_reward", "train_service.config.beta1"):
         assert f"trainer.{name}" in text
     assert "coming-from-nexrl" in text
+
+
+def test_what_is_no_group_is_told_with_all_else(tmp_path: Path) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_text(
+        "trainer: {type: self_hosted_grpo, algorithm: 3, train_service: tinker, save_freqs: 1}\n"
+    )
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(parameter_file=path)
+    assert [fault.path for fault in caught.value.faults] == [
+        "trainer.train_service", "trainer.algorithm", "trainer.save_freqs",
+    ]  # fmt: skip
+    path.write_text("trainer: {type: self_hosted_grpo, train_service: {config: 3}}\n")
+    with pytest.raises(ParameterError, match=r"train_service\.config: must be a group; given 3"):
+        resolve_experiment(parameter_file=path)
