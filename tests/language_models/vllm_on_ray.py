@@ -1,8 +1,10 @@
 """Two iterations of ast_dpo whose attacker is sampled by vLLM engines in actors of Ray.
 
-    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused
+    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused [STORE]
 
-Run with an interpreter that has vLLM for CPUs; prints the metrics of each iteration as JSON.
+With 0 engines there is one in this process. With a store, a new file, this is one of several
+processes among which the weights are divided, as RANK and WORLD_SIZE say. Run with an interpreter
+that has vLLM for CPUs; prints the metrics of each iteration as JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import sys
 from pathlib import Path
 
+from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
@@ -23,8 +26,11 @@ FAST = (
 )
 
 
-def main(folder: Path, num_engines: str, kind: str) -> None:
+def main(runs_dir: Path, num_engines: str, kind: str, store: str | None = None) -> None:
     """Make models, train, and print what was logged."""
+    rank = rank_of_process()
+    # Equal in all processes.
+    folder = runs_dir / f"files_{rank}"
     folder.mkdir(parents=True)
     scenario = write_scenario(folder)
     # The attention kernel for CPUs takes heads of 32 and more.
@@ -36,9 +42,9 @@ def main(folder: Path, num_engines: str, kind: str) -> None:
         "decode_graphs": "never",
         # Of the machine's memory, where there is no GPU.
         "gpu_memory_utilization": 0.05,
-        "num_engines": int(num_engines),
-        "gpus_per_engine": 0,
     }
+    if num_engines != "0":
+        engine |= {"num_engines": int(num_engines), "gpus_per_engine": 0}
     lora = {} if kind == "full" else {"lora": {"rank": 8}}
     given = [f"ast_chat.attacker.language_model={json.dumps(engine | lora)}"]
     if kind != "full":
@@ -49,13 +55,17 @@ def main(folder: Path, num_engines: str, kind: str) -> None:
     resolved = resolve_experiment(
         trainer="ast_dpo", scenario=str(scenario), overrides=[*FAST, *given]
     )
+    settings = {"runs_dir": str(runs_dir), "run_id": "one", "progress": False}
+    if store is not None:
+        settings |= {"process_store": store, "sharding": "fsdp"}
     try:
-        run = run_experiment(resolved, runs_dir=str(folder), run_id="one", progress=False)
+        run = run_experiment(resolved, **settings)
     except ConfigurationError as error:
         print(json.dumps({"refused": str(error)}))
         return
-    print((run.run_directory.path / "metrics.jsonl").read_text())
+    if rank == 0:
+        print((run.run_directory.path / "metrics.jsonl").read_text())
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), *sys.argv[2:])
