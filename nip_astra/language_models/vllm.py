@@ -163,7 +163,7 @@ class VllmLanguageModel(LanguageModel):
             enforce_eager=parameters.decode_graphs == "never",
         )
         engine: SamplingEngine
-        if rank_of_process() > 0:
+        if parameters.num_engines and rank_of_process() > 0:
             # The first process of a run plays; here weights are learnt at most.
             engine = AbsentEngine(options)
         elif parameters.num_engines:
@@ -174,6 +174,7 @@ class VllmLanguageModel(LanguageModel):
                 num_gpus=parameters.gpus_per_engine,
             )
         else:
+            # In each process of a run: vLLM makes its groups with all that have met, and waits.
             engine = start_engine(name, options)
         engine.check_vocabulary(tokenizer, about.vocab_size)
         return cls(

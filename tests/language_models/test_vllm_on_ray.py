@@ -18,24 +18,45 @@ SECONDS = 600
 
 def run(folder: Path, num_engines: int, kind: str) -> list[dict[str, Any]]:
     """What the run logged, by the Python beside the command that the environment names."""
+    (process,) = start(folder, num_engines, kind)
+    return read(process)
+
+
+def start(
+    folder: Path, num_engines: int, kind: str, *, count: int = 1
+) -> list[subprocess.Popen[str]]:
+    """The processes of a run."""
     command = os.environ.get(VLLM)
     if command is None:
         pytest.skip(f"needs vLLM for CPUs; {VLLM} names the command of its environment")
     more = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     more |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": str(ROOT)}
-    python = Path(command).with_name("python")
-    done = subprocess.run(
-        [python, "-m", "tests.language_models.vllm_on_ray", folder, str(num_engines), kind],
-        env={**os.environ, **more},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return [json.loads(line) for line in lines]
+    python = str(Path(command).with_name("python"))
+    given = [str(folder), str(num_engines), kind]
+    if count > 1:
+        more |= {"WORLD_SIZE": str(count), "GLOO_SOCKET_IFNAME": "lo"}
+        given.append(f"{folder}_store")
+    return [
+        subprocess.Popen(
+            [python, "-m", "tests.language_models.vllm_on_ray", *given],
+            env={**os.environ, **more, **({"RANK": str(rank)} if count > 1 else {})},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def read(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """What a process has printed, when it has ended."""
+    try:
+        said, faults = process.communicate(timeout=SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == 0, faults[-3000:]
+    return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 @pytest.mark.slow
@@ -44,6 +65,23 @@ def test_engines_sample_from_the_weights_of_now(tmp_path: Path, kind: str) -> No
     first, second = run(tmp_path / "x", 2, kind)
     assert first["loss"] != second["loss"]
     # At this learning rate a rollout by weights of before is some nats a token off.
+    for line in (first, second):
+        assert line["tokens/generated"] > 100
+        assert line["sampler_gap/mean"] < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_engines", "kind"), [(0, "full"), (0, "lora"), (1, "full")])
+def test_engines_sample_from_weights_that_are_divided(
+    num_engines: int, kind: str, tmp_path: Path
+) -> None:
+    leader, other = start(tmp_path / "x", num_engines, kind, count=2)
+    try:
+        first, second = read(leader)
+        assert read(other) == []
+    finally:
+        other.kill()
+    assert first["loss"] != second["loss"]
     for line in (first, second):
         assert line["tokens/generated"] > 100
         assert line["sampler_gap/mean"] < 1e-3

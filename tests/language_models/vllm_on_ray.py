@@ -5,6 +5,11 @@
 Run with an interpreter that has vLLM for CPUs; prints the metrics of each iteration as JSON. With
 `own` the target has an engine of its own, and says how likely it finds probes: beside the metrics
 stands how far that is from what transformers computes.
+    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused [STORE]
+
+With 0 engines there is one in this process. With a store, a new file, this is one of several
+processes among which the weights are divided, as RANK and WORLD_SIZE say. Run with an interpreter
+that has vLLM for CPUs; prints the metrics of each iteration as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Turns, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
@@ -33,8 +39,11 @@ FAST = (
 )
 
 
-def main(folder: Path, num_engines: str, kind: str) -> None:
+def main(runs_dir: Path, num_engines: str, kind: str, store: str | None = None) -> None:
     """Make models, train, and print what was logged."""
+    rank = rank_of_process()
+    # Equal in all processes.
+    folder = runs_dir / f"files_{rank}"
     folder.mkdir(parents=True)
     scenario = write_scenario(folder)
     # The attention kernel for CPUs takes heads of 32 and more.
@@ -46,9 +55,9 @@ def main(folder: Path, num_engines: str, kind: str) -> None:
         "decode_graphs": "never",
         # Of the machine's memory, where there is no GPU.
         "gpu_memory_utilization": 0.05,
-        "num_engines": int(num_engines),
-        "gpus_per_engine": 0,
     }
+    if num_engines != "0":
+        engine |= {"num_engines": int(num_engines), "gpus_per_engine": 0}
     lora = {} if kind == "full" else {"lora": {"rank": 8}}
     given = [f"ast_chat.attacker.language_model={json.dumps(engine | lora)}"]
     if kind != "full":
@@ -63,12 +72,16 @@ def main(folder: Path, num_engines: str, kind: str) -> None:
     if kind == "own":
         run_with_own_engine(resolved, model)
         return
+    settings = {"runs_dir": str(runs_dir), "run_id": "one", "progress": False}
+    if store is not None:
+        settings |= {"process_store": store, "sharding": "fsdp"}
     try:
-        run = run_experiment(resolved, runs_dir=str(folder), run_id="one", progress=False)
+        run = run_experiment(resolved, **settings)
     except ConfigurationError as error:
         print(json.dumps({"refused": str(error)}))
         return
-    print((run.run_directory.path / "metrics.jsonl").read_text())
+    if rank == 0:
+        print((run.run_directory.path / "metrics.jsonl").read_text())
 
 
 def run_with_own_engine(resolved: ResolvedExperiment, folder: Path) -> None:
@@ -110,4 +123,4 @@ def compared_generate(folder: Path, gaps: list[float]) -> Callable[..., Turns]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -142,7 +142,7 @@ def start_engine(name: str, options: EngineOptions) -> VllmEngine:
 
 
 class AbsentEngine:
-    """What stands for an engine in processes that never sample: of a run's, all but the first."""
+    """What stands for engines in actors in the processes of a run that sample no turn."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -176,7 +176,8 @@ class AbsentEngine:
         """
         raise ConfigurationError(
             f"process {rank_of_process()} of a run was to sample by vLLM, but the first process "
-            "alone has the engine. Have it play, or set the language model's _type to huggingface."
+            "alone has the engines (num_engines). Have it play, or set the language model's _type "
+            "to huggingface."
         )
 
 
