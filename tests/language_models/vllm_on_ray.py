@@ -1,15 +1,12 @@
 """Two iterations of ast_dpo whose attacker is sampled by vLLM engines in actors of Ray.
 
-    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused|own
+    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused|own [STORE]
 
-Run with an interpreter that has vLLM for CPUs; prints the metrics of each iteration as JSON. With
-`own` the target has an engine of its own, and says how likely it finds probes: beside the metrics
-stands how far that is from what transformers computes.
-    python -m tests.language_models.vllm_on_ray FOLDER NUM_ENGINES full|lora|refused [STORE]
-
-With 0 engines there is one in this process. With a store, a new file, this is one of several
-processes among which the weights are divided, as RANK and WORLD_SIZE say. Run with an interpreter
-that has vLLM for CPUs; prints the metrics of each iteration as JSON.
+With 0 engines there is one in this process. With `own` the target has an engine of its own, and
+says how likely it finds probes: beside the metrics stands how far that is from what transformers
+computes. With a store, a new file, this is one of several processes among which the weights are
+divided, as RANK and WORLD_SIZE say. Run with an interpreter that has vLLM for CPUs; prints the
+metrics of each iteration as JSON.
 """
 
 from __future__ import annotations
