@@ -150,11 +150,15 @@ def compare(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Compare evaluations with the first, paired by opening prompt or datapoint."""
+    """Compare evaluations with the first, paired by opening prompt, datapoint or problem."""
     from nip_astra.cli import stored_evaluations
     from nip_astra.cli.evaluation_loading import RunCode
+    from nip_astra.cli.task_runs import compare_task_runs, is_task_run
     from nip_astra.cli.text_runs import compare_text_runs, is_text_run
 
+    if len(runs) > 1 and any(is_task_run(one) for one in runs):
+        compare_task_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
+        return
     if is_text_run(runs[0]) and len(runs) > 1:
         compare_text_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
         return

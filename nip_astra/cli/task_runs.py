@@ -1,9 +1,9 @@
-"""What `evaluate` does with runs whose policy answers the problems of a task."""
+"""What `evaluate` and `compare` do with runs whose policy answers the problems of a task."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,10 +15,24 @@ from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.evaluation_commands import EvaluateRequest
 from nip_astra.cli.evaluation_loading import run_of, with_service_files
 from nip_astra.cli.judging import gate
+from nip_astra.cli.stored_evaluations import distinct_labels, with_nulls
 from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.errors import ConfigurationError
-from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, weights_hash
-from nip_astra.evaluation.tables import as_text, percent, plain, services_table
+from nip_astra.evaluation.rows import read_rows
+from nip_astra.evaluation.storage import (
+    FIGURES,
+    EvaluationFolder,
+    find_evaluation,
+    weights_hash,
+)
+from nip_astra.evaluation.tables import (
+    as_text,
+    comparison_tables,
+    percent,
+    plain,
+    services_table,
+)
+from nip_astra.evaluation.task_comparison import TaskContender, compare_task_rows
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.asking import close_all
 from nip_astra.parameters.types import ScenarioType
@@ -256,6 +270,38 @@ def conditions_of(figures: Mapping[str, Any]) -> dict[str, Any]:
             low, high = told.get(f"{name}_interval") or (None, None)
             values[name] = {"value": value, "low": low, "high": high}
     return values
+
+
+def compare_task_runs(
+    paths: Sequence[str], *, fail_if: str | None, out: str | None, as_json: bool
+) -> None:
+    """Compare every other run or evaluation with the first, problem by problem."""
+    others = [path for path in paths if not is_task_run(path)]
+    if others:
+        raise ConfigurationError(
+            f"{', '.join(paths)} were to be compared, but {others[0]} is no run of a task whose "
+            "policy answers problems, and no evaluation of one, as another of them is. Give runs "
+            "of one kind: nip-astra compare runs/a runs/b"
+        )
+    folders = [find_evaluation(path) for path in paths]
+    labels = distinct_labels([f"{one.path.parent.parent.name}/{one.path.name}" for one in folders])
+    first, *second = [
+        TaskContender(label, read_rows(one.path / TASK_ROWS), one.figures())
+        for label, one in zip(labels, folders, strict=True)
+    ]
+    found = compare_task_rows(first, second)
+    if out is not None:
+        RunDirectory(Path(out).parent).write_json(Path(out).name, with_nulls(found))
+    if as_json:
+        say(to_json(with_nulls(found), indent=2))
+    else:
+        console = open_console()
+        for part in comparison_tables(found):
+            console.print(part)
+    baseline = conditions_of(first.figures)
+    for one in second:
+        values = conditions_of(one.figures) | {"baseline": baseline}
+        gate(fail_if, values | {"comparison": found["comparisons"][one.label]})
 
 
 def task_tables(figures: Mapping[str, Any]) -> list[Table]:

@@ -40,7 +40,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Runs on the same task by two trainers."""
     folder = tmp_path_factory.mktemp("task_runs")
     first = _run(folder, "grpo", "self_hosted_grpo")
-    return first, _run(folder, "imitating", "remote_api_cross_entropy")
+    return first, _run(folder, "imitating", "remote_api_cross_entropy", "training.lr=5e-4")
 
 
 @pytest.fixture
@@ -162,3 +162,53 @@ def test_a_policy_without_weights_is_refused(run: Path, type_command: CommandLin
     shutil.rmtree(run / "checkpoints")
     assert "the run has no checkpoint" in refused(type_command("evaluate", str(run)))
     assert type_command("evaluate", str(run), "--untrained", "--num-episodes", "2").code == 0
+
+
+def test_runs_are_compared_problem_by_problem(
+    runs: tuple[Path, Path], type_command: CommandLine
+) -> None:
+    paths = [str(run) for run in runs]
+    assert type_command("evaluate", *paths, "--name", "both", "--overwrite").code == 0
+    first, second = (figures_of(run, "both")["figures"] for run in runs)
+    out = type_command.folder / "found.json"
+    typed = ["compare", *paths, "--out", str(out)]
+    said = type_command(*typed, "--fail-if", "comparison.accuracy.num_pairs < 6")
+    assert said.code == 0
+    assert "mean reward" in said.out
+    assert "warning" not in said.out
+    found = json.loads(out.read_text())
+    assert found["baseline"] == "grpo/both"
+    for name in ("accuracy", "mean_reward"):
+        metric = found["comparisons"]["imitating/both"][name]
+        assert metric["difference"] == pytest.approx(second[name] - first[name])
+        assert metric["low"] <= metric["difference"] <= metric["high"]
+        assert 0 < metric["p_value"] <= metric["p_holm"] <= 1
+    condition = "accuracy.value - baseline.accuracy.value > comparison.accuracy.low"
+    assert type_command(*typed, "--fail-if", condition).code == 1
+    told = json.loads(type_command("compare", paths[0], paths[0], "--json").out)
+    assert told["comparisons"]["grpo/both (2)"]["accuracy"]["p_value"] == 1.0
+
+
+def test_evaluations_that_differ_are_compared_with_a_warning(
+    run: Path, type_command: CommandLine
+) -> None:
+    assert "Evaluate the run first" in refused(type_command("compare", str(run), str(run)))
+    assert type_command("evaluate", str(run)).code == 0
+    fewer = ["--num-episodes", "5", "--set", "task.evaluation.num_runs=1", "--name", "fewer"]
+    assert type_command("evaluate", str(run), *fewer).code == 0
+    assert type_command("evaluate", str(run), "--split", "dev").code == 0
+    folder = run / "evaluations"
+    said = type_command("compare", str(folder / "test"), str(folder / "fewer"), "--json")
+    warnings = json.loads(said.out)["warnings"]
+    assert [one.partition(" ")[0] for one in warnings] == ["num_runs:", "1"]
+    said = type_command("compare", str(folder / "test"), str(folder / "dev"))
+    assert "share no problem" in refused(said)
+
+
+def test_other_families_are_not_compared_with_tasks(
+    run: Path, trained: Path, type_command: CommandLine
+) -> None:
+    for typed in ([str(run), str(trained)], [str(trained), str(run)]):
+        said = refused(type_command("compare", *typed))
+        assert f"{trained} is no run of a task" in said
+        assert "nip-astra compare runs/a runs/b" in said
