@@ -115,7 +115,8 @@ def test_checkpoints_splits_and_parameters_have_evaluations_of_their_own(
 ) -> None:
     dev = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     told = [row["dev/accuracy"] for row in dev if "dev/accuracy" in row]
-    for step, own in zip(sorted((run / "checkpoints").glob("step_*")), told, strict=True):
+    steps = sorted((run / "checkpoints").glob("step_*"))
+    for step, own in zip(steps, told, strict=True):
         found = type_command("evaluate", str(step), "--split", "dev", "--json")
         figures = json.loads(found.out)
         assert figures["name"] == f"dev-{step.name}"
@@ -123,6 +124,11 @@ def test_checkpoints_splits_and_parameters_have_evaluations_of_their_own(
         assert figures["figures"]["accuracy"] == own
     latest = type_command("evaluate", str(run / "checkpoints" / "latest"), "--num-episodes", "2")
     assert latest.code == 0
+    # What a run, or a checkpoint, holds of the policy means the whole.
+    for inner in (run / "model", steps[0] / "policy"):
+        assert type_command("evaluate", str(inner), "--num-episodes", "2").code == 0
+    made = {one.name for one in (run / "evaluations").iterdir()}
+    assert {"test", *(f"test-{step.name}" for step in steps)} <= made
     typed = ["evaluate", str(run), "--num-episodes", "2", "--name", "two"]
     typed += ["--batch-size", "1", "--set", "task.evaluation.num_runs=1", "--seed", "5"]
     assert type_command(*typed).code == 0
@@ -212,3 +218,5 @@ def test_other_families_are_not_compared_with_tasks(
         said = refused(type_command("compare", *typed))
         assert f"{trained} is no run of a task" in said
         assert "nip-astra compare runs/a runs/b" in said
+    said = refused(type_command("score", str(run), "--scorer", "own"))
+    assert "policies on tasks are measured by nip-astra evaluate" in said
