@@ -42,7 +42,7 @@ class ExperimentSettings(SubParameters):
     a rollout of small models are played by so many processes, and agents of a protocol learn in so
     many where their losses can be divided. Where small models learn the numbers are the same
     whatever the number of cores; torch cuts the sums of large models by its threads, so that their
-    last digits may hang on it."""
+    last digits may depend on it."""
     num_actors: int = Field(default=0, ge=0, le=1024)
     """Actors of Ray, on one machine or many, that play the parts of a rollout or an evaluation in
     place of processes of this one; 0 for none. How many there are changes no number. More than

@@ -37,7 +37,7 @@ from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.trainers.fitness import refuse_idle_actors, refuse_unfinished
+from nip_astra.trainers.fitness import refuse_half_built, refuse_idle_actors, refuse_unfinished
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import SIGNATURE, on_behalf_of, sign
 from nip_astra.utils.devices import resolve_device
@@ -102,6 +102,7 @@ def prepare_experiment(
         )
         refuse_unfinished(resolved.trainer_class)
         trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
+        refuse_half_built(trainer)
     return PreparedExperiment(instance, trainer, trainer.get_total_num_iterations())
 
 

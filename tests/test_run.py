@@ -430,3 +430,21 @@ def test_a_trainer_without_its_hooks_is_told_which_are_missing(
     )
     with pytest.raises(ConfigurationError, match=r"Unfinished .* leaves out loss\. Define"):
         prepare_experiment(resolved, progress=False)
+
+
+def test_a_constructor_that_forgets_its_base_class_is_told(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    plugin = tmp_path / "forgetful.py"
+    plugin.write_text(
+        "import nip_astra as na\n"
+        "from nip_astra.trainers.ast_dpo import AstDpoTrainer\n"
+        "@na.register_trainer('forgetful')\n"
+        "class Forgetful(AstDpoTrainer):\n"
+        "    def __init__(self, *given): self.given = given\n"
+    )
+    resolved = resolve_experiment(
+        trainer="forgetful", scenario=str(tiny_scenario), plugins=[str(plugin)]
+    )
+    with pytest.raises(ConfigurationError, match=r"Forgetful .* super\(\).__init__"):
+        prepare_experiment(resolved, progress=False)

@@ -24,11 +24,11 @@ from tests.messages import says
         (["--seed", "1"], ["no trainer", "ast_dpo", "--trainer"]),
         (
             ["--trainer", "ast_dop"],
-            ["'ast_dop'", "'ast_dpo'?", ", ".join(TRAINERS.names()), "--plugin"],
+            ["'ast_dop'", "'ast_dpo'?", *TRAINERS.names(), "--plugin"],
         ),
         (
             ["--trainer", "ast_dpo", "--scenario", "poket_chat"],
-            ["'poket_chat'", "'pocket_chat'?", ", ".join(scenario_names()), "scenario.yaml"],
+            ["'poket_chat'", "'pocket_chat'?", *scenario_names(), "scenario.yaml"],
         ),
         (["--trainer", "ast_dpo", "--set", "scenario=3"], ["scenario", "3"]),
         (["--trainer", "ast_dpo", "--set", "nonsense"], ["'nonsense'", "--set"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import traceback
@@ -14,7 +13,7 @@ from typer.core import TyperGroup
 
 from nip_astra import __version__
 from nip_astra.cli import analysing, comparing, data, measuring, serving, sweeping
-from nip_astra.cli.notes import NoteHandler
+from nip_astra.cli.notes import showing_notes
 from nip_astra.cli.options import (
     AsJson,
     Debug,
@@ -317,13 +316,13 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("nip_astra").addHandler(NoteHandler())
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             # A closed stream is none to Python, and half of what writes to it does not ask.
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - until the end
     try:
-        app()
+        with showing_notes():
+            app()
         sys.stdout.flush()
     except BrokenPipeError:
         # Who read our output has seen enough: `nip-astra list | head`.

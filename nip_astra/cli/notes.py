@@ -5,11 +5,24 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from nip_astra.safe_text import safe_text
 
 MOST_ALIKE = 3
 """Warnings of one kind that are shown; a run's log has all of them."""
+
+
+@contextmanager
+def showing_notes() -> Iterator[None]:
+    """Write the library's warnings to standard error within the block."""
+    logger, handler = logging.getLogger("nip_astra"), NoteHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 class NoteHandler(logging.Handler):

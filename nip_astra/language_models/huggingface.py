@@ -271,7 +271,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return self._num_parameters
 
     @property
-    def can_be_copied(self) -> bool:  # type: ignore[override]  # hangs on what was released
+    def can_be_copied(self) -> bool:  # type: ignore[override]  # depends on what was released
         # Of matrices that are laid out for one processor alone nothing can be made elsewhere.
         is_whole = not self._snapshot.is_released or self._load_again is not None
         return type(self) is HuggingFaceLanguageModel and is_whole

@@ -222,7 +222,7 @@ class VllmLanguageModel(LanguageModel):
         return self._num_parameters
 
     @property
-    def can_score_contexts(self) -> bool:  # type: ignore[override]  # hangs on the engine
+    def can_score_contexts(self) -> bool:  # type: ignore[override]  # depends on the engine
         return self.engine.options.lora_rank is None
 
     # ---- sampling

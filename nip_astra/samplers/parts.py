@@ -1,6 +1,6 @@
 """Rollouts that are cut into parts, which several processes play at once.
 
-Where a rollout is cut depends on the experiment alone: the last digits of what models say hang on
+Where a rollout is cut depends on the experiment alone: the last digits of what models say depend on
 the rows that a batch has. How many processes play the parts depends on the machine.
 """
 

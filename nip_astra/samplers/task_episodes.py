@@ -154,7 +154,7 @@ def play_episodes(
     plan: TaskPlan,
     sample: Sample | None = None,
 ) -> list[PlayedEpisode]:
-    """Play episodes, all of them together; what is said hangs on key, problem and run alone.
+    """Play episodes, all of them together; what is said depends on key, problem and run alone.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Rollouts of tasks, cut into parts of whole problems: who plays them, and how they come together.
 
-Where a rollout is cut hangs on the experiment alone. Its parts are played one after another in this
-process, or at once by forked processes, by actors of Ray, or by the processes that train the run
-together. Environments step where their episode is played; all are rated in this process.
+Where a rollout is cut depends on the experiment alone. Its parts are played one after another in
+this process, or at once by forked processes, by actors of Ray, or by the processes that train the
+run together. Environments step where their episode is played; all are rated in this process.
 """
 
 from __future__ import annotations
@@ -241,6 +241,6 @@ def _say_again(task: Task, episode: Episode) -> None:
         raise WorkerProcessError(
             f"an episode of the task {type(task).__name__} was played by another process and is "
             "rated by this one, but its environment reacted otherwise when the same was said to it "
-            "again. Have its reactions hang on the problem and on what was said alone, or set "
+            "again. Have its reactions depend on the problem and on what was said alone, or set "
             "task.num_rollout_parts to 1, so that the first process plays."
         )

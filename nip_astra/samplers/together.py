@@ -1,6 +1,6 @@
 """Rollouts whose parts are played by the processes that train a run together.
 
-Each process has the models, with equal weights. Where a rollout is cut hangs on the experiment
+Each process has the models, with equal weights. Where a rollout is cut depends on the experiment
 alone; the leader tells each process which parts are its own, and what comes back is plain values
 and tensors.
 """

@@ -109,7 +109,7 @@ class AstChatScenario(Scenario):
         num_rollout_parts: int = Field(default=2, ge=1, le=64)
         """Parts into which a rollout of small models on the CPU is cut, played at once by as many
         processes as there are cores. More parts use more cores, and compute more slowly on few.
-        The last digits of what models say hang on this number, and on no number of cores."""
+        The last digits of what models say depend on this number, and on no number of cores."""
         max_rollout_gib: float = Field(default=4.0, gt=0)
         """Memory for the keys and values of a rollout, in GiB. A larger rollout is played in more
         parts, of whole episodes, on which the last digits of what models say hang too."""

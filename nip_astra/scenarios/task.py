@@ -67,7 +67,7 @@ class TaskScenario(Scenario):
         weights are in this process. As many processes of one run, or actors of Ray, play them at
         once, or, of small models on the CPU where that is faster, as there are cores. More parts
         keep more of them busy, and compute more slowly in one. The last digits of what the policy
-        says hang on this number, and on no number of processes."""
+        says depend on this number, and on no number of processes."""
         evaluation: TaskEvaluationParameters = TaskEvaluationParameters()
         """How it is measured."""
 

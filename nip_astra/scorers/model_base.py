@@ -55,7 +55,7 @@ class ModelScorer(Scorer):
     ) -> list[float]:
         """What `rate` says of each item, `[batch]` a call, in the order of the items.
 
-        Batches are divided among actors; which items share one hangs on the items alone.
+        Batches are divided among actors; which items share one depends on the items alone.
         """
         # Items of like length share a batch, so that little padding is computed.
         order = sorted(range(len(items)), key=lambda i: length(items[i]))

@@ -56,7 +56,7 @@ def _sample(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
 
     The token is the largest of `logit / temperature + Gumbel noise`, the noise of a token being
     the row's own. Inverting the cumulative distribution would take one number a token, but far from
-    the likely tokens the last digit of a sum decides which one it is, and that digit hangs on the
+    the likely tokens the last digit of a sum decides which one it is, and that digit depends on the
     size of the batch.
     """
     device = logits_RV.device

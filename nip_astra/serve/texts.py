@@ -31,7 +31,7 @@ class TextAssembler:
     def push(self, token: int) -> str:
         """The text that became certain with a token."""
         self._ids.append(token)
-        # What a token adds may hang on the one before it (spaces), and on no earlier one.
+        # What a token adds may depend on the one before it (spaces), and on no earlier one.
         before = self._decode(self._ids[self._first : self._read])
         now = self._decode(self._ids[self._first :])
         if now.endswith(_UNFINISHED) or len(now) <= len(before):

@@ -59,7 +59,7 @@ class GivenRuns:
         return True
 
     def note(self, one: FinishedRun) -> None:
-        """Nothing hangs on it."""
+        """Nothing depends on it."""
 
 
 @dataclass

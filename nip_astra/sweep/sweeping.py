@@ -142,7 +142,7 @@ def check(plan: SweepPlan, options: SweepOptions) -> None:
     ExperimentSettings.from_dict({**ExperimentSettings().to_dict(), **options.settings})
     if plan.search is not None and options.shard is not None:
         raise ConfigurationError(
-            f"--shard {options.shard} of a search was asked for, but what a trial tries hangs on "
+            f"--shard {options.shard} of a search was asked for, but what a trial tries depends on "
             "those before it. Leave --shard out, or do the search --on ray."
         )
     plan.check()

@@ -35,3 +35,13 @@ def refuse_unfinished(trainer_class: type[Trainer]) -> None:
             f"the trainer {trainer_class.__name__} was to be built, but it leaves out "
             f"{', '.join(missing)}. Define what its base class asks for."
         )
+
+
+def refuse_half_built(trainer: Trainer) -> None:
+    """Refuse a trainer whose own constructor leaves out that of its base class."""
+    if "state" not in vars(trainer):
+        name = type(trainer).__name__
+        raise ConfigurationError(
+            f"the trainer {name} was built, but its __init__ does not call that of its base class. "
+            "Begin it with super().__init__(hyper_params, scenario_instance, settings)."
+        )

@@ -25,7 +25,7 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.trainers.language_model.steps import STEP_TOTALS
-from nip_astra.trainers.service.contract import check_trajectories
+from nip_astra.trainers.service.contract import check_takes, check_trajectories
 from nip_astra.trainers.service.losses import clip_share, ratio_metrics
 from nip_astra.trainers.service.mismatch import mismatch_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
@@ -85,6 +85,8 @@ class RemoteApiTrainer(ServiceTrainer):
         if not trajectories:
             return [], metrics
         needs_advantage = self._loss_options().loss_fn != "cross_entropy" and self.needs_advantage
+        if not self._is_checked:
+            check_takes(self._prepare_trajectories, "trajectories", "metrics")
         prepared = self._prepare_trajectories(trajectories, metrics)
         if not self._is_checked:
             prepared = check_trajectories(

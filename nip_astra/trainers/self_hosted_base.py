@@ -18,7 +18,7 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.trainers.service.contract import check_batch
+from nip_astra.trainers.service.contract import check_batch, check_takes
 from nip_astra.trainers.service.losses import policy_loss
 from nip_astra.trainers.service.mismatch import mismatch_metrics
 from nip_astra.trainers.service.parameters import PolicyLossParameters, RolloutParameters
@@ -67,6 +67,8 @@ class SelfHostedTrainer(ServiceTrainer):
             agent: ConversationAgent = self.scenario_instance.agents["reference"]
             reference = agent.token_scorer(to="tell how far the policy has gone from it")
             batch.values["reference_logprobs"] = self.score(reference, batch)
+        if not self._is_checked:
+            check_takes(self._prepare_batch, "batch")
         given = self._prepare_batch(batch)
         if not self._is_checked:
             given = check_batch(given, trainer=type(self).__name__, num_rows=len(batch))

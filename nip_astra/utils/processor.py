@@ -25,7 +25,7 @@ def choose_num_threads(num_parameters: int, requested: int | None) -> int:
     """The threads of torch: one for a small model, else those requested, or all cores.
 
     On busy cores small operations run up to ten times slower with two threads than with one, and
-    the last digits of a sum hang on the number of threads that made it.
+    the last digits of a sum depend on the number of threads that made it.
     """
     if num_parameters < SMALL_MODEL_PARAMETERS:
         return 1

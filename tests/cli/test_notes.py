@@ -37,6 +37,7 @@ TASK = """
 
 def test_what_a_file_loses_and_that_nothing_was_learnt_is_told(cli: CommandLine) -> None:
     cli.write("nothing_gained.py", TRAINER)
+    cli("list", "trainers")
     said = cli("--parameters", cli.write("task.yaml", TASK))
     assert said.code == 0, said.err
     assert said.err.count("world_size left out") == 1

@@ -14,30 +14,6 @@ def _weights(matrix_VX: torch.Tensor) -> Weights:
     return Weights(matrix_VX, [], torch.ones(4), lambda x: x @ matrix_VX.T, torch.float64)
 
 
-@pytest.mark.parametrize(("kept", "at_once"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 22), (0, 1)])
-def test_values_and_gradients_equal_log_softmax(
-    monkeypatch: pytest.MonkeyPatch, kept: int, at_once: int
-) -> None:
-    monkeypatch.setattr(scoring, "MAX_KEPT_LOGITS", kept)
-    monkeypatch.setattr(scoring, "MAX_LOGITS", at_once)
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(7, 4, generator=generator)
-    matrix = torch.randn(11, 4, generator=generator)
-    ids = torch.tensor([0, 3, 3, 10, 5, 1, 2])
-    rates = torch.randn(7, generator=generator)
-    found = []
-    for is_ours in (True, False):
-        x, w = hidden.clone().requires_grad_(), matrix.clone().requires_grad_()
-        if is_ours:
-            logprobs = token_logprobs(x, ids, _weights(w))
-        else:
-            logprobs = (x @ w.T).log_softmax(-1)[torch.arange(7), ids]
-        (logprobs * rates).sum().backward()
-        found.append((logprobs.detach(), x.grad, w.grad))
-    for ours, expected in zip(*found, strict=True):
-        assert torch.allclose(ours, expected, atol=1e-5)
-
-
 def test_without_gradients_nothing_is_kept() -> None:
     with torch.no_grad():
         logprobs = token_logprobs(
@@ -47,9 +23,10 @@ def test_without_gradients_nothing_is_kept() -> None:
     assert logprobs.shape == (3,)
 
 
-@pytest.mark.parametrize(("kept", "at_once"), [(1 << 20, 1 << 20), (0, 22)])
-def test_entropies_and_their_gradients_equal_those_of_torch(
-    monkeypatch: pytest.MonkeyPatch, kept: int, at_once: int
+@pytest.mark.parametrize("has_entropy", [False, True])
+@pytest.mark.parametrize(("kept", "at_once"), [(1 << 20, 1 << 20), (0, 1 << 20), (0, 22), (0, 1)])
+def test_log_probabilities_entropies_and_gradients_equal_those_of_torch(
+    monkeypatch: pytest.MonkeyPatch, kept: int, at_once: int, has_entropy: bool
 ) -> None:
     monkeypatch.setattr(scoring, "MAX_KEPT_LOGITS", kept)
     monkeypatch.setattr(scoring, "MAX_LOGITS", at_once)
@@ -61,14 +38,17 @@ def test_entropies_and_their_gradients_equal_those_of_torch(
     found = []
     for is_ours in (True, False):
         x, w = hidden.clone().requires_grad_(), matrix.clone().requires_grad_()
-        if is_ours:
-            logprobs, entropies = token_logprobs_and_entropy(x, ids, _weights(w))
-        else:
+        values: tuple[torch.Tensor, ...]
+        if not is_ours:
             all_logprobs = (x @ w.T).log_softmax(-1)
-            logprobs = all_logprobs[torch.arange(7), ids]
             entropies = torch.distributions.Categorical(logits=all_logprobs).entropy()
-        (logprobs * rates[0] + entropies * rates[1]).sum().backward()
-        found.append((logprobs.detach(), entropies.detach(), x.grad, w.grad))
+            values = (all_logprobs[torch.arange(7), ids], entropies)[: 1 + has_entropy]
+        elif has_entropy:
+            values = token_logprobs_and_entropy(x, ids, _weights(w))
+        else:
+            values = (token_logprobs(x, ids, _weights(w)),)
+        torch.stack([v * r for v, r in zip(values, rates, strict=False)]).sum().backward()
+        found.append([*(value.detach() for value in values), x.grad, w.grad])
     for ours, expected in zip(*found, strict=True):
         assert torch.allclose(ours, expected, atol=1e-5)
 

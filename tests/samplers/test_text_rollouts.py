@@ -31,7 +31,7 @@ from tests.text_games import FakeChatModel, FakeSpeaker, build_text_game, play
 
 
 def _say(request: ChatRequest, number: int) -> str:
-    """Something that hangs on the request and the sample alone."""
+    """Something that depends on the request and the sample alone."""
     if "decide" in request.messages[-1]["content"]:
         word = "accept" if (request.seed or 0) % 2 else "reject"
         return f"Decision: {word}"

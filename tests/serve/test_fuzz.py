@@ -174,26 +174,20 @@ def fuzz_http(service: Running, count: int, seed: int, log: pytest.LogCaptureFix
     assert alive.status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("count", "seed"), [(60, 0), pytest.param(2000, 1, marks=pytest.mark.slow)]
+)
 def test_what_is_no_http_ends_in_json_errors(
-    service: Running, caplog: pytest.LogCaptureFixture
+    service: Running, caplog: pytest.LogCaptureFixture, count: int, seed: int
 ) -> None:
-    fuzz_http(service, 60, 0, caplog)
+    fuzz_http(service, count, seed, caplog)
 
 
-@pytest.mark.slow
-def test_two_thousand_requests_that_are_no_http_end_in_json_errors(
-    service: Running, caplog: pytest.LogCaptureFixture
-) -> None:
-    fuzz_http(service, 2000, 1, caplog)
-
-
-def test_malformed_requests_end_in_json_errors(service: Running) -> None:
-    fuzz(service, 120, seed=0)
-
-
-@pytest.mark.slow
-def test_ten_thousand_malformed_requests_end_in_json_errors(service: Running) -> None:
-    fuzz(service, 10_000, seed=1)
+@pytest.mark.parametrize(
+    ("count", "seed"), [(120, 0), pytest.param(10_000, 1, marks=pytest.mark.slow)]
+)
+def test_malformed_requests_end_in_json_errors(service: Running, count: int, seed: int) -> None:
+    fuzz(service, count, seed)
 
 
 def test_a_model_that_overflows_tells_so_and_others_go_on(

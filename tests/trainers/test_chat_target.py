@@ -93,7 +93,7 @@ def test_a_run_trains_against_messages_and_tells_what_they_took(tmp_path: Path) 
     )
     said = {row["response"] for row in rows_of(result.run_directory.path, "evaluation")}
     assert said <= set(SCRIPT["answers"])
-    # Attempts hang on the service's mood, and equal runs have equal metrics.
+    # Attempts depend on the service's mood, and equal runs have equal metrics.
     timings = (result.run_directory.path / "timings.jsonl").read_text().splitlines()
     last = json.loads(timings[-1])
     assert last["services/target_requests"] == 60 - 12

@@ -203,7 +203,7 @@ class ChatModel(ABC):
     samples_at_once : int or None
         Most samples that one request to the service may ask for; None for no bound.
     can_be_remembered : bool
-        Whether name and place say all that an answer hangs on.
+        Whether name and place say all that an answer depends on.
     num_threads : int or None
         CPU threads of a model in this process; None for as many as its size needs.
     """

@@ -66,7 +66,7 @@ class HandedOut:
         found = [(asked, leaf.grad) for asked, leaf in leaves if leaf.grad is not None]
         if not found:
             raise ServiceRequestError(
-                "a loss was to be differentiated through a training service, but it hangs on no "
+                "a loss was to be differentiated through a training service, but it depends on no "
                 "log-probability of the service. Take them from service.logprobs or "
                 "policy_logprobs."
             )

@@ -98,7 +98,7 @@ class PatientChatModel(ChatModel):
         self._remembers_run_alone = remembers_run_alone
         self.num_remembered = 0
         self._pace = Pace(limits, clock=clock, pause=pause)
-        # Only when an attempt begins hangs on it, and nothing that is said.
+        # Only when an attempt begins depends on it, and nothing that is said.
         self._jitter = jitter or random.random
         self._places: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -57,7 +57,7 @@ class TextEpisode:
     datapoint : Mapping
         What it holds, as plain values.
     seed : int
-        Of the episode; the order of play may hang on it.
+        Of the episode; the order of play may depend on it.
     round : int
         Rounds played.
     said : tuple of tuple of Said

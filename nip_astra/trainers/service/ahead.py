@@ -62,7 +62,7 @@ class PlayingAhead:
 
     The rollout of iteration i is played by the weights that had learnt from i - `max_staleness`
     iterations, exactly so once that many are over, however fast either side is. So the numbers of a
-    run do not hang on timing, and one that goes on has those of one that never stopped.
+    run do not depend on timing, and one that goes on has those of one that never stopped.
 
     Parameters
     ----------

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +18,24 @@ from nip_astra.rollouts.trajectory import Trajectory
 
 TOKEN_FIELDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "loss_mask": torch.bool}
 """What a batch must hold of each token, and of which dtype."""
+
+
+def check_takes(hook: Callable[..., Any], *given: str) -> None:
+    """Refuse a hook of other parameters than those that it is given.
+
+    Raises
+    ------
+    ConfigurationError
+        When it cannot be called so.
+    """
+    try:
+        inspect.signature(hook).bind(*given)
+    except TypeError as error:
+        owner, _, name = hook.__qualname__.rpartition(".")
+        raise ConfigurationError(
+            f"{name} of the trainer {owner} was to be called with {', '.join(given)}, but {error}. "
+            f"Define it as {name}(self, {', '.join(given)})."
+        ) from error
 
 
 def check_batch(given: Any, *, trainer: str, num_rows: int) -> tuple[Batch, dict[str, float]]:
@@ -125,6 +146,8 @@ def _advantage_faults(batch: Batch) -> list[str]:
 
 def _fault_of_advantage(one: Trajectory) -> str | None:
     value = one.advantage
+    if isinstance(value, np.ndarray | np.generic):
+        value = torch.as_tensor(value)
     wanted = "and must be a number, or a tensor with one a token"
     if value is None:
         return f"trajectory.advantage is missing {wanted}"
@@ -145,7 +168,7 @@ def _metric_faults(metrics: Any) -> list[str]:
     return [
         f"metrics[{name!r}] is {_kind(value)} and must be a number; write float(...)"
         for name, value in metrics.items()
-        if not isinstance(value, int | float)
+        if not isinstance(value, Real)
     ]
 
 

@@ -40,5 +40,5 @@ def held_out_episodes(
 
 @lru_cache(maxsize=8)
 def shuffled(count: int, *key: str | int) -> tuple[int, ...]:
-    """An order of so many things that hangs on the key alone."""
+    """An order of so many things that depends on the key alone."""
     return tuple(np.random.default_rng(derive_seed(*key)).permutation(count).tolist())

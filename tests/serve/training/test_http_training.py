@@ -167,7 +167,7 @@ def test_losses_that_services_cannot_differentiate_are_refused(server: Server) -
 
     with pytest.raises(ServiceRequestError, match="also differentiates the model at hand"):
         trainer.service.forward_backward([batch], of_the_policy)
-    with pytest.raises(ServiceRequestError, match="hangs on no log-probability"):
+    with pytest.raises(ServiceRequestError, match="depends on no log-probability"):
         trainer.service.forward_backward([batch], lambda _: LossOutput(torch.zeros(()), {}))
 
 

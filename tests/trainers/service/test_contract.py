@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.trajectory import Trajectory
-from nip_astra.trainers.service.contract import check_batch, check_trajectories
+from nip_astra.trainers.service.contract import check_batch, check_takes, check_trajectories
 
 
 def trajectories() -> list[Trajectory]:
@@ -105,6 +106,11 @@ def test_trajectories_need_a_number_or_one_a_token() -> None:
     right = trajectories()
     right[0].advantage, right[1].advantage = 0.5, torch.tensor([0.0, 1.0])
     assert checked(right) is right
+    right[0].advantage, right[1].advantage = np.float32(0.5), np.array([0.0, 1.0])
+    assert checked(right, metrics={"mean": np.float32(0.5)}) is right
+    right[0].advantage = np.float32("nan")
+    with pytest.raises(ConfigurationError, match="NaN or infinite"):
+        checked(right)
     assert len(checked(trajectories(), needs_advantage=False)) == 2
     wrong = trajectories()
     wrong[0].advantage, wrong[1].advantage = torch.ones(2), float("nan")
@@ -118,3 +124,13 @@ def test_trajectories_need_a_number_or_one_a_token() -> None:
         checked(trajectories())
     with pytest.raises(ConfigurationError, match="it gave back nothing and not list"):
         checked(None)
+
+
+def test_a_hook_of_other_parameters_is_told() -> None:
+    class MyTrainer:
+        def _prepare_trajectories(self, trajectories: Any) -> Any:
+            return trajectories
+
+    with pytest.raises(ConfigurationError, match="too many positional") as caught:
+        check_takes(MyTrainer()._prepare_trajectories, "trajectories", "metrics")
+    assert "_prepare_trajectories(self, trajectories, metrics)" in str(caught.value)

@@ -107,7 +107,7 @@ class LocalChatModel(ChatModel):
         """Batches into which samples that wait together, as those of a level of conversations do,
         are cut at least, all of one size, so that as many actors (settings.num_actors) draw at
         once; 1 fills one batch after the other. In one process more are slower. The last digits of
-        what the model says hang on this number, and on no number of actors."""
+        what the model says depend on this number, and on no number of actors."""
         limits: LimitParameters = LimitParameters(concurrency=1024, attempt_timeout=86400.0)
         """How many requests wait for it at once, and for how long."""
 
@@ -224,7 +224,7 @@ class LocalChatModel(ChatModel):
     def _take_batches(self, loop: asyncio.AbstractEventLoop) -> list[list[_Row]]:
         """All rows of an event loop that wait, those together that are drawn alike.
 
-        They are answered before others are taken, so that batches do not hang on how fast some of
+        They are answered before others are taken, so that batches do not depend on how fast some of
         them were.
         """
         with self._line:
