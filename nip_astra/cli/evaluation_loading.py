@@ -34,8 +34,8 @@ from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.trust import on_behalf_of
 from nip_astra.utils.devices import resolve_device
 
-MODEL_DIR, ATTACKER_DIR = "model", "attacker"
-"""Folders with the attacker's weights, in a run and in a checkpoint."""
+MODEL_DIR, ATTACKER_DIR, POLICY_DIR = "model", "attacker", "policy"
+"""Folders with the attacker's weights, in a run and in a checkpoint, and with a policy's."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,9 @@ def resolve_run(path: Path, code: RunCode, overrides: Sequence[str] = ()) -> Res
         raise ConfigurationError(
             f"the conversations of {path} were to be evaluated, scored, compared or exported, but "
             f"its scenario of kind {resolved.kind!r} has no attacker that talks to a target. Give "
-            f"a run of an ast_* trainer; to see this one: nip-astra report {shlex.quote(str(path))}"
+            f"a run of an ast_* trainer. To see this one: nip-astra report "
+            f"{shlex.quote(str(path))}; policies on tasks are measured by nip-astra evaluate, and "
+            "compared by nip-astra compare, apart from attackers."
         )
     return resolved
 
@@ -140,12 +142,12 @@ def run_of(path: str | Path) -> tuple[Path, Path | None]:
     """The run of a run directory or checkpoint, and the checkpoint.
 
     `checkpoints/latest` and `checkpoints/best` are the checkpoints that they point to; a run's
-    `model`, and a checkpoint's `attacker`, mean the whole run or checkpoint.
+    `model`, and a checkpoint's `attacker` or `policy`, mean the whole run or checkpoint.
     """
     found = Path(path)
     if (found.parent / HYPER_PARAMETERS).is_file() and found.name == MODEL_DIR:
         return found.parent, None
-    if (found.parent / MANIFEST).is_file() and found.name == ATTACKER_DIR:
+    if (found.parent / MANIFEST).is_file() and found.name in (ATTACKER_DIR, POLICY_DIR):
         found = found.parent
     store = CheckpointStore(found.parent)
     checkpoint: Path | None = found

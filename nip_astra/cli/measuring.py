@@ -70,16 +70,18 @@ def evaluate(
     column: Column = DEFAULT_COLUMN,
     debug: Debug = False,
 ) -> None:
-    """Measure attackers on held-out prompts, or chat models that play a protocol, on held-out data;
-    goes on where a killed evaluation was.
+    """Measure attackers on held-out prompts, chat models that play a protocol on held-out data,
+    or policies on the problems of their task; goes on where a killed evaluation was.
     """
     from nip_astra.cli import evaluation_commands as commands
     from nip_astra.cli.attacker_folders import Surroundings
     from nip_astra.cli.evaluation_loading import RunCode
     from nip_astra.cli.judging import JudgingRequest
+    from nip_astra.cli.task_runs import evaluate_task_runs, is_task_run
     from nip_astra.cli.text_runs import evaluate_text_runs, is_text_run
 
     play = evaluate_text_runs if is_text_run(runs[0]) else commands.evaluate
+    play = evaluate_task_runs if is_task_run(runs[0]) else play
     play(
         commands.EvaluateRequest(
             runs=runs,
@@ -148,11 +150,15 @@ def compare(
     trust: Trust = False,
     debug: Debug = False,
 ) -> None:
-    """Compare evaluations with the first, paired by opening prompt or datapoint."""
+    """Compare evaluations with the first, paired by opening prompt, datapoint or problem."""
     from nip_astra.cli import stored_evaluations
     from nip_astra.cli.evaluation_loading import RunCode
+    from nip_astra.cli.task_runs import compare_task_runs, is_task_run
     from nip_astra.cli.text_runs import compare_text_runs, is_text_run
 
+    if len(runs) > 1 and any(is_task_run(one) for one in runs):
+        compare_task_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
+        return
     if is_text_run(runs[0]) and len(runs) > 1:
         compare_text_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
         return

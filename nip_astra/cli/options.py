@@ -103,10 +103,14 @@ Column = Annotated[
     str,
     typer.Option(metavar="NAME", help="Column of the probes, where RUN is a list of them."),
 ]
-Split = Annotated[str, typer.Option(metavar="NAME", help="Opening prompts: train, dev or test.")]
+Split = Annotated[
+    str, typer.Option(metavar="NAME", help="Opening prompts or problems: train, dev or test.")
+]
 NumEpisodes = Annotated[
     int | None,
-    typer.Option(min=1, max=1_000_000, metavar="NUMBER", help="Conversations of the attacker."),
+    typer.Option(
+        min=1, max=1_000_000, metavar="NUMBER", help="Conversations of the attacker, or problems."
+    ),
 ]
 NumTurns = Annotated[
     int | None,
@@ -132,7 +136,7 @@ BatchSize = Annotated[
     int | None, typer.Option(min=1, metavar="NUMBER", help="Conversations at once.")
 ]
 Untrained = Annotated[
-    bool, typer.Option("--untrained", help="The attacker as it was before training.")
+    bool, typer.Option("--untrained", help="The model as it was before training.")
 ]
 
 

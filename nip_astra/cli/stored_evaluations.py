@@ -119,14 +119,14 @@ def compare_runs(
             "evaluations: nip-astra compare runs/a runs/b"
         )
     contenders = [_contender(Path(path), code) for path in paths]
-    labels = _distinct([contender.label for contender in contenders])
+    labels = distinct_labels([contender.label for contender in contenders])
     contenders = [replace(c, label=label) for c, label in zip(contenders, labels, strict=True)]
     first, *others = contenders
     found = compare(first, others)
     if out is not None:
         RunDirectory(Path(out).parent).write_json(Path(out).name, found)
     if as_json:
-        say(to_json(_nulls(found), indent=2))
+        say(to_json(with_nulls(found), indent=2))
     else:
         console = open_console()
         for part in comparison_tables(found):
@@ -201,7 +201,8 @@ def _plants_of(before: Mapping[str, Any], section: Any) -> Sequence[PlantedFailu
     return planted
 
 
-def _distinct(labels: Sequence[str]) -> list[str]:
+def distinct_labels(labels: Sequence[str]) -> list[str]:
+    """The labels, a number behind each that was there before."""
     found: list[str] = []
     for label in labels:
         number, free = 2, label
@@ -211,7 +212,8 @@ def _distinct(labels: Sequence[str]) -> list[str]:
     return found
 
 
-def _nulls(value: Any) -> Any:
+def with_nulls(value: Any) -> Any:
+    """Nested values with None in place of NaN, which JSON has not."""
     if isinstance(value, Mapping):
-        return {name: _nulls(item) for name, item in value.items()}
+        return {name: with_nulls(item) for name, item in value.items()}
     return None if isinstance(value, float) and value != value else value

@@ -62,7 +62,9 @@ def compare_text_rollouts(first: TextContender, others: Sequence[TextContender])
         for name, values_N in _measures(first).items():
             if name in theirs:
                 both = [(values_N[a], theirs[name][b]) for a, b in pairs]
-                measured[name] = _metric(name, both, clusters)
+                measured[name] = paired_metric(
+                    both, clusters, is_bounded=name in BOUNDED, is_binary=name == ACCURACY
+                )
         tests += measured.values()
         found["comparisons"][other.label] = {"num_pairs": len(pairs), **measured}
         lost = max(len(first.rollouts), len(other.rollouts)) - len(pairs)
@@ -123,12 +125,31 @@ def _datapoint(rollouts: NestedArrayDict, place: int) -> dict[str, Any]:
     return {"y": int(rollouts["y"][place]), **texts}
 
 
-def _metric(
-    name: str, both: Sequence[tuple[float, float]], clusters: Sequence[int]
+def paired_metric(
+    both: Sequence[tuple[float, float]],
+    clusters: Sequence[int],
+    *,
+    is_bounded: bool,
+    is_binary: bool,
+    unit: str = "datapoints",
 ) -> dict[str, Any]:
-    """Both means, the difference with its interval, and a p-value."""
+    """Both means, the difference with its interval, and a p-value.
+
+    Parameters
+    ----------
+    both : Sequence of pairs
+        A value of the first contender and its partner of the second.
+    clusters : Sequence[int]
+        What each pair is about.
+    is_bounded : bool
+        Whether differences lie between -1 and 1.
+    is_binary : bool
+        Whether values are 0 or 1.
+    unit : str
+        What clusters are called.
+    """
     differences = [float(b - a) for a, b in both]
-    difference, error = paired_difference(differences, clusters, is_bounded=name in BOUNDED)
+    difference, error = paired_difference(differences, clusters, is_bounded=is_bounded)
     found = {
         "first": float(np.mean([a for a, _ in both])),
         "second": float(np.mean([b for _, b in both])),
@@ -137,15 +158,15 @@ def _metric(
         "high": difference.high,
         "level": difference.level,
         "num_pairs": len(both),
-        "num_datapoints": len(set(clusters)),
+        f"num_{unit}": len(set(clusters)),
         "minimum_detectable": DETECTABLE * error,
     }
-    # McNemar's test takes pairs for independent; rollouts about one datapoint are not.
-    if name == ACCURACY and len(set(clusters)) == len(both):
+    # McNemar's test takes pairs for independent; those about one thing are not.
+    if is_binary and len(set(clusters)) == len(both):
         only_first = sum(one < 0 for one in differences)
         only_second = sum(one > 0 for one in differences)
         p_value = mcnemar_exact(only_first, only_second)
         counts = {"only_first": only_first, "only_second": only_second}
         return found | counts | {"p_value": p_value, "test": "McNemar, exact"}
     p_value = sign_flip_test(differences, clusters)
-    return found | {"p_value": p_value, "test": "sign flips of datapoints"}
+    return found | {"p_value": p_value, "test": f"sign flips of {unit}"}

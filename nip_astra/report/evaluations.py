@@ -49,6 +49,8 @@ MAIN = (
     ("ordinary conversation fails, Monte Carlo", "probability_of_failure.monte_carlo"),
     ("  importance sampling", "probability_of_failure.importance_sampling"),
     ("target queries", "budget.target_queries"),
+    ("right answers", "figures.accuracy"),
+    ("mean reward", "figures.mean_reward"),
 )
 """Label and path of the figures that are in view."""
 _SHOWN_ELSEWHERE = (
@@ -137,6 +139,10 @@ def _main_text(path: str, evaluation: Mapping[str, Any]) -> str:
         return f"refused: {text(mapping(value).get('reason'))}"
     if isinstance(value, list):
         return _list_text(name, value)
+    bounds = inside.get(f"{name}_interval")
+    if isinstance(bounds, list):
+        write = decimal if "reward" in name else percent
+        return f"{write(value)} {_list_text(f'{name}_interval', bounds)}"
     size = number(mapping(value).get("effective_sample_size"))
     told = figure_text(name, value)
     return told if size is None else f"{told}, effective sample size {decimal(size)}"
@@ -224,6 +230,8 @@ def figure_labels(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str
 
 
 def _list_text(name: str, values: Sequence[Any]) -> str:
+    if len(values) == 2 and name.endswith("reward_interval"):
+        return f"[{decimal(values[0])}, {decimal(values[1])}]"
     if len(values) == 2 and name.endswith("interval"):
         return interval(*values)
     if name == "survival":

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -55,6 +55,7 @@ from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
 from nip_astra.trainers.service.playing import check_who_plays, live_groups, sample_of_service
 from nip_astra.trainers.service.samples import collate_trajectories, score_batch
+from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.seeding import derived_generator
 
 
@@ -290,13 +291,6 @@ class ServiceTrainer(LanguageModelTrainer):
         play = partial(play_task_shard, self.agent, self.task)
         return super().handlers() | {PLAY_TASK: play}
 
-    def _record(
-        self, table: str, rollout: TaskRollout, problems: Sequence[int], *, step: int
-    ) -> None:
-        """Keep what was said in some episodes."""
-        rows = rollout_rows(rollout, problems, self.settings.num_rollout_samples)
-        self.tracker.log_table(table, RECORD_COLUMNS, rows, step=step)
-
     # ---- playing ahead
 
     def _wait_for_playing(self) -> None:
@@ -312,37 +306,52 @@ class ServiceTrainer(LanguageModelTrainer):
 
     # ---- measuring
 
-    def _held_out(self, split: Split, asked: int) -> list[int]:
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """As the run was when it measured, for who does so apart from training."""
+        self._set_seed()
+        actors = actor_options(self.settings, self.scenario_instance.num_parameters)
+        with using_actors(actors), ExitStack() as stack:
+            self._build_test_context(stack)
+            yield
+
+    def held_out(self, split: Split, asked: int) -> list[int]:
+        """The first problems of a split, at most all it has."""
         count = self.task.num_problems(split)
         return list(range(asked if count is None else min(asked, count)))
+
+    def play_held_out(self, split: Split, problems: Sequence[int], num_runs: int) -> TaskRollout:
+        """Play problems, with the same randomness whenever they are played."""
+        return self._play(split, problems, ("evaluation", 0), num_runs=num_runs)
 
     def num_measure_parts(self) -> int:
         options = self.options.evaluation
         size: int = options.batch_size
-        return math.ceil(len(self._held_out("test", options.num_problems)) / size)
+        return math.ceil(len(self.held_out("test", options.num_problems)) / size)
 
     def measure(self, when: str, parts: Iterable[int]) -> dict[str, Any]:
         """Play the held-out problems, the same with the same randomness before and after."""
         self._wait_for_playing()
         options = self.options.evaluation
-        problems = self._held_out("test", options.num_problems)
+        problems = self.held_out("test", options.num_problems)
         tally = Tally(options.success_reward)
         for part in parts:
             some = problems[part * options.batch_size : (part + 1) * options.batch_size]
-            rollout = self._play("test", some, ("evaluation", 0), num_runs=options.num_runs)
+            rollout = self.play_held_out("test", some, options.num_runs)
             tally.add(rollout, some, options.num_runs)
             if part == 0:
                 name = "before" if when == "before" else "evaluation"
-                self._record(name, rollout, some, step=self.state.iteration)
+                rows = rollout_rows(rollout, some, self.settings.num_rollout_samples)
+                self.tracker.log_table(name, RECORD_COLUMNS, rows, step=self.state.iteration)
         return tally.report(options.num_runs)
 
     def evaluate_dev(self) -> dict[str, float]:
         self._wait_for_playing()
         options = self.options.evaluation
-        problems = self._held_out("dev", options.num_dev_problems)
+        problems = self.held_out("dev", options.num_dev_problems)
         tally = Tally(options.success_reward)
         num_runs = options.num_dev_runs
-        played = self._play("dev", problems, ("evaluation", 0), num_runs=num_runs)
+        played = self.play_held_out("dev", problems, num_runs)
         tally.add(played, problems, num_runs)
         figures = plain_figures(tally.report(num_runs))
         return {n: v for n, v in figures.items() if not n.startswith("num_")}

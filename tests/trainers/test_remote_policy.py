@@ -16,6 +16,8 @@ from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from nip_astra.serve.settings import TrainingProtocol
+from nip_astra.tracking.run_directory import RunDirectory
+from tests.command_line import CommandLine
 from tests.resuming import SERVICE_OVERRIDES
 from tests.serve.training.running import POLICY, Server, training_server
 from tests.serve.training.test_http_training import iterate
@@ -77,19 +79,39 @@ def test_losses_are_those_with_weights_at_hand(
         trainer.service.close()
 
 
+@pytest.mark.parametrize(
+    ("protocol", "adapter"), [("http", ()), ("tinker", ADAPTER)], ids=["http", "tinker"]
+)
 def test_a_run_without_weights_ends_with_the_trained_ones(
-    server: Server, tokenizer_dir: Path, tmp_path: Path
+    server: Server,
+    tokenizer_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    protocol: TrainingProtocol,
+    adapter: tuple[str, ...],
 ) -> None:
+    if protocol == "tinker":
+        pytest.importorskip("tinker")
     given = [
         *SERVICE_OVERRIDES,
-        *through(server, "http"),
+        *through(server, protocol),
         *without_weights(tokenizer_dir),
+        *adapter,
+        "task.policy.min_new_tokens=0",
         "training.num_iterations=2",
     ]
     resolved = resolve_experiment(trainer="remote_api_grpo", overrides=given)
     run_experiment(resolved, runs_dir=str(tmp_path), run_id="run", progress=False)
-    # The service hands the weights out once they are trained.
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    # A service of ours hands the weights out once they are trained.
+    handed_out = tmp_path / "run" / "model" / "model.safetensors"
+    assert handed_out.exists() == (protocol == "http")
+    # The service that trained them is asked again where they are measured.
+    type_command = CommandLine(tmp_path, tmp_path, capsys)
+    assert type_command("evaluate", str(tmp_path / "run")).code == 0
+    evaluated = RunDirectory(tmp_path / "run" / "evaluations" / "test")
+    figures = evaluated.read_json("evaluation.json")["figures"]
+    after = RunDirectory(tmp_path / "run").read_json("results.json")["after"]
+    assert {name: figures[name] for name in after} == after
 
 
 def test_what_takes_weights_is_refused(tokenizer_dir: Path) -> None:
