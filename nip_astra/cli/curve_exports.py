@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from nip_astra.cli.task_runs import is_task_run
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.exports.material import make_folder
 from nip_astra.evaluation.exports.tables import csv_tables
@@ -24,8 +23,9 @@ def is_run_without_conversations(path: str | Path) -> bool:
     run = Path(path)
     if not (run / HYPER_PARAMETERS).is_file():
         return False
-    values = yaml.safe_load((run / HYPER_PARAMETERS).read_text(encoding="utf-8"))
-    if isinstance(values, Mapping) and values.get("interaction_protocol") is not None:
+    values = RunDirectory(run).read_yaml(HYPER_PARAMETERS)
+    has_protocol = isinstance(values, Mapping) and values.get("interaction_protocol") is not None
+    if has_protocol or is_task_run(run):
         return True
     if not (run / ROLLOUTS).is_file():
         return False

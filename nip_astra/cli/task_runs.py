@@ -21,6 +21,7 @@ from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.rows import read_rows
 from nip_astra.evaluation.storage import (
     FIGURES,
+    TASK_ROWS,
     EvaluationFolder,
     find_evaluation,
     weights_hash,
@@ -44,11 +45,7 @@ from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_base.tasks.base import Split
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
-from nip_astra.trainers.service.evaluation import (
-    TASK_ROWS,
-    evaluation_of,
-    play_task_evaluation,
-)
+from nip_astra.trainers.service.evaluation import evaluation_of, play_task_evaluation
 from nip_astra.trainers.service_base import ServiceTrainer
 from nip_astra.trainers.service_use import services_used
 
@@ -102,6 +99,7 @@ def evaluate_task_runs(request: EvaluateRequest, settings_fields: Mapping[str, A
     """Let the policy of each run answer held-out problems, and tell how it did."""
     quieten_libraries()
     _check(request)
+    everything = []
     for path in request.runs:
         figures, folder = _evaluate(path, request, dict(settings_fields))
         write_report([folder.path.parent.parent])
@@ -112,6 +110,8 @@ def evaluate_task_runs(request: EvaluateRequest, settings_fields: Mapping[str, A
             for part in task_tables(figures):
                 console.print(part)
             console.print(f"evaluation {folder.path}\n", soft_wrap=True)
+        everything.append(figures)
+    for figures in everything:
         gate(request.judged.fail_if, conditions_of(figures))
 
 
@@ -216,7 +216,7 @@ def _evaluate(
             "num_problems": len(asked.problems),
             "num_runs": asked.num_runs,
             "success_reward": trainer.options.evaluation.success_reward,
-            "policy": _described(policy, trainer),
+            "policy": _described(policy, trainer, resolved),
             "task": _task_parameters(trainer),
         }
         folder.open(configuration, is_overwritten=request.judged.is_overwritten)
@@ -245,11 +245,22 @@ def _evaluate(
     return figures, folder
 
 
-def _described(policy: _Policy, trainer: ServiceTrainer) -> dict[str, Any]:
-    if policy.checkpoint is None:
-        return {"checkpoint": None, "weights": None}
-    weights = weights_hash(policy.checkpoint / trainer.policy_role)
-    return {"checkpoint": policy.checkpoint.name, "weights": weights}
+def _described(
+    policy: _Policy, trainer: ServiceTrainer, resolved: ResolvedExperiment
+) -> dict[str, Any]:
+    """Whose weights answer: those of a checkpoint, over a model's, here or at a service."""
+    stored = resolved.hyper_params.to_dict()
+    section = stored.get(resolved.hyper_params.trainer) or {}
+    found = {
+        "checkpoint": None,
+        "weights": None,
+        "language_model": stored[KIND]["policy"]["language_model"],
+        "train_service": section.get("train_service"),
+    }
+    if policy.checkpoint is not None:
+        found["checkpoint"] = policy.checkpoint.name
+        found["weights"] = weights_hash(policy.checkpoint / trainer.policy_role)
+    return found
 
 
 def _task_parameters(trainer: ServiceTrainer) -> dict[str, Any]:

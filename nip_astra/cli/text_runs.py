@@ -76,6 +76,7 @@ def evaluate_text_runs(request: EvaluateRequest, settings_fields: Mapping[str, A
             f"the split {split!r} was asked for, but scenarios in words have train and test. Give "
             "one of them as --split."
         )
+    everything = []
     for path in request.runs:
         figures, folder = _evaluate(path, request, dict(settings_fields))
         write_report([path])
@@ -85,6 +86,8 @@ def evaluate_text_runs(request: EvaluateRequest, settings_fields: Mapping[str, A
             console = open_console()
             console.print(figures_table(figures))
             console.print(f"evaluation {folder.path}\n", soft_wrap=True)
+        everything.append(figures)
+    for figures in everything:
         gate(request.judged.fail_if, conditions_of(figures))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nip_astra.checkpoints.shards import SHARDS
 from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
 from nip_astra.evaluation.rows import Episode, RowFile, encode_rows, read_rows
 from nip_astra.tracking.run_directory import RunDirectory
@@ -21,6 +22,8 @@ TABLE = "table.txt"
 ROWS = "rows.jsonl"
 PROBABILITY_ROWS = "probability_rows.jsonl"
 PARTS = "parts.jsonl"
+TASK_ROWS = "problems.jsonl"
+"""A line a run of a problem: what was asked, said and given for it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]*")
 
 
@@ -71,7 +74,7 @@ class EvaluationFolder:
                     f"the folder {self.path} was to be made, but {error.strerror or error}. Give "
                     "a run directory that you may write to."
                 ) from error
-            for name in (ROWS, PROBABILITY_ROWS, PARTS):
+            for name in (ROWS, PROBABILITY_ROWS, PARTS, TASK_ROWS):
                 # Rows without a configuration are of nobody knows what.
                 (self.path / name).unlink(missing_ok=True)
             content = {"sha256": configuration_hash(configuration), **configuration}
@@ -169,10 +172,11 @@ def text_hash(texts: Sequence[str]) -> str:
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights; a file is its own."""
+    """The files of a folder's weights, those of parts among them; a file is its own."""
     if folder.is_file():
         return [folder]
-    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), *folder.glob("*.gguf")])
+    patterns = ("*.safetensors", "*.bin", "*.gguf", f"{SHARDS}/*.safetensors")
+    return sorted(file for pattern in patterns for file in folder.glob(pattern))
 
 
 def weights_hash(folder: Path) -> str | None:

@@ -61,33 +61,38 @@ def compare_task_rows(first: TaskContender, others: Sequence[TaskContender]) -> 
     ours = _problems(first)
     for other in others:
         theirs = _problems(other)
-        keys = [key for key in ours if key in theirs]
-        if not keys:
+        pairs = {
+            key: (one, partner)
+            for key, one in ours.items()
+            if one is not None and (partner := theirs.get(key)) is not None
+        }
+        if not pairs:
             raise DataError(
                 f"{first.label} and {other.label} were to be compared problem by problem, but they "
                 "share no problem. Evaluate both on the same split of the same task: nip-astra "
                 "evaluate RUN --split test"
             )
-        measured = _measured([(ours[key], theirs[key]) for key in keys], keys)
+        measured = _measured([*pairs.values()], [*pairs])
         tests += measured.values()
-        found["comparisons"][other.label] = {"num_pairs": len(keys), **measured}
-        found["warnings"] += _warnings(first, other, max(len(ours), len(theirs)) - len(keys))
+        found["comparisons"][other.label] = {"num_pairs": len(pairs), **measured}
+        found["warnings"] += _warnings(first, other, len(ours | theirs) - len(pairs))
     for metric, adjusted in zip(tests, holm([one["p_value"] for one in tests]), strict=True):
         metric["p_holm"] = adjusted
     return found
 
 
-def _problems(contender: TaskContender) -> dict[_Key, _Problem]:
-    """Problems with a verdict, in order."""
+def _problems(contender: TaskContender) -> dict[_Key, _Problem | None]:
+    """Problems in order, None for those without a verdict."""
     runs: dict[int, list[Row]] = {}
     for row in contender.rows:
         runs.setdefault(row["problem"], []).append(row)
     counts: dict[str, int] = {}
-    found = {}
+    found: dict[_Key, _Problem | None] = {}
     for rows in runs.values():
         name = str(rows[0]["problem_hash"])
         counts[name] = counts.get(name, -1) + 1
         known = [row for row in rows if row["reward"] is not None]
+        found[name, counts[name]] = None
         if known:
             found[name, counts[name]] = _Problem(
                 sum(row["is_right"] for row in known) / len(known),

@@ -31,8 +31,15 @@ def test_a_task_run_gives_its_curves_and_no_conversations(cli: CommandLine) -> N
     for form in ("jsonl", "hitlog", "inspect", "parquet"):
         said = cli("export", "runs/one", "--format", form)
         assert "Take one of csv, tensorboard" in refused(said), form
-    for words in (("score", "runs/one", "--scorer", "profanity"), ("compare", *["runs/one"] * 2)):
-        assert "kind 'task' has no attacker" in refused(cli(*words)), words
+    assert "kind 'task' has no attacker" in refused(
+        cli("score", "runs/one", "--scorer", "profanity")
+    )
+    # A run that was killed has neither results nor rollouts of its end.
+    (cli.folder / "runs" / "one" / "results.json").unlink()
+    (cli.folder / "runs" / "one" / "rollouts" / "evaluation.jsonl").unlink()
+    said = cli("export", "runs/one", "--format", "csv", "--output", "killed")
+    assert said.code == 0, said.err
+    assert (cli.folder / "killed" / "metrics.csv").is_file()
 
 
 def test_curves_of_a_task_run_are_events(cli: CommandLine) -> None:

@@ -95,6 +95,19 @@ def test_rows_tell_what_was_asked_said_and_given(run: Path, type_command: Comman
     assert low < figures["mean_reward"] < high
 
 
+def test_rows_of_other_weights_are_not_gone_on_with(run: Path, type_command: CommandLine) -> None:
+    typed = ["evaluate", str(run), "--untrained", "--num-episodes", "4"]
+    assert type_command(*typed).code == 0
+    other = ("--set", "task.policy.language_model.dtype=bfloat16")
+    assert "language_model.dtype" in refused(type_command(*typed, *other))
+    rows = run / "evaluations" / "test-untrained" / "problems.jsonl"
+    # Nor those of an evaluation that nobody knows.
+    (rows.parent / "configuration.json").unlink()
+    rows.write_text("{}\n" * 16)
+    assert type_command(*typed).code == 0
+    assert "messages" in json.loads(rows.read_text().splitlines()[-1])
+
+
 def test_a_killed_evaluation_goes_on_where_it_was(run: Path, type_command: CommandLine) -> None:
     folder = run / "evaluations" / "test"
     assert type_command("evaluate", str(run)).code == 0

@@ -60,7 +60,7 @@ def test_problems_are_the_pairs_where_each_was_played_several_times() -> None:
     assert accuracy["test"] == "sign flips of problems"
     runs, lost = found["warnings"]
     assert runs.startswith("num_runs: 2 in first, 1 in second")
-    assert lost.startswith("1 problems of first or second have no partner")
+    assert lost.startswith("2 problems of first or second have no partner")
 
 
 def test_problems_are_known_by_what_they_are_and_not_by_number() -> None:

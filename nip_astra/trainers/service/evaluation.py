@@ -17,9 +17,6 @@ from nip_astra.trainers.service.measuring import Tally
 from nip_astra.trainers.service_base import ServiceTrainer
 from nip_astra.utils.intervals import paired_difference
 
-TASK_ROWS = "problems.jsonl"
-"""A line a run of a problem: what was asked, said and given for it."""
-
 
 @dataclass(frozen=True)
 class TaskEvaluation:
@@ -51,10 +48,11 @@ def evaluation_of(trainer: ServiceTrainer, split: Split, count: int | None) -> T
     asked = options.num_dev_problems if is_dev else options.num_problems
     problems = trainer.held_out(split, asked if count is None else count)
     if count is not None and count > len(problems):
+        runs = "num_dev_runs" if is_dev else "num_runs"
         raise ConfigurationError(
             f"{count} problems were to be played, but the {split} data has {len(problems)}. Ask "
             "for fewer with --num-episodes, or for several runs of each with "
-            "--set task.evaluation.num_runs=4."
+            f"--set task.evaluation.{runs}=4."
         )
     return TaskEvaluation(split, problems, options.num_dev_runs if is_dev else options.num_runs)
 
