@@ -163,6 +163,7 @@ def test_networks_that_are_told_labels_are_held_whole(tmp_path: Path) -> None:
     assert says(caught.value, "sharding=fsdp was given", "'solo_agent' learns", "Leave it out")
 
 
+@pytest.mark.slow
 def test_what_is_dumped_of_divided_weights_is_whole(tmp_path: Path) -> None:
     """And rollouts are played ahead by a copy of them."""
     given = ("self_hosted_grpo.max_staleness=1",)

@@ -92,5 +92,8 @@ def test_weights_and_prompts_have_a_digest_of_their_content(tmp_path: Path) -> N
     first = weights_hash(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"two")
     assert first is not None
-    assert weights_hash(tmp_path) != first
+    assert (second := weights_hash(tmp_path)) != first
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "part_0.safetensors").write_bytes(b"three")
+    assert weights_hash(tmp_path) != second
     assert text_hash(["a", "b"]) != text_hash(["a b"])
