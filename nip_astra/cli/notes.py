@@ -6,7 +6,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from nip_astra.safe_text import safe_text
 
@@ -28,7 +28,8 @@ def showing_notes() -> Iterator[None]:
 class NoteHandler(logging.Handler):
     """Writes warnings to standard error, each once and above a progress bar.
 
-    What the end of a run tells anyway, marked by `told_at_the_end`, is left to it.
+    What the end of a run tells anyway, marked by `told_at_the_end`, is left to it. Where standard
+    error is closed, nothing is written and the run goes on.
     """
 
     def __init__(self) -> None:
@@ -44,10 +45,14 @@ class NoteHandler(logging.Handler):
         self._told.add(text)
         self._alike[record.msg] += 1
         if self._alike[record.msg] <= MOST_ALIKE:
-            _write(safe_text(f"warning: {text}\n"))
+            # A closed pipe is an OSError, a closed file a ValueError.
+            with suppress(OSError, ValueError):
+                _write(safe_text(f"warning: {text}\n"))
 
 
 def _write(line: str) -> None:
+    if sys.stderr is None:  # as Python sets it where the process began without one
+        return
     if "tqdm" not in sys.modules:
         sys.stderr.write(line)
         return

@@ -95,11 +95,16 @@ class _Reading:
         self.faults: list[ParameterFault] = []
 
     def put(self, place: str, value: Any) -> None:
-        """Set a value at a dotted place."""
+        """Set a value at a dotted place; what is no group on the way is a fault."""
         *groups, name = place.format(name=self.trainer).split(".")
-        into = self.values
-        for group in groups:
-            into = into.setdefault(group, {})
+        into: dict[str, Any] = self.values
+        for depth, group in enumerate(groups, start=1):
+            if into.get(group) is None:
+                into[group] = {}
+            if not isinstance(into[group], Mapping):
+                self._tell_no_group(".".join(groups[:depth]), into[group])
+                return
+            into = into[group]
         into[name] = value
 
     def group(self, value: Any, place: str) -> dict[str, Any]:
@@ -107,11 +112,15 @@ class _Reading:
         if isinstance(value, Mapping):
             return dict(value)
         if value is not None:
-            fault = ParameterFault(
-                place, show(value), "must be a group", "Write `name: value` below it.", self.source
-            )
-            self.faults.append(fault)
+            self._tell_no_group(place, value)
         return {}
+
+    def _tell_no_group(self, place: str, value: Any) -> None:
+        fault = ParameterFault(
+            place, show(value), "must be a group", "Write `name: value` below it.", self.source
+        )
+        if fault not in self.faults:
+            self.faults.append(fault)
 
     def take(self, values: Mapping[str, Any], places: Mapping[str, str], prefix: str) -> None:
         """Put each value where it belongs; one without a place is a fault."""
@@ -134,8 +143,18 @@ class _Reading:
         """Read where the policy learns."""
         values = dict(values)
         backend = values.pop("backend", None)
-        if backend is not None:
+        if isinstance(backend, str):
             self.put("{name}.train_service.backend", _BACKENDS.get(backend, backend))
+        elif backend is not None:
+            self.faults.append(
+                ParameterFault(
+                    "trainer.train_service.backend",
+                    show(backend),
+                    "must be a name",
+                    f"Names of NexRL: {', '.join(_BACKENDS)}, tinker.",
+                    self.source,
+                )
+            )
         if backend == "tinker":
             self._adapt_policy()
         is_local = backend is None or backend in (*_BACKENDS, "local")

@@ -23,7 +23,7 @@ from nip_astra.rollouts.padding import (
     used_columns,
     widened,
 )
-from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.rollouts.trajectory import Trajectory, readable
 
 SAME_FIELDS = {
     "reward": "rewards",
@@ -359,7 +359,9 @@ def _as_tensor(value: Any) -> Tensor | None:
         return value
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
         is_floating = value.dtype.kind == "f"
-        return torch.tensor(value, dtype=torch.get_default_dtype() if is_floating else None)
+        return torch.tensor(
+            readable(value), dtype=torch.get_default_dtype() if is_floating else None
+        )
     if not isinstance(value, list | tuple):
         return None
     if all(isinstance(entry, Tensor) and entry.ndim == 0 for entry in value) and value:

@@ -155,6 +155,8 @@ class Trajectory:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in FIELDS or name == "extras":
+            if name == "advantage" and isinstance(value, np.ndarray):
+                value = readable(value)
             object.__setattr__(self, name, value)
         else:
             self.extras[name] = value
@@ -215,6 +217,11 @@ class Trajectory:
             if isinstance(value, Tensor) and value.shape[:1] == self.tokens.shape:
                 fields[name] = value[:max_tokens]
         return Trajectory(**fields)
+
+
+def readable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array, as a copy where it is a reversed view, which torch refuses to read."""
+    return array.copy("C") if min(array.strides, default=0) < 0 else array
 
 
 def _vector(values: Any, dtype: torch.dtype) -> Tensor:

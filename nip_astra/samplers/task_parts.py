@@ -7,10 +7,12 @@ run together. Environments step where their episode is played; all are rated in 
 
 from __future__ import annotations
 
+import logging
+import pickle
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -41,9 +43,12 @@ from nip_astra.samplers.task_episodes import (
 )
 from nip_astra.samplers.together import play_on_team, told_of
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.tasks.base import Episode, Task
+from nip_astra.scenario_base.tasks.base import Environment, Episode, Task
 from nip_astra.scorers.base import Message
 from nip_astra.utils.cutting import cut_evenly
+from nip_astra.utils.forked import get_num_processes
+
+logger = logging.getLogger(__name__)
 
 PLAY_TASK = "play_task"
 """Name of the handler that plays a shard of a task's rollout."""
@@ -52,6 +57,8 @@ WORTH_A_FORK = 0.06
 
 _seconds_of_episode: WeakKeyDictionary[TokenModel, float] = WeakKeyDictionary()
 """What an episode took of the processor when a model last played in this process alone."""
+_can_be_sent: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+"""Whether environments of a class come whole out of a forked process."""
 
 
 def play_task(
@@ -109,15 +116,8 @@ def _play_in_parts(
     plan: TaskPlan,
     pieces: Sequence[range],
 ) -> list[Played[list[PlayedEpisode]]]:
-    plays = [
-        partial(
-            play_episodes,
-            agent,
-            openings_of(task, problems[piece.start : piece.stop], plan),
-            plan,
-        )
-        for piece in pieces
-    ]
+    openings = [openings_of(task, problems[piece.start : piece.stop], plan) for piece in pieces]
+    plays = [partial(play_episodes, agent, some, plan) for some in openings]
     if are_played_by_actors([agent]):
         return begin_parts(plays, [agent])()
     # While rollouts are played ahead, the main thread computes: a fork would inherit its locks.
@@ -126,14 +126,53 @@ def _play_in_parts(
         return play_parts(plays, [agent], 1)
     model = agent.language_model
     smallest = min(len(piece) for piece in pieces) * plan.num_runs
-    if _seconds_of_episode.get(model, 0.0) * smallest >= WORTH_A_FORK:
+    environments = [one.environment for some in openings for one in some]
+    is_worth_a_fork = _seconds_of_episode.get(model, 0.0) * smallest >= WORTH_A_FORK
+    may_fork = get_num_processes() > 1 and len(pieces) > 1
+    if may_fork and is_worth_a_fork and _are_sent_whole(environments):
         return play_parts(plays, [agent], len(pieces))
     started = time.process_time()
     played = play_parts(plays, [agent], 1)
     spent = (time.process_time() - started) / max(len(problems) * plan.num_runs, 1)
     # What is played first takes longer, since memory is yet to be had.
     _seconds_of_episode[model] = spent if model in _seconds_of_episode else 0.0
+    if may_fork:
+        # What was played may hold more than what is yet to be.
+        _kinds_kept_here(environments)
     return played
+
+
+def _are_sent_whole(environments: Sequence[Environment]) -> bool:
+    """Say whether a forked process can send environments back; warn of those that it cannot."""
+    kinds = _kinds_kept_here(environments)
+    if kinds:
+        _warn_once(", ".join(kinds))
+    return not kinds
+
+
+def _kinds_kept_here(environments: Sequence[Environment]) -> list[str]:
+    """The classes of environments that cannot be sent; one of each is tried, once."""
+    found = []
+    for kind, one in {type(one): one for one in reversed(environments)}.items():
+        if kind not in _can_be_sent:
+            try:
+                pickle.loads(pickle.dumps(one))
+                _can_be_sent[kind] = True
+            except Exception:
+                _can_be_sent[kind] = False
+        if not _can_be_sent[kind]:
+            found.append(kind.__qualname__)
+    return sorted(found)
+
+
+@cache
+def _warn_once(kinds: str) -> None:
+    logger.warning(
+        "rollouts are played in this process alone, with the same numbers but more slowly, since "
+        "environments of the class %s cannot be pickled. Keep functions, generators, open files "
+        "and connections out of them, or set task.num_rollout_parts to 1",
+        kinds,
+    )
 
 
 def _play_on_team(

@@ -7,6 +7,7 @@ import logging
 import sys
 
 import pytest
+import tqdm
 
 from nip_astra.cli.notes import NoteHandler
 from tests.command_line import CommandLine
@@ -56,3 +57,25 @@ def test_each_warning_is_told_once_and_few_of_a_kind(monkeypatch: pytest.MonkeyP
     logger.error("told by whom it ends")
     logger.info("for the log")
     assert said.getvalue().splitlines() == [f"warning: prompt {n} is empty" for n in (1, 2, 3)]
+
+
+class Broken(io.StringIO):
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+
+@pytest.mark.parametrize("with_bars", [False, True])
+@pytest.mark.parametrize("kind", ["pipe", "file", "none"])
+def test_a_warning_that_cannot_be_written_ends_nothing(
+    kind: str, with_bars: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", {"pipe": Broken(), "file": closed, "none": None}[kind])
+    if with_bars:
+        monkeypatch.setitem(sys.modules, "tqdm", tqdm)
+    else:
+        monkeypatch.delitem(sys.modules, "tqdm", raising=False)
+    logger = logging.Logger("nip_astra.of_a_test")
+    logger.addHandler(NoteHandler())
+    logger.warning("prompt is empty")

@@ -13,6 +13,7 @@ from nip_astra.errors import DataError
 from nip_astra.rollouts.batch import Batch, padding_data
 from nip_astra.rollouts.padding import compute_position_id_with_mask
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
+from nip_astra.trainers.service.metrics import log_grpo_metrics
 
 
 def some(**more: Any) -> list[Trajectory]:
@@ -183,6 +184,7 @@ def test_an_empty_batch_is_a_batch() -> None:
     "given",
     [
         np.array([0.5, 1.0, -1.0]),
+        np.array([-1.0, 1.0, 0.5])[::-1],
         [np.float32(0.5), np.float64(1.0), np.float16(-1.0)],
         (0.5, 1, -1),
     ],
@@ -195,3 +197,19 @@ def test_numbers_of_numpy_become_tensors_too(given: Any) -> None:
     assert stored.tolist() == [0.5, 1.0, -1.0]
     batch.values["labels"] = np.array(["a", "b", "c"])
     assert isinstance(batch.metadata["labels"], np.ndarray)
+
+
+def test_advantages_summed_from_the_end_are_read() -> None:
+    """Rewards to go are a reversed view of NumPy, which torch does not read."""
+    rows = some()
+    for one in rows:
+        one["advantage"] = np.cumsum(np.ones(len(one))[::-1])[::-1]
+    made = Batch.from_trajectories(rows)
+    assert made.values["advantages"][1].tolist() == [2.0, 1.0, 0.0, 0.0]
+    given: Any = np.array([1.0, 2.0])[::-1]
+    again = Trajectory([1, 2], [0, 1], advantage=given)
+    assert torch.as_tensor(again.advantage).tolist() == [2.0, 1.0]
+    again["advantage"] = np.array(0.5)
+    assert torch.as_tensor(again.advantage).ndim == 0
+    metrics = log_grpo_metrics(rows, {})
+    assert metrics["grpo/advantage_max"] == 4.0

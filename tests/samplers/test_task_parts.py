@@ -22,6 +22,7 @@ from nip_astra.samplers.task_parts import play_task, play_task_shard
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.tasks.base import Episode, Reaction, Task
 from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment, GuessNumberTask
+from nip_astra.scorers.base import Message
 from nip_astra.utils.actors import ActorOptions, using_actors
 from nip_astra.utils.forked import can_fork, using_processes
 from tests import actors_here
@@ -221,6 +222,59 @@ def test_what_fails_in_another_process_is_raised_as_what_it_is(
         play_task(agent, trainer.task, PROBLEMS, PLAN, num_parts=2)
     assert forked
     assert "a process that did a part of the work" in str(caught.value.__notes__)
+
+
+class Holding(GuessNumberEnvironment):
+    """Holds a generator, from the first or once it is played."""
+
+    is_late = False
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.held = None if self.is_late else (number for number in range(3))
+
+    def reset(self) -> Sequence[Message]:
+        self.held = (number for number in range(3))
+        return super().reset()
+
+
+class HoldingLater(Holding):
+    is_late = True
+
+
+@needs_forks
+@pytest.mark.parametrize("kind", [Holding, HoldingLater])
+def test_environments_that_cannot_be_sent_are_played_here(
+    agent: ConversationAgent,
+    trainer: Any,
+    kind: type[Holding],
+    forked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def said(task: Task) -> list[Any]:
+        rollout = play_task(agent, task, PROBLEMS, PLAN, num_parts=2)
+        return [(one.messages, one.reward) for one in rollout.episodes]
+
+    expected = said(trainer.task)
+    task = RatedGuessing(trainer.task.parameters)
+
+    def draw(generator: torch.Generator) -> GuessNumberEnvironment:
+        one = GuessNumberTask.draw(task, generator)
+        return kind(one.hidden, one.start, one.most, one.max_turns)
+
+    monkeypatch.setattr(task, "draw", draw)
+    with using_processes(2):
+        assert said(task) == expected
+        monkeypatch.setattr(task_parts, "WORTH_A_FORK", 0.0)
+        play_task(agent, task, PROBLEMS, PLAN)
+        assert not caplog.records, "what is not cut is not sent"
+        assert said(task) == said(task) == expected
+        assert not forked
+        assert caplog.text.count("cannot be pickled") == 1
+        assert f"the class {kind.__name__} " in caplog.text
+        said(trainer.task)
+        assert forked
 
 
 class Team:

@@ -307,3 +307,29 @@ def test_what_is_no_group_is_told_with_all_else(tmp_path: Path) -> None:
     path.write_text("trainer: {type: self_hosted_grpo, train_service: {config: 3}}\n")
     with pytest.raises(ParameterError, match=r"train_service\.config: must be a group; given 3"):
         resolve_experiment(parameter_file=path)
+
+
+def test_empty_sections_are_as_if_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "empty.yaml"
+    path.write_text(
+        "trainer: {type: self_hosted_grpo, total_train_steps: 7, train_service: {backend: mock}}\n"
+        "training:\nself_hosted_grpo:\n"
+    )
+    hyper_params = resolve_experiment(parameter_file=path).hyper_params
+    assert hyper_params.training.num_iterations == 7
+    assert hyper_params.get("self_hosted_grpo.train_service.backend") == "local"
+
+
+def test_sections_and_backends_of_another_kind_are_faults(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text(
+        "trainer:\n  type: self_hosted_grpo\n  total_train_steps: 7\n"
+        "  train_service: {backend: [tinker], config: {learning_rate: 1.0, grad_clip_norm: 1.0}}\n"
+        "training: 3\n"
+    )
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(parameter_file=path)
+    text = str(caught.value)
+    assert text.count("must be a group") == 1
+    assert "trainer.train_service.backend" in text
+    assert "must be a name" in text

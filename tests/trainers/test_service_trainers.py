@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 
+from nip_astra.checkpoints.tensors import pack_state, unpack_state
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
@@ -345,3 +347,23 @@ def test_an_adapter_begins_with_the_weights_of_its_seed() -> None:
     one, again, other = first_weights(), first_weights(), first_weights("seed=7")
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+
+
+def test_figures_of_numpy_and_torch_are_saved_amid_an_iteration(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trainer = trainer_of("self_hosted_grpo")
+    prepare_batch = trainer._prepare_batch
+
+    def with_figures(batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        found, metrics = prepare_batch(batch)
+        trainer.log_metrics({"of_tensor": torch.tensor(0.5)})
+        return found, metrics | {"single": np.float32(0.25), "whole": np.int64(3)}
+
+    monkeypatch.setattr(trainer, "_prepare_batch", with_figures)
+    trainer._collect(0)
+    trainer.state.count_step({"loss": np.float32(2)})
+    given = trainer.state.iteration_metrics
+    assert [type(given[name]) for name in ("of_tensor", "single", "whole")] == [float, float, int]
+    kept = unpack_state(pack_state([given, trainer.state.step_sums]))
+    assert (kept[0]["single"], kept[1]) == (0.25, {"loss": 2.0})

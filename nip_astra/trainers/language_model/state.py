@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from nip_astra.checkpoints.run_state import RunState
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.rollouts.samples import Sample
+from nip_astra.tracking.figures import plain_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +47,22 @@ class LanguageModelState(RunState):
         return self.num_optimizer_steps + self.iteration
 
     def begin(self, samples: list[Sample], metrics: dict[str, float]) -> None:
-        """Start to use the experience of an iteration."""
+        """Start to use the experience of an iteration.
+
+        Raises
+        ------
+        TrackingError
+            When a metric is no number.
+        """
+        # Figures of NumPy and torch would not be held by a checkpoint.
+        self.iteration_metrics, self.step_sums = plain_numbers(metrics), {}
         self.samples, self.num_steps_done = samples, 0
-        self.iteration_metrics, self.step_sums = metrics, {}
 
     def count_step(self, metrics: dict[str, float]) -> None:
         """Count one optimizer step and add up its metrics."""
         self.num_steps_done += 1
         self.num_optimizer_steps += 1
-        for name, value in metrics.items():
+        for name, value in plain_numbers(metrics).items():
             self.step_sums[name] = self.step_sums.get(name, 0.0) + value
 
     def count_evaluation(self, value: float) -> bool:

@@ -108,6 +108,8 @@ def test_trajectories_need_a_number_or_one_a_token() -> None:
     assert checked(right) is right
     right[0].advantage, right[1].advantage = np.float32(0.5), np.array([0.0, 1.0])
     assert checked(right, metrics={"mean": np.float32(0.5)}) is right
+    right[1]["advantage"] = np.array([1.0, 0.0])[::-1]
+    assert checked(right) is right
     right[0].advantage = np.float32("nan")
     with pytest.raises(ConfigurationError, match="NaN or infinite"):
         checked(right)
