@@ -23,8 +23,8 @@ _MARKUP_OF_NODE = 260
 _MARKUP_OF_EPISODE = 480
 _CHAINS = re.compile(r"before|evaluation|evaluations/.*")
 """Tables of conversations that do not branch, so turns follow one another by depth."""
-_TITLES = {"evaluation": "After training, held-out", "before": "Before training, held-out"}
-_TITLES |= {"train": "During training"}
+TITLES = {"evaluation": "After training, held-out", "before": "Before training, held-out"}
+TITLES |= {"train": "During training"}
 _ORDER = ["evaluation", "train", "before"]
 
 
@@ -195,7 +195,7 @@ def tables_of(
         for step in sorted(by_step, reverse=True):
             episodes = _episodes(name, by_step[step], scale, run.threshold)
             _name_turns(name, episodes, anchors)
-            title = _TITLES.get(name, name.replace("evaluations/", "Evaluation "))
+            title = TITLES.get(name, name.replace("evaluations/", "Evaluation "))
             tables.append(Table(name, title, step, episodes, len(episodes), len(by_step[step])))
     sizes = [sum(episode.size for episode in table.episodes) for table in tables]
     limits = [

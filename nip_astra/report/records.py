@@ -101,6 +101,8 @@ class RunRecord:
         Conversations by the name of their table.
     episodes : dict[str, list[dict]]
         Rows of tables of episodes of an interaction protocol, by the name of the table.
+    answers : dict[str, list[dict]]
+        Rows of tables of answers to the problems of a task, by the name of the table.
     evaluations : dict[str, dict]
         `evaluation.json` by the name of its folder.
     transfer : list[dict]
@@ -123,6 +125,7 @@ class RunRecord:
     timings: list[dict[str, Any]] = field(default_factory=list)
     tables: dict[str, list[Node]] = field(default_factory=dict)
     episodes: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    answers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     evaluations: dict[str, dict[str, Any]] = field(default_factory=dict)
     transfer: list[dict[str, Any]] = field(default_factory=list)
     analyses: list[dict[str, Any]] = field(default_factory=list)
@@ -180,10 +183,12 @@ def read_run(path: str | Path) -> RunRecord:
         if file.stem == "analyses":
             # The same as in `analyses`, for trackers.
             continue
-        nodes, episodes = _sorted_by_kind(reader.lines(f"rollouts/{file.name}"))
+        nodes, episodes, answers = _sorted_by_kind(reader.lines(f"rollouts/{file.name}"))
         if episodes:
             run.episodes[file.stem] = episodes
-        if nodes or not episodes:
+        if answers:
+            run.answers[file.stem] = answers
+        if nodes or not (episodes or answers):
             run.tables[file.stem] = nodes
     for file in sorted((directory.path / "evaluations").glob("*/evaluation.json")):
         name = file.relative_to(directory.path).as_posix()
@@ -191,6 +196,9 @@ def read_run(path: str | Path) -> RunRecord:
         if (file.parent / "episodes.jsonl").is_file():
             told = list(reader.lines(f"{Path(name).parent}/episodes.jsonl"))
             run.episodes[f"evaluations/{file.parent.name}"] = told
+        answers = list(reader.lines(f"{Path(name).parent}/problems.jsonl", False))
+        if answers:
+            run.answers[f"evaluations/{file.parent.name}"] = answers
         nodes = [node_of(row) for row in reader.lines(f"{Path(name).parent}/rows.jsonl", False)]
         if any(node.probe or node.response for node in nodes):
             run.tables[f"evaluations/{file.parent.name}"] = nodes
@@ -205,15 +213,17 @@ def read_run(path: str | Path) -> RunRecord:
 
 def _sorted_by_kind(
     rows: Iterable[dict[str, Any]],
-) -> tuple[list[Node], list[dict[str, Any]]]:
-    """Turns of conversations, and whole episodes of an interaction protocol."""
-    nodes, episodes = [], []
+) -> tuple[list[Node], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Turns of conversations, whole episodes of an interaction protocol, and answers to tasks."""
+    nodes, episodes, answers = [], [], []
     for row in rows:
         if isinstance(row.get("rounds"), list):
             episodes.append(row)
+        elif isinstance(row.get("messages"), list):
+            answers.append(row)
         else:
             nodes.append(node_of(row))
-    return nodes, episodes
+    return nodes, episodes, answers
 
 
 class _Reader:

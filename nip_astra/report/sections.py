@@ -17,6 +17,7 @@ from nip_astra.report import (
     scorers,
     services,
     summary,
+    task_answers,
 )
 from nip_astra.report.charts import whisker
 from nip_astra.report.curves import RunGroup, run_label
@@ -84,6 +85,7 @@ def _sections_of_attack(
             "Conversations",
             lambda: _conversations(run, grouped(), tables(), anchor),
         ),
+        Spec("task_answers", "Answers", lambda: task_answers.task_answers(run)),
     ]
 
 
@@ -118,6 +120,7 @@ def _summary(run: RunRecord) -> Context:
         "tiles": summary.tiles(run),
         "headings": headings,
         "rows": rows,
+        "clusters": "problems" if "task" in run.hyper_params else "opening prompts",
     }
 
 

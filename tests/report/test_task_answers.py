@@ -1,0 +1,59 @@
+"""What a policy answered is shown by table and iteration, whatever it said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from nip_astra.report.page import render_report
+from nip_astra.report.records import read_run
+from nip_astra.report.task_answers import MAX_ANSWERS, task_answers
+
+
+def make_run(folder: Path, tables: dict[str, list[dict[str, Any]]]) -> Path:
+    (folder / "rollouts").mkdir()
+    (folder / "hyper_parameters.yaml").write_text("trainer: self_hosted_grpo\ntask: {}\n")
+    (folder / "evaluations" / "test").mkdir(parents=True)
+    (folder / "evaluations" / "test" / "evaluation.json").write_text('{"kind": "task"}')
+    for name, rows in tables.items():
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def row(step: int, reward: float | None, *messages: Any) -> dict[str, Any]:
+    return {"step": step, "problem": 0, "reward": reward, "messages": list(messages)}
+
+
+def test_answers_stand_by_table_and_iteration(tmp_path: Path) -> None:
+    asked = ["user", "2+9="]
+    several = [asked, ["assistant", "12"], ["user", "too high"], ["assistant", "11"]]
+    rows = [row(1, 0.0, asked, ["assistant", "3"]), row(9, 1.0, *several), row(9, None, asked)]
+    evaluated = [{**row(0, 0.5, asked), "step": None}] * (MAX_ANSWERS + 1)
+    files = {"rollouts/train.jsonl": rows, "evaluations/test/problems.jsonl": evaluated}
+    run = read_run(make_run(tmp_path, files))
+    assert (run.tables, run.episodes) == ({}, {})
+    found = task_answers(run)
+    assert found is not None
+    evaluation, newest, oldest = found["tables"]
+    assert (evaluation.num_answers, len(evaluation.answers)) == (MAX_ANSWERS + 1, MAX_ANSWERS)
+    assert (newest.step, newest.num_answers, newest.mean_reward) == (9, 2, 1.0)
+    assert newest.answers[0].messages == [tuple(one) for one in several]
+    assert (oldest.step, oldest.answers[0].opening) == (1, "2+9=")
+
+
+def test_what_was_said_is_no_html_and_odd_rows_are_shown(tmp_path: Path) -> None:
+    rows = [
+        row(1, 0.25, ["user", "<script>alert(1)</script>"], ["assistant", "\u202e<b>no</b>"]),
+        row(1, float("nan"), "no message", ["user"], [1, 2]),
+    ]
+    page = render_report([read_run(make_run(tmp_path, {"rollouts/evaluation.jsonl": rows}))])
+    assert "&lt;script&gt;alert(1)" in page
+    assert "<script>alert(1)" not in page
+    assert "\u202e" not in page
+    assert "could not be drawn" not in page
+    assert "mean reward 0.25" in page
+
+
+def test_a_run_without_a_task_has_no_such_section(tmp_path: Path) -> None:
+    assert task_answers(read_run(make_run(tmp_path, {}))) is None
