@@ -25,13 +25,14 @@ from nip_astra.evaluation.rows import Episode
 from nip_astra.evaluation.scorer_code import code_of, weights_of
 from nip_astra.evaluation.storage import EvaluationFolder, text_hash
 from nip_astra.evaluation.summary import NGRAMS, VERSION, summarise
-from nip_astra.evaluation.tables import as_text, evaluation_tables
+from nip_astra.evaluation.tables import as_text, comparison_tables, evaluation_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scorers.base import Scorer
+from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.devices import resolve_device
 
 GATE_FAILED = 1
@@ -204,6 +205,36 @@ def show(figures: Mapping[str, Any], folder: EvaluationFolder, *, as_json: bool)
     for part in evaluation_tables(figures):
         console.print(part)
     console.print(f"evaluation {folder.path}\n", soft_wrap=True)
+
+
+def show_comparison(found: Mapping[str, Any], *, out: str | None, as_json: bool) -> None:
+    """Print a comparison, and write it to a file as JSON where one is named."""
+    if out is not None:
+        RunDirectory(Path(out).parent).write_json(Path(out).name, _with_nulls(found))
+    if as_json:
+        say(to_json(_with_nulls(found), indent=2))
+        return
+    console = open_console()
+    for part in comparison_tables(found):
+        console.print(part)
+
+
+def distinct_labels(labels: Sequence[str]) -> list[str]:
+    """The labels, a number behind each that was there before."""
+    found: list[str] = []
+    for label in labels:
+        number, free = 2, label
+        while free in found:
+            free, number = f"{label} ({number})", number + 1
+        found.append(free)
+    return found
+
+
+def _with_nulls(value: Any) -> Any:
+    """Nested values with None in place of NaN, which JSON has not."""
+    if isinstance(value, Mapping):
+        return {name: _with_nulls(item) for name, item in value.items()}
+    return None if isinstance(value, float) and value != value else value
 
 
 def gate(condition: str | None, figures: Mapping[str, Any]) -> None:

@@ -9,8 +9,16 @@ from typing import Any
 
 from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.evaluation_loading import RunCode, resolve_run, run_of, target_label
-from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
-from nip_astra.cli.terminal import open_console, say
+from nip_astra.cli.judging import (
+    Judges,
+    JudgingRequest,
+    distinct_labels,
+    finish,
+    gate,
+    load_judges,
+    show,
+    show_comparison,
+)
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.comparison import Contender, compare, read_contender
 from nip_astra.evaluation.playing import EvaluationOptions
@@ -25,9 +33,7 @@ from nip_astra.evaluation.storage import (
     find_evaluation,
     text_hash,
 )
-from nip_astra.evaluation.tables import comparison_tables
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 from nip_astra.trust import on_behalf_of
@@ -123,14 +129,7 @@ def compare_runs(
     contenders = [replace(c, label=label) for c, label in zip(contenders, labels, strict=True)]
     first, *others = contenders
     found = compare(first, others)
-    if out is not None:
-        RunDirectory(Path(out).parent).write_json(Path(out).name, found)
-    if as_json:
-        say(to_json(with_nulls(found), indent=2))
-    else:
-        console = open_console()
-        for part in comparison_tables(found):
-            console.print(part)
+    show_comparison(found, out=out, as_json=as_json)
     for other in others:
         differences = found["comparisons"][other.label]
         gate(fail_if, {**other.figures, "baseline": first.figures, "comparison": differences})
@@ -199,21 +198,3 @@ def _plants_of(before: Mapping[str, Any], section: Any) -> Sequence[PlantedFailu
         return ()
     planted: Sequence[PlantedFailure] = section.planted_failures
     return planted
-
-
-def distinct_labels(labels: Sequence[str]) -> list[str]:
-    """The labels, a number behind each that was there before."""
-    found: list[str] = []
-    for label in labels:
-        number, free = 2, label
-        while free in found:
-            free, number = f"{label} ({number})", number + 1
-        found.append(free)
-    return found
-
-
-def with_nulls(value: Any) -> Any:
-    """Nested values with None in place of NaN, which JSON has not."""
-    if isinstance(value, Mapping):
-        return {name: with_nulls(item) for name, item in value.items()}
-    return None if isinstance(value, float) and value != value else value

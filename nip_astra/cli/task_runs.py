@@ -14,8 +14,7 @@ from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.evaluation_commands import EvaluateRequest
 from nip_astra.cli.evaluation_loading import run_of, with_service_files
-from nip_astra.cli.judging import gate
-from nip_astra.cli.stored_evaluations import distinct_labels, with_nulls
+from nip_astra.cli.judging import distinct_labels, gate, show_comparison
 from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.rows import read_rows
@@ -28,7 +27,6 @@ from nip_astra.evaluation.storage import (
 )
 from nip_astra.evaluation.tables import (
     as_text,
-    comparison_tables,
     percent,
     plain,
     services_table,
@@ -301,14 +299,7 @@ def compare_task_runs(
         for label, one in zip(labels, folders, strict=True)
     ]
     found = compare_task_rows(first, second)
-    if out is not None:
-        RunDirectory(Path(out).parent).write_json(Path(out).name, with_nulls(found))
-    if as_json:
-        say(to_json(with_nulls(found), indent=2))
-    else:
-        console = open_console()
-        for part in comparison_tables(found):
-            console.print(part)
+    show_comparison(found, out=out, as_json=as_json)
     baseline = conditions_of(first.figures)
     for one in second:
         values = conditions_of(one.figures) | {"baseline": baseline}

@@ -12,11 +12,11 @@ from rich.text import Text
 
 from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.evaluation_commands import EvaluateRequest
-from nip_astra.cli.judging import gate
+from nip_astra.cli.judging import distinct_labels, gate, show_comparison
 from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder
-from nip_astra.evaluation.tables import as_text, comparison_tables
+from nip_astra.evaluation.tables import as_text
 from nip_astra.evaluation.text_comparison import TextContender, compare_text_rollouts
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.report.page import write_report
@@ -147,24 +147,12 @@ def compare_text_runs(
     paths: Sequence[str], *, fail_if: str | None, out: str | None, as_json: bool
 ) -> None:
     """Compare every other run or evaluation with the first, pair by pair."""
-    labels: list[str] = []
-    for path in paths:
-        label, number = _label(Path(path)), 2
-        while label in labels:
-            label, number = f"{_label(Path(path))} ({number})", number + 1
-        labels.append(label)
+    labels = distinct_labels([_label(Path(path)) for path in paths])
     first, *others = [
         _contender(Path(path), label) for path, label in zip(paths, labels, strict=True)
     ]
     found = compare_text_rollouts(first, others)
-    if out is not None:
-        RunDirectory(Path(out).parent).write_json(Path(out).name, found)
-    if as_json:
-        say(to_json(found, indent=2))
-    else:
-        console = open_console()
-        for part in comparison_tables(found):
-            console.print(part)
+    show_comparison(found, out=out, as_json=as_json)
     for other in others:
         values = {**other.figures, "baseline": first.figures}
         gate(fail_if, values | {"comparison": found["comparisons"][other.label]})

@@ -14,7 +14,7 @@ class Experimental(StrEnum):
 
     DECODE_GRAPHS = "decoding steps captured as CUDA graphs were not run on a GPU yet"
     FLEX_ATTENTION = "scoring of trees by flex attention was not run on a GPU yet"
-    VLLM = "the vLLM backend was not run with a vLLM engine yet"
+    VLLM = "the vLLM backend was run with vLLM on CPUs, not on a GPU yet"
 
 
 @cache

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nip_astra.samplers.task_episodes import TaskRollout
-from nip_astra.utils.intervals import exact_rate_interval, rate_estimate
+from nip_astra.utils.intervals import Interval, exact_rate_interval, rate_estimate
 
 
 def pass_at_k(num_right: int, num_runs: int, k: int) -> float:
@@ -58,7 +59,7 @@ class Tally:
 
     def report(self, num_runs: int) -> dict[str, Any]:
         """Share of right runs with its 95 % interval, mean reward, and for more runs pass@k with
-        its interval over problems.
+        its interval over problems, which for pass@1 is that of a share of right runs.
         """
         is_right = [float(reward >= self.success_reward) for reward in self.rewards]
         rate = rate_estimate(is_right, self.problems)
@@ -70,19 +71,31 @@ class Tally:
             "num_problems": len(set(self.problems)),
             "num_without_reward": self.num_runs - len(self.rewards),
         }
-        if num_runs > 1:
-            counts: dict[int, list[float]] = {}
-            for problem, right in zip(self.problems, is_right, strict=True):
-                counts.setdefault(problem, []).append(right)
-            full = [rights for rights in counts.values() if len(rights) == num_runs]
-            k = 1
-            while k <= num_runs and full:
-                values = [pass_at_k(int(sum(rights)), num_runs, k) for rights in full]
-                mean = sum(values) / len(values)
-                figures[f"pass_at_{k}"] = mean
-                # Chances spread no wider than outcomes of 0 or 1, so that this covers enough.
-                figures[f"pass_at_{k}_interval"] = list(exact_rate_interval(mean, len(values)))
-                k *= 2
+        return figures | (self._pass_at_k(num_runs) if num_runs > 1 else {})
+
+    def _pass_at_k(self, num_runs: int) -> dict[str, Any]:
+        """For k of 1, 2, 4 ... over the problems of which every run has a reward."""
+        counts = Counter(self.problems)
+        rights: dict[int, list[float]] = {
+            problem: [] for problem, count in counts.items() if count == num_runs
+        }
+        for problem, reward in zip(self.problems, self.rewards, strict=True):
+            if problem in rights:
+                rights[problem].append(float(reward >= self.success_reward))
+        figures: dict[str, Any] = {}
+        k = 1
+        while k <= num_runs and rights:
+            chances = [pass_at_k(int(sum(one)), num_runs, k) for one in rights.values()]
+            chance = sum(chances) / len(chances)
+            # Chances spread no wider than outcomes of 0 or 1, so that this covers enough.
+            interval = exact_rate_interval(chance, len(chances))
+            if k == 1:  # the share of right runs
+                problems = [problem for problem in rights for _ in range(num_runs)]
+                rate = rate_estimate([right for one in rights.values() for right in one], problems)
+                interval = Interval(rate.low, rate.high)
+            figures[f"pass_at_{k}"] = chance
+            figures[f"pass_at_{k}_interval"] = list(interval)
+            k *= 2
         return figures
 
 
