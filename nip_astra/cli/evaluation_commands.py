@@ -33,14 +33,14 @@ from nip_astra.evaluation.storage import EVALUATIONS, EvaluationFolder, text_has
 from nip_astra.evaluation.summary import VERSION
 from nip_astra.evaluation.tables import matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.patience import PatientChatModel, open_accounts
 from nip_astra.progress import open_progress
 from nip_astra.samplers.trees import TreeSampler
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_base.text_attackers import ChatAttacker, FixedProbes
+from nip_astra.scorers.base import open_services
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.trainers.service_use import services_used
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import using_processes
 from nip_astra.utils.processor import (
@@ -128,6 +128,8 @@ def _evaluate_cell(
     folder.open(configuration, is_overwritten=request.judged.is_overwritten)
     if not request.judged.is_overwritten:
         _reuse(folder, configuration, judges, options, is_quiet=request.judged.as_json)
+    services = _services(sampler, judges, settings)
+    open_accounts(services, f"evaluation {folder.path.name}", is_new=request.judged.is_overwritten)
     player = Player(
         sampler,
         {name: judges.scorers[name] for name in list(judges.scorers)[1:]},
@@ -147,7 +149,7 @@ def _evaluate_cell(
         parts=folder.parts(),
         cards=_cards(attacker, target, sampler),
         why_not_weighed=player.why_not_weighed(),
-        services=services_used(_services(sampler, judges, settings)),
+        services=services,
     )
     return figures, folder
 
@@ -199,9 +201,7 @@ def _services(
     found = {"target": target.chat_model} if isinstance(target, ChatAgent) else {}
     if isinstance(sampler.attacker, ChatAttacker):
         found["attacker"] = sampler.attacker.agent.chat_model
-    for scorer in judges.scorers.values():
-        found |= scorer.open_services(settings)
-    return found
+    return found | open_services(judges.scorers.values(), settings)
 
 
 def _cards(

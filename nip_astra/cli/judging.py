@@ -28,11 +28,13 @@ from nip_astra.evaluation.summary import NGRAMS, VERSION, summarise
 from nip_astra.evaluation.tables import as_text, comparison_tables, evaluation_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.embeddings import Embedder, EmbedderParameters, build_embedder
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers.service_use import services_used
 from nip_astra.utils.devices import resolve_device
 
 GATE_FAILED = 1
@@ -141,7 +143,7 @@ def finish(
     parts: Sequence[Mapping[str, Any]],
     cards: Sequence[Mapping[str, Any]] = (),
     why_not_weighed: str | None = None,
-    services: Mapping[str, Any] = {},
+    services: Mapping[str, PatientChatModel],
 ) -> dict[str, Any]:
     """Work out the figures and write them with the table."""
     names = list(judges.scorers)
@@ -173,7 +175,7 @@ def finish(
         parts=[*others, *of_labels],
     )
     limit = {"threshold": options.failure_threshold}
-    figures |= services
+    figures |= services_used(services)
     figures["cards"] = [*cards, *(card | limit for card in judges.cards)]
     folder.write(figures, as_text(evaluation_tables(figures)))
     return figures

@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.cli.commands import quieten_libraries
-from nip_astra.cli.evaluation_loading import RunCode, resolve_run, run_of, target_label
+from nip_astra.cli.evaluation_loading import (
+    RunCode,
+    resolve_run,
+    run_of,
+    target_label,
+    with_service_files,
+)
 from nip_astra.cli.judging import (
     Judges,
     JudgingRequest,
@@ -34,7 +40,9 @@ from nip_astra.evaluation.storage import (
     text_hash,
 )
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.scorers.base import open_services
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 from nip_astra.trust import on_behalf_of
 
@@ -47,8 +55,8 @@ def score(
 ) -> None:
     """Rate stored conversations again, without a language model."""
     quieten_libraries()
-    settings = ExperimentSettings.from_dict(dict(settings_fields))
     source, run = stored_rows(Path(path))
+    settings = with_service_files(ExperimentSettings.from_dict(dict(settings_fields)), run)
     resolved = resolve_run(run, code)
     section = getattr(resolved.hyper_params, resolved.kind)
     with on_behalf_of(resolved.source):
@@ -59,6 +67,8 @@ def score(
     own = float(before.get("failure_threshold", section.failure_threshold))
     limit = own if request.threshold is None else request.threshold
     folder = _folder_for(source, run, before, judges, limit, request)
+    services = open_services(judges.scorers.values(), settings)
+    open_accounts(services, f"evaluation {folder.path.name}", is_new=request.is_overwritten)
     num_calls = rate_anew(episodes, ordinary, judges.scorers)
     folder.replace_rows(episodes, ordinary)
     weighed = (before.get("probability_of_failure") or {}).get("importance_sampling") or {}
@@ -81,6 +91,7 @@ def score(
         planted=_plants_of(before, section),
         labels=(before.get("attacker", RunDirectory(run).run_id), before.get("target", "target")),
         parts=[{"scorer_calls": num_calls}],
+        services=services,
         cards=[card for card in before.get("cards", ()) if card["role"] != "scorer"],
         # Without episodes of its own it was refused before anything was weighed.
         why_not_weighed=weighed.get("reason") if weighed.get("num_episodes") == 0 else None,

@@ -34,6 +34,7 @@ from nip_astra.evaluation.tables import (
 from nip_astra.evaluation.task_comparison import TaskContender, compare_task_rows
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.asking import close_all
+from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.progress import open_progress
 from nip_astra.report.page import write_report
@@ -202,7 +203,6 @@ def _evaluate(
     folder = EvaluationFolder.of_run(policy.run, name)
     settings = ExperimentSettings.from_dict(settings_fields | {"progress": False})
     settings = with_service_files(settings, policy.run)
-    settings = settings.model_copy(update={"run_directory": RunDirectory(folder.path)})
     prepared = prepare_experiment(resolved, settings)
     trainer, services = prepared.trainer, prepared.scenario_instance.services
     assert isinstance(trainer, ServiceTrainer)
@@ -217,8 +217,9 @@ def _evaluate(
             "policy": _described(policy, trainer, resolved),
             "task": _task_parameters(trainer),
         }
-        folder.open(configuration, is_overwritten=request.judged.is_overwritten)
-        before = folder.figures().get("services") if (folder.path / FIGURES).is_file() else None
+        is_new = request.judged.is_overwritten
+        folder.open(configuration, is_overwritten=is_new)
+        open_accounts(services, f"evaluation {name}", is_new=is_new)
         if policy.checkpoint is not None:
             trainer.load_models(policy.checkpoint)
         progress = open_progress(len(asked.problems), enabled=not request.judged.as_json)
@@ -237,7 +238,7 @@ def _evaluate(
         "run": RunDirectory(policy.run).run_id,
         **configuration,
         "figures": found,
-        **({"services": before} if before else used),
+        **used,
     }
     folder.write(figures, as_text(task_tables(figures)))
     return figures, folder

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nip_astra.cli.commands import quieten_libraries
-from nip_astra.cli.evaluation_loading import RunCode
+from nip_astra.cli.evaluation_loading import RunCode, with_service_files
 from nip_astra.cli.judging import JudgingRequest, gate
 from nip_astra.cli.scorer_loading import load_scorers
 from nip_astra.cli.terminal import open_console, say
@@ -20,10 +20,13 @@ from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder,
 from nip_astra.evaluation.tables import as_text
 from nip_astra.evaluation.text_scores import rate_answers, score_figures
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.report.page import write_report
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.safe_text import to_json
+from nip_astra.scorers.base import open_services
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
+from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.text.analysis import stored_samplings
 from nip_astra.trainers.text.rollout_files import ROLLOUTS
 from nip_astra.utils.nested_array_dict import NestedArrayDict
@@ -64,7 +67,7 @@ def score_text_run(
         plugins=code.plugins,
         is_trusted=code.is_trusted,
     )
-    settings = ExperimentSettings.from_dict(dict(settings_fields))
+    settings = with_service_files(ExperimentSettings.from_dict(dict(settings_fields)), run)
     loaded = load_scorers(request.scorers, None, settings, resolved.scenario_dir)
     names = list(loaded.scorers)
     source = _source_of(Path(path), run)
@@ -77,6 +80,8 @@ def score_text_run(
         "threshold": threshold,
     }
     folder.open(configuration, is_overwritten=request.is_overwritten)
+    services = open_services(loaded.scorers.values(), settings)
+    open_accounts(services, f"evaluation {folder.path.name}", is_new=request.is_overwritten)
     rollouts = NestedArrayDict.load(source.path)
     answers = rate_answers(rollouts, source.told["agents"], loaded.scorers)
     (folder.path / SCORES).write_bytes(encode_rows(answers))
@@ -92,6 +97,7 @@ def score_text_run(
         "name": folder.path.name,
         **configuration,
         "figures": {**source.told["figures"], **scored},
+        **services_used(services),
     }
     table = figures_table(figures)
     folder.write(figures, as_text([table]))

@@ -22,7 +22,7 @@ Shape suffixes: `N` node, `T` token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from nip_astra.errors import RewardTermError
 from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.scorers.base import Scorer
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class RewardTerm(ABC):
         self.parameters = parameters
         self.device = device
         self.scenario_dir = scenario_dir
+
+    @property
+    def scorers(self) -> Sequence[Scorer]:
+        """Scorers that it asks; hook."""
+        return ()
 
     @abstractmethod
     def _values(self, nodes: RatedProbes) -> Tensor:

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from nip_astra.errors import DataError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.adapters import adapters_drawn_from
+from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
@@ -33,7 +34,7 @@ from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN, read_prompts
 from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
-from nip_astra.scorers.base import Scorer
+from nip_astra.scorers.base import Scorer, open_services
 from nip_astra.scorers.registry import SCORERS, build_scorer
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed
@@ -188,9 +189,14 @@ class AstChatScenario(Scenario):
             attacker.check_prompts(prompts, split=split)
             target.check_prompts(prompts, split=split)
         scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
-        services = scorer.open_services(settings)
+        reward_terms = build_reward_terms(
+            parameters.reward.terms, device=device, scenario_dir=scenario_dir
+        )
+        asked = [scorer, *(one for term in reward_terms.values() for one in term.scorers)]
+        services = open_services(asked, settings)
         if isinstance(target, ChatAgent):
             services = {"target": target.chat_model, **services}
+        open_accounts(services)
         return ConversationInstance(
             kind=str(ScenarioType.AST_CHAT),
             agents={"attacker": attacker, "target": target, "reference": reference},
@@ -207,9 +213,7 @@ class AstChatScenario(Scenario):
             planted_failures=parameters.planted_failures,
             scenario_dir=scenario_dir,
             services=services,
-            reward_terms=build_reward_terms(
-                parameters.reward.terms, device=device, scenario_dir=scenario_dir
-            ),
+            reward_terms=reward_terms,
         )
 
 

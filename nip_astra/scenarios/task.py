@@ -9,6 +9,7 @@ from pydantic import Field
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.adapters import adapters_drawn_from
+from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
@@ -23,6 +24,7 @@ from nip_astra.scenario_base.tasks.dataset import DatasetTask
 from nip_astra.scenario_base.tasks.registry import TASKS, build_task
 from nip_astra.scenario_instance import TaskInstance
 from nip_astra.scenarios.registry import Scenario, register_scenario
+from nip_astra.scorers.base import open_services
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.seeding import derive_seed
 
@@ -96,9 +98,12 @@ class TaskScenario(Scenario):
         )
         if isinstance(task, DatasetTask):
             task.check_lengths(policy)
+        services = open_services([] if task.scorer is None else [task.scorer], settings)
+        open_accounts(services)
         return TaskInstance(
             kind=str(ScenarioType.TASK),
             agents={"policy": policy, "reference": reference},
             task=task,
             scenario_dir=scenario_dir,
+            services=services,
         )

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
@@ -139,11 +139,7 @@ class Scorer:
 
     def open_services(self, settings: ExperimentSettings) -> dict[str, PatientChatModel]:
         """Tell the chat models that it asks what they may spend, and give them by who they are."""
-        found: dict[str, PatientChatModel] = {}
-        for number, scorer in enumerate(self.nested_scorers, start=1):
-            for name, model in scorer.open_services(settings).items():
-                found[f"{name} {number}" if name in found else name] = model
-        return found
+        return open_services(self.nested_scorers, settings)
 
     @property
     def modules(self) -> set[str]:
@@ -331,3 +327,17 @@ class Scorer:
 
 def _name_of(scorer: Scorer) -> str:
     return scorer.parameters.type_name or type(scorer).__name__
+
+
+def open_services(
+    scorers: Iterable[Scorer], settings: ExperimentSettings
+) -> dict[str, PatientChatModel]:
+    """Tell the chat models that scorers ask what they may spend, and give them by who they are."""
+    found: dict[str, PatientChatModel] = {}
+    for scorer in scorers:
+        for name, model in scorer.open_services(settings).items():
+            number, free = 2, name
+            while free in found:
+                free, number = f"{name} {number}", number + 1
+            found[free] = model
+    return found

@@ -339,13 +339,15 @@ class AstTrainer(LanguageModelTrainer):
 
     def kept_parts(self) -> dict[str, Part]:
         """What reward terms and the scorer remember."""
-        parts = {"terms": Part(self.shaping.state, self.shaping.load_state)}
+        parts = {}
+        # First: it waits for what is being played and rated.
+        if self._ahead is not None:
+            parts["played_ahead"] = Part(self._ahead.state, self._ahead.load_state)
+        parts["terms"] = Part(self.shaping.state, self.shaping.load_state)
         # A sampler of one's own need not say who rates.
         scorer = getattr(self.sampler, "scorer", None)
         if isinstance(scorer, Scorer):
             parts["verdicts"] = Part(scorer.verdicts, scorer.load_verdicts)
-        if self._ahead is not None:
-            parts["played_ahead"] = Part(self._ahead.state, self._ahead.load_state)
         return super().kept_parts() | parts
 
     def _write_results(self) -> None:

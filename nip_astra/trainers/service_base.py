@@ -55,6 +55,12 @@ from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
 from nip_astra.trainers.service.playing import check_who_plays, live_groups, sample_of_service
 from nip_astra.trainers.service.samples import collate_trajectories, score_batch
+from nip_astra.trainers.service_use import (
+    estimate_services,
+    service_metrics,
+    services_used,
+    warnings_about_services,
+)
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.seeding import derived_generator
 
@@ -200,7 +206,8 @@ class ServiceTrainer(LanguageModelTrainer):
         metrics["rollout/without_reward"] = float(len(trajectories) - len(known))
         samples, more = self.prepare(known)
         self.dump("samples", {"samples": samples})
-        return Experience(samples, metrics | self._noted | more)
+        asked = service_metrics(self.scenario_instance.services)
+        return Experience(samples, metrics | asked | self._noted | more)
 
     def _rollout_of(self, iteration: int) -> Played:
         """What an iteration learns from, played now or ahead."""
@@ -300,8 +307,12 @@ class ServiceTrainer(LanguageModelTrainer):
 
     def kept_parts(self) -> dict[str, Part]:
         parts = super().kept_parts()
+        # First: it waits for what is being played and rated.
         if self._ahead is not None:
             parts["played_ahead"] = Part(self._ahead.state, self._ahead.load_state)
+        scorer = self.task.scorer
+        if scorer is not None:
+            parts["verdicts"] = Part(scorer.verdicts, scorer.load_verdicts)
         return parts
 
     # ---- measuring
@@ -364,8 +375,11 @@ class ServiceTrainer(LanguageModelTrainer):
             "before": self.state.before,
             "num_iterations": self.state.iteration,
             "num_optimizer_steps": self.state.num_optimizer_steps,
+            **services_used(self.scenario_instance.services),
         }
         self.results.setdefault("warnings", [])
+        for text in warnings_about_services(self.scenario_instance.services):
+            self._warn(text)
         if self.state.iteration and not self.state.num_optimizer_steps:
             self._warn(
                 "the policy is as it was: in no iteration was there a trajectory to learn from, "
@@ -383,7 +397,27 @@ class ServiceTrainer(LanguageModelTrainer):
         """Play one problem, take the gradient of what it gives, and estimate a whole run."""
         with ExitStack() as stack:
             self._build_train_context(stack)
-            return estimate_task_run(self, self._samples_of_one_problem)
+            asked = self._estimate_services()
+            return estimate_task_run(self, self._samples_of_one_problem) | asked
+
+    @torch.no_grad()
+    def _estimate_services(self) -> dict[str, Any]:
+        """What those who rate would take in a run, by one answer."""
+        services = self.scenario_instance.services
+        if services:
+            self._play("dev", [0], ("evaluation", 0), num_runs=1)
+        return estimate_services(services, self._num_episodes_of_run())
+
+    def _num_episodes_of_run(self) -> int:
+        """Those of training, without resampling, of dev evaluations, before and after."""
+        training, options = self.training, self.options.evaluation
+        num_iterations, period = training.num_iterations, training.eval_period
+        played = training.num_episodes_per_experience * self.parameters.num_runs
+        tested = len(self.held_out("test", options.num_problems)) * options.num_runs
+        dev = len(self.held_out("dev", options.num_dev_problems)) * options.num_dev_runs
+        num_dev = num_iterations // period if period else 0
+        trained = num_iterations * played if self.samples_in_training else 0
+        return int(trained + num_dev * dev + 2 * tested)
 
     def _samples_of_one_problem(self) -> list[Sample]:
         self._iteration = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,7 +90,7 @@ class PatientChatModel(ChatModel):
         self.model = model
         self.name, self.place = model.name, model.place
         self.limits = limits
-        self.label = label
+        self.label = self.account = label
         self.prices = prices
         self.ledger = ledger or RequestLedger()
         self.budget = budget
@@ -115,7 +115,7 @@ class PatientChatModel(ChatModel):
     @property
     def use(self) -> ServiceUse:
         """What was asked of the model so far, earlier parts of the run included."""
-        return self.ledger.use(self.label, self.name, self.num_remembered)
+        return self.ledger.use(self.account, self.name, self.num_remembered)
 
     def most_of(self, request: ChatRequest) -> Spent:
         """The most that one attempt may take, about."""
@@ -259,7 +259,7 @@ class PatientChatModel(ChatModel):
             for one in answers
         ) + sum(failure.reason is FailureReason.REFUSED for failure in failures)
         return RequestRecord(
-            label=self.label,
+            label=self.account,
             model=self.name,
             seconds=seconds,
             num_samples=len(answers),
@@ -327,6 +327,27 @@ def make_patient(
         memory=None if memory_path is None else AnswerMemory(memory_path),
         remembers_run_alone=remembered is None,
     )
+
+
+def open_accounts(
+    services: Mapping[str, PatientChatModel], purpose: str = "", *, is_new: bool = False
+) -> None:
+    """Count what each model takes under its name from now on.
+
+    Parameters
+    ----------
+    services : Mapping
+        By who they are: "target", "judge".
+    purpose : str
+        What they are asked for, where a ledger serves several: "evaluation test".
+    is_new : bool
+        Whether what was counted so before is of something else.
+    """
+    for name, model in services.items():
+        model.account = f"{name}, {purpose}" if purpose else name
+        model.num_remembered = 0
+        if is_new:
+            model.ledger.set_aside(model.account)
 
 
 async def gather_all(tasks: Iterable[Awaitable[T]]) -> list[T]:

@@ -195,6 +195,13 @@ class RequestLedger:
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_free, freed)
 
+    def set_aside(self, label: str) -> None:
+        """Count what was spent under a label for the budget alone."""
+        with self._lock, guarded(self.path):
+            self._database.execute(
+                "UPDATE requests SET label = label || ' (before)' WHERE label = ?", (label,)
+            )
+
     def use(self, label: str, model: str, num_remembered: int = 0) -> ServiceUse:
         """What those of a label took."""
         with self._lock, guarded(self.path):

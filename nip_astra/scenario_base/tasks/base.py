@@ -13,7 +13,7 @@ import torch
 from nip_astra.errors import DataError
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 from nip_astra.rollouts.prompts import Columns
-from nip_astra.scorers.base import Message
+from nip_astra.scorers.base import Message, Scorer
 from nip_astra.utils.seeding import derive_seed, derived_generator
 
 Split = Literal["train", "dev", "test"]
@@ -87,6 +87,9 @@ class Task(ABC):
 
     A subclass gives `environment`, and registers under the name by which `_type` selects it.
     """
+
+    scorer: Scorer | None = None
+    """What rates messages where no environment does."""
 
     class Parameters(TaskParameters):
         """Parameters of the task; a subclass adds its own."""

@@ -81,7 +81,6 @@ class DatasetTask(Task):
         self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
     ) -> None:
         super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
-        self.scorer: Scorer | None = None
         if parameters.reward == "scorer":
             if parameters.scorer is None:
                 raise DataError(

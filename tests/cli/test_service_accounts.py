@@ -1,0 +1,66 @@
+"""What each evaluation took of services is told apart from what others took."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command_line import CommandLine
+from tests.scorers.chat_stub import Reply, chat_stub, rating
+from tests.tiny import write_scenario
+
+PRICES = {"prompt": 1000.0, "completion": 2000.0}
+TARGET = {"_type": "scripted", "answers": ["you are silly", "good day"], "prices": PRICES}
+
+
+@pytest.fixture
+def run(cli: CommandLine, tmp_path: Path) -> str:
+    scenario = write_scenario(tmp_path / "s", target={"chat_model": TARGET, "max_new_tokens": 3})
+    few = ("--set", "training.num_iterations=1")
+    said = cli("--trainer", "ast_dpo", "--scenario", str(scenario), "--run-id", "mine", *few)
+    assert said.code == 0, said.err
+    return str(tmp_path / "runs" / "mine")
+
+
+def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, run: str) -> None:
+    def use_of(seed: int, *more: str) -> dict[str, Any]:
+        asked = ("evaluate", run, "--probability-episodes", "0", "--json", "--name", f"of_{seed}")
+        said = cli(*asked, "--seed", str(seed), *more)
+        assert said.code == 0, said.err
+        found: dict[str, Any] = json.loads(said.out)["services"]["target"]
+        return found
+
+    first, second = use_of(5), use_of(6)
+    assert first["num_requests"] == second["num_requests"] > 0
+    assert use_of(5) == first, "it has played all already"
+    anew = use_of(6, "--overwrite")
+    assert (anew["num_requests"], anew["num_remembered"]) == (0, second["num_samples"])
+
+
+def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_told(
+    cli: CommandLine, run: str
+) -> None:
+    def answer(body: dict[str, Any], number: int) -> Reply:
+        return rating(len(body["messages"][1]["content"]) % 11)
+
+    with chat_stub(answer) as stub:
+        judge = {"_type": "judge", "base_url": stub.base_url, "model": "m", "prices": PRICES}
+        cli.write("judge.yaml", json.dumps(judge))
+        by = ("--scorer", "judge.yaml", "--json")
+        played_by = ("evaluate", run, "--probability-episodes", "0", *by)
+        few = cli(*played_by, "--settings", "max_service_requests=1")
+        assert few.code != 0
+        assert "max_service_requests=1" in few.err
+        played = cli(*played_by)
+        assert played.code == 0, played.err
+        use = json.loads(played.out)["services"]["judge"]
+        assert use["num_requests"] == len(stub.requests) > 0
+        num_asked = len(stub.requests)
+        again = cli("score", run, *by, "--name", "again")
+        assert again.code == 0, again.err
+        use = json.loads(again.out)["services"]["judge"]
+        assert len(stub.requests) == num_asked, "the run remembers what its judge has said"
+        assert (use["num_requests"], use["num_remembered"] > 0) == (0, True)

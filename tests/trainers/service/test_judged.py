@@ -1,0 +1,112 @@
+"""Policies whose messages a judge rewards: what the judge takes is bounded, kept and told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nip_astra.errors import BudgetExhaustedError
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.trainers.service_base import ServiceTrainer
+from tests.command_line import CommandLine
+from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
+
+SMALL = (
+    "training.num_iterations=2",
+    "training.num_episodes_per_experience=2",
+    "training.minibatch_size=32",
+    "training.eval_period=1",
+    "self_hosted_grpo.num_runs=4",
+    "task.evaluation.num_problems=3",
+    "task.evaluation.num_dev_problems=2",
+    "task.policy.max_new_tokens=3",
+)
+NUM_EPISODES = 2 * 2 * 4 + 2 * 2 + 2 * 3
+"""Of a whole run: of training, dev evaluations, before and after."""
+
+
+def _by_length(body: dict[str, Any], number: int) -> Reply:
+    text = json.loads(body["messages"][1]["content"])["turn_to_rate"]["text"]
+    return rating(len(text) % 11)
+
+
+@pytest.fixture
+def resolve(tmp_path: Path) -> Callable[[ChatStub], ResolvedExperiment]:
+    for name, problems in (("train", "12345"), ("test", "678")):
+        rows = [json.dumps({"prompt": f"{problem}+1="}) for problem in problems]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    prices = "{prompt: 1000.0, completion: 2000.0}"
+
+    def resolved(stub: ChatStub) -> ResolvedExperiment:
+        judge = f"{{_type: judge, base_url: '{stub.base_url}', model: m, prices: {prices}}}"
+        files = f"train: {tmp_path}/train.jsonl, test: {tmp_path}/test.jsonl"
+        task = f"task.task={{_type: dataset, {files}, reward: scorer, scorer: {judge}}}"
+        return resolve_experiment(trainer="self_hosted_grpo", overrides=[*SMALL, task])
+
+    return resolved
+
+
+def test_what_a_judge_takes_is_bounded_and_told_and_a_resumed_run_pays_nothing_twice(
+    resolve: Callable[[ChatStub], ResolvedExperiment], tmp_path: Path
+) -> None:
+    kept: dict[str, Any] = {"runs_dir": str(tmp_path / "runs"), "progress": False}
+    with chat_stub(_by_length) as stub:
+        whole = run_experiment(resolve(stub), run_id="whole", **kept).results
+        asked = [json.dumps(body) for body in stub.requests]
+        use = whole["services"]["judge"]
+        assert use["num_requests"] == len(asked) > 0
+        assert use["cost"] > 0
+        lines = (tmp_path / "runs" / "whole" / "timings.jsonl").read_text().splitlines()
+        costs = [json.loads(line).get("services/judge_cost", 0.0) for line in lines]
+        assert 0 < max(costs) <= use["cost"]
+
+        stub.requests.clear()
+        with pytest.raises(BudgetExhaustedError, match="max_service_requests=9"):
+            run_experiment(resolve(stub), run_id="cut", max_service_requests=9, **kept)
+        assert len(stub.requests) == 9
+        cut = tmp_path / "runs" / "cut"
+        resumed = resume_experiment(cut, max_service_requests=500, progress=False).results
+        assert sorted(map(json.dumps, stub.requests)) == sorted(asked)
+    assert resumed["after"] == whole["after"]
+    assert resumed["services"]["judge"]["num_requests"] == len(asked)
+
+
+def test_a_dry_run_prices_the_judge_and_checkpoints_keep_what_it_said(
+    resolve: Callable[[ChatStub], ResolvedExperiment],
+) -> None:
+    with chat_stub(_by_length) as stub:
+        trainer = prepare_experiment(resolve(stub)).trainer
+        assert isinstance(trainer, ServiceTrainer)
+        told = trainer.dry_run()
+        assert told["judge_requests"] == NUM_EPISODES
+        assert told["judge_cost"] > 0
+        state = trainer.kept_parts()["verdicts"].save()
+        assert len(state["scores"]) == len(stub.requests)
+
+
+def test_evaluations_of_a_judged_policy_count_their_own_requests(
+    resolve: Callable[[ChatStub], ResolvedExperiment], cli: CommandLine, tmp_path: Path
+) -> None:
+    with chat_stub(_by_length) as stub:
+        kept: dict[str, Any] = {"runs_dir": str(tmp_path / "runs"), "progress": False}
+        run_experiment(resolve(stub), run_id="one", **kept)
+        num_before = len(stub.requests)
+
+        def use_of(seed: int, *more: str) -> dict[str, Any]:
+            name = ("--name", f"of_{seed}", "--seed", str(seed))
+            said = cli("evaluate", str(tmp_path / "runs" / "one"), *name, "--json", *more)
+            assert said.code == 0, said.err
+            found: dict[str, Any] = json.loads(said.out)["services"]["judge"]
+            return found
+
+        first, second = use_of(5), use_of(6)
+        num_paid = first["num_requests"] + second["num_requests"]
+        assert num_paid == len(stub.requests) - num_before
+        assert first["num_requests"] + first["num_remembered"] == 3
+        assert use_of(5, "--overwrite")["num_remembered"] == 3
+        assert use_of(6) | {"num_remembered": second["num_remembered"]} == second
