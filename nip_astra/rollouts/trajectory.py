@@ -214,7 +214,7 @@ class Trajectory:
         """The first tokens, with masks, log-probabilities and advantages of tokens cut alike."""
         fields = self.to_plain()
         for name, value in fields.items():
-            if isinstance(value, Tensor) and value.shape[:1] == self.tokens.shape:
+            if isinstance(value, Tensor | np.ndarray) and value.shape[:1] == self.tokens.shape:
                 fields[name] = value[:max_tokens]
         return Trajectory(**fields)
 

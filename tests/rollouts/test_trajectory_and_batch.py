@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,10 @@ def test_what_tools_and_environments_said_is_masked() -> None:
     assert (one.num_prompt_tokens, one.num_response_tokens) == (2, 2)
 
 
-def test_truncation_cuts_everything_of_tokens_alike() -> None:
-    one = Trajectory(
-        [1, 2, 3], [0, 1, 1], logprobs=[0, -1, -2], advantage=torch.tensor([0.0, 1.0, 2.0]), name=4
-    )
+@pytest.mark.parametrize("array", [torch.tensor, np.array])
+def test_truncation_cuts_everything_of_tokens_alike(array: Callable[..., Any]) -> None:
+    advantage = array([0.0, 1.0, 2.0])
+    one = Trajectory([1, 2, 3], [0, 1, 1], logprobs=[0, -1, -2], advantage=advantage, name=4)
     cut = one.truncated(2)
     assert len(cut) == len(cut.loss_mask) == 2
     assert torch.as_tensor(cut.advantage).tolist() == [0, 1]
