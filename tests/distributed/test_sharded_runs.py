@@ -51,7 +51,6 @@ def run(
     resolved: ResolvedExperiment, path: Path, store: str | None, *, stops: bool = False
 ) -> None:
     """Run by divided weights, to the end or to the first checkpoint."""
-    patch = pytest.MonkeyPatch()
     save = Trainer._save_checkpoint
 
     def save_and_stop(self: Trainer, **options: Any) -> None:
@@ -59,17 +58,52 @@ def run(
         if stops and self.state.iteration == 1:
             raise KeyboardInterrupt
 
-    patch.setattr(Trainer, "_save_checkpoint", save_and_stop)
     options = {"progress": False, "checkpoint_period": 1, "sharding": "fsdp"}
-    try:
-        run_experiment(
-            resolved, runs_dir=str(path.parent), run_id=path.name, process_store=store, **options
-        )
-    except (Exception, KeyboardInterrupt):
-        if not stops:
-            raise
-    finally:
-        patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_save_checkpoint", save_and_stop)
+        try:
+            run_experiment(
+                resolved,
+                runs_dir=str(path.parent),
+                run_id=path.name,
+                process_store=store,
+                **options,
+            )
+        except (Exception, KeyboardInterrupt):
+            if not stops:
+                raise
+
+
+def signalled(
+    resolved: ResolvedExperiment,
+    path: Path,
+    method: str,
+    number: int,
+    *,
+    rank: int,
+    by: signal.Signals,
+) -> Callable[[str], str]:
+    """A run of which a process gets a signal at some call of the service; gives how it ended."""
+
+    def play(store: str) -> str:
+        original, calls = getattr(ShardedService, method), iter(range(99))
+
+        def with_signal(self: ShardedService, *given: Any) -> Any:
+            if self.team.rank == rank and next(calls) == number:
+                os.kill(os.getpid(), by)
+            return original(self, *given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ShardedService, method, with_signal)
+            try:
+                run(resolved, path, store)
+            except LostProcessError as error:
+                return str(error)
+            except StopRequested as error:
+                return error.signal_name
+        return ""
+
+    return play
 
 
 def resume(path: Path, store: str | None) -> None:
@@ -170,24 +204,7 @@ def test_a_divided_run_of_which_a_process_is_killed_goes_on_from_its_last_checkp
 ) -> None:
     whole, path = tmp_path / "whole", tmp_path / "killed"
     run(resolved, whole, None)
-
-    def killed(store: str) -> str:
-        patch, step, taken = pytest.MonkeyPatch(), ShardedService._part_of_step, iter(range(99))
-
-        def end_of_one(self: ShardedService, *given: Any) -> dict[str, float]:
-            if self.team.rank == 1 and next(taken) == 5:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return step(self, *given)
-
-        patch.setattr(ShardedService, "_part_of_step", end_of_one)
-        try:
-            run(resolved, path, store)
-        except LostProcessError as error:
-            return str(error)
-        finally:
-            patch.undo()
-        return ""
-
+    killed = signalled(resolved, path, "_part_of_step", 5, rank=1, by=signal.SIGKILL)
     message, _ = together(killed, tmp_path, killed=[1])
     assert says(message, "2 processes", "one of them has ended", "saved in step_", "resume")
     assert not (path / "results.json").exists()
@@ -200,24 +217,7 @@ def test_a_process_that_is_killed_while_it_saves_leaves_the_checkpoint_before(
     resolved: ResolvedExperiment, tmp_path: Path
 ) -> None:
     path = tmp_path / "killed"
-
-    def killed(store: str) -> str:
-        patch, save, saved = pytest.MonkeyPatch(), ShardedService._save_parts, iter(range(9))
-
-        def end_of_one(self: ShardedService, directory: Path) -> None:
-            if self.team.rank == 1 and next(saved) == 1:
-                os.kill(os.getpid(), signal.SIGKILL)
-            save(self, directory)
-
-        patch.setattr(ShardedService, "_save_parts", end_of_one)
-        try:
-            run(resolved, path, store)
-        except LostProcessError as error:
-            return str(error)
-        finally:
-            patch.undo()
-        return ""
-
+    killed = signalled(resolved, path, "_save_parts", 1, rank=1, by=signal.SIGKILL)
     message, _ = together(killed, tmp_path, killed=[1])
     (checkpoint,) = (path / "checkpoints").glob("step_*")
     assert says(message, "one of them has ended", f"saved in {checkpoint.name}")
@@ -230,24 +230,7 @@ def test_a_divided_run_that_is_stopped_saves_within_the_iteration(
 ) -> None:
     whole, path = tmp_path / "whole", tmp_path / "stopped"
     run(resolved, whole, None)
-
-    def stopped(store: str) -> str:
-        patch, step, taken = pytest.MonkeyPatch(), ShardedService._part_of_step, iter(range(99))
-
-        def signal_to_leader(self: ShardedService, *given: Any) -> dict[str, float]:
-            if self.team.rank == 0 and next(taken) == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return step(self, *given)
-
-        patch.setattr(ShardedService, "_part_of_step", signal_to_leader)
-        try:
-            run(resolved, path, store)
-        except StopRequested as error:
-            return error.signal_name
-        finally:
-            patch.undo()
-        return ""
-
+    stopped = signalled(resolved, path, "_part_of_step", 1, rank=0, by=signal.SIGTERM)
     assert together(stopped, tmp_path) == ["SIGTERM", "SIGTERM"]
     (checkpoint,) = (path / "checkpoints").glob("step_*")
     assert len([*checkpoint.glob("attacker/shards/*")]) == 2
