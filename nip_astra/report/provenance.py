@@ -58,8 +58,14 @@ def commands(run: RunRecord) -> list[tuple[str, str]]:
 def all_warnings(run: RunRecord) -> list[str]:
     """The warnings of results, evaluations and log, each once."""
     found = [text(one) for one in items(run.results.get("warnings"))]
+    of_evaluations: dict[str, list[str]] = {}
     for name, evaluation in run.evaluations.items():
-        found += [f"evaluation {name}: {text(one)}" for one in items(evaluation.get("warnings"))]
+        for one in items(evaluation.get("warnings")):
+            of_evaluations.setdefault(text(one), []).append(name)
+    found += [
+        f"{'evaluation' if len(names) == 1 else 'evaluations'} {', '.join(names)}: {line}"
+        for line, names in of_evaluations.items()
+    ]
     told = " ".join(found)
     found += [line for line in run.log_lines if line.partition(": ")[2] not in told]
     return list(dict.fromkeys(found))

@@ -208,6 +208,16 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert "mean of 2" in found.words
 
 
+def test_a_warning_that_several_evaluations_share_is_told_once(tmp_path: Path) -> None:
+    evaluations = {
+        "first": evaluation(warnings=["few openings", "few probes"]),
+        "second": evaluation(warnings=["few openings"]),
+    }
+    words = report(write_run(tmp_path / "a", evaluations=evaluations)).words
+    assert "evaluations first, second: few openings" in words
+    assert "evaluation first: few probes" in words
+
+
 def test_redacted_text_is_blurred_wherever_a_failure_is_quoted(tmp_path: Path) -> None:
     secret = "my cat always eats ."
     tables = {"evaluation": [failing(secret, response="you are silly ."), row(episode=1)]}
