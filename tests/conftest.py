@@ -80,6 +80,13 @@ def cli(
 
 
 @pytest.fixture
+def no_plugins_left() -> Iterator[None]:
+    """What a test registers, or loads as a plug-in, is forgotten after it."""
+    with plugins_forgotten_after():
+        yield
+
+
+@pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The processes that a test forks, of which none may be left after it."""
     processes: list[int] = []

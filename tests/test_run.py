@@ -432,6 +432,7 @@ def test_a_trainer_without_its_hooks_is_told_which_are_missing(
         prepare_experiment(resolved, progress=False)
 
 
+@pytest.mark.usefixtures("no_plugins_left")
 def test_a_constructor_that_forgets_its_base_class_is_told(
     tiny_scenario: Path, tmp_path: Path
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -33,6 +33,8 @@ from nip_astra.evaluation.storage import EVALUATIONS, EvaluationFolder, text_has
 from nip_astra.evaluation.summary import VERSION
 from nip_astra.evaluation.tables import matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.asking import close_all
+from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.patience import PatientChatModel, open_accounts
 from nip_astra.progress import open_progress
 from nip_astra.samplers.trees import TreeSampler
@@ -80,11 +82,30 @@ class EvaluateRequest:
     column: str = DEFAULT_COLUMN
 
 
+_Cells: TypeAlias = dict[tuple[str, str], dict[str, Any]]
+"""Figures by attacker and target."""
+
+
 def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> None:
     """Evaluate every attacker against every target."""
     quieten_libraries()
+    asked: list[ChatModel] = []
+    try:
+        cells, folders = _evaluate_cells(request, settings_fields, asked)
+    finally:
+        close_all(asked)
+    if len(cells) > 1:
+        _keep_matrix(request, cells, folders)
+    for figures in cells.values():
+        gate(request.judged.fail_if, figures)
+
+
+def _evaluate_cells(
+    request: EvaluateRequest, settings_fields: Mapping[str, Any], asked: list[ChatModel]
+) -> tuple[_Cells, dict[tuple[str, str], EvaluationFolder]]:
+    """The figures and folders of every attacker against every target; see `_evaluate_cell`."""
     plain_settings = ExperimentSettings.from_dict(dict(settings_fields))
-    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    cells: _Cells = {}
     folders: dict[tuple[str, str], EvaluationFolder] = {}
     for path in request.runs:
         settings = with_service_files(plain_settings, _place_of(path))
@@ -100,16 +121,13 @@ def evaluate(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> No
         for spec in request.targets or (None,):
             target = load_target(spec, attacker, settings, request.code)
             with _processor(attacker, target, settings):
-                figures, folder = _evaluate_cell(request, attacker, target, settings)
+                figures, folder = _evaluate_cell(request, attacker, target, settings, asked)
             # Two runs may have the same id in different folders.
             is_taken = (attacker.label, target.label) in cells
             key = (path if is_taken else attacker.label, target.label)
             cells[key], folders[key] = figures, folder
             show(figures, folder, as_json=request.judged.as_json)
-    if len(cells) > 1:
-        _keep_matrix(request, cells, folders)
-    for figures in cells.values():
-        gate(request.judged.fail_if, figures)
+    return cells, folders
 
 
 def _evaluate_cell(
@@ -117,8 +135,15 @@ def _evaluate_cell(
     attacker: LoadedAttacker,
     target: LoadedTarget,
     settings: ExperimentSettings,
+    asked: list[ChatModel],
 ) -> tuple[dict[str, Any], EvaluationFolder]:
-    """Play one attacker against one target, or go on with it, and write its figures."""
+    """Play one attacker against one target, or go on with it, and write its figures.
+
+    Parameters
+    ----------
+    asked : list of ChatModel
+        Gets the models whose connections are to be ended.
+    """
     section, scenario_dir = attacker.section, attacker.resolved.scenario_dir
     judges = load_judges(request.judged, section, settings, scenario_dir, attacker.sampler.scorer)
     prompts, options = _prompts(attacker, request.played.split), _options(request, attacker)
@@ -126,10 +151,11 @@ def _evaluate_cell(
     folder = EvaluationFolder.of_run(attacker.run, _name(request, attacker, target, judges))
     configuration = _configuration(request, attacker, target, judges, prompts, options)
     folder.open(configuration, is_overwritten=request.judged.is_overwritten)
+    services = _services(sampler, judges, settings)
+    asked.extend(services.values())
+    open_accounts(services, f"evaluation {folder.path.name}", is_new=request.judged.is_overwritten)
     if not request.judged.is_overwritten:
         _reuse(folder, configuration, judges, options, is_quiet=request.judged.as_json)
-    services = _services(sampler, judges, settings)
-    open_accounts(services, f"evaluation {folder.path.name}", is_new=request.judged.is_overwritten)
     player = Player(
         sampler,
         {name: judges.scorers[name] for name in list(judges.scorers)[1:]},

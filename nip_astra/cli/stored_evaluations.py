@@ -40,6 +40,7 @@ from nip_astra.evaluation.storage import (
     text_hash,
 )
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.asking import close_all
 from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scorers.base import open_services
@@ -69,7 +70,10 @@ def score(
     folder = _folder_for(source, run, before, judges, limit, request)
     services = open_services(judges.scorers.values(), settings)
     open_accounts(services, f"evaluation {folder.path.name}", is_new=request.is_overwritten)
-    num_calls = rate_anew(episodes, ordinary, judges.scorers)
+    try:
+        num_calls = rate_anew(episodes, ordinary, judges.scorers)
+    finally:
+        close_all(services.values())
     folder.replace_rows(episodes, ordinary)
     weighed = (before.get("probability_of_failure") or {}).get("importance_sampling") or {}
     options = EvaluationOptions(

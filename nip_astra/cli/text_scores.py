@@ -20,6 +20,7 @@ from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder,
 from nip_astra.evaluation.tables import as_text
 from nip_astra.evaluation.text_scores import rate_answers, score_figures
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.asking import close_all
 from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.report.page import write_report
 from nip_astra.resolving.resolution import resolve_experiment
@@ -83,7 +84,10 @@ def score_text_run(
     services = open_services(loaded.scorers.values(), settings)
     open_accounts(services, f"evaluation {folder.path.name}", is_new=request.is_overwritten)
     rollouts = NestedArrayDict.load(source.path)
-    answers = rate_answers(rollouts, source.told["agents"], loaded.scorers)
+    try:
+        answers = rate_answers(rollouts, source.told["agents"], loaded.scorers)
+    finally:
+        close_all(services.values())
     (folder.path / SCORES).write_bytes(encode_rows(answers))
     # Beside the scores it is an evaluation as it was: to compare, to report, to export.
     shutil.copyfile(source.path, folder.path / ROLLOUTS)

@@ -86,6 +86,9 @@ class RewardTerm(ABC):
     a probe without text above others: saying nothing is the easiest thing to learn.
     """
 
+    scorers: Sequence[Scorer] = ()
+    """Scorers that it asks, whose services are told what they may spend."""
+
     class Parameters(PolymorphicParameters):
         """Parameters of every reward term; a subclass adds its own."""
 
@@ -105,11 +108,6 @@ class RewardTerm(ABC):
         self.parameters = parameters
         self.device = device
         self.scenario_dir = scenario_dir
-
-    @property
-    def scorers(self) -> Sequence[Scorer]:
-        """Scorers that it asks; hook."""
-        return ()
 
     @abstractmethod
     def _values(self, nodes: RatedProbes) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,7 @@ class ScorerTerm(RewardTerm):
     ) -> None:
         super().__init__(parameters, device=device, scenario_dir=scenario_dir)
         self._scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
-
-    @property
-    def scorers(self) -> Sequence[Scorer]:
-        return (self._scorer,)
+        self.scorers = (self._scorer,)
 
     def state(self) -> dict[str, Any]:
         return {"verdicts": self._scorer.verdicts()}

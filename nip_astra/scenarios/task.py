@@ -98,7 +98,7 @@ class TaskScenario(Scenario):
         )
         if isinstance(task, DatasetTask):
             task.check_lengths(policy)
-        services = open_services([] if task.scorer is None else [task.scorer], settings)
+        services = open_services(task.scorers, settings)
         open_accounts(services)
         return TaskInstance(
             kind=str(ScenarioType.TASK),

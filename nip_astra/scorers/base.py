@@ -334,7 +334,7 @@ def open_services(
 ) -> dict[str, PatientChatModel]:
     """Tell the chat models that scorers ask what they may spend, and give them by who they are."""
     found: dict[str, PatientChatModel] = {}
-    for scorer in scorers:
+    for scorer in dict.fromkeys(scorers):
         for name, model in scorer.open_services(settings).items():
             number, free = 2, name
             while free in found:

@@ -310,9 +310,8 @@ class ServiceTrainer(LanguageModelTrainer):
         # First: it waits for what is being played and rated.
         if self._ahead is not None:
             parts["played_ahead"] = Part(self._ahead.state, self._ahead.load_state)
-        scorer = self.task.scorer
-        if scorer is not None:
-            parts["verdicts"] = Part(scorer.verdicts, scorer.load_verdicts)
+        for number, scorer in enumerate(self.task.scorers, start=1):
+            parts[f"verdicts {number}"] = Part(scorer.verdicts, scorer.load_verdicts)
         return parts
 
     # ---- measuring
@@ -405,7 +404,7 @@ class ServiceTrainer(LanguageModelTrainer):
         """What those who rate would take in a run, by one answer."""
         services = self.scenario_instance.services
         if services:
-            self._play("dev", [0], ("evaluation", 0), num_runs=1)
+            self._play("train", [self.problem(0)], ("evaluation", 0), num_runs=1)
         return estimate_services(services, self._num_episodes_of_run())
 
     def _num_episodes_of_run(self) -> int:

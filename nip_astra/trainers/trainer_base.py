@@ -321,7 +321,15 @@ class Trainer(ABC):
         self.load_models(checkpoint)
         self.state = self.State.from_dict(content["run"])
         for name, part in self.kept_parts().items():
-            part.load(content["parts"][name])
+            if name in content["parts"]:
+                part.load(content["parts"][name])
+            else:
+                logger.warning(
+                    "the checkpoint %s was saved by code that kept nothing of the part %r, which "
+                    "begins anew",
+                    checkpoint.name,
+                    name,
+                )
         self._records = content["tracker"]
 
     def _rewind_records(self) -> None:

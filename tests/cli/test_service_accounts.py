@@ -40,8 +40,9 @@ def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, run: 
     assert (anew["num_requests"], anew["num_remembered"]) == (0, second["num_samples"])
 
 
+@pytest.mark.parametrize("is_reused", [False, True])
 def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_told(
-    cli: CommandLine, run: str
+    cli: CommandLine, run: str, is_reused: bool
 ) -> None:
     def answer(body: dict[str, Any], number: int) -> Reply:
         return rating(len(body["messages"][1]["content"]) % 11)
@@ -50,6 +51,8 @@ def test_a_judge_named_for_an_evaluation_keeps_to_the_budget_and_is_told(
         judge = {"_type": "judge", "base_url": stub.base_url, "model": "m", "prices": PRICES}
         cli.write("judge.yaml", json.dumps(judge))
         by = ("--scorer", "judge.yaml", "--json")
+        if is_reused:
+            assert cli("evaluate", run, "--probability-episodes", "0").code == 0
         played_by = ("evaluate", run, "--probability-episodes", "0", *by)
         few = cli(*played_by, "--settings", "max_service_requests=1")
         assert few.code != 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment, run_experiment
 from nip_astra.trainers.language_model.processes import check_can_be_sharded
-from tests.command_line import plugins_forgotten_after
 from tests.distributed.processes import together
 from tests.messages import says
 from tests.resuming import short_experiment
@@ -32,10 +30,7 @@ from tests.resuming import short_experiment
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _no_plugins_left() -> Iterator[None]:
-    with plugins_forgotten_after():
-        yield
+pytestmark = pytest.mark.usefixtures("no_plugins_left")
 
 
 def learn(resolved: ResolvedExperiment, store: str | None, sharding: str) -> dict[str, Any]:

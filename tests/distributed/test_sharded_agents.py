@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.protocol.learning import Learner
 from nip_astra.trainers.protocol.processes import divide_agents
 from nip_astra.trainers.trainer_base import Trainer
-from tests.command_line import plugins_forgotten_after
 from tests.distributed.processes import together
 from tests.distributed.test_training_together import gap_of, in_float64, weights_of
 from tests.messages import says
@@ -40,10 +38,7 @@ GRAPHS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _no_plugins_left() -> Iterator[None]:
-    with plugins_forgotten_after():
-        yield
+pytestmark = pytest.mark.usefixtures("no_plugins_left")
 
 
 def learn(resolved: ResolvedExperiment, store: str | None, sharding: str = "fsdp") -> Any:

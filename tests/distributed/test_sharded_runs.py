@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,11 @@ from nip_astra.language_models.sources import load_causal_lm
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.trainers.trainer_base import Trainer
-from tests.command_line import plugins_forgotten_after
 from tests.distributed.processes import together
 from tests.messages import says
 from tests.resuming import short_experiment
 
-
-@pytest.fixture(autouse=True)
-def _no_plugins_left() -> Iterator[None]:
-    with plugins_forgotten_after():
-        yield
+pytestmark = pytest.mark.usefixtures("no_plugins_left")
 
 
 @pytest.fixture

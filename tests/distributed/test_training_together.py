@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from nip_astra.parameters.types import TrainerType
 from nip_astra.resolving.resolution import ResolvedExperiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.trainer_base import Trainer
-from tests.command_line import plugins_forgotten_after
 from tests.distributed.processes import together
 from tests.messages import says
 from tests.resuming import short_experiment
@@ -30,10 +28,7 @@ CPU = torch.device("cpu")
 LORA = ("ast_chat.attacker.language_model.lora={rank: 2}",)
 
 
-@pytest.fixture(autouse=True)
-def _no_plugins_left() -> Iterator[None]:
-    with plugins_forgotten_after():
-        yield
+pytestmark = pytest.mark.usefixtures("no_plugins_left")
 
 
 def learn(resolved: ResolvedExperiment, store: str | None) -> dict[str, Any]:

@@ -122,6 +122,7 @@ def test_a_model_that_names_no_layers_is_refused(
     assert says(caught.value, "layers of Sequential", "GradientCheckpointingLayer", "sharding")
 
 
+@pytest.mark.usefixtures("no_plugins_left")
 def test_the_setting_reaches_what_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     resolved = short_experiment("self_hosted_grpo", tmp_path / "scenario", num_iterations=1)
     settings = ExperimentSettings(progress=False, gradient_checkpointing=True)

@@ -41,7 +41,9 @@ def ask_all(model: ChatModel, requests: Sequence[ChatRequest]) -> list[ChatOutco
 
 def close_all(models: Iterable[ChatModel]) -> None:
     """End the connections of models, and the services that they have started."""
-    wait_for(gather_all([model.close() for model in models]))
+    endings = [model.close() for model in models]
+    if endings:
+        wait_for(gather_all(endings))
 
 
 def wait_for(task: Coroutine[Any, Any, T]) -> T:

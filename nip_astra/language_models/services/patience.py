@@ -96,7 +96,6 @@ class PatientChatModel(ChatModel):
         self.budget = budget
         self.memory = memory if model.can_be_remembered else None
         self._remembers_run_alone = remembers_run_alone
-        self.num_remembered = 0
         self._pace = Pace(limits, clock=clock, pause=pause)
         # Only when an attempt begins depends on it, and nothing that is said.
         self._jitter = jitter or random.random
@@ -115,7 +114,7 @@ class PatientChatModel(ChatModel):
     @property
     def use(self) -> ServiceUse:
         """What was asked of the model so far, earlier parts of the run included."""
-        return self.ledger.use(self.account, self.name, self.num_remembered)
+        return self.ledger.use(self.account, self.name)
 
     def most_of(self, request: ChatRequest) -> Spent:
         """The most that one attempt may take, about."""
@@ -151,7 +150,7 @@ class PatientChatModel(ChatModel):
         keys = [key_of(self.model, request, number) for number in request.sample_numbers]
         known = self.memory.recall(keys)
         if all(answer is not None for answer in known):
-            self.num_remembered += len(known)
+            self.ledger.note_remembered(self.account, len(known))
             answers = tuple(answer for answer in known if answer is not None)
             before = self.memory.usage_of(keys) if self._remembers_run_alone else NOTHING_USED
             return ChatOutcome(answers, is_cached=True, usage_before=before)
@@ -345,7 +344,6 @@ def open_accounts(
     """
     for name, model in services.items():
         model.account = f"{name}, {purpose}" if purpose else name
-        model.num_remembered = 0
         if is_new:
             model.ledger.set_aside(model.account)
 

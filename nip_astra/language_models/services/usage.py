@@ -137,6 +137,9 @@ class RequestLedger:
             self._database.execute(
                 f"CREATE TABLE IF NOT EXISTS requests (at REAL, {', '.join(_COLUMNS)})"
             )
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS remembered (label PRIMARY KEY, num_samples)"
+            )
         self._lock = threading.Lock()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
         self._spent = self._read_spent()
@@ -201,8 +204,18 @@ class RequestLedger:
             self._database.execute(
                 "UPDATE requests SET label = label || ' (before)' WHERE label = ?", (label,)
             )
+            self._database.execute("DELETE FROM remembered WHERE label = ?", (label,))
 
-    def use(self, label: str, model: str, num_remembered: int = 0) -> ServiceUse:
+    def note_remembered(self, label: str, num_samples: int) -> None:
+        """Count samples that nobody had to be asked for."""
+        with self._lock, guarded(self.path):
+            self._database.execute(
+                "INSERT INTO remembered VALUES (?, ?) ON CONFLICT (label) "
+                "DO UPDATE SET num_samples = num_samples + excluded.num_samples",
+                (label, num_samples),
+            )
+
+    def use(self, label: str, model: str) -> ServiceUse:
         """What those of a label took."""
         with self._lock, guarded(self.path):
             totals = self._database.execute(
@@ -216,6 +229,9 @@ class RequestLedger:
                 "GROUP BY outcome ORDER BY outcome",
                 (label,),
             ).fetchall()
+            remembered = self._database.execute(
+                "SELECT num_samples FROM remembered WHERE label = ?", (label,)
+            ).fetchone()
             seconds = [
                 row[0]
                 for row in self._database.execute(
@@ -227,7 +243,7 @@ class RequestLedger:
             model=model,
             num_requests=totals[0],
             num_samples=totals[1],
-            num_remembered=num_remembered,
+            num_remembered=remembered[0] if remembered else 0,
             num_refusals=totals[2],
             failures=dict(failures),
             num_estimated=totals[3],
@@ -306,7 +322,7 @@ def _budget_text(setting: str, spent: Spent) -> str:
         f"another request to a service was to be made, but it might go beyond the setting {setting}"
         f"; so far {spent.requests} requests with {spent.tokens} tokens were made, which cost "
         f"{spent.cost:.4g}. What is done is kept. Go on with: nip-astra resume RUN --settings "
-        f"{name}=<more>"
+        f"{name}=<more>, or, of an evaluation, with the same command and --settings {name}=<more>"
     )
 
 

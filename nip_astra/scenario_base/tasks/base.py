@@ -88,8 +88,9 @@ class Task(ABC):
     A subclass gives `environment`, and registers under the name by which `_type` selects it.
     """
 
-    scorer: Scorer | None = None
-    """What rates messages where no environment does."""
+    scorers: Sequence[Scorer] = ()
+    """Scorers that `rate` asks: their services are told what they may spend, and checkpoints keep
+    what they have said."""
 
     class Parameters(TaskParameters):
         """Parameters of the task; a subclass adds its own."""

@@ -81,6 +81,7 @@ class DatasetTask(Task):
         self, parameters: Any, *, seed: int, device: torch.device, scenario_dir: Path | None
     ) -> None:
         super().__init__(parameters, seed=seed, device=device, scenario_dir=scenario_dir)
+        self.scorer: Scorer | None = None
         if parameters.reward == "scorer":
             if parameters.scorer is None:
                 raise DataError(
@@ -88,6 +89,7 @@ class DatasetTask(Task):
                     "Set task.scorer, or task.reward to exact or contains."
                 )
             self.scorer = build_scorer(parameters.scorer, device=device, scenario_dir=scenario_dir)
+            self.scorers = (self.scorer,)
         names = {"train": parameters.train, "test": parameters.test}
         names["dev"] = parameters.dev or parameters.test
         self._rows = {
