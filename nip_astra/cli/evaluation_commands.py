@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -80,6 +81,60 @@ class EvaluateRequest:
     judged: JudgingRequest
     surroundings: Surroundings = field(default_factory=Surroundings)
     column: str = DEFAULT_COLUMN
+
+
+_OF_ATTACKERS = {
+    "targets": "--target",
+    "scorers": "--scorer",
+    "labelled": "--labelled",
+    "embedder": "--embedder",
+    "threshold": "--threshold",
+    "num_turns": "--num-turns",
+    "probability_episodes": "--probability-episodes",
+    "scenario": "--scenario",
+    "parameter_file": "--parameters",
+}
+"""Options of `evaluate` about attackers and targets."""
+
+
+def refuse_unread(
+    request: EvaluateRequest,
+    kind: str,
+    advice: str,
+    is_of_kind: Callable[[str], bool],
+    more: Mapping[str, str] = {},
+) -> None:
+    """Refuse options about attackers and targets where there are none, and runs of other kinds.
+
+    Parameters
+    ----------
+    kind, advice : str
+        What the runs are, after "whose", and what to do about an option.
+    more : Mapping
+        Further options that are not read, by the name of what they give.
+
+    Raises
+    ------
+    ConfigurationError
+        Before anything is played.
+    """
+    given = {**vars(request), **vars(request.played), **vars(request.judged)}
+    given |= vars(request.surroundings)
+    names = {**_OF_ATTACKERS, **more}
+    unread = [option for name, option in names.items() if given[name] not in (None, (), [])]
+    unread += [] if request.played.importance_sampling else ["--monte-carlo-only"]
+    unread += [] if request.column == DEFAULT_COLUMN else ["--column"]
+    first = request.runs[0]
+    if unread:
+        raise ConfigurationError(
+            f"{', '.join(unread)} was given to evaluate {first}, whose {kind}: {advice}"
+        )
+    others = [path for path in request.runs if not is_of_kind(path)]
+    if others:
+        raise ConfigurationError(
+            f"{others[0]} was to be evaluated beside {first}, whose {kind}, but it is no such run. "
+            f"Evaluate runs of one kind at a time: nip-astra evaluate {shlex.quote(others[0])}"
+        )
 
 
 _Cells: TypeAlias = dict[tuple[str, str], dict[str, Any]]

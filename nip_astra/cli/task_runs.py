@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.cli.commands import quieten_libraries
-from nip_astra.cli.evaluation_commands import EvaluateRequest
+from nip_astra.cli.evaluation_commands import EvaluateRequest, refuse_unread
 from nip_astra.cli.evaluation_loading import run_of, with_service_files
 from nip_astra.cli.judging import distinct_labels, gate, show_comparison
 from nip_astra.cli.terminal import open_console, plain_table, say
@@ -41,7 +40,6 @@ from nip_astra.report.page import write_report
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.safe_text import to_json
-from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_base.tasks.base import Split
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 from nip_astra.trainers.service.evaluation import evaluation_of, play_task_evaluation
@@ -51,18 +49,6 @@ from nip_astra.trainers.service_use import services_used
 VERSION = 1
 KIND = str(ScenarioType.TASK)
 SPLITS: dict[str, Split] = {"train": "train", "dev": "dev", "test": "test"}
-_NOT_FOR_TASKS = {
-    "targets": "--target",
-    "scorers": "--scorer",
-    "labelled": "--labelled",
-    "embedder": "--embedder",
-    "threshold": "--threshold",
-    "num_turns": "--num-turns",
-    "probability_episodes": "--probability-episodes",
-    "scenario": "--scenario",
-    "parameter_file": "--parameters",
-}
-"""Options of `evaluate` about attackers and targets."""
 
 
 class _Policy(NamedTuple):
@@ -116,30 +102,17 @@ def evaluate_task_runs(request: EvaluateRequest, settings_fields: Mapping[str, A
 
 def _check(request: EvaluateRequest) -> None:
     """Refuse what means nothing for the problems of a task."""
-    given = {**vars(request), **vars(request.played), **vars(request.judged)}
-    given |= vars(request.surroundings)
-    unread = [
-        option for name, option in _NOT_FOR_TASKS.items() if given[name] not in (None, (), [])
-    ]
-    unread += [] if request.played.importance_sampling else ["--monte-carlo-only"]
-    unread += [] if request.column == DEFAULT_COLUMN else ["--column"]
-    if unread:
-        raise ConfigurationError(
-            f"{', '.join(unread)} was given to evaluate {request.runs[0]}, whose policy answers "
-            "the problems of a task: there is no attacker, no target and no scorer to choose. "
-            "Leave it out; parameters of the task are changed by --set task.a=b."
-        )
+    refuse_unread(
+        request,
+        "policy answers the problems of a task",
+        "there is no attacker, no target and no scorer to choose. Leave it out; parameters of the "
+        "task are changed by --set task.a=b.",
+        is_task_run,
+    )
     if request.played.split not in SPLITS:
         raise ConfigurationError(
             f"the split {request.played.split!r} was asked for, but a task has "
             f"{', '.join(SPLITS)}. Give one of them as --split."
-        )
-    others = [path for path in request.runs if not is_task_run(path)]
-    if others:
-        raise ConfigurationError(
-            f"{others[0]} was to be evaluated beside {request.runs[0]}, whose policy answers the "
-            "problems of a task, but it is no run of a task. Evaluate runs of one kind at a time: "
-            f"nip-astra evaluate {shlex.quote(others[0])}"
         )
 
 

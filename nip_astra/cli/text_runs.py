@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.cli.commands import quieten_libraries
-from nip_astra.cli.evaluation_commands import EvaluateRequest
+from nip_astra.cli.evaluation_commands import EvaluateRequest, refuse_unread
 from nip_astra.cli.judging import distinct_labels, gate, show_comparison
 from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.errors import ConfigurationError, DataError
@@ -34,20 +34,6 @@ from nip_astra.utils.nested_array_dict import NestedArrayDict
 VERSION = 1
 EPISODES = "episodes.jsonl"
 """A sample of an evaluation's episodes, for reports."""
-_NOT_FOR_TEXT = {
-    "targets": "--target",
-    "overrides": "--set",
-    "scorers": "--scorer",
-    "labelled": "--labelled",
-    "embedder": "--embedder",
-    "threshold": "--threshold",
-    "num_turns": "--num-turns",
-    "probability_episodes": "--probability-episodes",
-    "batch_size": "--batch-size",
-    "scenario": "--scenario",
-    "parameter_file": "--parameters",
-}
-"""Options of `evaluate` about attackers and targets."""
 
 
 def is_text_run(path: str | Path) -> bool:
@@ -61,15 +47,14 @@ def is_text_run(path: str | Path) -> bool:
 def evaluate_text_runs(request: EvaluateRequest, settings_fields: Mapping[str, Any]) -> None:
     """Let the trained agents of each run play on held-out data, and tell how they did."""
     quieten_libraries()
-    given = {**vars(request), **vars(request.played), **vars(request.judged)}
-    given |= vars(request.surroundings)
-    unread = [option for name, option in _NOT_FOR_TEXT.items() if given[name] not in (None, (), [])]
-    if unread:
-        raise ConfigurationError(
-            f"{', '.join(unread)} was given to evaluate {request.runs[0]}, whose agents play an "
-            "interaction protocol in words: there is no target and no scorer. Leave it out; to "
-            "let a judge rate what was said, use nip-astra analyse."
-        )
+    refuse_unread(
+        request,
+        "agents play an interaction protocol in words",
+        "there is no target and no scorer. Leave it out; to let a judge rate what was said, use "
+        "nip-astra analyse.",
+        is_text_run,
+        {"overrides": "--set", "batch_size": "--batch-size"},
+    )
     split = request.played.split
     if split not in ("train", "test"):
         raise ConfigurationError(

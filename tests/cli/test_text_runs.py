@@ -91,6 +91,10 @@ def test_options_about_attackers_are_refused(
 ) -> None:
     said = type_command("evaluate", str(runs[0]), "--target", "x", "--num-turns", "2")
     assert refused(said).startswith("--target, --num-turns was given to evaluate")
+    said = type_command("evaluate", str(runs[0]), "--monte-carlo-only", "--column", "x")
+    assert refused(said).startswith("--monte-carlo-only, --column was given to evaluate")
+    said = type_command("evaluate", str(runs[0]), str(runs[0].parent))
+    assert refused(said).startswith(f"{runs[0].parent} was to be evaluated beside {runs[0]}")
     said = type_command("evaluate", str(runs[0]), "--split", "dev")
     assert "scenarios in words have train and test" in refused(said)
     said = type_command("evaluate", str(runs[0]), "--name", "many", "--num-episodes", "7")
