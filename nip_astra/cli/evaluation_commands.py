@@ -205,10 +205,10 @@ def _evaluate_cell(
     sampler = _sampler(attacker, target, judges, prompts, request.played.split)
     folder = EvaluationFolder.of_run(attacker.run, _name(request, attacker, target, judges))
     configuration = _configuration(request, attacker, target, judges, prompts, options)
-    folder.open(configuration, is_overwritten=request.judged.is_overwritten)
+    is_new = folder.open(configuration, is_overwritten=request.judged.is_overwritten)
     services = _services(sampler, judges, settings)
     asked.extend(services.values())
-    open_accounts(services, f"evaluation {folder.path.name}", is_new=request.judged.is_overwritten)
+    open_accounts(services, f"evaluation {folder.path.name}", is_new=is_new)
     if not request.judged.is_overwritten:
         _reuse(folder, configuration, judges, options, is_quiet=request.judged.as_json)
     player = Player(

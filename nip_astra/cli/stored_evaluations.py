@@ -67,9 +67,9 @@ def score(
     ordinary = episodes_of(read_rows(source.parent / PROBABILITY_ROWS))
     own = float(before.get("failure_threshold", section.failure_threshold))
     limit = own if request.threshold is None else request.threshold
-    folder = _folder_for(source, run, before, judges, limit, request)
+    folder, is_new = _folder_for(source, run, before, judges, limit, request)
     services = open_services(judges.scorers.values(), settings)
-    open_accounts(services, f"evaluation {folder.path.name}", is_new=request.is_overwritten)
+    open_accounts(services, f"evaluation {folder.path.name}", is_new=is_new)
     try:
         num_calls = rate_anew(episodes, ordinary, judges.scorers)
     finally:
@@ -111,13 +111,13 @@ def _folder_for(
     judges: Judges,
     threshold: float,
     request: JudgingRequest,
-) -> EvaluationFolder:
-    """Open the folder for conversations that are rated anew."""
+) -> tuple[EvaluationFolder, bool]:
+    """Open the folder for conversations that are rated anew; says too whether it was made."""
     origin = before.get("name", source.stem)
     configuration = EvaluationFolder(source.parent).configuration() if before else {}
     dropped = ("sha256", "labelled", "embedder")
     folder = EvaluationFolder.of_run(run, request.name or f"{origin}-{'-'.join(judges.scorers)}")
-    folder.open(
+    is_new = folder.open(
         {
             **{key: value for key, value in configuration.items() if key not in dropped},
             "scored_from": origin,
@@ -127,7 +127,7 @@ def _folder_for(
         },
         is_overwritten=request.is_overwritten,
     )
-    return folder
+    return folder, is_new
 
 
 def compare_runs(

@@ -190,8 +190,7 @@ def _evaluate(
             "policy": _described(policy, trainer, resolved),
             "task": _task_parameters(trainer),
         }
-        is_new = request.judged.is_overwritten
-        folder.open(configuration, is_overwritten=is_new)
+        is_new = folder.open(configuration, is_overwritten=request.judged.is_overwritten)
         open_accounts(services, f"evaluation {name}", is_new=is_new)
         if policy.checkpoint is not None:
             trainer.load_models(policy.checkpoint)

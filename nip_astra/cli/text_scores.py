@@ -80,9 +80,9 @@ def score_text_run(
         "scorers": loaded.parameters,
         "threshold": threshold,
     }
-    folder.open(configuration, is_overwritten=request.is_overwritten)
+    is_new = folder.open(configuration, is_overwritten=request.is_overwritten)
     services = open_services(loaded.scorers.values(), settings)
-    open_accounts(services, f"evaluation {folder.path.name}", is_new=request.is_overwritten)
+    open_accounts(services, f"evaluation {folder.path.name}", is_new=is_new)
     rollouts = NestedArrayDict.load(source.path)
     try:
         answers = rate_answers(rollouts, source.told["agents"], loaded.scorers)

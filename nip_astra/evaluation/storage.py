@@ -55,8 +55,8 @@ class EvaluationFolder:
             )
         return cls(run / EVALUATIONS / name)
 
-    def open(self, configuration: Mapping[str, Any], *, is_overwritten: bool = False) -> None:
-        """Make the folder, or go on with one of the same configuration.
+    def open(self, configuration: Mapping[str, Any], *, is_overwritten: bool = False) -> bool:
+        """Make the folder, or go on with one of the same configuration; says whether it was made.
 
         Raises
         ------
@@ -86,6 +86,7 @@ class EvaluationFolder:
                 f"{self.path} holds one of another configuration:\n{lines}\nGive the same options "
                 "to go on, another --name to keep both, or --overwrite to start over."
             )
+        return stored is None
 
     def rows(self, episode_length: int) -> RowFile:
         """The attacker's rows."""

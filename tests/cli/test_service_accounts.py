@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def test_evaluations_of_one_run_count_their_own_requests(cli: CommandLine, run: 
     assert use_of(5) == first, "it has played all already"
     anew = use_of(6, "--overwrite")
     assert (anew["num_requests"], anew["num_remembered"]) == (0, second["num_samples"])
+    shutil.rmtree(Path(run) / "evaluations" / "of_6")
+    assert use_of(6) == anew
 
 
 @pytest.mark.parametrize("is_reused", [False, True])
