@@ -146,8 +146,8 @@ def _advantage_faults(batch: Batch) -> list[str]:
 
 def _fault_of_advantage(one: Trajectory) -> str | None:
     value = one.advantage
-    if isinstance(value, np.ndarray | np.generic):
-        value = torch.as_tensor(value)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "fiub":
+        value = torch.as_tensor(value.astype(np.float64))
     wanted = "and must be a number, or a tensor with one a token"
     if value is None:
         return f"trajectory.advantage is missing {wanted}"

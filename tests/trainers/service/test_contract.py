@@ -113,6 +113,12 @@ def test_trajectories_need_a_number_or_one_a_token() -> None:
     right[0].advantage = np.float32("nan")
     with pytest.raises(ConfigurationError, match="NaN or infinite"):
         checked(right)
+    for wrong_kind in (np.array(["a", "b"]), np.array([0.5, None])):
+        right[0].advantage = wrong_kind
+        with pytest.raises(ConfigurationError, match="advantage is a ndarray and must be"):
+            checked(right)
+    right[0].advantage = np.longdouble(0.5)
+    assert checked(right) is right
     assert len(checked(trajectories(), needs_advantage=False)) == 2
     wrong = trajectories()
     wrong[0].advantage, wrong[1].advantage = torch.ones(2), float("nan")
