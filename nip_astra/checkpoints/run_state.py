@@ -63,10 +63,17 @@ class Part(NamedTuple):
     """Something that a checkpoint holds: `load` takes up what `save` gave.
 
     What `save` gives is of plain values and tensors.
+
+    Attributes
+    ----------
+    is_memory : bool
+        Whether it only spares work that can be done again, so that a run may go on from a
+        checkpoint that lacks it.
     """
 
     save: Callable[[], Any]
     load: Callable[[Any], object]
+    is_memory: bool = False
 
 
 def save_generators(folder: Path) -> None:

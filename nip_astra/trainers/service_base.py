@@ -311,7 +311,8 @@ class ServiceTrainer(LanguageModelTrainer):
         if self._ahead is not None:
             parts["played_ahead"] = Part(self._ahead.state, self._ahead.load_state)
         for number, scorer in enumerate(self.task.scorers, start=1):
-            parts[f"verdicts {number}"] = Part(scorer.verdicts, scorer.load_verdicts)
+            name = f"verdicts {number}"
+            parts[name] = Part(scorer.verdicts, scorer.load_verdicts, is_memory=True)
         return parts
 
     # ---- measuring

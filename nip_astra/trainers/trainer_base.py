@@ -321,15 +321,14 @@ class Trainer(ABC):
         self.load_models(checkpoint)
         self.state = self.State.from_dict(content["run"])
         for name, part in self.kept_parts().items():
-            if name in content["parts"]:
-                part.load(content["parts"][name])
-            else:
+            if part.is_memory and name not in content["parts"]:
                 logger.warning(
-                    "the checkpoint %s was saved by code that kept nothing of the part %r, which "
-                    "begins anew",
+                    "the checkpoint %s was saved by code that kept no %s, which are made anew",
                     checkpoint.name,
                     name,
                 )
+            else:
+                part.load(content["parts"][name])
         self._records = content["tracker"]
 
     def _rewind_records(self) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from nip_astra.errors import BudgetExhaustedError
+from nip_astra.checkpoints.tensors import load_state
+from nip_astra.errors import BudgetExhaustedError, CheckpointError
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.trainers import trainer_base
 from nip_astra.trainers.service_base import ServiceTrainer
 from tests.command_line import CommandLine
 from tests.scorers.chat_stub import ChatStub, Reply, chat_stub, rating
@@ -110,3 +112,30 @@ def test_evaluations_of_a_judged_policy_count_their_own_requests(
         assert first["num_requests"] + first["num_remembered"] == 3
         assert use_of(5, "--overwrite")["num_remembered"] == 3
         assert use_of(6) == second
+
+
+def test_a_checkpoint_may_lack_what_a_judge_said_and_nothing_else(
+    resolve: Callable[[ChatStub], ResolvedExperiment],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> None:
+    with chat_stub(_by_length) as stub:
+        resolved = resolve(stub)
+        run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False)
+    (checkpoint, *_) = sorted((tmp_path / "one" / "checkpoints").glob("step_*"))
+    for lost in ("verdicts 1", "trainer"):
+
+        def without(path: Path, lost: str = lost) -> dict[str, Any]:
+            content: dict[str, Any] = load_state(path)
+            del content["parts"][lost]
+            return content
+
+        monkeypatch.setattr(trainer_base, "load_state", without)
+        trainer = prepare_experiment(resolved, progress=False).trainer
+        if lost == "trainer":
+            with pytest.raises(CheckpointError, match="KeyError: 'trainer'"):
+                trainer.go_on_from(checkpoint)
+        else:
+            trainer.go_on_from(checkpoint)
+            assert "kept no verdicts 1, which are made anew" in caplog.text
