@@ -209,7 +209,8 @@ def find_evaluation(path: str | Path) -> EvaluationFolder:
     if not figures:
         raise DataError(
             f"an evaluation was to be read from {found}, but it holds no {FIGURES} and no "
-            f"{EVALUATIONS}/<name>/{FIGURES}. Evaluate the run first: nip-astra evaluate {found}"
+            f"{EVALUATIONS}/<name>/{FIGURES}. Evaluate the run first: nip-astra evaluate {found}, "
+            "and give the folder that this tells."
         )
     return EvaluationFolder(figures[-1].parent)
 

@@ -109,20 +109,14 @@ def _measured(
     clusters = [places[name] for name, _ in keys]
     are_single = all(a.num_runs == b.num_runs == 1 for a, b in pairs)
     return {
-        "accuracy": paired_metric(
-            [(a.accuracy, b.accuracy) for a, b in pairs],
+        name: paired_metric(
+            [(getattr(a, name), getattr(b, name)) for a, b in pairs],
             clusters,
-            is_bounded=True,
-            is_binary=are_single,
+            is_bounded=is_share,
+            is_binary=is_share and are_single,
             unit="problems",
-        ),
-        "mean_reward": paired_metric(
-            [(a.mean_reward, b.mean_reward) for a, b in pairs],
-            clusters,
-            is_bounded=False,
-            is_binary=False,
-            unit="problems",
-        ),
+        )
+        for name, is_share in (("accuracy", True), ("mean_reward", False))
     }
 
 

@@ -56,7 +56,8 @@ WORTH_A_FORK = 0.06
 """Seconds of processor of a part for which a forked process takes less time than it costs."""
 
 _seconds_of_episode: WeakKeyDictionary[TokenModel, float] = WeakKeyDictionary()
-"""What an episode took of the processor when a model last played in this process alone."""
+"""What an episode took of the processor when a model last played in this process alone; 0 for the
+first time, in which memory is yet to be had."""
 _can_be_sent: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 """Whether environments of a class come whole out of a forked process."""
 
@@ -134,7 +135,6 @@ def _play_in_parts(
     started = time.process_time()
     played = play_parts(plays, [agent], 1)
     spent = (time.process_time() - started) / max(len(problems) * plan.num_runs, 1)
-    # What is played first takes longer, since memory is yet to be had.
     _seconds_of_episode[model] = spent if model in _seconds_of_episode else 0.0
     if may_fork:
         # What was played may hold more than what is yet to be.
@@ -158,7 +158,7 @@ def _kinds_kept_here(environments: Sequence[Environment]) -> list[str]:
             try:
                 pickle.loads(pickle.dumps(one))
                 _can_be_sent[kind] = True
-            except Exception:
+            except Exception:  # whatever an environment's own code raises
                 _can_be_sent[kind] = False
         if not _can_be_sent[kind]:
             found.append(kind.__qualname__)

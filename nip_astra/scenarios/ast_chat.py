@@ -113,7 +113,7 @@ class AstChatScenario(Scenario):
         The last digits of what models say depend on this number, and on no number of cores."""
         max_rollout_gib: float = Field(default=4.0, gt=0)
         """Memory for the keys and values of a rollout, in GiB. A larger rollout is played in more
-        parts, of whole episodes, on which the last digits of what models say hang too."""
+        parts, of whole episodes, on which the last digits of what models say depend too."""
         reward: RewardParameters = RewardParameters()
         """Weights of the reward."""
         failure_threshold: float = Field(default=0.5, gt=0, le=1)

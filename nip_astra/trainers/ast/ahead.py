@@ -90,7 +90,7 @@ class PlayingAhead:
 
     The rollout of iteration i is played by the weights that had learnt from i - 1 iterations, that
     of the first by those that had learnt from none, however fast either side is: they are sent when
-    it begins. So the numbers of a run hang neither on timing nor on whether there are actors.
+    it begins. So the numbers of a run depend neither on timing nor on whether there are actors.
 
     Parameters
     ----------
