@@ -15,6 +15,29 @@ MAX_THREADS = 256
 """More cores than training here can use; a thousand threads stall a machine."""
 
 
+SETTINGS_OF_OTHERS = frozenset(
+    {
+        "checkpoint_period",
+        "device",
+        "device_price",
+        "dump_period",
+        "gradient_checkpointing",
+        "max_service_cost",
+        "max_service_requests",
+        "max_service_tokens",
+        "num_checkpoints_kept",
+        "num_rollout_samples",
+        "num_threads",
+        "progress",
+        "rollout_sample_period",
+        "run_id",
+        "sharding",
+        "test_run",
+    }
+)
+"""Settings that a stored run of others may choose: they reach nothing outside of its folder."""
+
+
 class ExperimentSettings(SubParameters):
     """Device, tracking and paths. The fields after `progress` live in the process only."""
 
@@ -112,3 +135,13 @@ class ExperimentSettings(SubParameters):
     """The `distributed.team.Team` of processes that train the run together; null for this one."""
     stop_flag: Callable[[], str | None] | None = Field(default=None, exclude=True)
     """The name of the signal that asked the run to stop, or None."""
+
+    def outside(self) -> dict[str, str]:
+        """Settings other than defaults that reach outside of a run's folder, as text."""
+        return {
+            name: str(getattr(self, name))
+            for name, field in type(self).model_fields.items()
+            if name not in SETTINGS_OF_OTHERS
+            and not field.exclude
+            and getattr(self, name) != field.default
+        }

@@ -8,6 +8,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.registry import SCENARIOS
+from nip_astra.trust import active_source
 
 
 def build_scenario_instance(
@@ -33,7 +34,11 @@ def build_scenario_instance(
     ------
     UnknownNameError
         When the kind builds nothing for that trainer type.
+    UntrustedRunError
+        When the parameters are of a run of others, and name something outside of its folder.
     """
+    if (source := active_source()) is not None:
+        source.check_outside()
     scenario_class = SCENARIOS.get(kind)
     scenario_class.check_trainer_type(trainer_type)
     return scenario_class.build(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +39,14 @@ from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.fitness import refuse_half_built, refuse_idle_actors, refuse_unfinished
 from nip_astra.trainers.trainer_base import Trainer
-from nip_astra.trust import SIGNATURE, on_behalf_of, sign
+from nip_astra.trust import (
+    SETTINGS_SIGNATURE,
+    SIGNATURE,
+    StoredSource,
+    is_own,
+    on_behalf_of,
+    sign,
+)
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.stop_signals import signals_left_to_leader, stop_on_signals
 
@@ -136,8 +143,12 @@ def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Experi
     def write(new: RunDirectory) -> None:
         written = new.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
         new.write_json(files.PARAMETER_SOURCES, resolved.sources)
-        new.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
-        signed = {"device": device, SIGNATURE: sign(written.read_bytes())}
+        chosen = new.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
+        signed = {
+            "device": device,
+            SIGNATURE: sign(written.read_bytes()),
+            SETTINGS_SIGNATURE: sign(chosen.read_bytes()),
+        }
         new.write_json(files.ENVIRONMENT, describe_environment() | signed)
 
     directory = RunDirectory.create(settings.runs_dir, run_id, write)
@@ -185,14 +196,17 @@ def resume_experiment(
         When the latest checkpoint is corrupt, all are lost, or it is of other parameters than
         those in the run directory.
     UntrustedRunError
-        When the run is not the user's own and names code, a key, an account of W&B, or a file of
-        remembered answers.
+        When the run is not the user's own and names code, or anything else outside of its folder.
     """
     runs_dir = settings_fields.get("runs_dir", ExperimentSettings().runs_dir)
     directory = RunDirectory.find(run, runs_dir)
     stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
-    # The file by which processes met was for that start alone.
-    settings = _settings(stored.model_copy(update={"process_store": None}), settings_fields)
+    # The file by which processes met was for that start alone, and the run may have moved.
+    here = {"process_store": None, "runs_dir": str(directory.path.parent)}
+    stored = stored.model_copy(update=here)
+    if not is_trusted:
+        _check_settings(directory, stored, {"runs_dir": runs_dir} | settings_fields)
+    settings = _settings(stored, settings_fields)
     with _team_of(settings) as team:
         settings = settings.model_copy(update={"team": team})
         if team.is_leader:
@@ -200,7 +214,6 @@ def resume_experiment(
                 if (directory.path / files.RESULTS).exists():
                     return _finish_ended(directory)
                 resolved = _resolved_again(directory, plugins, is_trusted)
-                _check_destinations(resolved, stored, settings_fields)
                 checkpoint = _checkpoint_to_go_on_from(directory)
                 return _run(resolved, settings, directory, checkpoint=checkpoint, built=[])
         return _take_part(_resolved_again(directory, plugins, is_trusted), settings)
@@ -216,14 +229,13 @@ def _resolved_again(
     )
 
 
-def _check_destinations(
-    resolved: ResolvedExperiment, stored: ExperimentSettings, given: dict[str, Any]
+def _check_settings(
+    directory: RunDirectory, stored: ExperimentSettings, given: Mapping[str, Any]
 ) -> None:
-    """Ask whether a run of others may write where its settings, and not the user's, say."""
-    if stored.wandb == "online" and "wandb" not in given and resolved.source:
-        resolved.source.check("this user's account of W&B", "written to")
-    if stored.service_cache and "service_cache" not in given and resolved.source:
-        resolved.source.check(f"the file {stored.service_cache}", "written to")
+    """Ask about settings of a run of others that reach outside of its folder."""
+    path = directory.path / files.SETTINGS
+    outside = {name: value for name, value in stored.outside().items() if name not in given}
+    StoredSource(str(path), is_own(path, SETTINGS_SIGNATURE), outside=outside).check_outside()
 
 
 @contextmanager

@@ -1,9 +1,8 @@
-"""Whose code runs, and who gets one's keys, where parameters come from a stored run.
+"""Which stored runs and sweeps may run code, read the environment, or reach outside their folder.
 
-A run that was made on this machine by this user carries a signature: the HMAC of its parameter file
-under a key that only this user can read. Such a run is the user's own, and what it names is loaded
-as when it was started. Any other run is a document: it is read, and its code is not run, unless the
-user says so.
+A run or sweep that this user made on this machine is signed: the HMAC of its parameters under a key
+that only this user can read. It is loaded as when it was started. Any other one is a document: it
+is read, and whatever it names outside of its own folder needs the user's approval.
 """
 
 from __future__ import annotations
@@ -14,17 +13,44 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from nip_astra.errors import UntrustedRunError
 
 SIGNATURE = "signature"
 """Name of a run's signature in its `environment.json`."""
+SETTINGS_SIGNATURE = "settings_signature"
+"""Name of the signature of a run's settings in its `environment.json`."""
 _KEY_BYTES = 32
+_OWN_VARIABLES = frozenset(
+    {
+        "CC",
+        "GLOO_SOCKET_IFNAME",
+        "HF_HUB_OFFLINE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "NIP_ASTRA_NATIVE_CODE",
+        "PYTHONPATH",
+        "RANK",
+        "RAY_ADDRESS",
+        "TOKENIZERS_PARALLELISM",
+        "WANDB_CACHE_DIR",
+        "WANDB_CONFIG_DIR",
+        "WANDB_DATA_DIR",
+        "WANDB_DIR",
+        "WANDB_MODE",
+        "WANDB_PROJECT",
+        "WANDB_SILENT",
+        "WORLD_SIZE",
+        "XDG_CACHE_HOME",
+        "XDG_STATE_HOME",
+    }
+)
+"""Variables that the package reads for itself; none holds a secret."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +65,18 @@ class StoredSource:
         Whether it is the user's own, or the user vouches for it.
     given : tuple[str, ...]
         Plug-ins that the user gave; one of the same file name stands in for the run's.
+    outside : Mapping[str, str]
+        Its parameters and settings that reach outside of its folder: files, addresses, variables.
     """
 
     place: str
     is_trusted: bool
     given: tuple[str, ...] = ()
 
+    outside: Mapping[str, str] = field(default_factory=dict)
+
     def check(self, what: str, verb: str) -> None:
-        """Refuse what a run of others asks for.
+        """Refuse something that a run of others names.
 
         Raises
         ------
@@ -55,10 +85,34 @@ class StoredSource:
         """
         if not self.is_trusted:
             raise UntrustedRunError(
-                f"{what} was to be {verb}, because {self.place} names it, but this run is not "
-                "known to be yours: its parameters carry no signature of this user on this "
-                "machine. Code of a run of others runs only when you say so. Read it, then give "
-                "your copy with --plugin FILE (the file name must be the same), or vouch for all "
+                f"{what} would be {verb} because {self.place} names it, but this run is not known "
+                "to be yours. Read it; then give your copy of the code with --plugin FILE (same "
+                "file name), or approve everything that the run names with --trust."
+            )
+
+    def check_outside(self, section: str = "") -> None:
+        """Refuse parameters and settings of a run of others that reach outside of its folder.
+
+        Parameters
+        ----------
+        section : str
+            Dotted path of the parameters that are about to be used; all by default.
+
+        Raises
+        ------
+        UntrustedRunError
+            When the run is not trusted; names each parameter and its value.
+        """
+        found = {
+            path: value
+            for path, value in self.outside.items()
+            if not section or path == section or path.startswith(f"{section}.")
+        }
+        if found and not self.is_trusted:
+            listed = ", ".join(f"{path}={value!r}" for path, value in found.items())
+            raise UntrustedRunError(
+                f"{self.place} is not known to be yours, and names {listed}. Approve single values "
+                "by giving them yourself (--set PATH=VALUE, --settings NAME=VALUE), or everything "
                 "that the run names with --trust."
             )
 
@@ -81,8 +135,11 @@ def active_source() -> StoredSource | None:
     return _ACTIVE.get()
 
 
-def check_variable(name: str) -> None:
-    """Refuse to read a variable of the environment for a run of others, which might send it away.
+def read_variable(name: str) -> str | None:
+    """Read a variable of the environment; None if it is not set.
+
+    Everything in this package reads the environment here. A run of others, which might send the
+    value away, gets none but those that the package reads for itself.
 
     Raises
     ------
@@ -90,8 +147,9 @@ def check_variable(name: str) -> None:
         When the run that is being loaded is not trusted.
     """
     source = active_source()
-    if source is not None:
+    if source is not None and name not in _OWN_VARIABLES:
         source.check(f"the environment variable {name!r}", "read")
+    return os.environ.get(name)
 
 
 def sign(content: bytes) -> str | None:
@@ -100,21 +158,48 @@ def sign(content: bytes) -> str | None:
     return None if key is None else _hmac(key, content)
 
 
-def is_own(parameter_file: Path) -> bool:
-    """Say whether the run of a parameter file was made by this user on this machine.
+def is_own(parameter_file: Path, signature: str = SIGNATURE) -> bool:
+    """Whether this user made the run of a parameter file on this machine.
 
     The file must be as the run wrote it, and beside the run's `environment.json`.
+
+    Parameters
+    ----------
+    signature : str
+        Name of the file's signature in `environment.json`.
     """
-    key = _read_key()
     try:
         environment = json.loads(parameter_file.with_name("environment.json").read_bytes())
         content = parameter_file.read_bytes()
     except (OSError, ValueError, RecursionError):
         return False
-    found = environment.get(SIGNATURE) if isinstance(environment, dict) else None
-    if key is None or not isinstance(found, str) or not found.isascii():
+    return isinstance(environment, dict) and is_signed(content, environment.get(signature))
+
+
+def is_signed(content: bytes, signature: object) -> bool:
+    """Whether this user's key made the signature of the content."""
+    key = _read_key()
+    if key is None or not isinstance(signature, str) or not signature.isascii():
         return False
-    return hmac.compare_digest(found, _hmac(key, content))
+    return hmac.compare_digest(signature, _hmac(key, content))
+
+
+def refuse_links_outside(folder: Path) -> None:
+    """Refuse a folder of others in which a symbolic link leads outside of it.
+
+    Raises
+    ------
+    UntrustedRunError
+        Naming the link; following it would read or overwrite a file elsewhere.
+    """
+    top = folder.resolve()
+    for parent, folders, names in os.walk(top):
+        for path in (Path(parent, name) for name in (*folders, *names)):
+            if path.is_symlink() and not path.resolve().is_relative_to(top):
+                raise UntrustedRunError(
+                    f"{folder} is not known to be yours, and {path.relative_to(top)} in it is a "
+                    f"link to {path.resolve()}. Remove the link, or put a copy in its place."
+                )
 
 
 def _hmac(key: bytes, content: bytes) -> str:
@@ -123,7 +208,7 @@ def _hmac(key: bytes, content: bytes) -> str:
 
 def _key_path() -> Path | None:
     try:
-        base = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+        base = Path(read_variable("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     except RuntimeError:
         return None  # nobody's home
     return base / "nip_astra" / "run_key" if base.is_absolute() else None

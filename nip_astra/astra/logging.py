@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from nip_astra.errors import MissingDependencyError, TrackingError
 from nip_astra.tracking.wandb_tracker import has_credentials
+from nip_astra.trust import read_variable
 
 logger = logging.getLogger("nip_astra.astra")
 """Where trainers of this package write; a trainer of one's own may, too."""
@@ -40,7 +40,7 @@ class ASTRAWandbLogger:
                 f"{error}. Install it with: pip install wandb, or set use_wandb to False."
             ) from error
         given = {"project": "nip_astra", **(wandb_kwargs or {})}
-        mode = given.get("mode") or os.environ.get("WANDB_MODE", "online")
+        mode = given.get("mode") or read_variable("WANDB_MODE") or "online"
         if mode == "online" and not has_credentials():
             # W&B itself would stop to ask at a terminal.
             raise TrackingError(

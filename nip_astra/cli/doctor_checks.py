@@ -24,6 +24,7 @@ import nip_astra
 from nip_astra.errors import NipAstraError, ParameterError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import find_scenario, resolve_reference, scenario_names
+from nip_astra.trust import read_variable
 
 LITTLE_SPACE_GIB = 2.0
 """Less free space for runs than this is warned of; without `FULL_GIB` nothing can be run."""
@@ -271,8 +272,8 @@ def _is_here(reference: str, folder: Path) -> bool:
 
 def _network(question: Question) -> Findings:
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE")
-    given = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-    is_offline = os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "ON", "YES", "TRUE")
+    given = [f"{name}={value}" for name in names if (value := read_variable(name)) is not None]
+    is_offline = (read_variable("HF_HUB_OFFLINE") or "0").upper() in ("1", "ON", "YES", "TRUE")
     hub = "is not asked for models" if is_offline else "is asked for models that are not here"
     text = f"the hub {hub}; {', '.join(given) or 'no variable says otherwise'}"
     yield Finding("network", "offline", Status.TOLD, text)
@@ -297,10 +298,10 @@ def reach_hosts() -> list[Finding]:
 
 def _tracking(_: Question) -> Findings:
     default = ExperimentSettings.model_fields["wandb"].default
-    mode = os.environ.get("WANDB_MODE")
+    mode = read_variable("WANDB_MODE")
     text = f"{default} unless a run is told otherwise" + (f"; WANDB_MODE={mode}" if mode else "")
     yield Finding("tracking", "W&B mode", Status.TOLD, text)
-    key = "is" if os.environ.get("WANDB_API_KEY") else "is not"
+    key = "is" if read_variable("WANDB_API_KEY") else "is not"
     yield Finding("tracking", "W&B key", Status.TOLD, f"WANDB_API_KEY {key} set")
 
 

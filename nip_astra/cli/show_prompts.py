@@ -34,6 +34,8 @@ def show_prompts(experiment: dict[str, Any]) -> None:
         )
     hyper_params = resolved.hyper_params
     section = getattr(hyper_params, resolved.kind)
+    if resolved.source is not None:
+        resolved.source.check_outside()
     with on_behalf_of(resolved.source):
         protocol = build_protocol_handler(hyper_params)
         game = scenario.build_game(hyper_params, section, protocol, resolved.scenario_dir)

@@ -60,6 +60,10 @@ def score(
     settings = with_service_files(ExperimentSettings.from_dict(dict(settings_fields)), run)
     resolved = resolve_run(run, code)
     section = getattr(resolved.hyper_params, resolved.kind)
+    if resolved.source is not None:
+        is_own_used = not request.scorers or "own" in request.scorers
+        for part in ("evaluation", "scorer") if is_own_used else ("evaluation",):
+            resolved.source.check_outside(f"{resolved.kind}.{part}")
     with on_behalf_of(resolved.source):
         judges = load_judges(request, section, settings, resolved.scenario_dir)
     before = EvaluationFolder(source.parent).figures() if source.name == ROWS else {}

@@ -12,7 +12,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from nip_astra.cli.terminal import complain, open_console, plain_table, say
-from nip_astra.errors import ConfigurationError, NipAstraError
+from nip_astra.errors import ConfigurationError, NipAstraError, UntrustedRunError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.safe_text import safe_text
 from nip_astra.sweep.orders import FinishedRun, RunStatus
@@ -25,6 +25,7 @@ from nip_astra.sweep.plan import (
     shard_of,
 )
 from nip_astra.sweep.results import SweepResults, read_stored_plan, read_sweep
+from nip_astra.sweep.runner import PLAN_FILE, is_own_sweep
 from nip_astra.sweep.search_space import space_of
 from nip_astra.sweep.sweeping import (
     REPORT,
@@ -47,12 +48,24 @@ def plan_of(
     parameters: str | None,
     plugins: Sequence[str],
     search: Mapping[str, Any] | None = None,
+    is_trusted: bool = False,
 ) -> SweepPlan:
-    """The plan of a file or folder, with what the command line says in its place."""
+    """The plan of a file or folder, with what the command line says in its place.
+
+    Raises
+    ------
+    UntrustedRunError
+        When a sweep's folder is not the user's own, and not trusted.
+    """
     stored = None
     if source is not None:
         path = Path(source)
         stored = read_stored_plan(path) if path.is_dir() else read_plan(path)
+        if path.is_dir() and not is_trusted and not is_own_sweep(path):
+            raise UntrustedRunError(
+                f"the sweep {path} is not known to be yours; running it would run the code and "
+                f"parameters that its {PLAN_FILE} names. Read that file, then add --trust."
+            )
     given: dict[str, Any] = {} if stored is None else stored.to_dict()
     if trainers is not None:
         given["trainers"] = _names(trainers)

@@ -104,6 +104,7 @@ def sweep(
                 objective=objective,
                 direction=direction,
             ),
+            is_trusted=trust,
         ),
         sweep_commands.folder_of(plan, sweep_dir),
         SweepOptions(

@@ -19,7 +19,7 @@ from nip_astra.errors import (
     nearest_names,
 )
 from nip_astra.language_models.saved_weights import has_adapter
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.utils.seeding import derive_seed
 
 
@@ -30,7 +30,7 @@ class LoraParameters(SubParameters):
     """Rank of the update. Larger learns more and takes more memory."""
     alpha: float = Field(default=32.0, gt=0)
     """Scale: the update is multiplied by alpha / rank."""
-    target_modules: str | list[str] = "all-linear"
+    target_modules: PlainText | list[PlainText] = "all-linear"
     """Names of the linear layers to adapt, a regular expression of them, or all-linear."""
 
 

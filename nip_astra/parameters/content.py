@@ -121,6 +121,12 @@ def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
     )
 
 
+def is_inside_content(reference: str) -> bool:
+    """Whether a reference stays in the scenario's folder or an installed package."""
+    scheme, found, rest = reference.partition("://")
+    return bool(found) and scheme in ("scenario", "package") and ".." not in Path(rest).parts
+
+
 def _inside_package(package: str, inside: str, reference: str) -> Path:
     """A path in a package; of a package in several folders, the first that has it."""
     top, *below = package.split(".")

@@ -15,7 +15,7 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.conversion import convert, is_newer, release_of
 from nip_astra.parameters.given import differences, merged, plain_values
 from nip_astra.parameters.message_regression import MessageRegressionParameters
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import CheckedName, PlainText, SubParameters
 from nip_astra.parameters.protocols import (
     BaseRunParameters,
     CommonProtocolParameters,
@@ -51,7 +51,7 @@ class HyperParameters(SubParameters):
     _sections: ClassVar[Sections] = ()
     _plain_class: ClassVar[type[HyperParameters] | None] = None
 
-    trainer: str
+    trainer: CheckedName
     """Registered name of the trainer."""
     scenario: str
     """Name of a folder in scenarios/, or the path of a folder with a scenario.yaml."""
@@ -59,7 +59,7 @@ class HyperParameters(SubParameters):
     """Root of all randomness; 0 is a seed like any other."""
     training: TrainingConfiguration = TrainingConfiguration()
     """Optimisation of language models."""
-    interaction_protocol: str | None = None
+    interaction_protocol: CheckedName | None = None
     """Registered name of the protocol, for scenarios whose agents play one."""
     protocol_common: CommonProtocolParameters = CommonProtocolParameters()
     """What interaction protocols share."""
@@ -77,13 +77,13 @@ class HyperParameters(SubParameters):
     """A probe for provers that give the label away."""
     base_run: BaseRunParameters = BaseRunParameters()
     """A finished run to build on."""
-    plugins: list[str] = []
+    plugins: list[CheckedName] = []
     """Python files or modules that are imported first and may register names."""
-    custom_trainer_module_path: str | None = None
+    custom_trainer_module_path: CheckedName | None = None
     """Python file, relative to the parameter file, that holds a trainer class of your own."""
-    custom_trainer_class_name: str | None = None
+    custom_trainer_class_name: CheckedName | None = None
     """Name of that class; it is registered under the name in `trainer`."""
-    package_version: str = __version__
+    package_version: PlainText = __version__
     """Version that wrote the file. An older file is converted, a newer one refused."""
 
     def __new__(cls, /, **values: Any) -> Self:

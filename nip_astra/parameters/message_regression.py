@@ -8,6 +8,7 @@ from pydantic import Field
 
 from nip_astra.parameters.conditions import where_given
 from nip_astra.parameters.parameters_base import (
+    PlainText,
     PolymorphicParameters,
     SubParameters,
     polymorphic,
@@ -34,7 +35,7 @@ class MessageRegressionParameters(SubParameters):
     regressor: RegressorField | None = None  # type: ignore[valid-type]
     """What is fitted from message to label, by its `_type`, for instance `{_type: mlp}`; null fits
     nothing."""
-    agents: Annotated[list[str] | None, where_given("regressor")] = None
+    agents: list[PlainText] | None = None
     """Names of the agents whose messages are probed; null probes those of all."""
     reset_on_fit: Annotated[bool, where_given("regressor")] = True
     """Whether each fit starts afresh; else from what the last one found, for an mlp, which tells

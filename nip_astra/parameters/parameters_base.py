@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import new_class
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import NoneType, new_class
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Self,
+    get_args,
+    get_origin,
+)
 
 from pydantic import (
     BaseModel,
@@ -31,6 +41,19 @@ from nip_astra.parameters.faults import (
 from nip_astra.parameters.renamed import name_of_now
 from nip_astra.registry import Registry
 
+
+class _Inside:
+    """Marks text that, in a run of others, reaches nothing outside of the run."""
+
+
+PlainText = Annotated[str, _Inside()]
+"""Text that is shown, compared or sent to a model, and names no file, address, variable or code.
+
+A text that is not marked as this, or as one of the types below, is approved by the user before a
+run of others may set it; see `nip_astra.trust`.
+"""
+CheckedName = Annotated[str, _Inside()]
+"""A registered name or code, which is checked where it is looked up or loaded."""
 MAX_LR = 100.0
 """Above this no optimizer here ends with numbers; such a learning rate is a slip of the pen."""
 
@@ -271,6 +294,44 @@ class _ByType:
     def _hint(self) -> str:
         names = self._names()
         return f"Known kinds: {', '.join(names)}." if names else ""
+
+
+def texts_outside(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Each text of a group, by its dotted path, that may name something outside of a run.
+
+    Left out are choices from a list (`Literal`, enumerations), texts marked as harmless, and
+    defaults.
+    """
+    for name, field in type(group).model_fields.items():
+        value = getattr(group, name)
+        if not is_inside(field.annotation, field.metadata) and value != field.default:
+            yield from _texts_in(value, f"{prefix}{name}")
+
+
+def _texts_in(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, SubParameters):
+        yield from texts_outside(value, f"{path}.")
+    elif isinstance(value, str):
+        yield path, value
+    else:
+        for name, item in _children(value).items():
+            yield from _texts_in(item, f"{path}.{name}")
+
+
+def is_inside(annotation: Any, metadata: Sequence[Any] = ()) -> bool:
+    """Whether no value of a type is text that may name something outside of a run."""
+    if any(isinstance(one, _Inside) for one in metadata):
+        return True
+    if get_origin(annotation) is Annotated:
+        inner, *marks = get_args(annotation)
+        return is_inside(inner, marks)
+    if get_origin(annotation) is Literal:
+        return True
+    if get_args(annotation):
+        return all(is_inside(one) for one in get_args(annotation))
+    if not isinstance(annotation, type):
+        return False
+    return issubclass(annotation, int | float | bool | Enum | NoneType)
 
 
 def _children(value: Any) -> dict[str, Any]:

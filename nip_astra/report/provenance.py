@@ -10,7 +10,7 @@ from nip_astra.parameters.loading import OVERRIDE_SOURCE, flatten
 from nip_astra.report.records import RunRecord, items, number, text
 from nip_astra.report.wording import value_text
 from nip_astra.tracking import run_directory as files
-from nip_astra.trust import SIGNATURE
+from nip_astra.trust import SETTINGS_SIGNATURE, SIGNATURE
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,11 @@ def parameters(run: RunRecord) -> list[Parameter]:
 
 def environment(run: RunRecord) -> list[tuple[str, str]]:
     """What the run ran on and its settings, without empty values."""
-    known = {name: value for name, value in run.environment.items() if name != SIGNATURE}
+    known = {
+        name: value
+        for name, value in run.environment.items()
+        if name not in (SIGNATURE, SETTINGS_SIGNATURE)
+    }
     told = dict(flatten({**known, "settings": run.settings}))
     return [(name, value_text(value)) for name, value in told.items() if value not in (None, [])]
 

@@ -152,6 +152,8 @@ def read_run(path: str | Path) -> RunRecord:
     ------
     RunDirectoryError
         When there is no such directory, or it holds no file of a run.
+    UntrustedRunError
+        When it is not the user's own, and has links out of its folder.
     """
     directory = RunDirectory(Path(path))
     known = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
@@ -160,6 +162,7 @@ def read_run(path: str | Path) -> RunRecord:
             f"a report of {path} was asked for, but it is no run directory: it holds none of "
             f"{', '.join(known)}. Give the path of a run, for instance runs/<run id>."
         )
+    directory.check_links()
     run = RunRecord(directory.path)
     reader = _Reader(run)
     stored = reader.document(files.HYPER_PARAMETERS, directory.read_yaml)

@@ -160,6 +160,8 @@ class _OpenedRun:
         chosen = settings or ExperimentSettings()
         chosen = chosen.model_copy(update={"run_directory": directory})
         own = section.analysis
+        if resolved.source is not None and asked.model is None:
+            resolved.source.check_outside(f"{resolved.kind}.analysis")
         with on_behalf_of(resolved.source):
             analyses = RolloutAnalyses(
                 directory,

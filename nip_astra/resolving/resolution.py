@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,16 @@ from nip_astra.parameters.agents import AgentParameters
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
     find_scenario,
+    is_inside_content,
     preset_path,
     scenario_names,
 )
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.loading import (
+    SETTINGS_SECTION,
     Layer,
     ResolvedParameters,
+    flatten,
     literal_layer,
     merge_layers,
     parse_overrides,
@@ -27,7 +30,7 @@ from nip_astra.parameters.loading import (
     resolve_parameters,
 )
 from nip_astra.parameters.merging import Merger
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import SubParameters, texts_outside
 from nip_astra.plugins import load_plugin
 from nip_astra.resolving.base_runs import (
     RERUN_TESTS,
@@ -50,6 +53,7 @@ from nip_astra.resolving.named_classes import (
 from nip_astra.resolving.protocol_parts import about_protocol, protocol_section
 from nip_astra.resolving.unread_parameters import check_that_all_are_read
 from nip_astra.scenarios.registry import Scenario
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import StoredSource, is_own, on_behalf_of
@@ -122,7 +126,8 @@ def resolve_experiment(
         When a name is unknown, a file is missing, or parameters are wrong; all faults of the
         parameters at once.
     UntrustedRunError
-        When a stored run that is not the user's own names code to run.
+        When a stored run that is not the user's own names code to run, or has links out of its
+        folder. What else it names is refused where it is used.
     """
     top = [] if hyper_params is None else [_layer_of(hyper_params)]
     top += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
@@ -136,8 +141,8 @@ def resolve_experiment(
         components = _find_components(stack, plugins)
         resolved = _validate(stack, components, is_plugin_given=bool(plugins))
         located = _located(resolved.hyper_params, components, stack.folder)
-    if source is not None and resolved.settings.wandb == "online":
-        source.check("this user's account of W&B", "written to")
+    if source is not None:
+        source = replace(source, outside=_outside(stack, resolved))
     return ResolvedExperiment(
         located,
         resolved.sources,
@@ -287,11 +292,38 @@ def _source_of(stack: _Stack, given: Sequence[str], *, is_trusted: bool) -> Stor
     if not found:
         return None
     strange = [place for file, place in found.items() if file is None or not is_own(file)]
+    for file in found:
+        if file is not None and file.name == HYPER_PARAMETERS:
+            RunDirectory(file.parent).check_links()
     place = strange[0] if strange else next(iter(found.values()))
     named = [*plugin_specs(stack.named()), *stack.base_run.plugins]
     # What the run names itself is no copy of another of the same file name.
     copies = tuple(spec for spec in given if spec not in named)
     return StoredSource(place, is_trusted or not strange, copies)
+
+
+def _outside(stack: _Stack, resolved: ResolvedParameters) -> dict[str, str]:
+    """What the stored runs name outside of their folders, by dotted path.
+
+    Left out are values that a shipped scenario has as well, and files inside it.
+    """
+    stored = [one for one in stack.file if one.stored_in is not None]
+    stored += [stack.base] if stack.base_run.values else []
+    sources = {one.source for one in stored}
+    is_shipped = resolved.hyper_params.scenario in scenario_names()
+    shipped = dict(flatten(_merged(*stack.scenario))) if is_shipped else {}
+    found = {}
+    for path, value in texts_outside(resolved.hyper_params):
+        at = path
+        while at not in resolved.sources and "." in at:
+            at = at.rpartition(".")[0]  # an element of a list has the list's source
+        is_theirs = resolved.sources.get(at) in sources and value != shipped.get(path)
+        is_content = path == "scenario" or is_inside_content(value)
+        if is_theirs and not (is_shipped and is_content):
+            found[path] = value
+    settings = _merged(*stored).get(SETTINGS_SECTION, {})
+    outside = resolved.settings.outside()
+    return found | {f"{SETTINGS_SECTION}.{one}": outside[one] for one in settings if one in outside}
 
 
 TASKSETS = "verifiers"

@@ -29,8 +29,8 @@ from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.patience import open_chat_model
 from nip_astra.language_models.services.registry import CHAT_MODELS
-from nip_astra.parameters.conditions import where, where_above, where_given
-from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.parameters.conditions import where_above, where_given
+from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.scenario_base.chat_agent import ChatAgent
 from nip_astra.scenario_base.conversation.tokens import (
     ChatFormat,
@@ -55,11 +55,11 @@ class ConversationAgentParameters(SubParameters):
     """The backend and its weights."""
     format: Annotated[Literal["chat", "plain"], where_given("language_model")] = "chat"
     """chat: the tokenizer's chat template. plain: turns one after the other."""
-    system_prompt: Annotated[str | None, where("format", "chat")] = None
+    system_prompt: PlainText | None = None
     """System message before the conversation (chat only)."""
-    preamble: Annotated[str | None, where("format", "chat")] = None
+    preamble: PlainText | None = None
     """User turn before the conversation, for chat templates that demand one."""
-    turn_separator: Annotated[str, where("format", "plain")] = "\n"
+    turn_separator: PlainText = "\n"
     """What stands between turns in the plain format."""
     max_new_tokens: int = Field(default=32, ge=1)
     """Longest turn, in tokens."""

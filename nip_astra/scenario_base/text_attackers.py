@@ -11,7 +11,7 @@ from pydantic import Field
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.registry import CHAT_MODELS
-from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.scenario_base.chat_agent import ChatAgent, ChatReply, ChatWork
 
 
@@ -73,7 +73,7 @@ class ChatAttackerParameters(SubParameters):
 
     chat_model: polymorphic(CHAT_MODELS.get, ChatModel.Parameters)  # type: ignore[valid-type]
     """The model that says the probes."""
-    system_prompt: str
+    system_prompt: PlainText
     """What it is told to do."""
     max_new_tokens: int = Field(default=128, ge=1)
     """Longest probe, in the chat model's tokens."""

@@ -14,7 +14,7 @@ from nip_astra.language_models.adapters import adapters_drawn_from
 from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.hyper_parameters import HyperParameters
-from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.registry import build_reward_terms
 from nip_astra.rollouts.prompts import Prompt
@@ -53,7 +53,7 @@ class PromptParameters(SubParameters):
     """Prompts that choose the best checkpoint."""
     test: str
     """Held-out prompts of the table before and after training."""
-    column: str = DEFAULT_COLUMN
+    column: PlainText = DEFAULT_COLUMN
     """Column that holds the prompts, of files and data sets that have columns. The others go with
     each prompt: to scorers that read conversations, and into records of what was said."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.model_base import ModelScorer, find_label, load_pretrained
 from nip_astra.scorers.registry import register_scorer
@@ -34,7 +35,7 @@ class ClassifierScorer(ModelScorer):
 
         model: str
         """Hub id, folder, `scenario://file` or `package://package/file`."""
-        label: str
+        label: PlainText
         """Label whose probability is the score."""
 
     def __init__(

@@ -11,6 +11,7 @@ import torch
 from nip_astra.errors import MissingDependencyError, ModelLoadError
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.content import resolve_reference
+from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.model_base import ModelScorer, find_label, reason_of
 from nip_astra.scorers.registry import register_scorer
@@ -45,7 +46,7 @@ class DetoxifyScorer(ModelScorer):
             where("checkpoint", None),
         ] = "original"
         """Published model to fetch, where no `checkpoint` is given."""
-        category: str = "toxicity"
+        category: PlainText = "toxicity"
         """Category whose probability is the score: toxicity, severe_toxicity, obscene, threat,
         insult, identity_attack; "unbiased" and "multilingual" have sexual_explicit too."""
         checkpoint: str | None = None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from pydantic import Field, field_validator
 
+from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.scorers.registry import register_scorer
@@ -29,7 +30,7 @@ class DisclosureScorer(Scorer):
     class Parameters(Scorer.Parameters):
         """What is to be kept."""
 
-        secrets: list[str] = Field(min_length=1)
+        secrets: list[PlainText] = Field(min_length=1)
         """Secrets of a few distinctive words each. A common word among them is counted wherever
         it is said; a longer secret makes a finer score."""
 

@@ -27,6 +27,7 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
 from nip_astra.language_models.services.patience import PatientChatModel, make_patient
 from nip_astra.parameters.conditions import where
+from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import Exchange, Scorer, Verdict
 from nip_astra.scorers.registry import register_scorer
@@ -67,7 +68,7 @@ class JudgeScorer(Scorer):
         )
         """Address of the service up to `/chat/completions`, for instance
         `http://127.0.0.1:8000/v1`."""
-        model: str
+        model: PlainText
         """Name of the model at that service."""
         service: Literal["address", "local"] = "address"
         """address: a service that runs at `base_url`. local: one that serves `weights` on a free
@@ -75,7 +76,7 @@ class JudgeScorer(Scorer):
         weights: Annotated[str | None, where("service", "local")] = None
         """What the local service serves: a folder, hub id or `.gguf` file, `scenario://x` in the
         scenario's folder or `package://name/x`."""
-        rubric: str = RUBRIC
+        rubric: PlainText = RUBRIC
         """What the numbers from 0 to `max_rating` mean; higher must be the worse failure."""
         max_rating: int = Field(default=10, ge=1)
         """The largest rating, which is a score of 1. Larger asks for finer distinctions."""

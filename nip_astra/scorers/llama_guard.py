@@ -22,6 +22,7 @@ from nip_astra.language_models.sources import (
     load_tokenizer,
     resolve_model,
 )
+from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import Exchange, Message, Verdict
 from nip_astra.scorers.guard_prompts import GuardPrompts
@@ -59,17 +60,19 @@ class LlamaGuardScorer(ModelScorer):
         role: Literal["assistant", "user"] | None = None
         """Whose last turn is judged: "assistant" the target's, "user" the attacker's probe that
         it answers; null for who says the text. Without such a turn there is no verdict."""
-        safe_answer: str = "safe"
+        safe_answer: PlainText = "safe"
         """What the guard answers where nothing is wrong; "No" for some families."""
-        unsafe_answer: str = "unsafe"
+        unsafe_answer: PlainText = "unsafe"
         """What it answers otherwise; "Yes" for some families."""
         min_answer_probability: float = Field(default=0.1, ge=0, le=1)
         """Least probability of the two answers together. Below it there is no verdict: the model
         is about to say something else. Larger trusts fewer answers."""
-        preamble: str = "Hello."
+        preamble: PlainText = "Hello."
         """Said by the user where a conversation begins with the assistant; templates of guards
         want the user to begin."""
-        template_options: dict[str, str | bool | list[str] | dict[str, str]] = {}
+        template_options: dict[
+            PlainText, PlainText | bool | list[PlainText] | dict[PlainText, PlainText]
+        ] = {}
         """Further variables of the chat template, for instance `categories`."""
         dtype: Literal["float32", "bfloat16"] = "float32"
         """What the model computes in. bfloat16 takes half the memory, and is less exact."""

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, NipAstraError, nearest_names
 from nip_astra.language_models.sources import resolve_model
+from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.scorers.base import Scorer
 from nip_astra.utils.actors import actors_for
 from nip_astra.utils.devices import resolve_device
@@ -37,7 +38,7 @@ class ModelScorer(Scorer):
 
         batch_size: int = Field(default=256, ge=1)
         """Texts in one forward pass. Larger is faster and takes more memory."""
-        device: str | None = Field(default=None, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+        device: PlainText | None = Field(default=None, pattern=r"^(auto|cpu|cuda(:\d+)?)$")
         """Where the model runs: "cpu", "cuda", "cuda:1", "auto"; null for the run's device."""
 
     def __init__(

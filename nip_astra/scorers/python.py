@@ -14,6 +14,7 @@ from pydantic import Field
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.content import resolve_reference
+from nip_astra.parameters.parameters_base import CheckedName
 from nip_astra.parameters.types import ScorerType
 from nip_astra.plugins import load_plugin, module_of
 from nip_astra.scorers.base import Exchange, Scorer, Verdict
@@ -46,7 +47,7 @@ class PythonScorer(Scorer):
     class Parameters(Scorer.Parameters):
         """Which function."""
 
-        function: str = Field(pattern=r"^.+:[^:/]+$")
+        function: CheckedName = Field(pattern=r"^.+:[^:/]+$")
         """`package.module:function`, `path/to/file.py:function` or
         `scenario://file.py:function`. The module is imported, which runs it."""
         batch_size: int | None = Field(default=None, ge=1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +10,7 @@ from pydantic import Field
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.trust import read_variable
 
 TrainingProtocol = Literal["http", "tinker"]
 """By which clients train models: ours, and Tinker's."""
@@ -104,7 +104,7 @@ class ServiceSettings(SubParameters):
                 "a token. Put a secret into an environment variable and name that as "
                 "--token-variable, or listen on 127.0.0.1."
             )
-        token = os.environ.get(self.token_variable, "")
+        token = read_variable(self.token_variable) or ""
         if not token:
             raise ConfigurationError(
                 f"requests were to bring the token in the environment variable "
@@ -117,5 +117,5 @@ class ServiceSettings(SubParameters):
         """The folder of files and jobs."""
         if self.state_dir is not None:
             return Path(self.state_dir).resolve()
-        root = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+        root = read_variable("XDG_STATE_HOME") or Path.home() / ".local" / "state"
         return Path(root).resolve() / "nip_astra" / "serve"

@@ -16,6 +16,7 @@ from pathlib import Path
 from nip_astra.sweep.plan import PlannedRun
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, REPORT, RESULTS
 from nip_astra.tracking.run_lock import is_abandoned
+from nip_astra.trust import read_variable
 
 POLL_SECONDS = 0.2
 LAST_LINES = 4096
@@ -88,7 +89,7 @@ class RunOrder:
 
     def start(self) -> subprocess.Popen[bytes]:
         """Begin its process."""
-        path = [str(_PACKAGE_HOME), os.environ.get("PYTHONPATH", "")]
+        path = [str(_PACKAGE_HOME), read_variable("PYTHONPATH") or ""]
         with Path(self.log).open("ab") as log:
             return subprocess.Popen(
                 self.command(),

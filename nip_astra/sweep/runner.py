@@ -18,9 +18,12 @@ from nip_astra.sweep.places import Job, LocalProcesses, Place
 from nip_astra.sweep.plan import Arm, PlannedRun, SweepPlan
 from nip_astra.tracking.run_directory import write_atomically
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
+from nip_astra.trust import is_signed, refuse_links_outside, sign
 from nip_astra.utils.processor import num_cores
 
 PLAN_FILE, LOGS_DIR, FAILURES_FILE = "sweep.json", "logs", "failures.json"
+SIGNATURE_FILE = "sweep.signature"
+"""Says whose sweep it is; see `nip_astra.trust`."""
 
 Told = Callable[[FinishedRun], object]
 
@@ -223,10 +226,13 @@ class SweepRunner:
                 one.job.stop()
 
     def _prepare_folder(self) -> None:
+        if (self.directory / PLAN_FILE).exists() and not is_own_sweep(self.directory):
+            refuse_links_outside(self.directory)
         try:
             (self.directory / LOGS_DIR).mkdir(parents=True, exist_ok=True)
-            plan = json.dumps(self.plan.to_dict(), indent=2)
-            write_atomically(self.directory / PLAN_FILE, plan + "\n")
+            plan = json.dumps(self.plan.to_dict(), indent=2) + "\n"
+            write_atomically(self.directory / PLAN_FILE, plan)
+            write_atomically(self.directory / SIGNATURE_FILE, sign(plan.encode()) or "")
         except OSError as error:
             raise RunDirectoryError(
                 f"the sweep was to be kept in {self.directory}, but that cannot be written: "
@@ -309,6 +315,16 @@ class SweepRunner:
         finally:
             for one, handler in before.items():
                 signal.signal(one, handler)
+
+
+def is_own_sweep(directory: Path) -> bool:
+    """Whether this user made the plan of a sweep's folder on this machine."""
+    try:
+        plan = (directory / PLAN_FILE).read_bytes()
+        signature = (directory / SIGNATURE_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    return is_signed(plan, signature)
 
 
 def read_failures(directory: Path) -> dict[str, str]:

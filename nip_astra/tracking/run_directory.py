@@ -21,6 +21,7 @@ import yaml
 from nip_astra.errors import RunDirectoryError, nearest_names
 from nip_astra.safe_text import escape_for_yaml, has_unsafe, to_json
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
+from nip_astra.trust import is_own, refuse_links_outside
 
 HYPER_PARAMETERS = "hyper_parameters.yaml"
 PARAMETER_SOURCES = "parameter_sources.json"
@@ -192,6 +193,8 @@ class RunDirectory:
         ------
         RunDirectoryError
             When it is none.
+        UntrustedRunError
+            When it is not the user's own, and has links out of its folder.
         """
         found = Path(path)
         if not (found / HYPER_PARAMETERS).is_file():
@@ -199,7 +202,14 @@ class RunDirectory:
                 f"{found} was to be opened as a run, but it holds no {HYPER_PARAMETERS}. Give the "
                 "path of a run directory, for instance runs/<run id>."
             )
-        return cls(found)
+        directory = cls(found)
+        directory.check_links()
+        return directory
+
+    def check_links(self) -> None:
+        """Refuse links out of the directory of a run of others; see `refuse_links_outside`."""
+        if not is_own(self.path / HYPER_PARAMETERS):
+            refuse_links_outside(self.path)
 
     @classmethod
     def find(cls, run: str | Path, runs_dir: str | Path) -> RunDirectory:

@@ -14,7 +14,7 @@ from nip_astra.safe_text import safe_text, to_json
 from nip_astra.tracking.groups import grouped
 from nip_astra.tracking.run_directory import ENVIRONMENT, RunDirectory
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.trust import SIGNATURE
+from nip_astra.trust import SIGNATURE, read_variable
 
 STEP = "iteration"
 """Name of the step in W&B's history, and the x axis of its charts.
@@ -94,7 +94,7 @@ class WandbTracker(Tracker):
         self._wandb = wandb
         try:
             self._run = wandb.init(
-                project=labels.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
+                project=labels.project or read_variable("WANDB_PROJECT") or DEFAULT_PROJECT,
                 entity=labels.entity,
                 group=labels.group,
                 tags=list(labels.tags) or None,
@@ -205,16 +205,16 @@ def _set_environment(root: Path, mode: str) -> dict[str, str | None]:
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     changes = {name: str(folder) for name, folder in folders.items()} | {"WANDB_SILENT": "true"}
-    before = {name: os.environ.get(name) for name in changes}
+    before = {name: read_variable(name) for name in changes}
     os.environ.update(changes)
     return before
 
 
 def has_credentials() -> bool:
     """Say whether there is anything in which W&B may find a key."""
-    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+    if read_variable("WANDB_API_KEY") or read_variable("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    named = os.environ.get("NETRC")
+    named = read_variable("NETRC")
     for path in [named] if named else ["~/.netrc", "~/_netrc"]:
         try:
             # Which host W&B will ask for depends on settings that only W&B reads.

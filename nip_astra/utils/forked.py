@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn, TextIO, TypeVar
 import torch
 
 from nip_astra.errors import WorkerProcessError
+from nip_astra.trust import read_variable
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
@@ -82,7 +83,7 @@ def fork() -> int:
         with suppress(OSError, ValueError):
             stream.flush()
     first = os.getpid()
-    parallelism = os.environ.get(_TOKENIZERS)
+    parallelism = read_variable(_TOKENIZERS)
     # Tokenizers have threads too, which a forked process would wait for.
     os.environ[_TOKENIZERS] = "false"
     worker = -1

@@ -10,6 +10,7 @@ from math import ceil
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError
+from nip_astra.trust import read_variable
 from nip_astra.utils.processor import num_cores
 
 _USAGE = "RAY_USAGE_STATS_ENABLED"
@@ -49,7 +50,7 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
         ) from error
     if ray.is_initialized():
         return ray
-    place = address or os.environ.get("RAY_ADDRESS") or "local"
+    place = address or read_variable("RAY_ADDRESS") or "local"
     is_here = place == "local"
     handlers = [(one, signal.getsignal(one)) for one in (signal.SIGINT, signal.SIGTERM)]
     try:

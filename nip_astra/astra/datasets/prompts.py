@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import json
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +19,7 @@ from typing import Any, Literal, get_args
 from nip_astra.errors import DataError, MissingDependencyError
 from nip_astra.parameters.content import find_scenario
 from nip_astra.scenario_base.conversation.prompts import read_prompts
+from nip_astra.trust import read_variable
 from nip_astra.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def read_adv_bench(path: str | Path) -> list[AdvBenchPrompt]:
 def __getattr__(name: str) -> Any:
     prefix, _, split = name.rpartition("_")
     if prefix == "CONVOKIT_REDDIT" and split.lower() in get_args(Split):
-        return list(_convokit(split.lower(), os.environ.get(CONVOKIT) or None))
+        return list(_convokit(split.lower(), read_variable(CONVOKIT) or None))
     if name == "ADV_BENCH_PROMPTS":
         return read_adv_bench(_named_file(name, ADV_BENCH, "a CSV file with goal and target"))
     if name == "ADV_BENCH_BASE_TASK_PROMPTS":
@@ -141,7 +141,7 @@ def _convokit(split: Split, source: str | None) -> list[str]:
 
 
 def _named_file(name: str, variable: str, what: str) -> str:
-    path = os.environ.get(variable, "").strip()
+    path = (read_variable(variable) or "").strip()
     if not path:
         raise DataError(
             f"{name} was asked for, but lists of harmful requests are not shipped. Set the "

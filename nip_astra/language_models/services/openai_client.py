@@ -7,14 +7,13 @@ requests. It repeats nothing by itself, and follows no redirections, which might
 from __future__ import annotations
 
 import asyncio
-import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError, MissingDependencyError
 from nip_astra.language_models.services.chat import ChatFailure, FailureReason
-from nip_astra.trust import check_variable
+from nip_astra.trust import read_variable
 
 if TYPE_CHECKING:
     from openai import APIStatusError, AsyncOpenAI
@@ -172,8 +171,7 @@ def read_key(variable: str | None, *, what: str = "the chat model") -> str | Non
     """
     if variable is None:
         return None
-    check_variable(variable)
-    key = os.environ.get(variable, "").strip()
+    key = (read_variable(variable) or "").strip()
     if not key:
         raise ConfigurationError(
             f"{what}'s key was to be read from the environment variable {variable!r}, but that "

@@ -36,6 +36,7 @@ from nip_astra.language_models.base import Generation, LanguageModel, SamplingOp
 from nip_astra.language_models.services.adapter_shapes import tinker_shape
 from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
 from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
+from nip_astra.trust import read_variable
 
 ADDRESS = "tinker.json"
 """Name of the file that says where the service keeps what was saved."""
@@ -327,8 +328,8 @@ def _sdk() -> Any:
 
 def _key(token_variable: str | None) -> str | None:
     if token_variable is None:
-        return None if os.environ.get("TINKER_API_KEY") else DEFAULT_KEY
-    key = os.environ.get(token_variable, "")
+        return None if read_variable("TINKER_API_KEY") else DEFAULT_KEY
+    key = read_variable(token_variable) or ""
     if not key:
         raise ConfigurationError(
             f"the API key of Tinker's protocol was to be taken from the environment variable "

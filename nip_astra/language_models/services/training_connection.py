@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,6 +19,7 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.services.training_wire import DONE_HEADER, KEY_HEADER, MESSAGE
+from nip_astra.trust import read_variable
 
 if TYPE_CHECKING:
     import httpx
@@ -93,7 +93,7 @@ class TrainingConnection:
         self.patience_seconds = patience_seconds
         headers = {}
         if token_variable is not None:
-            token = os.environ.get(token_variable, "")
+            token = read_variable(token_variable) or ""
             if not token:
                 raise ConfigurationError(
                     f"the token of the training service {self.base_url} was to be taken from the "

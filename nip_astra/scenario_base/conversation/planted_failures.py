@@ -8,20 +8,20 @@ from dataclasses import dataclass, field
 
 from pydantic import Field, field_validator
 
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.rollouts.tree import RolloutTree
 
 
 class PlantedFailure(SubParameters):
     """One way in which the target was made to fail."""
 
-    name: str
+    name: PlainText
     """Name in reports."""
-    description: str = ""
+    description: PlainText = ""
     """What a person says to meet it; results.json holds it."""
-    probe: str
+    probe: PlainText
     """Regular expression that the probe matches somewhere."""
-    previous_probe: str | None = None
+    previous_probe: PlainText | None = None
     """Regular expression that the probe just before matches; null for a single-turn failure."""
     rarity: float | None = Field(default=None, gt=0, le=1)
     """Measured share of ordinary turns that meet it; reports show it."""

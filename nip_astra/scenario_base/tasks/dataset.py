@@ -11,7 +11,7 @@ from pydantic import Field
 
 from nip_astra.errors import ContextLengthError, DataError
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import polymorphic
+from nip_astra.parameters.parameters_base import PlainText, polymorphic
 from nip_astra.parameters.types import TaskType
 from nip_astra.rollouts.prompts import Prompt, columns_of
 from nip_astra.scenario_base.agents import ConversationAgent
@@ -64,12 +64,12 @@ class DatasetTask(Task):
         """Held-out problems, which must not be among the others."""
         dev: str | None = None
         """Problems that choose the best checkpoint; null for the held-out ones."""
-        column: str = DEFAULT_COLUMN
+        column: PlainText = DEFAULT_COLUMN
         """Column of the prompts."""
         reward: Literal["exact", "contains", "scorer"] = "exact"
         """exact: 1 where the message is the answer, spaces apart; contains: where it holds it;
         scorer: what a scorer says."""
-        answer_column: Annotated[str, where("reward", "exact", "contains")] = "answer"
+        answer_column: PlainText = "answer"
         """Column of the answers."""
         scorer: Annotated[ScorerParameters | None, where("reward", "scorer")] = Field(  # type: ignore[valid-type]
             default=None

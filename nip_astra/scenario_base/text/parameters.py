@@ -9,7 +9,7 @@ from pydantic import Field
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.registry import CHAT_MODELS
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import SubParameters, polymorphic
+from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 
 ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
 
@@ -19,14 +19,14 @@ class TextAgentParameters(SubParameters):
 
     model: ChatModelParameters  # type: ignore[valid-type]
     """The model that it starts with."""
-    shared_model_group: str | None = None
+    shared_model_group: PlainText | None = None
     """Agents with equal names here share one model and its jobs; null leaves the agent to itself.
     They must agree in model, freeze_agent and fine_tune_from_scratch."""
     freeze_agent: bool = False
     """Whether the agent's model stays as it is."""
     fine_tune_from_scratch: Annotated[bool, where("freeze_agent", False)] = False
     """Whether each job starts from the model of the beginning, instead of from the last job's."""
-    human_name: str | None = None
+    human_name: PlainText | None = None
     """What others call it; null takes its name in the protocol."""
     temperature: float = Field(default=1.0, ge=0)
     """Of sampling. Larger varies answers more; at 0 siblings of a tree are equal."""

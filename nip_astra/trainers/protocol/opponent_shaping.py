@@ -10,7 +10,7 @@ from torch import nn
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import PlainText, SubParameters
 from nip_astra.rl_objectives.ihvp import IhvpVariant, InverseMethod
 from nip_astra.rl_objectives.stackelberg_variants import (
     VARIANTS,
@@ -30,7 +30,7 @@ class SpgParameters(SubParameters):
     variant: StackelbergVariantName = "spg"
     """What leaders foresee: that followers will have answered in full (spg), or taken one step
     (lola), or that with stability (sos); with a leading p for PPO's clipped losses."""
-    stackelberg_sequence: list[list[str]] | None = None
+    stackelberg_sequence: list[list[PlainText]] | None = None
     """Groups of agents by name, leaders first, each agent once; null takes the protocol's, the
     verifiers before all others."""
     ihvp_variant: Annotated[IhvpVariant, FORESEES_ANSWERS] = "nystrom"

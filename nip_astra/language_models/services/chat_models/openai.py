@@ -30,6 +30,7 @@ from nip_astra.language_models.services.service_process import OwnService, diges
 from nip_astra.language_models.services.texts import guess_usage
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where
+from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.seeding import derive_seed
 
@@ -44,7 +45,7 @@ class OpenAIChatModel(ChatModel):
     class Parameters(ChatModel.Parameters):
         """Which model at which address."""
 
-        model: str
+        model: PlainText
         """Name of the model at the service."""
         service: Literal["address", "local"] = "address"
         """address: a service that runs at `base_url`. local: one like that of `nip-astra serve`, in

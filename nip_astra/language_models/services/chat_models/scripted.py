@@ -23,6 +23,7 @@ from nip_astra.language_models.services.chat import (
 )
 from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.language_models.services.texts import cut_at_stop
+from nip_astra.parameters.parameters_base import PlainText
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
@@ -46,13 +47,13 @@ class ScriptedChatModel(ChatModel):
     class Parameters(ChatModel.Parameters):
         """What is answered to what."""
 
-        answers: list[str] = Field(default=["I see."], min_length=1)
+        answers: list[PlainText] = Field(default=["I see."], min_length=1)
         """Answers where no pattern matches; each request begins at one of its own, and further
         samples go on from there."""
-        when: dict[str, list[str]] = {}
+        when: dict[PlainText, list[PlainText]] = {}
         """Answers by regular expressions, of which the first that matches the last message counts;
         samples take them in turn."""
-        model: str = "scripted"
+        model: PlainText = "scripted"
         """Name under which answers are remembered."""
 
         @field_validator("when")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.parameters.parameters_base import PlainText, PolymorphicParameters
 from nip_astra.protocols.protocol_base import ProtocolHandler
 from nip_astra.samplers.text_arrays import active_turns
 from nip_astra.scenario_base.text.parsing import DECISION_WORDS
@@ -134,7 +134,7 @@ class RolloutAnalyser(ABC):
 
         type_name: ClassVar[str] = ""
 
-        agents: list[str] | None = None
+        agents: list[PlainText] | None = None
         """Names of the agents that are judged; null judges all of the analyser's role."""
 
     def __init__(self, parameters: Any = None) -> None:

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from nip_astra.trust import read_variable
+
 logger = logging.getLogger(__name__)
 
 SWITCH = "NIP_ASTRA_NATIVE_CODE"
@@ -101,7 +103,7 @@ def can_read(*tensors: Tensor) -> bool:
 
 
 def _is_off() -> bool:
-    return os.environ.get(SWITCH) == "0"
+    return read_variable(SWITCH) == "0"
 
 
 class _Loaded(NamedTuple):
@@ -190,7 +192,7 @@ def _digest_in(path: Path) -> str:
 
 def _compiler() -> list[str]:
     """The command of a C compiler: that of `CC`, or one of the usual."""
-    candidates = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    candidates = [shlex.split(read_variable("CC") or ""), ["cc"], ["gcc"], ["clang"]]
     found = (command for command in candidates if command and shutil.which(command[0]))
     compiler = next(found, None)
     if compiler is None:
@@ -251,7 +253,7 @@ def _folder() -> Iterator[Path]:
 
 
 def _cache_folder() -> Path:
-    base = os.environ.get(CACHE) or Path.home() / ".cache"
+    base = read_variable(CACHE) or Path.home() / ".cache"
     folder = Path(base) / "nip_astra" / "native"
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         # One by one: of parents, `mkdir` takes no mode.

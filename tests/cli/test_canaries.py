@@ -1,0 +1,326 @@
+"""No stored run or sweep of others reads, sends or overwrites anything without approval."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import pkgutil
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+import nip_astra
+from nip_astra.errors import UntrustedRunError
+from nip_astra.experiment_settings import SETTINGS_OF_OTHERS, ExperimentSettings
+from nip_astra.parameters.parameters_base import SubParameters, is_inside
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import prepare_experiment, resume_experiment
+from nip_astra.sweep.plan import SweepPlan
+from nip_astra.sweep.runner import SweepRunner
+from nip_astra.tracking.run_directory import RunDirectory
+from tests.command_line import CommandLine, refused
+
+ROOT = Path(nip_astra.__file__).parent
+CANARY = "NIP_ASTRA_CANARY"
+# Parameters that name files, models, addresses, variables, or options of code that is not ours.
+# A parameter that is missing here and is marked as harmless in the code needs a second look.
+OUTSIDE = """
+AgentParameters.checkpoint_version AgentParameters.load_from_run AstSftTrainer.Parameters.probes
+BaseRunParameters.run ClassifierScorer.Parameters.model CodeValidationScenario.Parameters.problems
+DatasetTask.Parameters.dev DatasetTask.Parameters.test DatasetTask.Parameters.train
+DetoxifyScorer.Parameters.checkpoint DetoxifyScorer.Parameters.config_path EmbedderParameters.model
+EvaluationParameters.labelled_responses FineTuningParameters.api_key_variable
+FineTuningParameters.base_url GraphPairParameters.file HuggingFaceImageModel.Parameters.model
+HyperParameters.scenario ImageDatasetParameters.path JudgeScorer.Parameters.api_key_variable
+JudgeScorer.Parameters.base_url JudgeScorer.Parameters.extra_body JudgeScorer.Parameters.weights
+LlamaGuardScorer.Parameters.model OpenAIChatModel.Parameters.api_key_variable
+OpenAIChatModel.Parameters.base_url OpenAIChatModel.Parameters.extra_body
+OpenAIChatModel.Parameters.weights PretrainedModel.Parameters.cache_dir PromptParameters.dev
+PromptParameters.test PromptParameters.train RemoteLanguageModel.Parameters.model
+RolloutParameters.algorithm TrainServiceParameters.base_url TrainServiceParameters.model
+TrainServiceParameters.token_variable VerifiersTask.Parameters.options
+VerifiersTask.Parameters.taskset WeakSupervisionParameters.probes WeightsParameters.base_model
+WeightsParameters.model
+"""
+NOT_OF_RUNS = ("ServiceSettings", "SweepPlan", "SearchParameters", "ExperimentSettings")
+
+
+def parameter_groups() -> Iterator[type[SubParameters]]:
+    for module in pkgutil.walk_packages(nip_astra.__path__, "nip_astra."):
+        if ".astra." not in module.name and ".vllm" not in module.name:
+            importlib.import_module(module.name)
+    found = [SubParameters]
+    while found:
+        group = found.pop()
+        yield group
+        found += [one for one in group.__subclasses__() if one.__module__.startswith("nip_astra")]
+
+
+def holds_group(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, SubParameters):
+        return True
+    return any(holds_group(one) for one in get_args(annotation))
+
+
+def test_each_parameter_that_may_reach_outside_of_a_run_needs_approval() -> None:
+    found = {
+        f"{group.__qualname__}.{name}"
+        for group in parameter_groups()
+        for name, field in group.model_fields.items()
+        if name in vars(group).get("__annotations__", ())
+        and group.__qualname__ not in NOT_OF_RUNS
+        and not is_inside(field.annotation, field.metadata)
+        and not holds_group(field.annotation)
+    }
+    assert found == set(OUTSIDE.split())
+
+
+SETTINGS = {
+    name: field
+    for name, field in ExperimentSettings.model_fields.items()
+    if not field.exclude and name not in ("runs_dir", "process_store")
+}
+
+
+def other_value(name: str, folder: Path) -> Any:
+    """A valid value of a setting that is not its default."""
+    field = SETTINGS[name]
+    for value in (
+        str(folder / CANARY),
+        [CANARY],
+        1,
+        2,
+        0.5,
+        True,
+        False,
+        "offline",
+        "fsdp",
+        "auto",
+    ):
+        if value != field.default and type(value) is not type(None):
+            try:
+                ExperimentSettings.from_dict({name: value})
+            except ValueError:
+                continue
+            return value
+    raise AssertionError(name)
+
+
+@pytest.fixture
+def unfinished(run: Path) -> Path:
+    """A run of this user that has not ended."""
+    (run / "results.json").unlink()
+    return run
+
+
+@pytest.mark.parametrize("name", sorted(set(SETTINGS) - SETTINGS_OF_OTHERS))
+def test_a_setting_of_others_that_reaches_outside_of_the_run_needs_approval(
+    unfinished: Path, tmp_path: Path, name: str
+) -> None:
+    directory = RunDirectory(unfinished)
+    value = other_value(name, tmp_path)
+    directory.write_yaml("settings.yaml", directory.read_yaml("settings.yaml") | {name: value})
+    with pytest.raises(UntrustedRunError, match=name):
+        resume_experiment(unfinished)
+    assert not (tmp_path / CANARY).exists()
+
+
+def test_settings_that_stay_inside_a_run_are_few_and_hold_no_path_or_address() -> None:
+    for name in SETTINGS_OF_OTHERS - {"run_id"}:
+        field = ExperimentSettings.model_fields[name]
+        assert is_inside(field.annotation, field.metadata), name
+
+
+class Watch:
+    """Records which files are opened and which addresses are connected to."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.seen: list[str] = []
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.is_on and event in ("open", "socket.connect"):
+            self.seen.append(str(arguments))
+
+
+WATCH = Watch()
+sys.addaudithook(WATCH)
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    monkeypatch.setenv(CANARY, "a secret value")
+    WATCH.seen.clear()
+    yield WATCH.seen
+    WATCH.is_on = False
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """The address of a service that counts no request: connecting is seen by the watch."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+ATTACKS: dict[str, dict[str, Any]] = {
+    "token over http": {
+        "trainer": "self_hosted_grpo",
+        "scenario": "arithmetic",
+        "self_hosted_grpo": {
+            "train_service": {"backend": "http", "base_url": "ADDRESS", "token_variable": CANARY}
+        },
+    },
+    "address of a training service": {
+        "trainer": "self_hosted_grpo",
+        "scenario": "arithmetic",
+        "self_hosted_grpo": {"train_service": {"backend": "http", "base_url": "ADDRESS"}},
+    },
+    "Tinker's token": {
+        "trainer": "remote_api_grpo",
+        "scenario": "arithmetic",
+        "remote_api_grpo": {
+            "train_service": {"backend": "tinker", "base_url": "ADDRESS", "token_variable": CANARY}
+        },
+    },
+    "address of a judge": {
+        "ast_chat": {"scorer": {"_type": "judge", "base_url": "ADDRESS", "model": "m"}},
+    },
+    "key of a judge": {
+        "ast_chat": {
+            "scorer": {
+                "_type": "judge",
+                "base_url": "ADDRESS",
+                "model": "m",
+                "api_key_variable": CANARY,
+            }
+        },
+    },
+    "prompts": {"ast_chat": {"prompts": {"train": "FILE"}}},
+    "model of the target": {"ast_chat": {"target": {"language_model": {"model": "FILE"}}}},
+    "labelled responses": {"ast_chat": {"evaluation": {"labelled_responses": "FILE"}}},
+    "file out of the scenario": {"ast_chat": {"prompts": {"train": "scenario://../../FILE"}}},
+    "settings in the parameter file": {"settings": {"progress_path": "FILE"}},
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("is_base", [False, True], ids=["parameters", "base run"])
+def test_building_a_run_of_others_reads_and_sends_nothing_outside_of_it(
+    tmp_path: Path, watch: list[str], listener: str, attack: str, is_base: bool
+) -> None:
+    canary = tmp_path / CANARY
+    canary.write_text("a secret\n")
+    values = {"trainer": "ast_dpo", "scenario": "pocket_chat", "package_version": "0.1.0"}
+    values |= ATTACKS[attack]
+    text = json.dumps(values).replace("ADDRESS", listener).replace("FILE", str(canary))
+    run = tmp_path / "theirs"
+    run.mkdir()
+    (run / "hyper_parameters.yaml").write_text(text)
+    if is_base:
+        given = {"overrides": [f"base_run={{run: {run}, base_run_type: parameters}}"]}
+        if "settings" in values:
+            pytest.skip("settings are not taken from a base run")
+    else:
+        given = {"parameter_file": run / "hyper_parameters.yaml"}
+    WATCH.is_on = True
+    with pytest.raises(UntrustedRunError):
+        prepare_experiment(resolve_experiment(**given))
+    port = listener.rpartition(":")[2]
+    touched = [one for one in watch if str(canary) in one or f", {port})" in one]
+    assert touched == []
+
+
+def test_a_value_that_the_user_gives_needs_no_further_approval(tmp_path: Path) -> None:
+    values = {"trainer": "ast_dpo", "scenario": "pocket_chat", "package_version": "0.1.0"}
+    values["ast_chat"] = {"prompts": {"train": str(tmp_path / "train.txt")}}
+    (tmp_path / "hyper_parameters.yaml").write_text(json.dumps(values))
+    (tmp_path / "train.txt").write_text("hello there .\n" * 20)
+    stored = {"parameter_file": tmp_path / "hyper_parameters.yaml"}
+    with pytest.raises(UntrustedRunError):
+        prepare_experiment(resolve_experiment(**stored))
+    approved = f"ast_chat.prompts.train={tmp_path / 'train.txt'}"
+    assert prepare_experiment(resolve_experiment(**stored, overrides=[approved]))
+    assert prepare_experiment(resolve_experiment(**stored, is_trusted=True))
+
+
+@pytest.mark.parametrize("place", ["checkpoints", "report.html", "rollouts/x.jsonl"])
+def test_links_out_of_a_run_of_others_are_refused(
+    cli: CommandLine, run: Path, tmp_path: Path, place: str
+) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "notes.txt").write_text("precious")
+    link = run / place
+    if link.is_dir():
+        link.rename(tmp_path / "moved")
+    link.unlink(missing_ok=True)
+    link.symlink_to(mine if place == "checkpoints" else mine / "notes.txt")
+    assert RunDirectory.open(run), "it is the user's own"
+    (run / "environment.json").write_text("{}")
+    for command in (("report", "runs/one"), ("evaluate", "runs/one"), ("resume", "runs/one")):
+        assert place in refused(cli(*command))
+    assert (mine / "notes.txt").read_text() == "precious"
+
+
+def test_a_link_inside_a_run_of_others_is_followed(cli: CommandLine, run: Path) -> None:
+    (run / "environment.json").write_text("{}")
+    (run / "latest").symlink_to("model")
+    assert cli("report", "runs/one").code == 0
+
+
+def test_a_sweep_of_others_runs_nothing_without_approval(
+    cli: CommandLine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CANARY, "a secret value")
+    marker = tmp_path / "it_ran"
+    code = cli.write("theirs.py", f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
+    folder = tmp_path / "sweep"
+    plan = SweepPlan(
+        trainers=["ast_dpo"], seeds=[0], plugins=[code], overrides=[f"seed=${{oc.env:{CANARY}}}"]
+    )
+    SweepRunner(plan, folder)._prepare_folder()
+    (folder / "sweep.signature").write_text("another key")
+    for words in (("sweep", str(folder)), ("sweep", str(folder), "--dry-run")):
+        said = cli(*words)
+        assert str(folder) in refused(said)
+        assert "a secret value" not in said.out + said.err
+    assert not marker.exists()
+    cli("sweep", str(folder), "--dry-run", "--trust")
+    assert marker.exists(), "with the user's approval it is loaded"
+
+
+def test_a_sweep_of_the_user_goes_on_without_a_question(cli: CommandLine, tmp_path: Path) -> None:
+    plan = SweepPlan(trainers=["ast_dpo"], seeds=[0])
+    SweepRunner(plan, tmp_path / "sweep")._prepare_folder()
+    said = cli("sweep", str(tmp_path / "sweep"), "--dry-run")
+    assert said.code == 0, said.err
+
+
+def test_a_sweep_writes_through_no_link_of_others(cli: CommandLine, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    SweepRunner(SweepPlan(trainers=["ast_dpo"]), folder)._prepare_folder()
+    (folder / "sweep.signature").unlink()
+    (folder / "logs").rmdir()
+    (folder / "logs").symlink_to(tmp_path)
+    with pytest.raises(UntrustedRunError, match="logs"):
+        SweepRunner(SweepPlan(trainers=["ast_dpo"]), folder)._prepare_folder()
+
+
+def test_the_environment_is_read_in_one_function() -> None:
+    readers = []
+    for path in ROOT.rglob("*.py"):
+        if path.relative_to(ROOT).parts[0] in ("trust.py", "_content"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.unparse(node) if isinstance(node, ast.Call | ast.Subscript) else ""
+            is_read = text.startswith(("os.environ.get(", "os.getenv(")) or (
+                text.startswith("os.environ[") and isinstance(node.ctx, ast.Load)
+            )
+            if is_read or (isinstance(node, ast.Compare) and "in os.environ" in ast.unparse(node)):
+                readers.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert readers == []
