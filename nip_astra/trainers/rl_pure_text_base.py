@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from nip_astra.checkpoints.run_state import RunState
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
 from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.parameters.text import guess_replacement_proportion
@@ -100,6 +100,7 @@ class PureTextRlTrainer(Trainer):
         self.files = RolloutFiles(self.run_directory)
         self.analyses = open_analyses(instance, self.settings)
         self._rollouts: NestedArrayDict | None = None
+        self._may_have_dead_jobs = False
         self._services_used: dict[str, Any] = {}
 
     # ---- hooks
@@ -193,6 +194,8 @@ class PureTextRlTrainer(Trainer):
                 self._stage_create_fine_tune_jobs(self._rollouts_of(iteration))
                 self._note_groups()
         elif trains:
+            if self._may_have_dead_jobs:
+                self._submit_dead_jobs_again(iteration)
             self._stage_await_fine_tune_jobs()
 
     # ---- stages
@@ -240,11 +243,28 @@ class PureTextRlTrainer(Trainer):
             group.switch_to_next_model()
         self._note_groups()
 
+    def _submit_dead_jobs_again(self, iteration: int) -> None:
+        """Submit the jobs anew that died before this process began, under their next keys."""
+        self._may_have_dead_jobs = False
+        groups = list(self.shared_model_groups.values())
+        dead = [group for group in groups if group.drop_dead_job()]
+        if not dead:
+            return
+        logger.warning("jobs of %s have died and are submitted again", [one.name for one in dead])
+        for group in groups:
+            group.is_waiting = group not in dead
+        self._stage_create_fine_tune_jobs(self._rollouts_of(iteration))
+        self._note_groups()
+        self._save_checkpoint()
+
     # ---- rollouts
 
     def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
         """Play rollouts; what is in the journal of this sampling is not asked for again."""
-        journal = self.files.journal(split, iteration, self.state.run_key)
+        # The models of an earlier iteration can no longer be asked.
+        journal = self.files.journal(
+            split, iteration, self.state.run_key, is_replayed=iteration < self.state.iteration
+        )
         ends = self.instance.loop.run(
             self.sampler.sample(
                 self.episodes(split, iteration),
@@ -285,7 +305,16 @@ class PureTextRlTrainer(Trainer):
         """The training rollouts of this iteration or of one before."""
         if self._rollouts is not None and iteration == self.state.iteration:
             return self._rollouts
-        return self.files.load("train", iteration)
+        try:
+            return self.files.load("train", iteration)
+        except DataError as error:
+            logger.warning("%s; rebuilding the rollouts from their answers", error)
+        costs = self.state.costs()
+        rollouts = self._sample_rollouts("train", iteration)
+        for name, counted_before in costs.items():
+            setattr(self.state, name, counted_before)
+        self._keep(rollouts, "train", iteration)
+        return rollouts
 
     def _keep(self, rollouts: NestedArrayDict, split: Split, iteration: int) -> None:
         channels = self.game.protocol.message_channel_names
@@ -355,6 +384,12 @@ class PureTextRlTrainer(Trainer):
         self.instance.loop.close()
 
     # ---- saving
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up the state of a checkpoint."""
+        super().resume(checkpoint)
+        of_jobs = (Stage.CREATE_FINE_TUNE_JOBS, Stage.AWAIT_FINE_TUNE_JOBS)
+        self._may_have_dead_jobs = self.state.stage in of_jobs
 
     def _write_results(self) -> None:
         self._note_groups()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import CheckpointError, ConfigurationError
+from nip_astra.errors import ConfigurationError
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.samplers.text_arrays import transcripts
 from nip_astra.tracking.run_directory import RESULTS, RunDirectory
@@ -35,10 +35,18 @@ class RolloutFiles:
             return None
         return self.run_directory.rollouts_dir / f"{split}_{iteration:04d}"
 
-    def journal(self, split: str, iteration: int, run_key: str | None = None) -> AnswerJournal:
-        """What was answered in a sampling so far; `run_key` names the run at its services."""
+    def journal(
+        self,
+        split: str,
+        iteration: int,
+        run_key: str | None = None,
+        *,
+        is_replayed: bool = False,
+    ) -> AnswerJournal:
+        """What was answered in a sampling so far; see `AnswerJournal` for the options."""
         folder = self.folder(split, iteration)
-        return AnswerJournal(None if folder is None else folder / ANSWERS, run_key)
+        path = None if folder is None else folder / ANSWERS
+        return AnswerJournal(path, run_key, is_replayed)
 
     def keep(
         self,
@@ -65,17 +73,12 @@ class RolloutFiles:
 
         Raises
         ------
-        CheckpointError
-            When they are not there.
+        DataError
+            When they are missing or damaged.
         """
         folder = self.folder(split, iteration)
         if folder is None:
             return self._in_memory[split, iteration]
-        if not (folder / ROLLOUTS).exists():
-            raise CheckpointError(
-                f"the rollouts of iteration {iteration} were to be read, but {folder / ROLLOUTS} "
-                "is not there. Restore the folder, or start a new run."
-            )
         return NestedArrayDict.load(folder / ROLLOUTS)
 
     def forget(self, split: str, iteration: int) -> None:
