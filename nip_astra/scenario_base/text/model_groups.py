@@ -236,17 +236,20 @@ class PureTextSharedModelGroup:
         ------
         ServiceError
             When the job has failed, or is not over.
+        CheckpointError
+            When the model's files are no longer as they were trained.
         """
         self.is_waiting = False
         if self._pending is None:
             return
+        assert self.service is not None
         job = self._look()
-        if job.status != JobStatus.SUCCEEDED:
+        if job.model is None:
             raise ServiceError(
                 f"the group {self.name!r} was to go on with the model of the job {job.job_id}, but "
                 f"that is {job.status}. Wait until get_fine_tune_job_status says it has succeeded."
             )
-        self._switch_to(job.model)
+        self._switch_to(self.service.take_up(job.model))
         self._pending = None
 
     def drop_dead_job(self) -> bool:

@@ -53,12 +53,18 @@ def open_text_models(
     label : str
         Who it is in the run, for messages and counts.
     """
+    service: FineTuningService | None = None
 
     def open_model(name: str | None) -> ChatModel:
-        chosen = parameters if name is None else renamed(parameters, name)
-        return open_chat_model(chosen, settings, scenario_dir=scenario_dir, label=label)
+        chosen = parameters
+        if name is not None:
+            is_here = isinstance(service, LocalFineTuningService)
+            chosen = renamed(parameters, service.place_of(name) if is_here else name)
+        opened = open_chat_model(chosen, settings, scenario_dir=scenario_dir, label=label)
+        # What a run records of a model holds where the run is moved.
+        opened.name = name or opened.name
+        return opened
 
-    service: FineTuningService | None = None
     if parameters.type_name == ChatModelType.LOCAL:
         service = LocalFineTuningService(
             _jobs_dir(settings),

@@ -137,10 +137,7 @@ def _pair(
     if texts[better.place] == texts[worse.place]:
         # What follows made the difference there; another pair may have something to prefer.
         differing = [
-            (one, other)
-            for one in good
-            for other in bad
-            if texts[one.place] != texts[other.place]
+            (one, other) for one in good for other in bad if texts[one.place] != texts[other.place]
         ]
         if not differing:
             return None
