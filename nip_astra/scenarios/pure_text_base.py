@@ -182,6 +182,8 @@ class PureTextScenario(Scenario):
                 label=name,
                 scenario_dir=scenario_dir,
                 settings=settings,
+                load_from_run=members[0].parameters.load_from_run,
+                agent=members[0].name,
             )
             groups[name] = PureTextSharedModelGroup(
                 name, members, open_model=models.open_model, service=models.service, loop=loop

@@ -9,7 +9,9 @@ pays for nothing twice.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -27,10 +29,11 @@ from nip_astra.samplers.text_arrays import rollouts_of
 from nip_astra.samplers.text_rollouts import TextRolloutSampler
 from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import JobPlan
+from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
 from nip_astra.tracking.figures import plain_numbers
 from nip_astra.tracking.groups import summary_of
-from nip_astra.tracking.run_directory import RESULTS
+from nip_astra.tracking.run_directory import RESULTS, write_atomically
 from nip_astra.trainers.protocol.results import as_of_test
 from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.text.analysis import log_analyses, log_analyses_artifact, open_analyses
@@ -38,7 +41,7 @@ from nip_astra.trainers.text.costs import cost_metrics, open_services, told_cost
 from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
 from nip_astra.trainers.text.dry_run import estimate_cost
 from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
-from nip_astra.trainers.text.rollout_files import RolloutFiles, models_of_run
+from nip_astra.trainers.text.rollout_files import RolloutFiles
 from nip_astra.trainers.text.state import Stage, TextRunState
 from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
@@ -135,6 +138,7 @@ class PureTextRlTrainer(Trainer):
         try:
             with self._open_progress_bar(), using_actors(actor_options(self.settings)):
                 self._run_train_loop()
+            self._publish_models(self._write_models, role="agents")
         finally:
             self.close()
         self._write_results()
@@ -390,6 +394,15 @@ class PureTextRlTrainer(Trainer):
         super().resume(checkpoint)
         of_jobs = (Stage.CREATE_FINE_TUNE_JOBS, Stage.AWAIT_FINE_TUNE_JOBS)
         self._may_have_dead_jobs = self.state.stage in of_jobs
+
+    def _write_models(self, folder: Path) -> None:
+        """Copy models that were trained here, and name all others where they are."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name, group in self.shared_model_groups.items():
+            group.save_model(folder / folder_of_group(name))
+        self._note_groups()
+        write_atomically(folder / GROUPS, json.dumps(self.state.groups, indent=2))
 
     def _write_results(self) -> None:
         self._note_groups()

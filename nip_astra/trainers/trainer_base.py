@@ -44,7 +44,7 @@ from nip_astra.progress import (
     total_num_iterations,
 )
 from nip_astra.scenario_instance import ScenarioInstance
-from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, RunDirectory
+from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, MODEL_DIR, RunDirectory
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import derive_seed
@@ -314,6 +314,31 @@ class Trainer(ABC):
         }
         path = store.save(self.state.update_count, write, metadata=metadata, is_best=is_best)
         logger.info("saved checkpoint %s at iteration %d", path.name, self.state.iteration)
+
+    def _publish_models(self, write: Callable[[Path], None], *, role: str) -> None:
+        """Write what was trained into `model/`; hand it and the checkpoints to the tracker.
+
+        Adds `model_dir` to the results; does nothing without a run directory.
+
+        Parameters
+        ----------
+        write : Callable[[Path], None]
+            Writes the models into the folder that it is given.
+        role : str
+            What the models are called at the tracker.
+        """
+        store = self._checkpoint_store()
+        if self.run_directory is None or store is None:
+            return
+        model_dir, run_id = self.run_directory.path / MODEL_DIR, self.run_directory.run_id
+        write(model_dir)
+        for alias, path in {"latest": store.latest(), "best": store.best()}.items():
+            if path is not None:
+                self.tracker.log_artifact(
+                    path, name=f"checkpoint-{run_id}", type="checkpoint", aliases=[alias]
+                )
+        self.tracker.log_artifact(model_dir, name=f"{role}-{run_id}", type="model")
+        self.results["model_dir"] = str(model_dir)
 
     def resume(self, checkpoint: Path) -> None:
         """Take up models, state and parts of a checkpoint; hook of `go_on_from`."""

@@ -120,6 +120,10 @@ class FineTuningService(ABC):
     async def cancel(self, job_id: str) -> FineTuningJob:
         """Stop a job that is not over."""
 
+    def place_of(self, model: str) -> str:
+        """Return what opens a model: a path where its files are kept here, else its name."""
+        return model
+
     def take_up(self, model: str) -> str:
         """Return the name by which a model that an earlier process has trained is opened now.
 

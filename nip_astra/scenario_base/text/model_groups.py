@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, ServiceError
@@ -103,7 +105,8 @@ class PureTextSharedModelGroup:
     name : str
         Of the group.
     agents : sequence of TextAgent
-        Its members; they agree in model, `freeze_agent` and `fine_tune_from_scratch`.
+        Its members; they agree in model, `load_from_run`, `freeze_agent` and
+        `fine_tune_from_scratch`.
     open_model : callable
         Opens the model of a name; that of the beginning for None.
     service : FineTuningService or None
@@ -270,7 +273,17 @@ class PureTextSharedModelGroup:
             "pending": self._pending,
             "jobs": list(self.job_ids),
             "num_dead_jobs": self._num_dead,
+            "agents": [agent.name for agent in self.agents],
         }
+
+    def save_model(self, folder: Path) -> None:
+        """Copy the trained model into a folder; one that was not trained here is not copied."""
+        if self.service is None or self._model_name is None:
+            return
+        place = Path(self.service.place_of(self._model_name))
+        if place.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(place, folder)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Take up what `get_state` gave.
@@ -371,7 +384,7 @@ def _check_alike(name: str, agents: Sequence[TextAgent]) -> None:
         f"{what} of {one.name} is {getattr(one.parameters, what)!r}, and that of "
         f"{agents[0].name} {getattr(agents[0].parameters, what)!r}"
         for one in agents[1:]
-        for what in ("model", "freeze_agent", "fine_tune_from_scratch")
+        for what in ("model", "load_from_run", "freeze_agent", "fine_tune_from_scratch")
         if getattr(one.parameters, what) != getattr(agents[0].parameters, what)
     ]
     if faults:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.fine_tuning import FineTuningService
@@ -19,7 +21,14 @@ from nip_astra.language_models.services.openai_fine_tuning import (
 )
 from nip_astra.language_models.services.patience import open_chat_model
 from nip_astra.parameters.types import ChatModelType
+from nip_astra.tracking import wandb_runs
+from nip_astra.tracking.run_directory import MODEL_DIR, RESULTS, RunDirectory
 from nip_astra.utils.devices import resolve_device
+
+JOBS = "jobs"
+"""Folder of a run directory in which models of this process are trained."""
+GROUPS = "groups.json"
+"""File beside the trained models of a run: the state of each group."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,13 @@ class TextModels:
 
 
 def open_text_models(
-    parameters: Any, *, label: str, scenario_dir: Path | None, settings: ExperimentSettings
+    parameters: Any,
+    *,
+    label: str,
+    scenario_dir: Path | None,
+    settings: ExperimentSettings,
+    load_from_run: str | None = None,
+    agent: str = "",
 ) -> TextModels:
     """What opens the models of a group of agents, and what trains them.
 
@@ -52,14 +67,19 @@ def open_text_models(
         The model that the group begins with.
     label : str
         Who it is in the run, for messages and counts.
+    load_from_run : str, optional
+        A run whose trained model of `agent` is the first one, held as `parameters` say.
     """
     service: FineTuningService | None = None
 
     def open_model(name: str | None) -> ChatModel:
-        chosen = parameters
-        if name is not None:
-            is_here = isinstance(service, LocalFineTuningService)
-            chosen = renamed(parameters, service.place_of(name) if is_here else name)
+        if name is None and load_from_run is not None:
+            trained = _trained_model(load_from_run, agent, settings)
+            chosen = renamed(parameters, trained if service is None else service.take_up(trained))
+        elif name is None:
+            chosen = parameters
+        else:
+            chosen = renamed(parameters, name if service is None else service.place_of(name))
         opened = open_chat_model(chosen, settings, scenario_dir=scenario_dir, label=label)
         # What a run records of a model holds where the run is moved.
         opened.name = name or opened.name
@@ -113,6 +133,71 @@ def renamed(parameters: Any, name: str) -> Any:
 
 def _jobs_dir(settings: ExperimentSettings) -> Path:
     if settings.run_directory is not None:
-        return settings.run_directory.path.resolve() / "jobs"
+        return settings.run_directory.path.resolve() / JOBS
     # A trainer that is built by hand, or a dry run, keeps nothing.
     return Path(tempfile.mkdtemp(prefix="nip_astra-jobs-"))
+
+
+def folder_of_group(name: str) -> str:
+    """Name of a group's folder among the trained models of a run."""
+    return quote(name, safe="").replace(".", "%2E")
+
+
+def models_of_run(run: Path) -> dict[str, Any]:
+    """The models that a finished run has trained, by group, as `set_state` takes them.
+
+    Models in the run directory are found there also where it was moved, or holds no more than its
+    folder `model`.
+
+    Raises
+    ------
+    ConfigurationError
+        When the run names none.
+    """
+    directory = RunDirectory(run)
+    if (run / RESULTS).is_file() or not (run / MODEL_DIR / GROUPS).is_file():
+        groups = directory.read_json(RESULTS).get("groups")
+    else:
+        groups = directory.read_json(f"{MODEL_DIR}/{GROUPS}")
+    if not groups:
+        raise ConfigurationError(
+            f"the models of {run} were to be taken up, but its {RESULTS} names none. Give a "
+            "finished run of a trainer of chat models."
+        )
+    return {
+        name: state | {"model": _found(run, name, state["model"])} for name, state in groups.items()
+    }
+
+
+def _found(run: Path, group: str, model: str | None) -> str | None:
+    """Where a model is now."""
+    parts = Path(model or "").parts
+    if JOBS not in parts:
+        return model
+    place = len(parts) - 1 - parts[::-1].index(JOBS)
+    kept = (Path(*parts[place:]), Path(MODEL_DIR, folder_of_group(group)))
+    places = [run.resolve() / one for one in kept]
+    return next((str(one) for one in places if one.exists()), model)
+
+
+def _trained_model(run: str, agent: str, settings: ExperimentSettings) -> str:
+    """The model of an agent of another run."""
+    if run.startswith(wandb_runs.SCHEME):
+        folder = _jobs_dir(settings).parent / "loaded" / quote(run, safe="")
+        if not folder.exists():
+            unfinished = folder.with_name(f".new-{folder.name}")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            wandb_runs.download_model(run, unfinished / MODEL_DIR)
+            unfinished.rename(folder)
+    else:
+        folder = RunDirectory.find(run, settings.runs_dir).path
+    states = models_of_run(folder)
+    # Older runs do not tell who is in a group.
+    found = [one for name, one in states.items() if agent in one.get("agents", [name])]
+    if not found or found[0]["model"] is None:
+        trained = sorted(name for name, one in states.items() if one["model"] is not None)
+        raise CheckpointError(
+            f"the run {run} has no trained model of the agent {agent!r}; it has trained the groups "
+            f"{', '.join(trained) or '(none)'}. Name another run, or set load_from_run to null."
+        )
+    return str(found[0]["model"])

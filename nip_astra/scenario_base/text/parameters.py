@@ -19,9 +19,12 @@ class TextAgentParameters(SubParameters):
 
     model: ChatModelParameters  # type: ignore[valid-type]
     """The model that it starts with."""
+    load_from_run: str | None = None
+    """Run directory, or wandb://entity/project/run_id, whose trained model of the agent of the same
+    name this one starts with; `model` says how it is held. Null starts with `model` as it is."""
     shared_model_group: str | None = None
     """Agents with equal names here share one model and its jobs; null leaves the agent to itself.
-    They must agree in model, freeze_agent and fine_tune_from_scratch."""
+    They must agree in model, load_from_run, freeze_agent and fine_tune_from_scratch."""
     freeze_agent: bool = False
     """Whether the agent's model stays as it is."""
     fine_tune_from_scratch: Annotated[bool, where("freeze_agent", False)] = False

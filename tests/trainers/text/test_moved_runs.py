@@ -9,11 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from nip_astra.errors import CheckpointError
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.services.chat_models.local import LocalChatModel
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
+from nip_astra.tracking import wandb_runs
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
 from nip_astra.trainers.text.state import Stage
 
@@ -33,6 +39,8 @@ class Killed(BaseException):
 
 def _what_was_left(run: Path) -> dict[str, str]:
     results = json.loads((run / "results.json").read_text())
+    assert results.pop("model_dir") == str(run / "model")
+    assert str(run) not in json.dumps(results)
     texts = {"results": json.dumps(results | {"services": None})}
     for path in [run / "metrics.jsonl", *run.glob("rollouts/*/rollouts.json")]:
         texts[str(path.relative_to(run))] = path.read_text()
@@ -76,9 +84,34 @@ def test_a_copied_run_goes_on_with_its_own_models_and_refuses_changed_ones(
     (run / weights).unlink()
     resume_experiment(copy, progress=False)
     assert _what_was_left(copy) == _what_was_left(run)
-    assert str(tmp_path) not in (copy / "results.json").read_text()
+    _check_others_begin_with_its_model(run, copy / weights, monkeypatch)
     content = bytearray((damaged / weights).read_bytes())
     content[-100] ^= 1
     (damaged / weights).write_bytes(content)
     with pytest.raises(CheckpointError, match=weights.name):
         resume_experiment(damaged, progress=False)
+
+
+def _check_others_begin_with_its_model(
+    run: Path, weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's folder `model` is all that is left of it, here or at W&B."""
+    shutil.rmtree(run / "jobs")
+
+    def download(reference: str, folder: Path, version: str = "latest") -> None:
+        shutil.copytree(run / "model", folder)
+
+    monkeypatch.setattr(wandb_runs, "download_model", download)
+    for place in (str(run), "wandb://us/words/run"):
+        named = f"secret_word.agents.default.load_from_run={place}"
+        resolved = resolve_experiment(trainer="pure_text_ei", overrides=[*SMALL, named])
+        instance = prepare_experiment(resolved, progress=False).scenario_instance
+        assert isinstance(instance, PureTextScenarioInstance)
+        model = instance.shared_model_groups["players"].model
+        assert isinstance(model, PatientChatModel)
+        assert isinstance(model.model, LocalChatModel)
+        assert isinstance(model.model.language_model, HuggingFaceLanguageModel)
+        held = model.model.language_model.module.state_dict()
+        trained = load_file(weights)
+        assert trained
+        assert all(torch.equal(held[name], one) for name, one in trained.items())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,8 @@ def test_with_too_few_examples_the_model_stays_as_it_is(tmp_path: Path) -> None:
 
 def _final(trainer: PureTextRlTrainer) -> dict[str, Any]:
     """What a run leaves behind, without the key that is its own."""
-    text = json.dumps([trainer.results, trainer.state.to_dict()])
+    results = {name: one for name, one in trainer.results.items() if name != "model_dir"}
+    text = json.dumps([results, trainer.state.to_dict()])
     return dict(enumerate(json.loads(text.replace(trainer.state.run_key, "KEY"))))
 
 
@@ -454,12 +456,18 @@ def test_a_service_that_is_down_ends_the_run_so_that_it_can_go_on(
     assert _final(ended) == unbroken[0]
 
 
-def test_trained_models_can_be_tested_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_trained_models_can_be_tested_again(is_whole: bool, tmp_path: Path) -> None:
     directory = _directory(tmp_path)
     build_text_trainer(_build(tmp_path), directory).train()
+    base = directory.path
+    if not is_whole:
+        # What a tracker holds of a run.
+        base = tmp_path / "downloaded"
+        shutil.copytree(directory.path / "model", base / "model")
     parts = _build(tmp_path)
     again = build_text_trainer(parts, _directory(tmp_path, "two"))
-    again.rerun_tests(directory.path)
+    again.rerun_tests(base)
     assert again.results["after"]["mean_accuracy"] == 1.0
     assert again.results["before"] is None
     assert all(name.startswith("tuned:") for name, one in parts.models.items() if one.requests)
