@@ -116,7 +116,7 @@ class AnswerJournal:
             # A killed process leaves half a line; what is added next must begin a new one.
             with path.open("r+b") as file:
                 file.truncate(whole)
-        for number, line in enumerate(content[:whole].decode("utf-8").split("\n")[:-1], start=1):
+        for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
             try:
                 values = json.loads(line)
                 request_id = values.pop("id")

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from nip_astra.checkpoints.run_state import (
     STATE,
@@ -31,7 +32,13 @@ from nip_astra.checkpoints.run_state import (
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.distributed.team import Team
-from nip_astra.errors import CheckpointError, ConfigurationError, StopRequested
+from nip_astra.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NipAstraError,
+    RunDirectoryError,
+    StopRequested,
+)
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -326,12 +333,26 @@ class Trainer(ABC):
             Writes the models into the folder that it is given.
         role : str
             What the models are called at the tracker.
+
+        Raises
+        ------
+        RunDirectoryError
+            When the models cannot be written, for instance on a full disk.
         """
         store = self._checkpoint_store()
         if self.run_directory is None or store is None:
             return
         model_dir, run_id = self.run_directory.path / MODEL_DIR, self.run_directory.run_id
-        write(model_dir)
+        try:
+            write(model_dir)
+        except NipAstraError:
+            # Several are OSErrors too, and a service that is gone is no full disk.
+            raise
+        except (OSError, SafetensorError) as error:
+            raise RunDirectoryError(
+                f"{model_dir} could not be written: {error}. Free space or change the permissions, "
+                "and resume the run, which is trained."
+            ) from error
         for alias, path in {"latest": store.latest(), "best": store.best()}.items():
             if path is not None:
                 self.tracker.log_artifact(

@@ -124,7 +124,7 @@ def test_a_run_hands_its_agents_and_checkpoints_to_the_tracker(
             *,
             name: str,
             type: str,
-            aliases: Sequence[str] = (),  # noqa: A002
+            aliases: Sequence[str] = (),
         ) -> None:
             assert path.is_dir()
             told.append((name, type, tuple(aliases)))

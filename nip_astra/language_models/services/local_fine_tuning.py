@@ -254,6 +254,8 @@ def _told_as_run_directory_error(folder: Path) -> Iterator[None]:
     """Name the job that could not be written; it is as it was before."""
     try:
         yield
+    except NipAstraError:
+        raise
     except Exception as error:
         # safetensors and tokenizers have errors of their own for a full disk.
         reason = getattr(error, "strerror", None) or error

@@ -404,23 +404,46 @@ def test_rollouts_of_an_earlier_iteration_are_not_rebuilt_by_later_models(tmp_pa
         trainer._rollouts_of(0)
 
 
-def test_answers_that_a_full_disk_refuses_are_a_typed_error_and_none_is_lost(
-    tmp_path: Path, unbroken: Any, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["answers.jsonl", "rollouts.json", "groups.json"])
+def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
+    what: str, tmp_path: Path, unbroken: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = _directory(tmp_path)
     parts = _build(tmp_path, groups={"text_rl": {"num_iterations": 3}})
-    append = answer_journal._append
+    replace = Path.replace
 
-    def full(path: Path, line: bytes) -> None:
-        if path.exists() and path.stat().st_size > 400:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        append(path, line)
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_at(path: Path, target: Path) -> Path:
+        return full() if target.name == what else replace(path, target)  # type: ignore[func-returns-value,return-value]
 
     with monkeypatch.context() as patch:
-        patch.setattr(answer_journal, "_append", full)
+        if what == "answers.jsonl":
+            patch.setattr(answer_journal, "_append", full)
+        else:
+            patch.setattr(Path, "replace", full_at)
         with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
             build_text_trainer(parts, directory).train()
     assert _final(_continue(tmp_path, directory, parts)) == unbroken[0]
+    assert parts.num_requests == unbroken[2] + (6 if what == "answers.jsonl" else 0)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_an_answer_leaves_whole_lines(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path, before = tmp_path / "answers.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = answer_journal.AnswerJournal(path)
+    journal.put("one", answer_journal.KeptAnswers(("a",), (False,), ("",)))
+    # As a full disk does, the limit lets a part of a line through.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+    try:
+        with pytest.raises(RunDirectoryError):
+            journal.put("two", answer_journal.KeptAnswers(("b" * 99,), (False,), ("",)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal.put("three", answer_journal.KeptAnswers(("c",), (False,), ("",)))
+    again = answer_journal.AnswerJournal(path)
+    assert [again.get(name) is not None for name in ("one", "two", "three")] == [True, False, True]
 
 
 def test_a_signal_stops_after_the_round_and_keeps_its_answers(tmp_path: Path) -> None:
