@@ -123,7 +123,7 @@ def test_a_run_hands_its_agents_and_checkpoints_to_the_tracker(
             path: Path,
             *,
             name: str,
-            type: str,
+            type: str,  # noqa: A002
             aliases: Sequence[str] = (),
         ) -> None:
             assert path.is_dir()
