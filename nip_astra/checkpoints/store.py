@@ -123,6 +123,23 @@ class CheckpointStore:
         # As above, of a first save that was the best.
         return next(filter(_is_marked_best, reversed(self._all())), None)
 
+    def named(self, name: str) -> Path:
+        """The checkpoint of a name, verified.
+
+        Raises
+        ------
+        CheckpointError
+            When there is none of that name, or it is corrupt.
+        """
+        names = [path.name for path in self._all()]
+        if name not in names:
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint {name!r}; it has "
+                f"{', '.join(names) or 'none'}. Give one of them, or {LATEST}."
+            )
+        self.verify(self.directory / name)
+        return self.directory / name
+
     def open_best(self) -> Path:
         """The checkpoint saved as best last, verified.
 

@@ -183,6 +183,7 @@ class PureTextScenario(Scenario):
                 scenario_dir=scenario_dir,
                 settings=settings,
                 load_from_run=members[0].parameters.load_from_run,
+                checkpoint_version=members[0].parameters.checkpoint_version,
                 agent=members[0].name,
             )
             groups[name] = PureTextSharedModelGroup(

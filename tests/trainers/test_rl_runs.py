@@ -225,7 +225,7 @@ def test_an_agent_starts_from_a_checkpoint_of_another_run(tmp_path: Path) -> Non
     stored = load_file(earlier / "agents" / "prover.safetensors")
     own = trainer.agents["prover"].state_dict()
     assert all(torch.equal(own[name], value) for name, value in stored.items())
-    with pytest.raises(CheckpointError, match=rf"its checkpoints are {earlier.name}"):
+    with pytest.raises(CheckpointError, match=rf"step_99.*{earlier.name}"):
         toy_trainer(settings=settings, toy_protocol=agents("step_99"))
     (earlier / "agents" / "prover.safetensors").write_bytes(b"other")
     with pytest.raises(CheckpointError):

@@ -105,8 +105,8 @@ class PureTextSharedModelGroup:
     name : str
         Of the group.
     agents : sequence of TextAgent
-        Its members; they agree in model, `load_from_run`, `freeze_agent` and
-        `fine_tune_from_scratch`.
+        Its members; they agree in model, `load_from_run`, `checkpoint_version`, `freeze_agent`
+        and `fine_tune_from_scratch`.
     open_model : callable
         Opens the model of a name; that of the beginning for None.
     service : FineTuningService or None
@@ -380,11 +380,12 @@ def _is_dead(job: FineTuningJob) -> bool:
 
 
 def _check_alike(name: str, agents: Sequence[TextAgent]) -> None:
+    shared = ("model", "load_from_run", "checkpoint_version", "freeze_agent")
     faults = [
         f"{what} of {one.name} is {getattr(one.parameters, what)!r}, and that of "
         f"{agents[0].name} {getattr(agents[0].parameters, what)!r}"
         for one in agents[1:]
-        for what in ("model", "load_from_run", "freeze_agent", "fine_tune_from_scratch")
+        for what in (*shared, "fine_tune_from_scratch")
         if getattr(one.parameters, what) != getattr(agents[0].parameters, what)
     ]
     if faults:

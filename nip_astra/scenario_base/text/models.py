@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from nip_astra.checkpoints.run_state import STATE
+from nip_astra.checkpoints.store import LATEST, CheckpointStore
+from nip_astra.checkpoints.tensors import load_state
 from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
@@ -54,6 +57,7 @@ def open_text_models(
     scenario_dir: Path | None,
     settings: ExperimentSettings,
     load_from_run: str | None = None,
+    checkpoint_version: str = LATEST,
     agent: str = "",
 ) -> TextModels:
     """What opens the models of a group of agents, and what trains them.
@@ -69,12 +73,14 @@ def open_text_models(
         Who it is in the run, for messages and counts.
     load_from_run : str, optional
         A run whose trained model of `agent` is the first one, held as `parameters` say.
+    checkpoint_version : str
+        Which of its models.
     """
     service: FineTuningService | None = None
 
     def open_model(name: str | None) -> ChatModel:
         if name is None and load_from_run is not None:
-            trained = _trained_model(load_from_run, agent, settings)
+            trained = _trained_model(load_from_run, checkpoint_version, agent, settings)
             chosen = renamed(parameters, trained if service is None else service.take_up(trained))
         elif name is None:
             chosen = parameters
@@ -143,30 +149,47 @@ def folder_of_group(name: str) -> str:
     return quote(name, safe="").replace(".", "%2E")
 
 
-def models_of_run(run: Path) -> dict[str, Any]:
-    """The models that a finished run has trained, by group, as `set_state` takes them.
+def models_of_run(run: Path, version: str = LATEST) -> dict[str, Any]:
+    """The models that a run has trained, by group, as `set_state` takes them.
 
     Models in the run directory are found there also where it was moved, or holds no more than its
     folder `model`.
 
+    Parameters
+    ----------
+    version : str
+        The name of a checkpoint, whose models they are then; "latest" is the end of the run, or
+        else its newest checkpoint.
+
     Raises
     ------
     ConfigurationError
-        When the run names none.
+        When the run names no models.
+    CheckpointError
+        When it has no such checkpoint, or that is corrupt.
     """
-    directory = RunDirectory(run)
-    if (run / RESULTS).is_file() or not (run / MODEL_DIR / GROUPS).is_file():
-        groups = directory.read_json(RESULTS).get("groups")
-    else:
-        groups = directory.read_json(f"{MODEL_DIR}/{GROUPS}")
+    groups = _groups_of(RunDirectory(run), version)
     if not groups:
         raise ConfigurationError(
-            f"the models of {run} were to be taken up, but its {RESULTS} names none. Give a "
-            "finished run of a trainer of chat models."
+            f"the models of {run} were to be taken up, but it names none. Give a run of a trainer "
+            "of chat models."
         )
     return {
         name: state | {"model": _found(run, name, state["model"])} for name, state in groups.items()
     }
+
+
+def _groups_of(directory: RunDirectory, version: str) -> dict[str, Any]:
+    store = CheckpointStore(directory.checkpoints_dir)
+    if version == LATEST:
+        for name in (RESULTS, f"{MODEL_DIR}/{GROUPS}"):
+            if (directory.path / name).is_file():
+                kept = directory.read_json(name)
+                return dict(kept.get("groups") or {}) if name == RESULTS else dict(kept)
+        checkpoint, _ = store.open_latest()
+    else:
+        checkpoint = store.named(version)
+    return dict(load_state(checkpoint / STATE)["run"].get("groups") or {})
 
 
 def _found(run: Path, group: str, model: str | None) -> str | None:
@@ -180,18 +203,19 @@ def _found(run: Path, group: str, model: str | None) -> str | None:
     return next((str(one) for one in places if one.exists()), model)
 
 
-def _trained_model(run: str, agent: str, settings: ExperimentSettings) -> str:
+def _trained_model(run: str, version: str, agent: str, settings: ExperimentSettings) -> str:
     """The model of an agent of another run."""
     if run.startswith(wandb_runs.SCHEME):
-        folder = _jobs_dir(settings).parent / "loaded" / quote(run, safe="")
+        name = quote(f"{run}@{version}", safe="")
+        folder = _jobs_dir(settings).parent / "loaded" / name
         if not folder.exists():
             unfinished = folder.with_name(f".new-{folder.name}")
             shutil.rmtree(unfinished, ignore_errors=True)
-            wandb_runs.download_model(run, unfinished / MODEL_DIR)
+            wandb_runs.download_model(run, unfinished / MODEL_DIR, version)
             unfinished.rename(folder)
+        states = models_of_run(folder)
     else:
-        folder = RunDirectory.find(run, settings.runs_dir).path
-    states = models_of_run(folder)
+        states = models_of_run(RunDirectory.find(run, settings.runs_dir).path, version)
     # Older runs do not tell who is in a group.
     found = [one for name, one in states.items() if agent in one.get("agents", [name])]
     if not found or found[0]["model"] is None:

@@ -116,11 +116,11 @@ def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST)
         checkpoint = store.latest()
     else:
         folders = []
-        checkpoint = _checkpoint(version, directory)
+        checkpoint = store.named(version)
     folders += [] if checkpoint is None else [checkpoint / AGENTS_DIR]
     for folder in folders:
         if (folder / f"{name}.safetensors").is_file():
-            if checkpoint is not None and folder.parent == checkpoint:
+            if version == LATEST and checkpoint is not None and folder.parent == checkpoint:
                 store.verify(checkpoint)
             return folder / f"{name}.safetensors"
     found = sorted({path.stem for folder in folders for path in folder.glob("*.safetensors")})
@@ -128,17 +128,6 @@ def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST)
         f"the agent {name!r} was to be loaded from the run {directory.path}, but that has saved "
         f"{', '.join(found) or 'no agents'}. Give a run whose protocol has an agent of this name."
     )
-
-
-def _checkpoint(version: str, directory: RunDirectory) -> Path:
-    names = sorted(path.name for path in directory.checkpoints_dir.glob("step_*"))
-    if version not in names:
-        raise CheckpointError(
-            f"the checkpoint {version!r} of the run {directory.path} was asked for, but its "
-            f"checkpoints are {', '.join(names) or 'none'}. Give one of them as "
-            f"checkpoint_version, or {LATEST}."
-        )
-    return directory.checkpoints_dir / version
 
 
 def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:

@@ -18,6 +18,7 @@ from nip_astra.language_models.services.chat_models.local import LocalChatModel
 from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking import wandb_runs
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
@@ -75,6 +76,10 @@ def test_a_copied_run_goes_on_with_its_own_models_and_refuses_changed_ones(
     ].values()
     weights = Path(group["model"]) / "model.safetensors"
     assert not weights.is_absolute()
+    trained = models_of_run(run)["players"]["model"]
+    assert trained == models_of_run(run, latest)["players"]["model"] == str(run / group["model"])
+    with pytest.raises(CheckpointError, match="step_00000077"):
+        models_of_run(run, "step_00000077")
     # Models speak again, and not only what is stored is read.
     for path in run.glob("rollouts/train_0001/*"):
         path.unlink()
