@@ -45,7 +45,7 @@ from nip_astra.trainers.text.rollout_files import RolloutFiles
 from nip_astra.trainers.text.state import Stage, TextRunState
 from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
-from nip_astra.utils.actors import actor_options, using_actors
+from nip_astra.utils.actors import actor_options, forget_kept_models, using_actors
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 logger = logging.getLogger(__name__)
@@ -245,6 +245,7 @@ class PureTextRlTrainer(Trainer):
             wait = min(2 * wait, LONGEST_WAIT)
         for group in self.shared_model_groups.values():
             group.switch_to_next_model()
+        forget_kept_models()
         self._note_groups()
 
     def _submit_dead_jobs_again(self, iteration: int) -> None:
