@@ -124,7 +124,7 @@ class LocalFineTuningService(FineTuningService):
                 raise ServiceError(
                     f"a job was to train {model!r}, but it has no examples. Give at least one."
                 )
-            with _told_as_run_directory_error(folder):
+            with _raising_run_directory_error(folder):
                 self._write_job(folder, model, examples, options, key)
         return self._state(folder)
 
@@ -155,7 +155,7 @@ class LocalFineTuningService(FineTuningService):
 
     async def cancel(self, job_id: str) -> FineTuningJob:
         folder = self.directory / job_id
-        with self._ending:
+        with self._ending, _raising_run_directory_error(folder):
             if not self._state(folder).status.is_over:
                 (folder / ERROR).write_text(CANCELLED, encoding="utf-8")
         return self._state(folder)
@@ -164,8 +164,7 @@ class LocalFineTuningService(FineTuningService):
         path = Path(self.place_of(model))
         if not path.is_absolute():
             return model
-        is_missing = not path.is_dir()
-        fault = "there is no such folder" if is_missing else ""
+        fault = "" if path.is_dir() else "there is no such folder"
         if (path / MANIFEST).exists():
             # An older version wrote none.
             _, fault = inspect_folder(path)
@@ -218,11 +217,11 @@ class LocalFineTuningService(FineTuningService):
         except _CancelledError:
             return
         except NipAstraError as error:
-            with _told_as_run_directory_error(folder):
+            with _raising_run_directory_error(folder):
                 (folder / ERROR).write_text(str(error), encoding="utf-8")
             return
         unfinished = folder / f".new-{MODEL}"
-        with _told_as_run_directory_error(folder):
+        with _raising_run_directory_error(folder):
             shutil.rmtree(unfinished, ignore_errors=True)
             model.save_pretrained(unfinished)
             write_manifest(unfinished, 0, {"job": folder.name}, is_best=False)
@@ -250,7 +249,7 @@ class _CancelledError(Exception):
 
 
 @contextmanager
-def _told_as_run_directory_error(folder: Path) -> Iterator[None]:
+def _raising_run_directory_error(folder: Path) -> Iterator[None]:
     """Name the job that could not be written; it is as it was before."""
     try:
         yield
@@ -261,7 +260,7 @@ def _told_as_run_directory_error(folder: Path) -> Iterator[None]:
         reason = getattr(error, "strerror", None) or error
         raise RunDirectoryError(
             f"the job {folder} could not be written: {reason}. Free space or change the "
-            "permissions, and resume the run; the job is then trained, and no rollout is lost."
+            "permissions, and resume the run: the job is trained then, and no rollout is lost."
         ) from error
 
 

@@ -24,6 +24,12 @@ from nip_astra.scenario_base.text.parameters import TextAgentParameters
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 
+_SHARED = (
+    *("model", "load_from_run", "checkpoint_version"),
+    *("freeze_agent", "fine_tune_from_scratch"),
+)
+"""Parameters in which the members of a group agree."""
+
 
 class TextAgent:
     """An agent of a protocol that speaks through its group's model.
@@ -281,7 +287,8 @@ class PureTextSharedModelGroup:
         if self.service is None or self._model_name is None:
             return
         place = Path(self.service.place_of(self._model_name))
-        if place.is_dir():
+        # The name of a model at a service may be that of some folder here.
+        if place.is_absolute() and place.is_dir():
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(place, folder)
 
@@ -380,12 +387,11 @@ def _is_dead(job: FineTuningJob) -> bool:
 
 
 def _check_alike(name: str, agents: Sequence[TextAgent]) -> None:
-    shared = ("model", "load_from_run", "checkpoint_version", "freeze_agent")
     faults = [
         f"{what} of {one.name} is {getattr(one.parameters, what)!r}, and that of "
         f"{agents[0].name} {getattr(agents[0].parameters, what)!r}"
         for one in agents[1:]
-        for what in (*shared, "fine_tune_from_scratch")
+        for what in _SHARED
         if getattr(one.parameters, what) != getattr(agents[0].parameters, what)
     ]
     if faults:

@@ -216,8 +216,9 @@ def _trained_model(run: str, version: str, agent: str, settings: ExperimentSetti
         states = models_of_run(folder)
     else:
         states = models_of_run(RunDirectory.find(run, settings.runs_dir).path, version)
-    # Older runs do not tell who is in a group.
-    found = [one for name, one in states.items() if agent in one.get("agents", [name])]
+    # Older runs do not name the members of a group.
+    anyone = [agent] if len(states) == 1 else []
+    found = [one for name, one in states.items() if agent in one.get("agents", [name, *anyone])]
     if not found or found[0]["model"] is None:
         trained = sorted(name for name, one in states.items() if one["model"] is not None)
         raise CheckpointError(
