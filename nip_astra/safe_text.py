@@ -42,6 +42,14 @@ def to_json(value: Any, **options: Any) -> str:
     return _UNSAFE.sub(_escape, json.dumps(value, ensure_ascii=False, **options))
 
 
+def valid_text(text: str) -> str:
+    """Return a text that can be encoded: half of a surrogate pair becomes U+FFFD, as decoders do.
+
+    Tokenizers, arrays of strings and files of UTF-8 refuse such halves.
+    """
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def has_unsafe(text: str) -> bool:
     """Say whether a text holds a character that `safe_text` replaces."""
     return _UNSAFE.search(text) is not None

@@ -117,7 +117,7 @@ def what_was_left(run: Path) -> dict[str, Any]:
     texts = {str(file.relative_to(run)): file.read_text() for file in sorted(files)}
     # How long services took is measured.
     results = json.loads((run / "results.json").read_text())
-    texts["results"] = json.dumps(results | {"services": None})
+    texts["results"] = json.dumps(results | {"services": None, "model_dir": None})
     texts["state"] = json.dumps(state, sort_keys=True)
     # A process cannot know in which order answers come in.
     for journal in sorted(run.glob("rollouts/*/answers.jsonl")):

@@ -92,7 +92,7 @@ class CheckpointStore:
                 write(temporary)
                 if self.also_write is not None:
                     self.also_write(temporary)
-                _write_manifest(temporary, step, {**metadata, **self.about}, is_best=is_best)
+                write_manifest(temporary, step, {**metadata, **self.about}, is_best=is_best)
                 temporary.rename(self.directory / name)
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -123,6 +123,23 @@ class CheckpointStore:
         # As above, of a first save that was the best.
         return next(filter(_is_marked_best, reversed(self._all())), None)
 
+    def named(self, name: str) -> Path:
+        """The checkpoint of a name, verified.
+
+        Raises
+        ------
+        CheckpointError
+            When there is none of that name, or it is corrupt.
+        """
+        names = [path.name for path in self._all()]
+        if name not in names:
+            raise CheckpointError(
+                f"{self.directory} has no checkpoint {name!r}; it has "
+                f"{', '.join(names) or 'none'}. Give one of them, or {LATEST}."
+            )
+        self.verify(self.directory / name)
+        return self.directory / name
+
     def open_best(self) -> Path:
         """The checkpoint saved as best last, verified.
 
@@ -137,7 +154,7 @@ class CheckpointStore:
                 f"the run's best checkpoint was asked for, but {self.directory} holds none that is "
                 "marked so. Restore the folder, or start a new run."
             )
-        _, fault = _inspect(path)
+        _, fault = inspect_folder(path)
         if fault:
             raise CheckpointError(
                 f"the run's best checkpoint {path} was asked for, but {fault}. Restore it; to take "
@@ -154,7 +171,7 @@ class CheckpointStore:
             When a file is missing or changed, or the folder is no checkpoint of this format; the
             newest good checkpoint is named.
         """
-        manifest, fault = _inspect(path)
+        manifest, fault = inspect_folder(path)
         if fault:
             raise CheckpointError(
                 f"the checkpoint {path} was asked for, but {fault}. {self._advice(path)}"
@@ -179,7 +196,7 @@ class CheckpointStore:
 
     def _advice(self, refused: Path | None, pointer: str = LATEST) -> str:
         for other in reversed(self._all()):
-            if other != refused and not _inspect(other)[1]:
+            if other != refused and not inspect_folder(other)[1]:
                 return (
                     f"Write {other.name} into {self.directory / pointer} to go on from that one, "
                     "the newest that is good."
@@ -253,8 +270,8 @@ class CheckpointStore:
             ) from error
 
 
-def _write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_best: bool) -> None:
-    """Sync every file and write down what the checkpoint consists of."""
+def write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_best: bool) -> None:
+    """Sync every file of a folder and write down what it consists of."""
     files = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         with file.open("rb") as handle:
@@ -278,8 +295,8 @@ def _write_manifest(folder: Path, step: int, metadata: dict[str, Any], *, is_bes
     _sync_folder(folder)
 
 
-def _inspect(path: Path) -> tuple[dict[str, Any], str]:
-    """A checkpoint's manifest and its first fault, an empty text where it is good."""
+def inspect_folder(path: Path) -> tuple[dict[str, Any], str]:
+    """The manifest of a folder and its first fault, an empty text where it is good."""
     if not path.is_dir():
         return {}, "there is no such folder"
     try:

@@ -25,6 +25,7 @@ from nip_astra.evaluation.storage import FIGURES, EvaluationFolder
 from nip_astra.language_models.sources import is_model_folder
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.tracking.run_directory import (
     ENVIRONMENT,
     HYPER_PARAMETERS,
@@ -32,7 +33,7 @@ from nip_astra.tracking.run_directory import (
     RunDirectory,
 )
 from nip_astra.trainers.text.analysis import stored_samplings
-from nip_astra.trainers.text.rollout_files import ROLLOUTS, models_of_run
+from nip_astra.trainers.text.rollout_files import ROLLOUTS
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 WEIGHTS = "huggingface"

@@ -24,11 +24,12 @@ from nip_astra.report.protocol_runs import ACCURACY, figure_text, statistics_of
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.safe_text import to_json
+from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
 from nip_astra.trainers.text.analysis import stored_samplings
 from nip_astra.trainers.text.evaluation import TextEvaluation, play_evaluation
-from nip_astra.trainers.text.rollout_files import ANSWERS, ROLLOUTS, models_of_run
+from nip_astra.trainers.text.rollout_files import ANSWERS, ROLLOUTS
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 VERSION = 1

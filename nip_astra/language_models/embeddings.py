@@ -22,6 +22,7 @@ from transformers import AutoModel, AutoTokenizer
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.safe_text import valid_text
 from nip_astra.utils.devices import resolve_device
 from nip_astra.utils.ngrams import character_sequences, ngrams, normalise
 
@@ -164,7 +165,7 @@ class EncoderEmbedder(Embedder):
     @torch.no_grad()
     def _vectors(self, texts: Sequence[str]) -> Tensor:
         inputs = self._tokenizer(
-            [_encodable(text) if text.strip() else self._blank for text in texts],
+            [valid_text(text) if text.strip() else self._blank for text in texts],
             padding=True,
             truncation=True,
             max_length=self._max_length,
@@ -202,11 +203,6 @@ def build_embedder(
         device=device,
         scenario_dir=scenario_dir,
     )
-
-
-def _encodable(text: str) -> str:
-    """A text without lone surrogates, which tokenizers refuse."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _load_encoder(reference: str, scenario_dir: Path | None) -> tuple[Any, Any]:

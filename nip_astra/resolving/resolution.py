@@ -9,7 +9,6 @@ from typing import Any
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.parameters.agents import AgentParameters
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
     find_scenario,
@@ -373,9 +372,7 @@ def _located_agents(section: SubParameters) -> SubParameters | None:
     moved = {
         name: agent.model_copy(update={"load_from_run": str(Path(agent.load_from_run).resolve())})
         for name, agent in agents.items()
-        if isinstance(agent, AgentParameters)
-        and agent.load_from_run is not None
-        and Path(agent.load_from_run).is_dir()
+        if getattr(agent, "load_from_run", None) is not None and Path(agent.load_from_run).is_dir()
     }
     return section.model_copy(update={"agents": {**agents, **moved}}) if moved else None
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nip_astra.errors import DataError
+from nip_astra.errors import CheckpointError, DataError, RunDirectoryError
+from nip_astra.safe_text import valid_text
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,14 @@ class AnswerJournal:
         The file, to which each answer is added as it comes; None keeps them in memory only.
     run_key : str or None
         Names the run at its services, before the ids of its requests.
+    is_replayed : bool
+        Whether every request must be answered from the journal, since the models that gave its
+        answers are no longer there to be asked.
     """
 
     path: Path | None = None
     run_key: str | None = None
+    is_replayed: bool = False
     _by_id: dict[str, KeptAnswers] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -60,17 +68,41 @@ class AnswerJournal:
         return len(self._by_id)
 
     def get(self, request_id: str) -> KeptAnswers | None:
-        """What came of a request; None where it has not been answered."""
-        return self._by_id.get(request_id)
+        """What came of a request; None where it has not been answered.
+
+        Raises
+        ------
+        CheckpointError
+            When the journal is replayed and lacks the request.
+        """
+        found = self._by_id.get(request_id)
+        if found is None and self.is_replayed:
+            raise CheckpointError(
+                f"{self.path} lacks the answers to {request_id}, so that its rollouts cannot be "
+                "rebuilt. Restore the file, or start a new run."
+            )
+        return found
 
     def put(self, request_id: str, answers: KeptAnswers) -> None:
-        """Keep what came of a request; it is in the file when this returns."""
+        """Keep what came of a request; it is in the file when this returns.
+
+        Raises
+        ------
+        RunDirectoryError
+            When the file cannot be written, for instance on a full disk; what it held stays.
+        """
         self._by_id[request_id] = answers
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            line = json.dumps({"id": request_id, **vars(answers)}, ensure_ascii=False)
-            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(line + "\n")
+            line = json.dumps({"id": request_id, **vars(answers)}, ensure_ascii=False) + "\n"
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                _append(self.path, line.encode("utf-8", "backslashreplace"))
+            except OSError as error:
+                raise RunDirectoryError(
+                    f"{self.path} could not be written: {error.strerror or error}. Free space or "
+                    "change the permissions, and resume the run; the answers that it holds are "
+                    "not asked for again."
+                ) from error
 
     def tokens(self) -> tuple[int, int]:
         """Tokens of prompts and of answers that were paid for."""
@@ -84,14 +116,30 @@ class AnswerJournal:
             # A killed process leaves half a line; what is added next must begin a new one.
             with path.open("r+b") as file:
                 file.truncate(whole)
-        for number, line in enumerate(content[:whole].decode("utf-8").split("\n")[:-1], start=1):
+        for number, line in enumerate(content[:whole].split(b"\n")[:-1], start=1):
             try:
                 values = json.loads(line)
                 request_id = values.pop("id")
                 lists = {name: tuple(one) for name, one in values.items() if isinstance(one, list)}
+                for name in ("texts", "failures"):
+                    lists[name] = tuple(map(valid_text, lists[name]))
                 yield request_id, KeptAnswers(**(values | lists))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"line {number} of {path} was to hold answers of a model, but cannot be read: "
                     f"{error!r}. Remove the line; its request is asked again."
                 ) from error
+
+
+def _append(path: Path, line: bytes) -> None:
+    """Add a whole line or nothing: the next answer, of another request, must begin a new one."""
+    with path.open("ab", buffering=0) as file:
+        before = file.seek(0, os.SEEK_END)
+        try:
+            written = file.write(line)
+            if written != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):
+                file.truncate(before)
+            raise

@@ -182,6 +182,9 @@ class PureTextScenario(Scenario):
                 label=name,
                 scenario_dir=scenario_dir,
                 settings=settings,
+                load_from_run=members[0].parameters.load_from_run,
+                checkpoint_version=members[0].parameters.checkpoint_version,
+                agent=members[0].name,
             )
             groups[name] = PureTextSharedModelGroup(
                 name, members, open_model=models.open_model, service=models.service, loop=loop

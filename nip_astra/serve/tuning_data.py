@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.services.fine_tuning import check_length
 from nip_astra.serve.api_errors import ApiError, wrong
 from nip_astra.serve.bodies import Body, check_body
 from nip_astra.serve.generation_bodies import Message
@@ -104,8 +105,10 @@ def token_rows(
 
     Raises
     ------
+    ContextLengthError
+        When one does not fit into the model's window.
     ConfigurationError
-        When one does not fit into the model's window, or the template refuses it.
+        When the template refuses one.
     """
     found = []
     for number, text in enumerate(texts, 1):
@@ -113,12 +116,7 @@ def token_rows(
             rows = [_token_row(tokenizer, text, answer, end_ids) for answer in text.answers]
         except ApiError as error:
             raise ConfigurationError(f"example {number} cannot be read: {error}") from error
-        longest = max(len(row.context) + len(row.answer) for row in rows)
-        if longest > window:
-            raise ConfigurationError(
-                f"example {number} has {longest} tokens, but the model's window holds {window}. "
-                "Shorten it, or leave it out."
-            )
+        check_length(number, max(len(row.context) + len(row.answer) for row in rows), window)
         found.append(rows)
     return found
 

@@ -74,12 +74,16 @@ class _Work:
         self._go_on()
         for step, metrics, epoch in self.tuning.run():
             is_last = step == self.tuning.num_steps
-            must_stop = self.must_stop()
+            # The service that would tell of a cancelled job may be gone.
+            must_stop = self.must_stop() or not self._is_wanted()
             self._keep_state({"metrics": metrics, "epoch": epoch}, is_needed=is_last or must_stop)
             self._tell(step, metrics, epoch)
             if must_stop and not is_last:
                 return STOPPED
         return self._finish()
+
+    def _is_wanted(self) -> bool:
+        return self.store.job(self.job.id).status is Status.RUNNING
 
     def _go_on(self) -> None:
         """Take what an earlier process left, and tell what it could not tell any more."""

@@ -33,7 +33,6 @@ from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
 from nip_astra.trainers.language_model.continuations import logprobs_of
 from nip_astra.trainers.language_model.experience import Experience as Experience
-from nip_astra.trainers.language_model.keeping import keep_policy, take_best
 from nip_astra.trainers.language_model.processes import (
     divided,
     lead,
@@ -204,10 +203,10 @@ class LanguageModelTrainer(TensorDictTrainer):
             with ExitStack() as stack:
                 self._build_test_context(stack)
                 if self.state.best_dev_value is not None:
-                    take_best(self.service, self._checkpoint_store(), self.team)
+                    self._take_best()
                 lead(self, self._measure_after)
         if self.team.is_leader:
-            self._save_models()
+            self._publish_models(self.service.save_weights_for_sampler, role=self.policy_role)
             self._write_results()
 
     @attach_progress_bar(lambda self: self.num_measure_parts())
@@ -373,13 +372,19 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Read what `save_models` wrote."""
         self.service.load_state(directory)
 
-    def _save_models(self) -> None:
-        """Write the trained policy in Hugging Face layout, and hand it to the tracker."""
-        if self.run_directory is None:
-            return
-        store, role = self._checkpoint_store(), self.policy_role
-        kept = keep_policy(self.service, self.run_directory, store, self.tracker, role=role)
-        self.results["model_dir"] = str(kept)
+    def _take_best(self) -> None:
+        """Take the weights that did best on the dev data.
+
+        Raises
+        ------
+        CheckpointError
+            When their checkpoint is lost or corrupt.
+        """
+        store = self._checkpoint_store()
+        best = self.team.from_leader("" if store is None else str(store.open_best()))
+        if best:
+            self.service.load_state(Path(best))
+            logger.info("restored the best checkpoint %s", Path(best).name)
 
     @abstractmethod
     def _write_results(self) -> None:

@@ -9,7 +9,9 @@ pays for nothing twice.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from nip_astra.checkpoints.run_state import RunState
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
 from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.parameters.text import guess_replacement_proportion
@@ -27,10 +29,11 @@ from nip_astra.samplers.text_arrays import rollouts_of
 from nip_astra.samplers.text_rollouts import TextRolloutSampler
 from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import JobPlan
+from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run
 from nip_astra.scenarios.pure_text_base import PURE_TEXT, PureTextScenarioInstance
 from nip_astra.tracking.figures import plain_numbers
 from nip_astra.tracking.groups import summary_of
-from nip_astra.tracking.run_directory import RESULTS
+from nip_astra.tracking.run_directory import RESULTS, write_atomically
 from nip_astra.trainers.protocol.results import as_of_test
 from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.text.analysis import log_analyses, log_analyses_artifact, open_analyses
@@ -38,11 +41,11 @@ from nip_astra.trainers.text.costs import cost_metrics, open_services, told_cost
 from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
 from nip_astra.trainers.text.dry_run import estimate_cost
 from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
-from nip_astra.trainers.text.rollout_files import RolloutFiles, models_of_run
+from nip_astra.trainers.text.rollout_files import RolloutFiles
 from nip_astra.trainers.text.state import Stage, TextRunState
 from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
-from nip_astra.utils.actors import actor_options, using_actors
+from nip_astra.utils.actors import actor_options, forget_kept_models, using_actors
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
 logger = logging.getLogger(__name__)
@@ -100,6 +103,7 @@ class PureTextRlTrainer(Trainer):
         self.files = RolloutFiles(self.run_directory)
         self.analyses = open_analyses(instance, self.settings)
         self._rollouts: NestedArrayDict | None = None
+        self._may_have_dead_jobs = False
         self._services_used: dict[str, Any] = {}
 
     # ---- hooks
@@ -134,6 +138,7 @@ class PureTextRlTrainer(Trainer):
         try:
             with self._open_progress_bar(), using_actors(actor_options(self.settings)):
                 self._run_train_loop()
+            self._publish_models(self._write_models, role="agents")
         finally:
             self.close()
         self._write_results()
@@ -193,6 +198,8 @@ class PureTextRlTrainer(Trainer):
                 self._stage_create_fine_tune_jobs(self._rollouts_of(iteration))
                 self._note_groups()
         elif trains:
+            if self._may_have_dead_jobs:
+                self._submit_dead_jobs_again(iteration)
             self._stage_await_fine_tune_jobs()
 
     # ---- stages
@@ -238,13 +245,31 @@ class PureTextRlTrainer(Trainer):
             wait = min(2 * wait, LONGEST_WAIT)
         for group in self.shared_model_groups.values():
             group.switch_to_next_model()
+        forget_kept_models()
         self._note_groups()
+
+    def _submit_dead_jobs_again(self, iteration: int) -> None:
+        """Submit the jobs anew that died before this process began, under their next keys."""
+        self._may_have_dead_jobs = False
+        groups = list(self.shared_model_groups.values())
+        dead = [group for group in groups if group.drop_dead_job()]
+        if not dead:
+            return
+        logger.warning("jobs of %s have died and are submitted again", [one.name for one in dead])
+        for group in groups:
+            group.is_waiting = group not in dead
+        self._stage_create_fine_tune_jobs(self._rollouts_of(iteration))
+        self._note_groups()
+        self._save_checkpoint()
 
     # ---- rollouts
 
     def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
         """Play rollouts; what is in the journal of this sampling is not asked for again."""
-        journal = self.files.journal(split, iteration, self.state.run_key)
+        # The models of an earlier iteration can no longer be asked.
+        journal = self.files.journal(
+            split, iteration, self.state.run_key, is_replayed=iteration < self.state.iteration
+        )
         ends = self.instance.loop.run(
             self.sampler.sample(
                 self.episodes(split, iteration),
@@ -285,7 +310,16 @@ class PureTextRlTrainer(Trainer):
         """The training rollouts of this iteration or of one before."""
         if self._rollouts is not None and iteration == self.state.iteration:
             return self._rollouts
-        return self.files.load("train", iteration)
+        try:
+            return self.files.load("train", iteration)
+        except DataError as error:
+            logger.warning("%s; rebuilding the rollouts from their answers", error)
+        costs = self.state.costs()
+        rollouts = self._sample_rollouts("train", iteration)
+        for name, counted_before in costs.items():
+            setattr(self.state, name, counted_before)
+        self._keep(rollouts, "train", iteration)
+        return rollouts
 
     def _keep(self, rollouts: NestedArrayDict, split: Split, iteration: int) -> None:
         channels = self.game.protocol.message_channel_names
@@ -355,6 +389,21 @@ class PureTextRlTrainer(Trainer):
         self.instance.loop.close()
 
     # ---- saving
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up the state of a checkpoint."""
+        super().resume(checkpoint)
+        of_jobs = (Stage.CREATE_FINE_TUNE_JOBS, Stage.AWAIT_FINE_TUNE_JOBS)
+        self._may_have_dead_jobs = self.state.stage in of_jobs
+
+    def _write_models(self, folder: Path) -> None:
+        """Copy models that were trained here, and name all others where they are."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        for name, group in self.shared_model_groups.items():
+            group.save_model(folder / folder_of_group(name))
+        self._note_groups()
+        write_atomically(folder / GROUPS, json.dumps(self.state.groups, indent=2))
 
     def _write_results(self) -> None:
         self._note_groups()

@@ -35,7 +35,6 @@ from nip_astra.trainers.protocol.agent_files import (
     agent_file_of_run,
     load_agent,
     load_agents_from_runs,
-    publish_agents,
     save_agents,
 )
 from nip_astra.trainers.protocol.episode_samples import episode_rows, num_samples
@@ -177,7 +176,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
                 lead(self, self._run_test_loop)
         if self.team.is_leader:
             agents = [self.agents[name] for name in self.agents.names]
-            self.results |= publish_agents(agents, self.run_directory, self.tracker)
+            self._publish_models(partial(save_agents, agents), role="agents")
             self._write_results()
 
     def rerun_tests(self, base_run: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -21,7 +22,6 @@ from nip_astra.trainers.protocol.agent_files import (
     agent_file_of_run,
     load_agent,
     load_agents_from_runs,
-    publish_agents,
     save_agents,
 )
 from nip_astra.trainers.protocol.statistics import read
@@ -115,7 +115,7 @@ class SoloAgentTrainer(TensorDictTrainer):
             with ExitStack() as stack:
                 self._build_test_context(stack)
                 self._run_test_loop()
-        self.results |= publish_agents(self.agents, self.run_directory, self.tracker)
+        self._publish_models(partial(save_agents, self.agents), role="agents")
         self._write_results()
 
     def components_to_time(self) -> Components:

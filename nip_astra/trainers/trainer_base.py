@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from nip_astra.checkpoints.run_state import (
     STATE,
@@ -31,7 +32,13 @@ from nip_astra.checkpoints.run_state import (
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.checkpoints.tensors import load_state, save_state
 from nip_astra.distributed.team import Team
-from nip_astra.errors import CheckpointError, ConfigurationError, StopRequested
+from nip_astra.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NipAstraError,
+    RunDirectoryError,
+    StopRequested,
+)
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -44,7 +51,7 @@ from nip_astra.progress import (
     total_num_iterations,
 )
 from nip_astra.scenario_instance import ScenarioInstance
-from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, RunDirectory
+from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, MODEL_DIR, RunDirectory
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import derive_seed
@@ -314,6 +321,45 @@ class Trainer(ABC):
         }
         path = store.save(self.state.update_count, write, metadata=metadata, is_best=is_best)
         logger.info("saved checkpoint %s at iteration %d", path.name, self.state.iteration)
+
+    def _publish_models(self, write: Callable[[Path], None], *, role: str) -> None:
+        """Write what was trained into `model/`; hand it and the checkpoints to the tracker.
+
+        Adds `model_dir` to the results; does nothing without a run directory.
+
+        Parameters
+        ----------
+        write : Callable[[Path], None]
+            Writes the models into the folder that it is given.
+        role : str
+            What the models are called at the tracker.
+
+        Raises
+        ------
+        RunDirectoryError
+            When the models cannot be written, for instance on a full disk.
+        """
+        store = self._checkpoint_store()
+        if self.run_directory is None or store is None:
+            return
+        model_dir, run_id = self.run_directory.path / MODEL_DIR, self.run_directory.run_id
+        try:
+            write(model_dir)
+        except NipAstraError:
+            # Several are OSErrors too, and a service that is gone is no full disk.
+            raise
+        except (OSError, SafetensorError) as error:
+            raise RunDirectoryError(
+                f"{model_dir} could not be written: {error}. Free space or change the permissions, "
+                "and resume the run, which is trained."
+            ) from error
+        for alias, path in {"latest": store.latest(), "best": store.best()}.items():
+            if path is not None:
+                self.tracker.log_artifact(
+                    path, name=f"checkpoint-{run_id}", type="checkpoint", aliases=[alias]
+                )
+        self.tracker.log_artifact(model_dir, name=f"{role}-{run_id}", type="model")
+        self.results["model_dir"] = str(model_dir)
 
     def resume(self, checkpoint: Path) -> None:
         """Take up models, state and parts of a checkpoint; hook of `go_on_from`."""

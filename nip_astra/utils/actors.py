@@ -308,6 +308,17 @@ def get_actors() -> Actors | None:
     return _open
 
 
+def forget_kept_models() -> None:
+    """End the actors that are open, and with them the models that they keep.
+
+    Others begin when they are next needed.
+    """
+    global _open
+    if _open is not None:
+        _open.close()
+    _open = None
+
+
 def actors_for(device: torch.device) -> Actors | None:
     """The actors that have such a device; None where there are none."""
     if _asked is None or (device.type != "cpu" and not _asked.num_gpus):

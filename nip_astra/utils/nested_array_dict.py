@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from nip_astra.errors import DataError
+from nip_astra.errors import DataError, RunDirectoryError
 from nip_astra.utils.array_kinds import KINDS, Array, as_array, is_equal, zeros
 
 Key: TypeAlias = str | tuple[str, ...]
@@ -161,7 +161,13 @@ class NestedArrayDict:
         }
 
     def save(self, path: str | Path) -> None:
-        """Write everything as JSON; the file is whole or not there."""
+        """Write everything as JSON; the file is whole or as it was.
+
+        Raises
+        ------
+        RunDirectoryError
+            When it cannot be written, for instance on a full disk.
+        """
         path = Path(path)
         leaves = [
             {
@@ -174,8 +180,14 @@ class NestedArrayDict:
         ]
         body = {"format": _FORMAT, "batch_size": self.batch_size, "leaves": leaves}
         scratch = path.with_name(f".{path.name}.writing")
-        scratch.write_text(json.dumps(body, ensure_ascii=False), encoding="utf-8")
-        scratch.replace(path)
+        try:
+            scratch.write_text(json.dumps(body, ensure_ascii=False), encoding="utf-8")
+            scratch.replace(path)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{path} could not be written: {error.strerror or error}. Free space or change the "
+                "permissions; what was there before is unchanged."
+            ) from error
 
     @classmethod
     def load(cls, path: str | Path) -> NestedArrayDict:

@@ -11,8 +11,8 @@ import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
+from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.trainers.text.rollout_files import models_of_run
 from tests.command_line import CommandLine, refused
 
 # The prover tells the word and says "damn"; the verifier asks once and accepts.

@@ -187,9 +187,10 @@ def test_a_journal_keeps_what_json_finds_hard_and_counts_what_was_paid(tmp_path:
     assert again.get("two") == journal.get("two")
     assert again.get("three") is None
     assert again.tokens() == (3, 2)
-    path.write_text('{"id": "x"}\n')
-    with pytest.raises(DataError, match=r"line 1 of .* was to hold answers"):
-        AnswerJournal(path)
+    for damaged in (b'{"id": "x"}\n', b'{"id": "\xff"}\n'):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"line 1 of .*answers\.jsonl"):
+            AnswerJournal(path)
 
 
 @pytest.mark.parametrize(

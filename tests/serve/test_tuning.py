@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError, NonFiniteLossError
 from nip_astra.serve.api_errors import ApiError
+from nip_astra.serve.job_store import JobStore, Status
 from nip_astra.serve.tuning import Tuning, TuningPlan, fine_tune
 from nip_astra.serve.tuning_data import TrainingText, read_texts, token_rows
+from nip_astra.serve.worker import STOPPED, TRAINING, _Work
 from tests.tiny import make_tokenizer
 
 QUESTION = ({"role": "user", "content": "how are you"},)
@@ -105,6 +108,30 @@ def test_training_goes_on_with_an_adapter(plan: TuningPlan, tmp_path: Path) -> N
     assert all(
         "lora" in name for name, one in again.model.module.named_parameters() if one.requires_grad
     )
+
+
+def test_a_cancelled_job_ends_after_its_step(
+    plan: TuningPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = JobStore(tmp_path)
+    names = {"id": "job", "model": "tiny", "root": "tiny", "name": "ft:tiny"}
+    store.add_job(names | {"plan": plan.to_dict(), "request": {}}, None)
+    store.change_job("job", status=Status.RUNNING)
+    store.job_folder("job").mkdir()
+    row = {"messages": [*SAID[0].messages, {"role": "assistant", "content": SAID[0].answers[0]}]}
+    (store.job_folder("job") / TRAINING).write_text(json.dumps(row))
+    take_step, steps = Tuning._take_step, []
+
+    def cancelled(tuning: Tuning, chosen: Sequence[int]) -> dict[str, float]:
+        steps.append(tuning.step)
+        if len(steps) == 2:
+            store.change_job("job", status=Status.CANCELLED)
+        return take_step(tuning, chosen)
+
+    monkeypatch.setattr(Tuning, "_take_step", cancelled)
+    assert _Work(store, store.job("job"), lambda: False).run() == STOPPED
+    assert steps == [0, 1]
+    assert store.job("job").status is Status.CANCELLED
 
 
 def test_a_loss_that_is_no_number_ends_training(plan: TuningPlan) -> None:

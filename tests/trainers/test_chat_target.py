@@ -52,7 +52,8 @@ class FlakyChatModel(ChatModel):
         assert request.seed is not None
         if request.seed % 3 == 0:
             return ChatOutcome((ChatFailure(FailureReason.REFUSED, "no"),), ChatUsage(5, 0))
-        return ChatOutcome((ChatAnswer("you are silly"),), ChatUsage(5, 3))
+        # Half a character, as services send it where an answer is cut.
+        return ChatOutcome((ChatAnswer("you are silly \ud83d"),), ChatUsage(5, 3))
 
 
 @pytest.fixture(autouse=True)
@@ -154,7 +155,7 @@ def test_a_failed_response_ends_its_conversation_there_as_data(tmp_path: Path) -
         is_after = parent is not None and parent["response_failure"] is not None
         assert is_after is (row["response_failure"] == "ended")
         is_there = row["response_failure"] is None
-        assert (row["response"] == "you are silly") is is_there
+        assert (row["response"] == "you are silly \ufffd") is is_there
         assert (row["response_score"] is not None) is is_there
         assert (row["reward"] is not None) is is_there
         assert row["is_error"] is (row["response_failure"] == "refused")

@@ -15,6 +15,7 @@ from pydantic import JsonValue
 from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
 from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
 from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.safe_text import valid_text
 
 
 class ChatMessage(TypedDict):
@@ -144,6 +145,12 @@ class ChatAnswer:
     refusal: str | None = None
     token_logprobs: tuple[float, ...] | None = None
 
+    def __post_init__(self) -> None:
+        # What a service sent, or was remembered of it, may be no text that can be kept or read.
+        object.__setattr__(self, "text", valid_text(self.text))
+        if self.refusal is not None:
+            object.__setattr__(self, "refusal", valid_text(self.refusal))
+
 
 @dataclass(frozen=True)
 class ChatFailure:
@@ -160,6 +167,9 @@ class ChatFailure:
     reason: FailureReason
     message: str
     retry_after: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", valid_text(self.message))
 
 
 @dataclass(frozen=True)

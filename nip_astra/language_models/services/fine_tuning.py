@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
+from nip_astra.errors import ContextLengthError
 from nip_astra.language_models.services.chat import ChatMessage
 
 
@@ -107,14 +108,50 @@ class FineTuningService(ABC):
 
     @abstractmethod
     async def job(self, job_id: str) -> FineTuningJob:
-        """Look at a job.
+        """Look at a job; one that the service does not know has failed.
 
         Raises
         ------
         ServiceError
-            When the service cannot be reached or knows no such job.
+            When the service cannot be reached.
         """
 
     @abstractmethod
     async def cancel(self, job_id: str) -> FineTuningJob:
         """Stop a job that is not over."""
+
+    def place_of(self, model: str) -> str:
+        """Return what opens a model: a path where its files are kept here, else its name."""
+        return model
+
+    def take_up(self, model: str) -> str:
+        """Return the name by which a model that an earlier process has trained is opened now.
+
+        Raises
+        ------
+        CheckpointError
+            When its files are kept by this service, and are missing or no longer as they were.
+        """
+        return model
+
+
+def check_length(number: int, num_tokens: int, window: int) -> None:
+    """Refuse an example that a model cannot read in full.
+
+    Parameters
+    ----------
+    number : int
+        Of the example, from 1.
+    num_tokens : int
+        Of its messages and its longest answer, the end of the turn included.
+
+    Raises
+    ------
+    ContextLengthError
+        When the model's window holds fewer tokens.
+    """
+    if num_tokens > window:
+        raise ContextLengthError(
+            f"example {number} has {num_tokens} tokens, but the model's window holds {window}. "
+            "Shorten it, or leave it out."
+        )

@@ -10,7 +10,9 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -19,7 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nip_astra.errors import ConfigurationError, NipAstraError, NonFiniteLossError, ServiceError
+from nip_astra.checkpoints.store import MANIFEST, inspect_folder, write_manifest
+from nip_astra.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NipAstraError,
+    NonFiniteLossError,
+    RunDirectoryError,
+    ServiceError,
+)
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.registry import LANGUAGE_MODELS
 from nip_astra.language_models.services.chat import ChatMessage
@@ -30,6 +40,7 @@ from nip_astra.language_models.services.fine_tuning import (
     JobStatus,
     PreferenceExample,
     SupervisedExample,
+    check_length,
 )
 from nip_astra.rl_objectives.preference import preference_loss
 from nip_astra.utils.devices import threads_for
@@ -46,7 +57,9 @@ NLL_WEIGHT = 1.0
 """Weight of the cross entropy of preferred answers in a preference job. Without it, DPO makes both
 answers of a pair unlikely, the end of a turn among them, and small models talk without end."""
 MAX_GRAD_NORM = 1.0
-JOB, EXAMPLES, MODEL = "job.json", "examples.jsonl", "model"
+JOB, EXAMPLES, MODEL, ERROR = "job.json", "examples.jsonl", "model", "error"
+CANCELLED = "cancelled"
+"""What stands in the file `error` of a job that was cancelled."""
 
 
 class _Row(NamedTuple):
@@ -67,6 +80,9 @@ class LocalFineTuningService(FineTuningService):
     starts from, plus the cross entropy of the preferred answers (arXiv:2404.19733, eq. 1). AdamW
     with a constant learning rate, on the CPU or the GPU that is given. Equal jobs give equal
     weights on the CPU.
+
+    A trained model is named by its path from the folder that holds `directory`, so that the names
+    hold where both are moved or copied. Its manifest holds the digest of each file.
 
     Parameters
     ----------
@@ -91,6 +107,7 @@ class LocalFineTuningService(FineTuningService):
         self.num_threads = num_threads
         self.scenario_dir, self.device = scenario_dir, torch.device(device)
         self._lock = asyncio.Lock()
+        self._ending = threading.Lock()
 
     async def submit(
         self,
@@ -107,23 +124,30 @@ class LocalFineTuningService(FineTuningService):
                 raise ServiceError(
                     f"a job was to train {model!r}, but it has no examples. Give at least one."
                 )
-            unfinished = self.directory / f".new-{job_id}"
-            shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir(parents=True)
-            with (unfinished / EXAMPLES).open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(one._asdict()) + "\n" for one in examples)
-            job = {"model": model, "key": key, "options": asdict(options)}
-            (unfinished / JOB).write_text(json.dumps(job, indent=2), encoding="utf-8")
-            unfinished.rename(folder)
+            with _raising_run_directory_error(folder):
+                self._write_job(folder, model, examples, options, key)
         return self._state(folder)
+
+    def _write_job(
+        self,
+        folder: Path,
+        model: str,
+        examples: Sequence[SupervisedExample] | Sequence[PreferenceExample],
+        options: FineTuningOptions,
+        key: str,
+    ) -> None:
+        unfinished = folder.with_name(f".new-{folder.name}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        lines = "".join(json.dumps(one._asdict()) + "\n" for one in examples)
+        (unfinished / EXAMPLES).write_text(lines, encoding="utf-8")
+        job = {"model": model, "key": key, "options": asdict(options)}
+        content = job | {"digest": _digest(job, lines)}
+        (unfinished / JOB).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        unfinished.rename(folder)
 
     async def job(self, job_id: str) -> FineTuningJob:
         folder = self.directory / job_id
-        if not (folder / JOB).exists():
-            raise ServiceError(
-                f"the job {job_id!r} was asked for, but {self.directory} holds no such job. Its "
-                "folder was removed, or it is another service's."
-            )
         async with self._lock:
             if not self._state(folder).status.is_over:
                 await asyncio.to_thread(self._run, folder)
@@ -131,37 +155,79 @@ class LocalFineTuningService(FineTuningService):
 
     async def cancel(self, job_id: str) -> FineTuningJob:
         folder = self.directory / job_id
-        if not self._state(folder).status.is_over:
-            (folder / "error").write_text("cancelled", encoding="utf-8")
+        with self._ending, _raising_run_directory_error(folder):
+            if not self._state(folder).status.is_over:
+                (folder / ERROR).write_text(CANCELLED, encoding="utf-8")
         return self._state(folder)
 
+    def take_up(self, model: str) -> str:
+        path = Path(self.place_of(model))
+        if not path.is_absolute():
+            return model
+        fault = "" if path.is_dir() else "there is no such folder"
+        if (path / MANIFEST).exists():
+            # An older version wrote none.
+            _, fault = inspect_folder(path)
+        if fault:
+            raise CheckpointError(
+                f"the trained model {path} cannot be used: {fault}. Restore its files, or start a "
+                "new run."
+            )
+        return self._name_of(path.parent) if path.parent.parent == self.directory else model
+
+    def place_of(self, model: str) -> str:
+        """Return the path of a model that a job of this service has trained, any other as it is.
+
+        A path from before the run was moved or copied leads to the model in its present folder.
+        """
+        path = Path(model)
+        if path.parts[-3::2] != (self.directory.name, MODEL):
+            return model
+        own = self.directory / path.parts[-2] / MODEL
+        return str(own) if own.exists() or not path.is_absolute() else model
+
+    def _name_of(self, folder: Path) -> str:
+        return f"{self.directory.name}/{folder.name}/{MODEL}"
+
     def _state(self, folder: Path) -> FineTuningJob:
-        if (folder / MODEL).is_dir():
-            return FineTuningJob(folder.name, JobStatus.SUCCEEDED, model=str(folder / MODEL))
-        if (folder / "error").exists():
-            error = (folder / "error").read_text(encoding="utf-8")
-            status = JobStatus.CANCELLED if error == "cancelled" else JobStatus.FAILED
+        if not (folder / JOB).exists():
+            error = f"{self.directory} holds no such job"
+            return FineTuningJob(folder.name, JobStatus.FAILED, error=error)
+        if (folder / ERROR).exists():
+            error = (folder / ERROR).read_text(encoding="utf-8")
+            status = JobStatus.CANCELLED if error == CANCELLED else JobStatus.FAILED
             return FineTuningJob(folder.name, status, error=error)
+        if (folder / MODEL).is_dir():
+            return FineTuningJob(folder.name, JobStatus.SUCCEEDED, model=self._name_of(folder))
         return FineTuningJob(folder.name, JobStatus.QUEUED)
 
     def _run(self, folder: Path) -> None:
-        job = json.loads((folder / JOB).read_text(encoding="utf-8"))
-        lines = (folder / EXAMPLES).read_text(encoding="utf-8").split("\n")
-        examples = [json.loads(line) for line in lines if line]
-        options = FineTuningOptions(**job["options"])
+        def raise_if_cancelled() -> None:
+            if (folder / ERROR).exists():
+                raise _CancelledError
+
         try:
-            model = self._load(job["model"])
+            job, examples = _read_job(folder)
+            options = FineTuningOptions(**job["options"])
+            model = self._load(self.place_of(job["model"]))
             train = _train_preferred if options.method == "dpo" else _train_supervised
             with threads_for(model.num_parameters(), self.num_threads):
-                loss = train(model, examples, options)
+                loss = train(model, examples, options, raise_if_cancelled)
             logger.info("job %s trained %s; its last loss is %.4g", folder.name, model.source, loss)
+        except _CancelledError:
+            return
         except NipAstraError as error:
-            (folder / "error").write_text(str(error), encoding="utf-8")
+            with _raising_run_directory_error(folder):
+                (folder / ERROR).write_text(str(error), encoding="utf-8")
             return
         unfinished = folder / f".new-{MODEL}"
-        shutil.rmtree(unfinished, ignore_errors=True)
-        model.save_pretrained(unfinished)
-        unfinished.rename(folder / MODEL)
+        with _raising_run_directory_error(folder):
+            shutil.rmtree(unfinished, ignore_errors=True)
+            model.save_pretrained(unfinished)
+            write_manifest(unfinished, 0, {"job": folder.name}, is_best=False)
+            with self._ending:
+                if not (folder / ERROR).exists():
+                    unfinished.rename(folder / MODEL)
 
     def _load(self, name: str) -> HuggingFaceLanguageModel:
         parameters = self.parameters.model_copy(update={"model": name})
@@ -178,26 +244,77 @@ class LocalFineTuningService(FineTuningService):
         return model
 
 
+class _CancelledError(Exception):
+    """Ends the training of a job that has been cancelled."""
+
+
+@contextmanager
+def _raising_run_directory_error(folder: Path) -> Iterator[None]:
+    """Name the job that could not be written; it is as it was before."""
+    try:
+        yield
+    except NipAstraError:
+        raise
+    except Exception as error:
+        # safetensors and tokenizers have errors of their own for a full disk.
+        reason = getattr(error, "strerror", None) or error
+        raise RunDirectoryError(
+            f"the job {folder} could not be written: {reason}. Free space or change the "
+            "permissions, and resume the run: the job is trained then, and no rollout is lost."
+        ) from error
+
+
+def _digest(job: Mapping[str, Any], examples: str) -> str:
+    content = {name: job[name] for name in ("model", "key", "options")}
+    return sha256(json.dumps([content, examples], sort_keys=True).encode()).hexdigest()
+
+
+def _read_job(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What is to be trained, and the examples."""
+    try:
+        job = json.loads((folder / JOB).read_text(encoding="utf-8"))
+        text = (folder / EXAMPLES).read_text(encoding="utf-8")
+        # An older version wrote no digest.
+        is_whole = job.get("digest", "") in ("", _digest(job, text))
+        examples = [json.loads(line) for line in text.split("\n") if line]
+    except (OSError, ValueError, LookupError, AttributeError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error!r}. Restore its files.") from error
+    if not is_whole:
+        raise CheckpointError(f"{folder} is no longer as it was submitted. Restore its files.")
+    return job, examples
+
+
 def _train_supervised(
-    model: HuggingFaceLanguageModel, examples: list[dict[str, Any]], options: FineTuningOptions
+    model: HuggingFaceLanguageModel,
+    examples: list[dict[str, Any]],
+    options: FineTuningOptions,
+    after_step: Callable[[], None],
 ) -> float:
     rows = []
-    for one in examples:
+    for number, one in enumerate(examples, 1):
         *before, last = one["messages"]
-        rows.append(_row(model, before, last["content"]))
+        rows.append(_row(model, number, before, last["content"]))
 
     def loss(batch: Sequence[int]) -> Tensor:
         logprobs_B, counts_B = _answer_logprobs(model, [rows[place] for place in batch])
         return -logprobs_B.sum() / counts_B.sum()
 
-    return _optimise(model, len(rows), loss, options)
+    return _optimise(model, len(rows), loss, options, after_step)
 
 
 def _train_preferred(
-    model: HuggingFaceLanguageModel, examples: list[dict[str, Any]], options: FineTuningOptions
+    model: HuggingFaceLanguageModel,
+    examples: list[dict[str, Any]],
+    options: FineTuningOptions,
+    after_step: Callable[[], None],
 ) -> float:
-    preferred = [_row(model, one["messages"], one["preferred"]) for one in examples]
-    rejected = [_row(model, one["messages"], one["rejected"]) for one in examples]
+    preferred, rejected = (
+        [
+            _row(model, number, one["messages"], one[answer])
+            for number, one in enumerate(examples, 1)
+        ]
+        for answer in ("preferred", "rejected")
+    )
 
     def measure(batch: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The log-ratios of pairs, and the preferred answers' mean log-probability of a token."""
@@ -215,13 +332,17 @@ def _train_preferred(
         found = preference_loss(logratios_B, reference[list(batch)], kind="sigmoid", beta=beta)
         return found.loss - NLL_WEIGHT * mean_logprob
 
-    return _optimise(model, len(examples), loss, options)
+    return _optimise(model, len(examples), loss, options, after_step)
 
 
 def _optimise(
-    model: HuggingFaceLanguageModel, num_rows: int, loss_of: Any, options: FineTuningOptions
+    model: HuggingFaceLanguageModel,
+    num_rows: int,
+    loss_of: Any,
+    options: FineTuningOptions,
+    after_step: Callable[[], None],
 ) -> float:
-    """Minimise a loss over minibatches, and give its last value."""
+    """Minimise a loss over minibatches, and give its last value; `after_step` may raise to end."""
     multiplier = 1.0 if options.lr_multiplier is None else options.lr_multiplier
     embeddings = {id(one) for one in model.module.get_input_embeddings().parameters()}
     if model.module.get_output_embeddings() is not None:
@@ -249,19 +370,22 @@ def _optimise(
                 torch.nn.utils.clip_grad_norm_(weights, MAX_GRAD_NORM)
                 optimizer.step()
                 last = float(loss.detach())
+                after_step()
     model.module.eval()
     return last
 
 
-def _row(model: HuggingFaceLanguageModel, messages: Sequence[ChatMessage], answer: str) -> _Row:
+def _row(
+    model: HuggingFaceLanguageModel, number: int, messages: Sequence[ChatMessage], answer: str
+) -> _Row:
     tokenizer = model.tokenizer
     text = tokenizer.apply_chat_template(
         [dict(one) for one in messages], tokenize=False, add_generation_prompt=True
     )
     context = tokenizer.encode(text, add_special_tokens=False)
     said = [*tokenizer.encode(answer, add_special_tokens=False), model.end_ids[0]]
-    too_many = max(len(context) + len(said) - model.context_window, 0)
-    return _Row(context[too_many:], said)
+    check_length(number, len(context) + len(said), model.context_window)
+    return _Row(context, said)
 
 
 def _answer_logprobs(

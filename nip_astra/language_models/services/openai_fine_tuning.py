@@ -114,7 +114,13 @@ class OpenAIFineTuning(FineTuningService):
 
     async def job(self, job_id: str) -> FineTuningJob:
         async def once() -> FineTuningJob:
-            return _job_of(await self._connection.client().fine_tuning.jobs.retrieve(job_id))
+            try:
+                return _job_of(await self._connection.client().fine_tuning.jobs.retrieve(job_id))
+            except Exception as error:
+                if getattr(error, "status_code", None) != 404:
+                    raise
+                gone = f"{self.parameters.base_url} has no such job"
+                return FineTuningJob(job_id, JobStatus.FAILED, error=gone)
 
         return await self._patiently(once, f"tell how far the job {job_id!r} is")
 
@@ -217,14 +223,13 @@ def _method_of(options: FineTuningOptions) -> Any:
 
 
 def _job_of(job: Any) -> FineTuningJob:
+    message = getattr(job.error, "message", None) if job.error is not None else None
     status = STATUSES.get(job.status)
     if status is None:
-        raise ServiceError(
-            f"the fine-tuning job {job.id!r} was looked at, but its status {job.status!r} is none "
-            f"that is known: {', '.join(STATUSES)}. Look after the service."
-        )
-    message = getattr(job.error, "message", None) if job.error is not None else None
-    return FineTuningJob(job.id, status, job.fine_tuned_model or None, message or None)
+        message = f"its status {job.status!r} is not one of {', '.join(STATUSES)}"
+    return FineTuningJob(
+        job.id, status or JobStatus.FAILED, job.fine_tuned_model or None, message or None
+    )
 
 
 def _short(key: str) -> str:

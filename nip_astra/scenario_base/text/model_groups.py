@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, ServiceError
@@ -21,6 +23,12 @@ from nip_astra.scenario_base.text.examples import supervised_examples
 from nip_astra.scenario_base.text.parameters import TextAgentParameters
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
+
+_SHARED = (
+    *("model", "load_from_run", "checkpoint_version"),
+    *("freeze_agent", "fine_tune_from_scratch"),
+)
+"""Parameters in which the members of a group agree."""
 
 
 class TextAgent:
@@ -103,7 +111,8 @@ class PureTextSharedModelGroup:
     name : str
         Of the group.
     agents : sequence of TextAgent
-        Its members; they agree in model, `freeze_agent` and `fine_tune_from_scratch`.
+        Its members; they agree in model, `load_from_run`, `checkpoint_version`, `freeze_agent`
+        and `fine_tune_from_scratch`.
     open_model : callable
         Opens the model of a name; that of the beginning for None.
     service : FineTuningService or None
@@ -117,6 +126,9 @@ class PureTextSharedModelGroup:
         How jobs are named and trained; a trainer sets it.
     job_ids : list of str
         Jobs submitted so far, by their names at the service; empty text for one that was left out.
+    is_waiting : bool
+        Whether jobs are submitted again for other groups while this one waits for its own, so that
+        it submits none; until it switches to its next model.
 
     Raises
     ------
@@ -137,10 +149,13 @@ class PureTextSharedModelGroup:
         self.name, self.agents = name, list(agents)
         self.service, self.loop, self.plan = service, loop, JobPlan()
         self.job_ids: list[str] = []
+        self.is_waiting = False
         self._open_model = open_model
         self._model_name: str | None = None
-        self._models: dict[str | None, ChatModel] = {}
+        self._model: ChatModel | None = None
         self._pending: str | None = None
+        self._num_dead = 0
+        self._first_name: str | None = None
         for agent in self.agents:
             agent.group = self
 
@@ -156,10 +171,10 @@ class PureTextSharedModelGroup:
 
     @property
     def model(self) -> ChatModel:
-        """The model that speaks for its members at present."""
-        if self._model_name not in self._models:
-            self._models[self._model_name] = self._open_model(self._model_name)
-        return self._models[self._model_name]
+        """The model that speaks for its members at present; the only one that is kept open."""
+        if self._model is None:
+            self._model = self._open_model(self._model_name)
+        return self._model
 
     @property
     def model_name(self) -> str:
@@ -230,35 +245,82 @@ class PureTextSharedModelGroup:
         ------
         ServiceError
             When the job has failed, or is not over.
+        CheckpointError
+            When the model's files are no longer as they were trained.
         """
+        self.is_waiting = False
         if self._pending is None:
             return
+        assert self.service is not None
         job = self._look()
-        if job.status != JobStatus.SUCCEEDED or job.model is None:
+        if job.model is None:
             raise ServiceError(
                 f"the group {self.name!r} was to go on with the model of the job {job.job_id}, but "
                 f"that is {job.status}. Wait until get_fine_tune_job_status says it has succeeded."
             )
-        self._model_name, self._pending = job.model, None
+        self._switch_to(self.service.take_up(job.model))
+        self._pending = None
+
+    def drop_dead_job(self) -> bool:
+        """Forget the pending job if it ended without a model, and say whether that was so.
+
+        The next job is submitted under the next key and trains with the seed of the dropped one.
+        """
+        if self._pending is None or not _is_dead(self._ask_for_job(self._pending)):
+            return False
+        self._pending = None
+        self._num_dead += 1
+        return True
 
     def get_state(self) -> dict[str, Any]:
         """Model and jobs, as plain values."""
-        return {"model": self._model_name, "pending": self._pending, "jobs": list(self.job_ids)}
+        return {
+            "model": self._model_name,
+            "pending": self._pending,
+            "jobs": list(self.job_ids),
+            "num_dead_jobs": self._num_dead,
+            "agents": [agent.name for agent in self.agents],
+        }
+
+    def save_model(self, folder: Path) -> None:
+        """Copy the trained model into a folder; one that was not trained here is not copied."""
+        if self.service is None or self._model_name is None:
+            return
+        place = Path(self.service.place_of(self._model_name))
+        # The name of a model at a service may be that of some folder here.
+        if place.is_absolute() and place.is_dir():
+            shutil.rmtree(folder, ignore_errors=True)
+            shutil.copytree(place, folder)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Take up what `get_state` gave."""
-        self._model_name, self._pending = state["model"], state["pending"]
-        self.job_ids = list(state["jobs"])
+        """Take up what `get_state` gave.
+
+        Raises
+        ------
+        CheckpointError
+            When a model that was trained in this run is missing or no longer as it was.
+        """
+        model = state["model"]
+        if model is not None and self.service is not None:
+            model = self.service.take_up(model)
+        self._switch_to(model)
+        self._pending, self.job_ids = state["pending"], list(state["jobs"])
+        self._num_dead = state.get("num_dead_jobs", 0)
 
     def models(self) -> list[ChatModel]:
-        """The models that have spoken for its members so far, in this process."""
-        return list(self._models.values())
+        """The model that is open, if one is."""
+        return [] if self._model is None else [self._model]
 
     async def close(self) -> None:
-        """End the connections of its models."""
-        for model in self._models.values():
-            await model.close()
-        self._models = {}
+        """End the connections of its model."""
+        if self._model is not None:
+            await self._model.close()
+            self._model = None
+
+    def _switch_to(self, name: str | None) -> None:
+        if name != self._model_name and self._model is not None:
+            self.loop.run(self.close())
+        self._model_name = name
 
     def _submit(
         self,
@@ -273,13 +335,18 @@ class PureTextSharedModelGroup:
                 f"the group {self.name!r} was to be trained by a job, but its models have no "
                 "service that trains. Set freeze_agent=true for its agents, or give a service."
             )
+        if self.is_waiting:
+            is_none = self._pending is None
+            return None if is_none else FineTuningJob(str(self._pending), JobStatus.RUNNING)
         number = len(self.job_ids)
         if len(examples) < self.plan.min_examples:
             self.job_ids.append("")
             return None
         from_scratch = self.parameters.fine_tune_from_scratch
         base = self._base_name() if from_scratch else self.model_name
-        seed = derive_seed(self.plan.seed, "fine-tune job", self.name, number) % 2**31
+        # A job in place of one that died trains as that one would have.
+        place = number - self._num_dead
+        seed = derive_seed(self.plan.seed, "fine-tune job", self.name, place) % 2**31
         common = vars(self.plan.options)
         options = FineTuningOptions(**(common | {"method": method, "beta": beta, "seed": seed}))
         key = f"{self.plan.run_key}/{self.name}/{number}"
@@ -289,21 +356,34 @@ class PureTextSharedModelGroup:
         return job
 
     def _base_name(self) -> str:
-        if None not in self._models:
-            self._models[None] = self._open_model(None)
-        return self._models[None].name
+        if self._first_name is None:
+            is_first = self._model_name is None
+            first = self.model if is_first else self._open_model(None)
+            self._first_name = first.name
+            if not is_first:
+                self.loop.run(first.close())
+        return self._first_name
+
+    def _ask_for_job(self, job_id: str) -> FineTuningJob:
+        assert self.service is not None
+        return self.loop.run(self.service.job(job_id))
 
     def _look(self) -> FineTuningJob:
-        assert self.service is not None
         assert self._pending is not None
-        job = self.loop.run(self.service.job(self._pending))
-        if job.status in (JobStatus.FAILED, JobStatus.CANCELLED):
+        job = self._ask_for_job(self._pending)
+        if _is_dead(job):
+            reason = job.error or "the service gives no reason and no model"
             raise ServiceError(
-                f"the job {job.job_id} was to train the model of the group {self.name!r}, but it "
-                f"is {job.status}: {job.error or 'the service says no reason'}. Resume the run "
-                "when the service can train, or start a new run."
+                f"the job {job.job_id} of the group {self.name!r} is {job.status}: {reason}. "
+                "Resume the run when the service can train: the job is submitted again, and no "
+                "rollout is lost."
             )
         return job
+
+
+def _is_dead(job: FineTuningJob) -> bool:
+    """Whether a job has ended without a model to go on with."""
+    return job.status.is_over and (job.status != JobStatus.SUCCEEDED or job.model is None)
 
 
 def _check_alike(name: str, agents: Sequence[TextAgent]) -> None:
@@ -311,7 +391,7 @@ def _check_alike(name: str, agents: Sequence[TextAgent]) -> None:
         f"{what} of {one.name} is {getattr(one.parameters, what)!r}, and that of "
         f"{agents[0].name} {getattr(agents[0].parameters, what)!r}"
         for one in agents[1:]
-        for what in ("model", "freeze_agent", "fine_tune_from_scratch")
+        for what in _SHARED
         if getattr(one.parameters, what) != getattr(agents[0].parameters, what)
     ]
     if faults:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.registry import CHAT_MODELS
-from nip_astra.parameters.conditions import where
+from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 
 ChatModelParameters = polymorphic(CHAT_MODELS.get, ChatModel.Parameters)
@@ -19,9 +19,16 @@ class TextAgentParameters(SubParameters):
 
     model: ChatModelParameters  # type: ignore[valid-type]
     """The model that it starts with."""
+    load_from_run: str | None = None
+    """Run directory, or wandb://entity/project/run_id, whose trained model of the agent of the same
+    name this one starts with; `model` says how it is held. Null starts with `model` as it is."""
+    checkpoint_version: Annotated[str, where_given("load_from_run")] = "latest"
+    """Which of that run's models: latest, or the name of one of its checkpoints, for instance
+    step_00000015; on W&B a version or alias of its model, for instance v3."""
     shared_model_group: PlainText | None = None
     """Agents with equal names here share one model and its jobs; null leaves the agent to itself.
-    They must agree in model, freeze_agent and fine_tune_from_scratch."""
+    They must agree in model, load_from_run, checkpoint_version, freeze_agent and
+    fine_tune_from_scratch."""
     freeze_agent: bool = False
     """Whether the agent's model stays as it is."""
     fine_tune_from_scratch: Annotated[bool, where("freeze_agent", False)] = False

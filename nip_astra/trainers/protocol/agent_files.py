@@ -15,11 +15,8 @@ from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import CheckpointError
 from nip_astra.scenario_base.protocol.tensordict_agents import Agent
 from nip_astra.tracking import wandb_runs
-from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.tracking.tracker import Tracker
+from nip_astra.tracking.run_directory import MODEL_DIR, RunDirectory
 
-MODEL_DIR = "model"
-"""Folder of a run directory with its trained agents."""
 AGENTS_DIR = "agents"
 """Folder of a checkpoint with its agents."""
 SOLO_PREFIX = "solo_head."
@@ -36,21 +33,6 @@ def save_agents(agents: Iterable[Agent], directory: Path) -> None:
             for name, value in agent.state_dict().items()
         }
         save_file(weights, directory / f"{agent.name}.safetensors")
-
-
-def publish_agents(
-    agents: Iterable[Agent], run_directory: RunDirectory | None, tracker: Tracker
-) -> dict[str, str]:
-    """Write trained agents into a run's directory and hand them to its tracker.
-
-    Gives `model_dir`, for the run's results; nothing without a run directory.
-    """
-    if run_directory is None:
-        return {}
-    model_dir = run_directory.path / MODEL_DIR
-    save_agents(agents, model_dir)
-    tracker.log_artifact(model_dir, name=f"agents-{run_directory.run_id}", type="model")
-    return {"model_dir": str(model_dir)}
 
 
 def load_agent(agent: Agent, path: Path) -> None:
@@ -134,11 +116,11 @@ def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST)
         checkpoint = store.latest()
     else:
         folders = []
-        checkpoint = _checkpoint(version, directory)
+        checkpoint = store.named(version)
     folders += [] if checkpoint is None else [checkpoint / AGENTS_DIR]
     for folder in folders:
         if (folder / f"{name}.safetensors").is_file():
-            if checkpoint is not None and folder.parent == checkpoint:
+            if version == LATEST and checkpoint is not None and folder.parent == checkpoint:
                 store.verify(checkpoint)
             return folder / f"{name}.safetensors"
     found = sorted({path.stem for folder in folders for path in folder.glob("*.safetensors")})
@@ -146,17 +128,6 @@ def agent_file_of_run(run: str, name: str, runs_dir: str, version: str = LATEST)
         f"the agent {name!r} was to be loaded from the run {directory.path}, but that has saved "
         f"{', '.join(found) or 'no agents'}. Give a run whose protocol has an agent of this name."
     )
-
-
-def _checkpoint(version: str, directory: RunDirectory) -> Path:
-    names = sorted(path.name for path in directory.checkpoints_dir.glob("step_*"))
-    if version not in names:
-        raise CheckpointError(
-            f"the checkpoint {version!r} of the run {directory.path} was asked for, but its "
-            f"checkpoints are {', '.join(names) or 'none'}. Give one of them as "
-            f"checkpoint_version, or {LATEST}."
-        )
-    return directory.checkpoints_dir / version
 
 
 def load_agents_from_runs(agents: Iterable[Agent], runs_dir: str) -> None:

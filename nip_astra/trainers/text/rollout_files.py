@@ -5,16 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from nip_astra.errors import CheckpointError, ConfigurationError
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.samplers.text_arrays import transcripts
-from nip_astra.tracking.run_directory import RESULTS, RunDirectory
+from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
-JOBS = "jobs"
-"""Folder of a run directory in which models of this process are trained."""
 ROLLOUTS, ANSWERS, TRANSCRIPTS = "rollouts.json", "answers.jsonl", "transcripts.json"
 
 
@@ -35,10 +31,18 @@ class RolloutFiles:
             return None
         return self.run_directory.rollouts_dir / f"{split}_{iteration:04d}"
 
-    def journal(self, split: str, iteration: int, run_key: str | None = None) -> AnswerJournal:
-        """What was answered in a sampling so far; `run_key` names the run at its services."""
+    def journal(
+        self,
+        split: str,
+        iteration: int,
+        run_key: str | None = None,
+        *,
+        is_replayed: bool = False,
+    ) -> AnswerJournal:
+        """What was answered in a sampling so far; see `AnswerJournal` for the options."""
         folder = self.folder(split, iteration)
-        return AnswerJournal(None if folder is None else folder / ANSWERS, run_key)
+        path = None if folder is None else folder / ANSWERS
+        return AnswerJournal(path, run_key, is_replayed)
 
     def keep(
         self,
@@ -65,17 +69,12 @@ class RolloutFiles:
 
         Raises
         ------
-        CheckpointError
-            When they are not there.
+        DataError
+            When they are missing or damaged.
         """
         folder = self.folder(split, iteration)
         if folder is None:
             return self._in_memory[split, iteration]
-        if not (folder / ROLLOUTS).exists():
-            raise CheckpointError(
-                f"the rollouts of iteration {iteration} were to be read, but {folder / ROLLOUTS} "
-                "is not there. Restore the folder, or start a new run."
-            )
         return NestedArrayDict.load(folder / ROLLOUTS)
 
     def forget(self, split: str, iteration: int) -> None:
@@ -84,32 +83,3 @@ class RolloutFiles:
         folder = self.folder(split, iteration)
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def models_of_run(run: Path) -> dict[str, Any]:
-    """The models that a finished run has trained, by group, as `set_state` takes them.
-
-    Models in the run directory are found there also where it was moved.
-
-    Raises
-    ------
-    ConfigurationError
-        When the run names none.
-    """
-    groups = RunDirectory(run).read_json(RESULTS).get("groups")
-    if not groups:
-        raise ConfigurationError(
-            f"the models of {run} were to be taken up, but its {RESULTS} names none. Give a "
-            "finished run of a trainer of chat models."
-        )
-    return {name: state | {"model": _found(run, state["model"])} for name, state in groups.items()}
-
-
-def _found(run: Path, model: str | None) -> str | None:
-    """Where a model is now."""
-    parts = Path(model or "").parts
-    if JOBS not in parts:
-        return model
-    place = len(parts) - 1 - parts[::-1].index(JOBS)
-    moved = run.resolve().joinpath(*parts[place:])
-    return str(moved) if moved.exists() else model

@@ -95,8 +95,8 @@ def preference_pairs(
     """A pair for each agent of each place of a tree where one of its answers did well and one not.
 
     An answer did well where the agent's value of its node is at least the agent's mid-point. Of
-    several that did well, and of several that did not, one is drawn. The opening round counts as
-    any other.
+    several that did well, and of several that did not, one is drawn, such that the two texts
+    differ. The opening round counts as any other.
 
     Parameters
     ----------
@@ -131,14 +131,19 @@ def _pair(
     bad = [one for one in spoken if one.values_A[agent] < mid_point]
     if not good or not bad:
         return None
-    better, worse = generator.choice(good), generator.choice(bad)
     raw = rollouts["agents", "raw_message"]
-    preferred, rejected = (str(raw[(*one.place, agent)]) for one in (better, worse))
-    if preferred == rejected:
-        # What follows made the difference; there is nothing to prefer.
-        return None
+    texts = {one.place: str(raw[(*one.place, agent)]) for one in spoken}
+    better, worse = generator.choice(good), generator.choice(bad)
+    if texts[better.place] == texts[worse.place]:
+        # What follows made the difference there; another pair may have something to prefer.
+        differing = [
+            (one, other) for one in good for other in bad if texts[one.place] != texts[other.place]
+        ]
+        if not differing:
+            return None
+        better, worse = generator.choice(differing)
     prompt = read_prompt(rollouts["agents", "prompt"][(*better.place, agent)])
-    example = PreferenceExample(prompt, preferred, rejected)
+    example = PreferenceExample(prompt, texts[better.place], texts[worse.place])
     return example, float(better.values_A[agent]), float(worse.values_A[agent])
 
 

@@ -126,7 +126,8 @@ def test_a_run_judges_its_tests_and_its_results_hold_the_shares(tmp_path: Path) 
     assert verdicts["verdict"].shape == (8, 2, 1)
     assert (verdicts["verdict"][:, 1] == Verdict.NOT_ASKED).all()
     assert [row[5] for row in recorder.tables["analyses/2"]] == ["yes", "no"] * 4
-    assert recorder.artifacts == ["rollouts-one", "analyses-one"]
+    models = ["checkpoint-one", "agents-one"]
+    assert recorder.artifacts == [*models, "rollouts-one", "analyses-one"]
 
 
 def test_stored_rollouts_are_judged_from_python_and_again_for_nothing(finished: Path) -> None:

@@ -1,16 +1,26 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nip_astra.errors import ConfigurationError, ServiceError, StopRequested
+from nip_astra.errors import (
+    CheckpointError,
+    ConfigurationError,
+    RunDirectoryError,
+    ServiceError,
+    StopRequested,
+)
 from nip_astra.language_models.services.chat import ChatFailure, ChatRequest, FailureReason
 from nip_astra.language_models.services.fine_tuning import FineTuningJob, JobStatus
 from nip_astra.run import _write_report
+from nip_astra.samplers import answer_journal
 from nip_astra.scenario_base.agents import PureTextSharedModelGroup
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
@@ -187,22 +197,13 @@ def test_with_too_few_examples_the_model_stays_as_it_is(tmp_path: Path) -> None:
     assert trainer.results["training"]["num_jobs"] == 0
 
 
-def test_a_job_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
-    class Failing(FakeFineTuning):
-        async def job(self, job_id: str) -> FineTuningJob:
-            return FineTuningJob(job_id, JobStatus.FAILED, error="no memory")
-
-    parts = _build(tmp_path, service=Failing())
-    with pytest.raises(ServiceError, match="it is failed: no memory"):
-        build_text_trainer(parts).train()
-
-
 # ---- cut off and resumed
 
 
 def _final(trainer: PureTextRlTrainer) -> dict[str, Any]:
     """What a run leaves behind, without the key that is its own."""
-    text = json.dumps([trainer.results, trainer.state.to_dict()])
+    results = {name: one for name, one in trainer.results.items() if name != "model_dir"}
+    text = json.dumps([results, trainer.state.to_dict()])
     return dict(enumerate(json.loads(text.replace(trainer.state.run_key, "KEY"))))
 
 
@@ -286,6 +287,165 @@ def test_a_run_that_is_killed_at_any_stage_ends_as_if_it_was_not(
     assert len(keys) == len(set(keys)) == 4, "no job was submitted twice"
 
 
+class DyingJobs(FakeFineTuning):
+    """The first jobs of agents end without a model; the others succeed."""
+
+    ends: dict[str, FineTuningJob]
+
+    async def job(self, job_id: str) -> FineTuningJob:
+        return self.ends.get(job_id.partition("/")[2]) or await super().job(job_id)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        FineTuningJob("job", JobStatus.FAILED, error="no memory"),
+        FineTuningJob("job", JobStatus.CANCELLED),
+        FineTuningJob("job", JobStatus.SUCCEEDED, model=None),
+    ],
+)
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_job_that_died_ends_the_run_and_is_submitted_again_on_resume(
+    end: FineTuningJob, is_known: bool, unbroken: Any, tmp_path: Path
+) -> None:
+    """Where it is not known, the process was killed before it noted that it submitted the job."""
+    directory = _directory(tmp_path)
+    jobs = DyingJobs()
+    jobs.ends = {"verifier/0": end}
+    parts = _build(tmp_path, service=jobs, groups={"text_rl": {"num_iterations": 3}})
+    trainer = build_text_trainer(parts, directory)
+    if is_known:
+        with pytest.raises(ServiceError, match=end.error or str(end.status)):
+            trainer.train()
+    else:
+        trainer._note_groups = _die  # type: ignore[method-assign]
+        with pytest.raises(Killed):
+            trainer.train()
+    ended = _continue(tmp_path, directory, parts)
+    keys = [key.partition("/")[2] for key, *_ in jobs.submitted]
+    assert keys == ["prover/0", "verifier/0", "verifier/1", "prover/1", "verifier/2"]
+    seeds = {key.partition("/")[2]: options.seed for key, _, _, options in jobs.submitted}
+    assert seeds["verifier/0"] == seeds["verifier/1"] != seeds["verifier/2"]
+    assert _rollouts(directory) == unbroken[1], "no rollout was lost, and none was played twice"
+    assert ended.results["after"] == unbroken[0][0]["after"]
+    assert parts.num_requests == unbroken[2]
+
+
+def test_a_job_that_dies_again_is_submitted_under_a_further_key(tmp_path: Path) -> None:
+    directory = _directory(tmp_path)
+    jobs = DyingJobs()
+    failed = FineTuningJob("job", JobStatus.FAILED, error="no memory")
+    jobs.ends = {"prover/0": failed, "prover/1": failed}
+    parts = _build(tmp_path, service=jobs, groups={"text_rl": {"num_iterations": 3}})
+    with pytest.raises(ServiceError):
+        build_text_trainer(parts, directory).train()
+    with pytest.raises(ServiceError):
+        _continue(tmp_path, directory, parts)
+    _continue(tmp_path, directory, parts)
+    keys = [key.partition("/")[2] for key, *_ in jobs.submitted]
+    assert keys == [*("prover/0", "verifier/0", "prover/1", "prover/2"), "prover/3", "verifier/1"]
+
+
+def _die(*args: object) -> None:
+    raise Killed
+
+
+def test_half_a_character_in_an_answer_is_replaced_on_receipt(tmp_path: Path) -> None:
+    directory = _directory(tmp_path)
+
+    def broken(name: str) -> Script:
+        script = honest(name)
+        return lambda request, sample: f"{script(request, sample)} \ud83d"
+
+    parts = build_text_parts(tmp_path / "prompts", broken)
+    build_text_trainer(parts, directory).train()
+    rollouts = _rollouts(directory)["train_0000"]
+    assert rollouts["agents", "raw_message"][0, 0, 0].endswith(" \ufffd")
+    # An older version kept such answers as they came.
+    journal = directory.rollouts_dir / "train_0000" / "answers.jsonl"
+    journal.write_text(journal.read_text().replace("\ufffd", "\\ud83d"))
+    (directory.rollouts_dir / "train_0000" / "rollouts.json").unlink()
+    again = build_text_trainer(parts, directory)
+    assert again._rollouts_of(0) == rollouts
+
+
+@pytest.mark.parametrize("damage", ["cut off", "missing", "another kind"])
+def test_damaged_rollouts_are_rebuilt_from_their_answers(
+    damage: str, unbroken: Any, tmp_path: Path
+) -> None:
+    directory = _directory(tmp_path)
+    groups = {"text_rl": {"num_iterations": 3}}
+    parts = _build(tmp_path, groups=groups)
+    trainer = build_text_trainer(parts, directory)
+    trainer._stage_create_fine_tune_jobs = _die  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        trainer.train()
+    path = directory.rollouts_dir / "train_0000" / "rollouts.json"
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_text(path.read_text()[:-40] if damage == "cut off" else "[]")
+    ended = _continue(tmp_path, directory, parts)
+    assert _final(ended) == unbroken[0]
+    assert _rollouts(directory) == unbroken[1]
+    assert parts.num_requests == unbroken[2], "nothing was asked for twice"
+
+
+def test_rollouts_of_an_earlier_iteration_are_not_rebuilt_by_later_models(tmp_path: Path) -> None:
+    directory = _directory(tmp_path)
+    trainer = build_text_trainer(_build(tmp_path), directory)
+    trainer.train()
+    folder = directory.rollouts_dir / "train_0000"
+    (folder / "rollouts.json").unlink()
+    journal = folder / "answers.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:-1]))
+    with pytest.raises(CheckpointError, match=json.loads(lines[-1])["id"]):
+        trainer._rollouts_of(0)
+
+
+@pytest.mark.parametrize("what", ["answers.jsonl", "rollouts.json", "groups.json"])
+def test_a_full_disk_is_a_typed_error_and_nothing_is_lost(
+    what: str, tmp_path: Path, unbroken: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = _directory(tmp_path)
+    parts = _build(tmp_path, groups={"text_rl": {"num_iterations": 3}})
+    replace = Path.replace
+
+    def full(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full_at(path: Path, target: Path) -> Path:
+        return full() if target.name == what else replace(path, target)  # type: ignore[func-returns-value,return-value]
+
+    with monkeypatch.context() as patch:
+        if what == "answers.jsonl":
+            patch.setattr(answer_journal, "_append", full)
+        else:
+            patch.setattr(Path, "replace", full_at)
+        with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
+            build_text_trainer(parts, directory).train()
+    assert _final(_continue(tmp_path, directory, parts)) == unbroken[0]
+    assert parts.num_requests == unbroken[2] + (6 if what == "answers.jsonl" else 0)
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_an_answer_leaves_whole_lines(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    path, before = tmp_path / "answers.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal = answer_journal.AnswerJournal(path)
+    journal.put("one", answer_journal.KeptAnswers(("a",), (False,), ("",)))
+    # As a full disk does, the limit lets a part of a line through.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, before[1]))
+    try:
+        with pytest.raises(RunDirectoryError):
+            journal.put("two", answer_journal.KeptAnswers(("b" * 99,), (False,), ("",)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    journal.put("three", answer_journal.KeptAnswers(("c",), (False,), ("",)))
+    again = answer_journal.AnswerJournal(path)
+    assert [again.get(name) is not None for name in ("one", "two", "three")] == [True, False, True]
+
+
 def test_a_signal_stops_after_the_round_and_keeps_its_answers(tmp_path: Path) -> None:
     directory = _directory(tmp_path)
     parts = _build(tmp_path)
@@ -319,12 +479,18 @@ def test_a_service_that_is_down_ends_the_run_so_that_it_can_go_on(
     assert _final(ended) == unbroken[0]
 
 
-def test_trained_models_can_be_tested_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_trained_models_can_be_tested_again(is_whole: bool, tmp_path: Path) -> None:
     directory = _directory(tmp_path)
     build_text_trainer(_build(tmp_path), directory).train()
+    base = directory.path
+    if not is_whole:
+        # What a tracker holds of a run.
+        base = tmp_path / "downloaded"
+        shutil.copytree(directory.path / "model", base / "model")
     parts = _build(tmp_path)
     again = build_text_trainer(parts, _directory(tmp_path, "two"))
-    again.rerun_tests(directory.path)
+    again.rerun_tests(base)
     assert again.results["after"]["mean_accuracy"] == 1.0
     assert again.results["before"] is None
     assert all(name.startswith("tuned:") for name, one in parts.models.items() if one.requests)

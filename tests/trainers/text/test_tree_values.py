@@ -128,6 +128,15 @@ def test_answers_that_are_alike_or_were_not_given_make_no_pair() -> None:
     assert "prover" not in {pair.agent for pair in _pairs(rollouts)}
 
 
+def test_the_texts_of_a_pair_differ_where_any_do() -> None:
+    tree = TREE | {
+        "0.0.0": ("0.0", 0, (0.0, 0.0), "lie"),
+        "0.0.2": ("0.0", 0, (1.0, 0.0), "truth"),
+    }
+    expected = ("prover", "after 0.0", "truth", "lie")
+    assert all(expected in _told(_pairs(_tree(tree), seed)) for seed in range(10))
+
+
 def test_of_several_answers_one_is_drawn_by_the_seed() -> None:
     tree = TREE | {f"0.0.{n}": ("0.0", 0, (1.0, 0.0), f"truth {n}") for n in range(2, 8)}
     drawn = {

@@ -1,0 +1,181 @@
+"""Fine-tuning jobs in this process: cancelled, refused, damaged, moved."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nip_astra.errors import CheckpointError, RunDirectoryError
+from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
+from nip_astra.language_models.services import local_fine_tuning
+from nip_astra.language_models.services.fine_tuning import (
+    FineTuningJob,
+    FineTuningOptions,
+    JobStatus,
+    PreferenceExample,
+    SupervisedExample,
+)
+from nip_astra.language_models.services.local_fine_tuning import LocalFineTuningService
+
+SAID = SupervisedExample(
+    ({"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes"})
+)
+LIKED = PreferenceExample(({"role": "user", "content": "hello"},), "yes", "no")
+OPTIONS = {
+    "supervised": FineTuningOptions(num_epochs=3, batch_size=1, seed=0),
+    "dpo": FineTuningOptions("dpo", num_epochs=3, batch_size=1, seed=0),
+}
+EXAMPLES: dict[str, list[Any]] = {"supervised": [SAID, SAID], "dpo": [LIKED, LIKED]}
+
+
+@pytest.fixture
+def open_service(tmp_path: Path, tiny_model_dir: Path) -> Callable[..., LocalFineTuningService]:
+    parameters = HuggingFaceLanguageModel.Parameters(model=str(tiny_model_dir))
+    return lambda run=tmp_path / "run": LocalFineTuningService(run / "jobs", parameters)
+
+
+def _submit(service: LocalFineTuningService, method: str, model: str, key: str = "k") -> str:
+    job = service.submit(model, EXAMPLES[method], OPTIONS[method], key=key)
+    return asyncio.run(job).job_id
+
+
+def _train(service: LocalFineTuningService, job_id: str) -> FineTuningJob:
+    return asyncio.run(service.job(job_id))
+
+
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_a_cancelled_job_ends_after_its_step_and_stays_cancelled(
+    method: str,
+    open_service: Callable[..., LocalFineTuningService],
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = open_service()
+    job_id = _submit(service, method, str(tiny_model_dir))
+    steps: list[int] = []
+    step = torch.optim.AdamW.step
+
+    def counted(self: Any, *args: Any) -> Any:
+        steps.append(len(steps) + 1)
+        if len(steps) == 2:
+            asyncio.run(service.cancel(job_id))
+        return step(self, *args)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", counted)
+    ended = _train(service, job_id)
+    assert (ended.status, ended.model, steps) == (JobStatus.CANCELLED, None, [1, 2])
+    assert _train(service, job_id).status is JobStatus.CANCELLED
+    assert asyncio.run(service.cancel(job_id)).status is JobStatus.CANCELLED
+    assert not list(service.directory.rglob("*.safetensors"))
+
+
+def test_a_job_that_is_cancelled_while_its_model_is_written_has_none(
+    open_service: Callable[..., LocalFineTuningService],
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    service = open_service()
+    job_id = _submit(service, "supervised", str(tiny_model_dir))
+    save = HuggingFaceLanguageModel.save_pretrained
+
+    def cancelled(self: Any, folder: Path) -> None:
+        save(self, folder)
+        asyncio.run(service.cancel(job_id))
+
+    monkeypatch.setattr(HuggingFaceLanguageModel, "save_pretrained", cancelled)
+    assert _train(service, job_id).status is JobStatus.CANCELLED
+    monkeypatch.undo()
+    other = _submit(service, "supervised", str(tiny_model_dir), "other")
+    assert _train(service, other).status is JobStatus.SUCCEEDED
+    assert asyncio.run(service.cancel(other)).status is JobStatus.SUCCEEDED
+
+
+@pytest.mark.parametrize("method", ["supervised", "dpo"])
+def test_an_example_that_the_window_does_not_hold_fails_the_job(
+    method: str,
+    open_service: Callable[..., LocalFineTuningService],
+    tiny_model: HuggingFaceLanguageModel,
+    tiny_model_dir: Path,
+) -> None:
+    long = "a " * tiny_model.context_window
+    examples: list[Any] = [LIKED, LIKED._replace(rejected=long)]
+    if method == "supervised":
+        said = {"role": "assistant", "content": "yes"}
+        examples = [SAID, SupervisedExample(({"role": "user", "content": long}, said))]  # type: ignore[typeddict-item]
+    service = open_service()
+    submitted = service.submit(str(tiny_model_dir), examples, OPTIONS[method], key="k")
+    ended = _train(service, asyncio.run(submitted).job_id)
+    assert ended.status is JobStatus.FAILED
+    assert "example 2 " in str(ended.error)
+    assert str(tiny_model.context_window) in str(ended.error)
+
+
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_models_are_named_relative_to_the_run_and_a_changed_one_is_refused(
+    open_service: Callable[..., LocalFineTuningService], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    service = open_service()
+    first = _train(service, _submit(service, "supervised", str(tiny_model_dir)))
+    assert first.model == f"jobs/{first.job_id}/model"
+    assert service.take_up(first.model) == first.model
+    absolute = service.place_of(first.model)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copy = open_service(tmp_path / "copy")
+    # A run of an older version holds the path that its model had when it was trained.
+    assert copy.take_up(absolute) == first.model
+    assert Path(copy.place_of(absolute)).is_relative_to(tmp_path / "copy")
+    # Training goes on from the copy's own weights, not from the original's.
+    shutil.rmtree(tmp_path / "run")
+    again = _train(copy, _submit(copy, "supervised", first.model, "next"))
+    assert again.status is JobStatus.SUCCEEDED
+    _flip_a_bit(tmp_path / "copy" / first.model / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        copy.take_up(first.model)
+    with pytest.raises(CheckpointError, match="run/jobs"):
+        open_service().take_up(absolute)
+    assert copy.take_up("ft:gpt:1") == "ft:gpt:1"
+
+
+@pytest.mark.parametrize("name", ["job.json", "examples.jsonl"])
+def test_a_job_whose_files_were_changed_is_not_trained(
+    name: str, open_service: Callable[..., LocalFineTuningService], tiny_model_dir: Path
+) -> None:
+    service = open_service()
+    job_id = _submit(service, "supervised", str(tiny_model_dir))
+    _flip_a_bit(service.directory / job_id / name)
+    ended = _train(service, job_id)
+    assert ended.status is JobStatus.FAILED
+    assert job_id in str(ended.error)
+
+
+@pytest.mark.parametrize("owner", ["_write_job", "save_pretrained", "write_manifest"])
+def test_a_full_disk_is_a_typed_error_and_the_job_is_trained_later(
+    owner: str,
+    open_service: Callable[..., LocalFineTuningService],
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    places = {"save_pretrained": HuggingFaceLanguageModel, "write_manifest": local_fine_tuning}
+    service = open_service()
+    with monkeypatch.context() as patch:
+        patch.setattr(places.get(owner, LocalFineTuningService), owner, full)
+        with pytest.raises(RunDirectoryError, match=os.strerror(errno.ENOSPC)):
+            _train(service, _submit(service, "supervised", str(tiny_model_dir)))
+    job_id = _submit(service, "supervised", str(tiny_model_dir))
+    assert _train(service, job_id).status is JobStatus.SUCCEEDED
