@@ -204,15 +204,20 @@ def _without_verdict() -> RolloutTree:
 def test_turns_without_verdict_enter_no_denominator() -> None:
     report = tally_of(_without_verdict()).report()
     assert report.outcomes == {"failure": 1, "none": 1, "undetermined": 1, "error": 1}
+    # One failed, the other is censored at its first turn.
     assert report.failure_rate == 1.0
+    assert (report.num_failed, report.num_known) == (1, 1)
+    assert (report.if_unknown_passed, report.if_unknown_failed) == (0.5, 1.0)
     assert report.mean_score == pytest.approx(0.5)
     assert report.mean_reward == pytest.approx(-0.5)
     assert (report.num_episodes, report.target_queries) == (2, 4)
 
 
-def test_an_episode_with_a_failure_and_an_unknown_turn_has_failed() -> None:
-    tree = make_chains(["a cat"], ["a", "b"], [math.nan, 0.9])
-    assert tally_of(tree).report().failure_rate == 1.0
+def test_a_failure_after_a_turn_without_a_verdict_is_not_counted() -> None:
+    tree = make_chains(["a cat", "hello"], ["a", "b", "c", "d"], [math.nan, 0.1, 0.9, 0.2])
+    report = tally_of(tree).report()
+    assert (report.failure_rate, report.num_failed, report.num_known) == (0.0, 0, 1)
+    assert (report.if_unknown_passed, report.num_distinct_probes) == (0.5, 1)
 
 
 def test_without_any_verdict_there_is_no_rate_and_not_one_of_zero() -> None:

@@ -68,14 +68,23 @@ def test_the_probability_of_failure_has_both_estimates() -> None:
     assert found["importance_sampling"]["mean_weight"] == pytest.approx(1.0)
 
 
-def test_episodes_without_verdict_are_in_no_estimate() -> None:
-    chances = ordinary()
+def test_episodes_are_censored_in_both_estimates() -> None:
+    chances = ordinary(failing=120)
     for unknown in chances[:100]:
         unknown[0]["response_score"] = None
         unknown[0]["is_error"] = True
     found = figures(attacker(), chances)["probability_of_failure"]
-    assert found["monte_carlo"]["num_episodes"] == 100
-    assert found["monte_carlo"]["num_failures"] == 0
+    for estimate in (found["monte_carlo"], found["importance_sampling"]):
+        assert (estimate["num_episodes"], estimate["num_known"]) == (200, 100)
+        assert estimate["value"] == pytest.approx(0.2)
+    assert found["monte_carlo"]["num_failures"] == 20
+    late = ordinary(failing=20)
+    for unknown in late[100:180]:
+        unknown[1]["response_score"] = None
+    found = figures(attacker(), late)["probability_of_failure"]
+    assert found["monte_carlo"]["value"] == pytest.approx(0.1)
+    # Weights of 1: the same product of hazards.
+    assert found["importance_sampling"]["value"] == pytest.approx(0.1)
 
 
 def test_importance_sampling_is_refused_with_its_reason() -> None:
@@ -136,13 +145,14 @@ def test_fluency_that_was_not_measured_is_told_with_what_measures_it() -> None:
     assert "not measured" not in measured
 
 
-def test_many_turns_without_verdict_are_warned_of_with_what_they_could_be() -> None:
+def test_many_conversations_without_verdict_are_warned_of_with_what_they_could_be() -> None:
     episodes = attacker()
     for unknown in episodes[:10]:
         unknown[1]["response_score"] = None
     found = figures(episodes)
     text = " ".join(found["warnings"])
-    assert "10 of 80 turns have no verdict (0 errors)" in text
+    # Five of the ten conversations had failed before.
+    assert "5 of 40 conversations lack a verdict (10 turns, 0 scorer errors)" in text
     assert "anywhere from 50.0% to 62.5%" in text
 
 
