@@ -14,6 +14,7 @@ from nip_astra.utils.statistics import (
     holm,
     kaplan_meier,
     mcnemar_exact,
+    pseudo_values,
     sign_flip_test,
 )
 
@@ -45,6 +46,20 @@ def test_censoring_keeps_the_estimate_right_where_leaving_out_would_not() -> Non
     turns, is_event = np.minimum(event, leave), event <= leave
     found = kaplan_meier(FollowUp(turns.tolist(), is_event.tolist(), 3))
     assert found.survival == pytest.approx([0.7, 0.49, 0.343], abs=0.02)
+
+
+def test_pseudo_values_average_to_the_survival_estimate_and_spread_as_it_does() -> None:
+    # Greenwood's variance of the first example: (0.533)^2 (1 / (5 * 4) + 1 / (3 * 2)).
+    follow_up = FollowUp([1, 3, 1, 3, 3], [True, True, False, False, False], 3)
+    values = pseudo_values(follow_up)
+    assert values.mean() == pytest.approx(1 - 8 / 15)
+    assert values.var() / 5 == pytest.approx((8 / 15) ** 2 * (1 / 20 + 1 / 6))
+    # Censored after its first turn: it says what it saw, and the estimate of the rest.
+    assert values[2] == pytest.approx(1 - 8 / 15 - 5 * 8 / 15 * (1 / 20))
+    complete = FollowUp([1, 3, 2], [True, False, True], 3)
+    assert pseudo_values(complete).tolist() == [1.0, 0.0, 1.0]
+    assert np.isnan(pseudo_values(FollowUp([1, 2], [True, False], 3))).all()
+    assert pseudo_values(FollowUp([1, 2, 2], [False, True, True], 3)).tolist() == [1.0] * 3
 
 
 def test_hit_at_k_is_the_share_of_all_ways_to_draw_k() -> None:
