@@ -324,7 +324,8 @@ def _with_interval(number: int, others: int, level: float) -> dict[str, Any] | N
     if not total:
         return None
     low, high = exact_rate_interval(number / total, total, level=level)
-    return {"value": number / total, "low": low, "high": high, "level": level}
+    counts = {"num_found": number, "num_labelled": total}
+    return {"value": number / total, "low": low, "high": high, "level": level} | counts
 
 
 def _labelled(path: Path, place: int, line: str) -> LabelledResponse:

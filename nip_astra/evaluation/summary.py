@@ -127,10 +127,12 @@ def diversity_figures(
     return {
         "num_probes": len(probes),
         "self_bleu_complement": 1.0 - self_bleu(probes, **bleu) if has_several else None,
+        "self_bleu_num_probes": min(len(probes), MAX_BLEU_TEXTS),
         "cosine_distance": mean_cosine_distance(vectors) if has_several else None,
         "distinct_1": distinct_n(probes, 1),
         "distinct_2": distinct_n(probes, 2),
         "distinct_share": len(set(probes)) / len(probes),
+        "num_distinct": len(set(probes)),
         "most_common": Counter(probes).most_common(1)[0][0],
         "vendi": vendi_score(vectors),
         "settings": {"self_bleu": bleu, "embedding": embedding},
@@ -197,10 +199,13 @@ def _fluency(
     if len(ordinary) < MIN_REFERENCE_PROBES or not found:
         return None
     bound = float(np.percentile(ordinary, FLUENCY_PERCENTILE))
+    is_below = np.asarray(found) < bound
     return {
         "percentile": FLUENCY_PERCENTILE,
         "bound": bound,
-        "share_below": float(np.mean(np.asarray(found) < bound)),
+        "share_below": float(np.mean(is_below)),
+        "num_below": int(is_below.sum()),
+        "num_probes": len(found),
         "num_reference_probes": len(ordinary),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -187,6 +188,32 @@ def test_a_table_shows_every_figure_and_takes_markup_for_text() -> None:
     assert "[/red] said" in text
     assert "ordinary conversation fails: Monte Carlo, 200 episodes" in text
     assert "importance sampling, 200 episodes, effective sample size 200" in text
+
+
+def cell_of(text: str, label: str) -> str:
+    (line,) = [line for line in text.splitlines() if label in line]
+    return line.strip("│ ").split("│")[-1].strip()
+
+
+def test_every_share_stands_beside_its_counts() -> None:
+    episodes = attacker()
+    for unknown in episodes[:10]:
+        unknown[1]["response_score"] = None
+    text = as_text(evaluation_tables(figures(episodes, ordinary())))
+    # Twenty fail at their first turn, five are censored at their second.
+    assert cell_of(text, "episodes with a failure").endswith("20 of 40, 5 unknown")
+    assert cell_of(text, "if unknown had passed / failed") == "50.0% / 62.5%"
+    assert cell_of(text, "turns with a failure").endswith("20 of 70")
+    assert cell_of(text, "without failure through turn") == "50.0% (40), 50.0% (15)"
+    assert cell_of(text, "successful probes: distinct") == "100.0%, 20 of 20"
+    for label in ("1 - self-BLEU", "1 - mean cosine", "Vendi score"):
+        assert cell_of(text, label).endswith("of 20 probes")
+    below = cell_of(text, "less likely per token than 99 %")
+    assert re.search(r", \d+ of 80$", below)
+    assert "20 of 200" in cell_of(text, "Monte Carlo")
+    several = [episode(i, [0.9 if i < 8 else 0.1], prompt=f"{i % 20}") for i in range(40)]
+    found = figures([*several, episode(40, [0.1], prompt="once")])
+    assert cell_of(as_text(evaluation_tables(found)), "hit@1, 2") == "19.0% of 21, 40.0% of 20"
 
 
 def test_a_matrix_has_a_row_for_each_attacker() -> None:
