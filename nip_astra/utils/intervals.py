@@ -195,31 +195,34 @@ def paired_difference(
     clusters: Sequence[int],
     *,
     is_bounded: bool = True,
+    largest: float = 1.0,
     level: float = 0.95,
 ) -> PairedDifference:
     """Estimate the mean of paired differences.
 
     Differences of outcomes and scores lie between -1 and 1. Bonett and Price (2012) add one pair
-    that differs by 1 and one by -1 to the effective sample size, here with Student's quantile over
-    prompts: there is a width also where all pairs differ alike, and it excludes 0 about where the
-    exact test of McNemar does. For differences without a bound it is Student's interval over
-    prompts, and none where all pairs differ alike or there is one prompt: they tell nothing of the
-    spread.
+    that differs by the largest difference and one by its negative to the effective sample size,
+    here with Student's quantile over prompts: there is a width also where all pairs differ alike,
+    and it excludes 0 about where the exact test of McNemar does. For differences without a bound it
+    is Student's interval over prompts, and none where all pairs differ alike or there is one
+    prompt: they tell nothing of the spread.
 
     Parameters
     ----------
     is_bounded : bool
-        Whether differences lie between -1 and 1.
+        Whether differences have a bound.
+    largest : float
+        That bound: differences lie between -largest and largest.
     """
     array = np.asarray(differences, dtype=np.float64)
     if array.size == 0:
         nothing = Estimate(math.nan, math.nan, math.nan, level, 0, "none: there is no pair")
         return PairedDifference(nothing, math.nan)
-    spread = _Spread.of(array, np.asarray(clusters), tolerance=ALIKE)
+    spread = _Spread.of(array, np.asarray(clusters), tolerance=ALIKE * largest)
     if is_bounded:
         size = spread.effective_size(2) + 2.0
         centre = spread.mean * (size - 2.0) / size
-        square = (spread.mean_square * (size - 2.0) + 2.0) / size
+        square = (spread.mean_square * (size - 2.0) + 2.0 * largest**2) / size
         error = math.sqrt((square - centre**2) / size)
         method = "Bonett-Price at the effective sample size over prompts"
     else:
@@ -231,7 +234,7 @@ def paired_difference(
     half = float(stdtrit(degrees, 0.5 + level / 2.0)) * error if degrees else math.inf
     low, high = centre - half, centre + half
     if is_bounded:
-        low, high = max(-1.0, low), min(1.0, high)
+        low, high = max(-largest, low), min(largest, high)
     elif not degrees:
         low, high = math.nan, math.nan
     estimate = Estimate(spread.mean, low, high, level, spread.num_clusters, method)
