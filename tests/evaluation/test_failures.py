@@ -20,6 +20,7 @@ from nip_astra.evaluation.failures import (
 )
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.trainers.ast.evaluation import AstEvaluation
 from nip_astra.utils.intervals import rate_estimate
 
 PLANTS = (
@@ -225,3 +226,13 @@ def test_without_any_verdict_there_is_no_rate_and_not_one_of_zero() -> None:
     assert math.isnan(report.failure_rate)
     assert math.isnan(report.failure_rate_interval[0])
     assert report.mean_score == pytest.approx(0.2)
+
+
+def test_the_episodes_of_a_training_rollout_are_censored_too() -> None:
+    tree = make_chains(["a", "b", "c"], list("uvwxyz"), [0.1, math.nan, 0.1, 0.9, 0.9, 0.1])
+    tree.nodes["is_error"] = torch.zeros(6, dtype=torch.bool)
+    scenario: Any = SimpleNamespace(scenario=SimpleNamespace(failure_threshold=0.5))
+    metrics = AstEvaluation.tree_metrics(scenario, tree)
+    # The second failed after a turn without a verdict: one of the two others failed.
+    assert metrics["episode_failure_rate"] == 0.5
+    assert metrics["failure_rate"] == pytest.approx(2 / 5)
