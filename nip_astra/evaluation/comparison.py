@@ -241,7 +241,7 @@ def _failures(pairs: Sequence[Pair]) -> _Paired:
     Pairs of which nothing is known of both are left out. The means are survival estimates, through
     the last turn at which a pair is left; where no verdict is missing, they are shares.
     """
-    sides = [[outcomes_of(pair[side]) for pair in pairs] for side in (1, 2)]
+    sides = [[outcomes_of(a) for _, a, _ in pairs], [outcomes_of(b) for _, _, b in pairs]]
     horizon = max(len(turns) for side in sides for turns in side)
     known = [
         [turn if not is_event else horizon for turn, is_event in zip(*follow_up[:2], strict=True)]
@@ -253,19 +253,18 @@ def _failures(pairs: Sequence[Pair]) -> _Paired:
     outcomes = [[side[place] for place in kept] for side in sides]
     cut = [follow_up_of(side, limits, horizon=horizon) for side in outcomes]
     # Where nobody is left to observe and some have not failed, nothing more is known.
-    through = min(
-        (
-            np.count_nonzero(event_counts(one)[0])
-            for one in cut
-            if np.isnan(pseudo_values(one)).any()
-        ),
-        default=horizon,
-    )
+    ends = [
+        int(np.count_nonzero(event_counts(one)[0]))
+        for one in cut
+        if np.isnan(pseudo_values(one)).any()
+    ]
+    through = min(ends, default=horizon)
     cut = [follow_up_of(side, limits, horizon=through) for side in outcomes]
     failed = [[float(is_event) for is_event in one.is_event] for one in cut]
     return _Paired(
         [pairs[place][0] for place in kept],
-        *(pseudo_values(one).tolist() for one in cut),
+        pseudo_values(cut[0]).tolist(),
+        pseudo_values(cut[1]).tolist(),
         [b - a for a, b in zip(*failed, strict=True)],
         {
             "through_turn": through,
@@ -279,8 +278,12 @@ def _known(measure: Callable[[Episode], float], pairs: Sequence[Pair]) -> _Paire
     """A number of each episode, of the pairs of which it is known of both."""
     values = [(prompt, measure(a), measure(b)) for prompt, a, b in pairs]
     known = [(p, a, b) for p, a, b in values if not math.isnan(a + b)]
-    prompts, first, second = ([row[column] for row in known] for column in range(3))
-    return _Paired(prompts, first, second, [b - a for _, a, b in known])
+    return _Paired(
+        [prompt for prompt, _, _ in known],
+        [a for _, a, _ in known],
+        [b for _, _, b in known],
+        [b - a for _, a, b in known],
+    )
 
 
 def _mean_score(episode: Episode) -> float:

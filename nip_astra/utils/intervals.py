@@ -147,7 +147,7 @@ def event_rate_estimate(
         The cluster (opening prompt) of each episode; any integers.
     """
     observed, places = follow_up.observed()
-    groups = np.asarray(clusters)[places]
+    groups = [clusters[place] for place in places]
     failed = np.asarray(observed.is_event, dtype=np.float64)
     if observed.is_complete:
         return rate_estimate(failed, groups, level=level)

@@ -43,7 +43,8 @@ class FollowUp(NamedTuple):
     def observed(self) -> tuple[FollowUp, list[int]]:
         """The episodes that were observed for a turn at least, and their places."""
         places = [place for place, turn in enumerate(self.turns) if turn > 0]
-        turns, is_event = ([column[place] for place in places] for column in self[:2])
+        turns = [self.turns[place] for place in places]
+        is_event = [self.is_event[place] for place in places]
         return FollowUp(turns, is_event, self.horizon), places
 
 

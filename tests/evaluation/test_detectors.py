@@ -182,7 +182,8 @@ def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
     assert quality == Quality(1, 1, 1, 1, num_unknown=1)
     told = quality.to_dict(0.95)
     assert told["sensitivity"] == {
-        "value": 0.5, "level": 0.95, **exact_rate_interval(0.5, 2)._asdict()
+        "value": 0.5, "level": 0.95, **exact_rate_interval(0.5, 2)._asdict(),
+        "num_found": 1, "num_labelled": 2,
     }  # fmt: skip
     assert (told["num_failures"], told["num_others"], told["num_unknown"]) == (2, 2, 1)
     assert Quality(0, 0, 1, 0).to_dict(0.95)["sensitivity"] is None
