@@ -186,7 +186,10 @@ def _figures(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     survival, hits = figures["turns_to_failure"], figures["hit_at"]
     lines = [
         ("episodes with a failure", rate(figures["failure_rate"])),
-        ("  if unknown had passed / failed", bounds_text(figures["failure_rate"]) or NOTHING),
+        (
+            "  if missing verdicts were passes / failures",
+            bounds_text(figures["failure_rate"]) or NOTHING,
+        ),
         ("turns with a failure", rate(figures["turn_failure_rate"])),
         ("turns: failure / none", f"{counts['failure']:,} / {counts['none']:,}"),
         ("turns without verdict: undetermined / error", _unknown(counts)),

@@ -114,7 +114,7 @@ def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
     reports = [report for _, report in shown]
     writers: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("conversations with a failure", rate_text),
-        ("  if unknown had passed / failed", lambda one: bounds_text(one) or NOTHING),
+        ("  if missing verdicts were passes / failures", lambda one: bounds_text(one) or NOTHING),
         ("held-out problems answered right", accuracy_text),
         ("mean score of a response", lambda one: decimal(one.get("mean_score"))),
         ("mean reward of a turn", lambda one: decimal(one.get("mean_reward"))),

@@ -161,7 +161,9 @@ def _comparison(results: Mapping[str, Any]) -> Table:
     met = met_in_training(results)
     rows = {
         "episodes with a failure": [_rate(report) for report in columns],
-        "  if unknown had passed / failed": [bounds_text(one) or NOTHING for one in columns],
+        "  if missing verdicts were passes / failures": [
+            bounds_text(one) or NOTHING for one in columns
+        ],
         "right answers": [_rate(report, "accuracy") for report in columns],
         "mean reward": [_number(report.get("mean_reward")) for report in columns]
         if "accuracy" in after

@@ -202,7 +202,7 @@ def test_every_share_stands_beside_its_counts() -> None:
     text = as_text(evaluation_tables(figures(episodes, ordinary())))
     # Twenty fail at their first turn, five are censored at their second.
     assert cell_of(text, "episodes with a failure").endswith("20 of 40, 5 unknown")
-    assert cell_of(text, "if unknown had passed / failed") == "50.0% / 62.5%"
+    assert cell_of(text, "if missing verdicts were passes / failures") == "50.0% / 62.5%"
     assert cell_of(text, "turns with a failure").endswith("20 of 70")
     assert cell_of(text, "without failure through turn") == "50.0% (40), 50.0% (15)"
     assert cell_of(text, "successful probes: distinct") == "100.0%, 20 of 20"

@@ -69,7 +69,7 @@ def test_the_table_has_before_after_and_random_search() -> None:
         "61.2% [55.0%, 67.0%], 615 of 1,256, 251 unknown",
         "-",
     ]
-    assert cells(text, "if unknown had passed / failed") == ["-", "51.2% / 70.1%", "-"]
+    assert cells(text, "if missing verdicts were passes / failures") == ["-", "51.2% / 70.1%", "-"]
     assert cells(text, "mean score") == ["0.0171", "-", "-"]
     assert cells(text, "probe NLL") == ["0.915", "0.915", "-"]
     assert cells(text, "distinct successful probes") == ["100%, 29 of 29", "34%, 10 of 29", "-"]
