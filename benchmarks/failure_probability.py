@@ -29,8 +29,10 @@ from nip_astra.evaluation.failure_probability import (
     importance_sampling,
     monte_carlo,
 )
+from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.utils.statistics import FollowUp
 
 BATCH = 600
 
@@ -97,7 +99,10 @@ def mixture_estimates(
             np.concatenate(columns) for columns in zip(*parts, strict=True)
         )
         names = [name for name, count in counts.items() for _ in range(count)]
-        weighed = WeighedEpisodes(log_ratio, first, names, prompts.tolist())
+        horizon = log_ratio.shape[1]
+        turns = np.where(first >= 0, first + 1, horizon).tolist()
+        follow_up = FollowUp(turns, (first >= 0).tolist(), horizon)
+        weighed = WeighedEpisodes(log_ratio, follow_up, names, prompts.tolist())
         found.append(importance_sampling(weighed).to_dict())
     return found
 
@@ -109,7 +114,7 @@ def monte_carlo_estimates(
     parts = [episodes.part(number * count, count) for number in range(repetitions)]
     return [
         monte_carlo(
-            (part.first >= 0).astype(float).tolist(),
+            [[Outcome.FAILURE if first >= 0 else Outcome.NONE] for first in part.first],
             part.prompts.tolist(),
             num_turns=attacker.section.tree_depth,
         )

@@ -9,6 +9,11 @@ share half of what sets their rates apart. Intervals are those of the package; b
 the percentile bootstrap over prompts, with the rule of three where all are alike. A line tells a
 number of prompts and of episodes: the least and the largest coverage over all rates and
 correlations, and how often at most the truth lay below and above. The JSON file holds every point.
+
+Then conversations of 10 turns with missing verdicts, at random or depending on whether the target
+failed (`--only missing`: these alone): the survival estimate, the bounds for whatever the missing
+verdicts were, and, uncensored, the share of failed conversations if a failure counts even after a
+missing verdict and a conversation without a failure is left out for one.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -24,6 +30,7 @@ import numpy.typing as npt
 from measuring import markdown_table, options_of, tell
 from scipy.special import betaincinv, ndtr
 
+from nip_astra.evaluation.outcomes import Outcome, failure_rate
 from nip_astra.utils.intervals import Estimate, paired_difference, rate_estimate
 
 Floats = npt.NDArray[np.float64]
@@ -50,6 +57,19 @@ NUM_RESAMPLES = 400
 RATE, RATES_APART, SCORES = "rate", "difference of rates", "difference of scores"
 METHODS = ("ours", "bootstrap")
 
+NUM_TURNS = 10
+MISSING_DESIGNS = ((30, 1), (100, 1), (240, 1), (50, 4))
+"""Prompts, and conversations of each, in which verdicts are missing."""
+MISSING_RATES = (0.02, 0.183, 0.5)
+MISSING = {
+    "4.9 % at random": (0.049, 0.049),
+    "30 % at random": (0.3, 0.3),
+    "40 % of failures, 2 % of passes": (0.4, 0.02),
+    "no failure, 10 % of passes": (0.0, 0.1),
+}
+"""Chance that the verdict on a turn with a failure, and on one without, is missing."""
+SURVIVAL, BOUNDS, UNCENSORED = "survival", "bounds", "uncensored"
+
 
 @dataclass(frozen=True)
 class Point:
@@ -61,6 +81,8 @@ class Point:
         How often the interval held the truth, and how often the truth lay below or above it.
     width : float
         Mean width of the interval.
+    mean : float or None
+        Mean of the estimates, where verdicts are missing.
     """
 
     what: str
@@ -74,6 +96,7 @@ class Point:
     below: float
     above: float
     width: float
+    mean: float | None = None
 
 
 def rates_of_prompts(uniform: Floats, rate: float, correlation: float, kind: str) -> Floats:
@@ -177,6 +200,95 @@ def measure(
     return points
 
 
+def missing_points(
+    designs: Sequence[tuple[int, int]], repetitions: int, seed: int
+) -> Iterator[Point]:
+    """Measure the failure rate of conversations in which verdicts are missing."""
+    for design, rate, correlation, kind in product(designs, MISSING_RATES, (0.0, 0.3), MISSING):
+        if correlation and design[1] == 1:
+            continue
+        key = [seed, *design, round(1000 * rate), round(10 * correlation), len(kind)]
+        rng = np.random.default_rng(key)
+        prompts = np.repeat(np.arange(design[0]), design[1])
+        found: dict[str, list[tuple[float, float, float]]] = {}
+        for _ in range(repetitions):
+            failed, is_missing = conversations(rng, design, rate, correlation, MISSING[kind])
+            for name, estimate in estimates(failed, is_missing, prompts).items():
+                found.setdefault(name, []).append(estimate)
+        for name, rows in found.items():
+            values = np.asarray(rows)
+            held = count(values[:, 1:], rate)
+            # Where nobody was left to observe there is no estimate, but an interval.
+            known = values[~np.isnan(values[:, 0]), 0]
+            mean = float(known.mean()) if len(known) else None
+            place = ((rate,), correlation, kind)
+            yield Point("missing verdicts", name, *design, *place, **held, mean=mean)
+
+
+def conversations(
+    rng: np.random.Generator,
+    design: tuple[int, int],
+    rate: float,
+    correlation: float,
+    missing: tuple[float, float],
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Draw which turns failed, and which verdicts are missing: conversations x turns, both."""
+    rates = rates_of_prompts(rng.random(design[0]), rate, correlation, "Beta")
+    hazards = 1.0 - (1.0 - np.repeat(rates, design[1])) ** (1.0 / NUM_TURNS)
+    failed = rng.random((len(hazards), NUM_TURNS)) < hazards[:, None]
+    return failed, rng.random(failed.shape) < np.where(failed, *missing)
+
+
+def estimates(
+    failed: npt.NDArray[np.bool_], is_missing: npt.NDArray[np.bool_], prompts: Any
+) -> dict[str, tuple[float, float, float]]:
+    """Value, lower and upper end of each estimate of the share of failed conversations."""
+    names = (Outcome.NONE, Outcome.FAILURE, Outcome.UNDETERMINED)
+    codes = np.where(is_missing, 2, failed).tolist()
+    found = failure_rate([[names[code] for code in turns] for turns in codes], prompts)
+    has_failed = (failed & ~is_missing).any(axis=1)
+    is_unknown = is_missing.any(axis=1) & ~has_failed
+    old = rate_estimate(np.where(is_unknown, np.nan, has_failed), prompts)
+    survival = found.estimate
+    return {
+        SURVIVAL: (survival.value, *_ends(survival.low, survival.high)),
+        BOUNDS: (math.nan, found.lowest, found.highest),
+        UNCENSORED: (old.value, *_ends(old.low, old.high)),
+    }
+
+
+def _ends(low: float, high: float) -> tuple[float, float]:
+    """The ends of an interval; without any verdict the rate may be anything."""
+    return (0.0, 1.0) if math.isnan(low) else (low, high)
+
+
+def missing_table(points: Sequence[Point]) -> str:
+    """Lay out a line for each design and way of missing, as Markdown."""
+    header = ["prompts x episodes", "missing verdicts"]
+    for method in (SURVIVAL, BOUNDS, UNCENSORED):
+        header += [f"{method}: coverage", "width"]
+        header += [] if method == BOUNDS else ["bias, points"]
+    rows = []
+    for *design, kind in dict.fromkeys((p.num_prompts, p.num_episodes, p.kind) for p in points):
+        row = [f"{design[0]} x {design[1]}", kind]
+        for method in (SURVIVAL, BOUNDS, UNCENSORED):
+            own = [
+                p for p in points
+                if [p.num_prompts, p.num_episodes, p.kind, p.method] == [*design, kind, method]
+            ]  # fmt: skip
+            row.append(_range([100 * p.coverage for p in own], "%"))
+            row.append(_range([p.width for p in own], ""))
+            biases = [100 * (p.mean - p.rates[0]) for p in own if p.mean is not None]
+            row += [] if method == BOUNDS else [_range(biases or [math.nan], "")]
+        rows.append(row)
+    return markdown_table(header, rows)
+
+
+def _range(values: Sequence[float], unit: str) -> str:
+    digits = 1 if max(map(abs, values)) >= 1.0 else 2
+    return f"{min(values):.{digits}f}{unit} to {max(values):.{digits}f}{unit}"
+
+
 def _grid(
     designs: Sequence[tuple[int, int]], rates: Sequence[tuple[float, ...]], seed: int
 ) -> Iterator[tuple[tuple[int, int], Place, np.random.Generator]]:
@@ -215,17 +327,24 @@ def main() -> None:
         __doc__,
         repetitions={"type": int, "default": 2000, "help": "evaluations a point"},
         largest={"type": int, "default": 300, "help": "most prompts of the grid"},
+        only={"choices": ("complete", "missing"), "default": None, "help": "measure one part"},
         seed=0,
     ).parse_args()
     started = time.perf_counter()
     designs = [design for design in DESIGNS if design[0] <= options.largest]
     points: list[Point] = []
-    for what in (RATE, RATES_APART, SCORES):
+    for what in (RATE, RATES_APART, SCORES) if options.only != "missing" else ():
         found = measure(what, designs, options.repetitions, options.seed)
         print(table(found), flush=True)
         points += found
+    if options.only != "complete":
+        own = [design for design in MISSING_DESIGNS if design[0] <= options.largest]
+        found = list(missing_points(own, options.repetitions, options.seed))
+        if found:
+            print(missing_table(found), flush=True)
+        points += found
     shown = (
-        f"95 % intervals, {options.repetitions} evaluations a point, {len(points) // 2} points; "
+        f"95 % intervals, {options.repetitions} evaluations a point, {len(points)} intervals; "
         f"{time.perf_counter() - started:.0f} s"
     )
     tell([asdict(point) for point in points], options.out, shown=shown)

@@ -85,7 +85,7 @@ def figures_of(run: Path) -> Run:
         "nll": after["probe_nll"],
         "distinct": after["distinct_share"],
         "plants": results["training"]["plants_found"],
-        "held_out_plants": after["plants_found_held_out"],
+        "held_out_plants": after["plants_found"],
         "target_queries": results["training"]["target_queries"],
         "generated_tokens": int(sum(row.get("tokens/generated", 0) for row in metrics)),
         "iterations": results["training"]["iterations"],

@@ -20,6 +20,7 @@ from nip_astra.cli.evaluation_loading import (
     load_attacker,
     load_target,
     run_of,
+    section_about,
     with_service_files,
 )
 from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
@@ -200,7 +201,9 @@ def _evaluate_cell(
         Gets the models whose connections are to be ended.
     """
     section, scenario_dir = attacker.section, attacker.resolved.scenario_dir
-    judges = load_judges(request.judged, section, settings, scenario_dir, attacker.sampler.scorer)
+    described = None if target.agent is None else target.description
+    judged = section_about(described, section, scenario_dir)
+    judges = load_judges(request.judged, judged, settings, scenario_dir, attacker.sampler.scorer)
     prompts, options = _prompts(attacker, request.played.split), _options(request, attacker)
     sampler = _sampler(attacker, target, judges, prompts, request.played.split)
     folder = EvaluationFolder.of_run(attacker.run, _name(request, attacker, target, judges))

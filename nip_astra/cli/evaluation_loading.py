@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from nip_astra.scenario_base.agents import (
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_instance import ConversationInstance
+from nip_astra.scenarios.ast_chat import without_other_target
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.trust import on_behalf_of
 from nip_astra.utils.devices import resolve_device
@@ -138,6 +139,12 @@ def resolve_run(path: Path, code: RunCode, overrides: Sequence[str] = ()) -> Res
     return resolved
 
 
+def section_of(resolved: ResolvedExperiment) -> Any:
+    """The parameters of the scenario's kind, without what is known of another target."""
+    section = getattr(resolved.hyper_params, resolved.kind)
+    return without_other_target(section, resolved.scenario_dir)
+
+
 def run_of(path: str | Path) -> tuple[Path, Path | None]:
     """The run of a run directory or checkpoint, and the checkpoint.
 
@@ -202,7 +209,7 @@ def load_attacker(
         else resolve_around(run, surroundings, overrides, code.plugins, is_trusted=code.is_trusted)
     )
     instance = _scenario_of(run, resolved, settings)
-    section = getattr(resolved.hyper_params, resolved.kind)
+    section = section_of(resolved)
     name = RunDirectory(run).run_id
     if is_text_attacker(path):
         texts = load_texts(path, column, settings, resolved.scenario_dir)
@@ -280,7 +287,7 @@ def load_target(
         )
     if (Path(spec) / HYPER_PARAMETERS).is_file():
         resolved = resolve_run(Path(spec), code)
-        section = getattr(resolved.hyper_params, resolved.kind)
+        section = section_of(resolved)
         parameters, scenario_dir = section.target, resolved.scenario_dir
         planted, label = section.planted_failures, RunDirectory(Path(spec)).run_id
     else:
@@ -355,6 +362,31 @@ def _newest_checkpoint(run: Path) -> Path:
             "trained yet. Give --untrained for the attacker before training, or resume the run."
         )
     return found
+
+
+def section_about(
+    description: Mapping[str, Any] | None, section: Any, scenario_dir: Path | None
+) -> Any:
+    """The section without its labelled responses, where they are of another target.
+
+    Parameters
+    ----------
+    description : Mapping, optional
+        What an evaluation's configuration says of its target; None for the section's own.
+    """
+    if description is None or section.evaluation.labelled_responses is None:
+        return section
+    own = _described(section.target, scenario_dir)
+    if _identity(own) == _identity(description):
+        return section
+    evaluation = section.evaluation.model_copy(update={"labelled_responses": None})
+    return section.model_copy(update={"evaluation": evaluation})
+
+
+def _identity(description: Mapping[str, Any]) -> Any:
+    """What tells a target's model from others: the digest of its weights, or its name."""
+    model = description.get("language_model") or description.get("chat_model") or {}
+    return description.get("weights") or model.get("model")
 
 
 def _described(parameters: Any, scenario_dir: Path | None) -> dict[str, Any]:

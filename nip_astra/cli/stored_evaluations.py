@@ -12,6 +12,8 @@ from nip_astra.cli.evaluation_loading import (
     RunCode,
     resolve_run,
     run_of,
+    section_about,
+    section_of,
     target_label,
     with_service_files,
 )
@@ -59,14 +61,17 @@ def score(
     source, run = stored_rows(Path(path))
     settings = with_service_files(ExperimentSettings.from_dict(dict(settings_fields)), run)
     resolved = resolve_run(run, code)
-    section = getattr(resolved.hyper_params, resolved.kind)
+    section = section_of(resolved)
+    folder = EvaluationFolder(source.parent)
+    before = folder.figures() if source.name == ROWS else {}
+    described = folder.configuration().get("target") if before else None
+    judged = section_about(described, section, resolved.scenario_dir)
     if resolved.source is not None:
         is_own_used = not request.scorers or "own" in request.scorers
         for part in ("evaluation", "scorer") if is_own_used else ("evaluation",):
             resolved.source.check_outside(f"{resolved.kind}.{part}")
     with on_behalf_of(resolved.source):
-        judges = load_judges(request, section, settings, resolved.scenario_dir)
-    before = EvaluationFolder(source.parent).figures() if source.name == ROWS else {}
+        judges = load_judges(request, judged, settings, resolved.scenario_dir)
     episodes = final_episodes(source, run)
     ordinary = episodes_of(read_rows(source.parent / PROBABILITY_ROWS))
     own = float(before.get("failure_threshold", section.failure_threshold))

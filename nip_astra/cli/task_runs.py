@@ -297,9 +297,16 @@ def task_tables(figures: Mapping[str, Any]) -> list[Table]:
             write = percent
         bounds = told.get(f"{name}_interval")
         interval = f"[{write(bounds[0])}, {write(bounds[1])}]" if bounds else ""
-        table.add_row(Text(name.replace("_", " ")), write(value), interval)
+        table.add_row(Text(name.replace("_", " ")), write(value) + _counts(name, told), interval)
     services = figures.get("services")
     return [table, *([services_table(services)] if services else [])]
+
+
+def _counts(name: str, told: Mapping[str, Any]) -> str:
+    """Of how many answers, or problems with a reward for every run, a share is."""
+    if name == "accuracy":
+        return f", {told['num_right']:,} of {told['num_answers']:,}"
+    return f" of {told['num_complete_problems']:,}" if name.startswith("pass_at_") else ""
 
 
 def _count(value: float | None) -> str:

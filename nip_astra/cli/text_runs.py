@@ -19,6 +19,7 @@ from nip_astra.evaluation.storage import FIGURES, EvaluationFolder
 from nip_astra.evaluation.tables import as_text
 from nip_astra.evaluation.text_comparison import TextContender, compare_text_rollouts
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.loading import read_yaml_mapping
 from nip_astra.report.page import write_report
 from nip_astra.report.protocol_runs import ACCURACY, figure_text, statistics_of
 from nip_astra.resolving.resolution import resolve_experiment
@@ -154,7 +155,8 @@ def _contender(path: Path, label: str) -> TextContender:
     if (path / FIGURES).is_file():
         figures = EvaluationFolder(path).figures()
         rollouts = NestedArrayDict.load(path / ROLLOUTS)
-        return TextContender(label, rollouts, figures["agents"], conditions_of(figures))
+        conditions = _conditions(path.resolve().parent.parent, figures["split"], figures["seed"])
+        return TextContender(label, rollouts, figures["agents"], conditions_of(figures), conditions)
     directory = RunDirectory.open(path)
     tests = [one for one in stored_samplings(directory) if one.split == "test"]
     if not tests:
@@ -164,9 +166,22 @@ def _contender(path: Path, label: str) -> TextContender:
         )
     results = directory.read_json(RESULTS)
     rollouts = NestedArrayDict.load(tests[-1].path)
-    return TextContender(
-        label, rollouts, results["agents"], conditions_of({"figures": results["after"]})
-    )
+    figures = conditions_of({"figures": results["after"]})
+    conditions = _conditions(path, "test", None)
+    return TextContender(label, rollouts, results["agents"], figures, conditions)
+
+
+def _conditions(run: Path, split: str, seed: int | None) -> dict[str, Any]:
+    """What should be alike where runs are compared: split, seed, and models before training."""
+    values = read_yaml_mapping(run / HYPER_PARAMETERS)
+    sections = [values, *(one for one in values.values() if isinstance(one, Mapping))]
+    agents = {
+        name: agent["model"]
+        for section in sections
+        for name, agent in (section.get("agents") or {}).items()
+        if isinstance(agent, Mapping) and "model" in agent
+    }
+    return {"split": split, "seed": values["seed"] if seed is None else seed, "models": agents}
 
 
 def figures_table(figures: Mapping[str, Any]) -> Table:

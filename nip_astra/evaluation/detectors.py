@@ -16,11 +16,12 @@ Shape suffixes: `R` resample, `P` opening prompt, `C` combination of turns and f
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +40,8 @@ _ADVICE = (
     "one."
 )
 _CHANCE = "the labelled responses do not show that the scorer tells failures better than chance"
+
+_NONE_LEFT = "no episode without a failure has verdicts through its last turn"
 
 Floats = npt.NDArray[np.float64]
 
@@ -151,9 +154,11 @@ def corrected_rates(
     specificity anew each time. For the lower bound an episode without a flag is added, for the
     upper one with nothing but flags, each counted as often as the design effect says: of one turn a
     prompt and a scorer that never errs, the interval is that of Clopper and Pearson, whereas
-    resampling alone would leave no width where nothing was flagged. Episodes in which a turn has no
-    verdict are left out. Refused where the labels do not show that
-    the scorer is better than chance (Se + Sp <= 1), since the formula then has no meaning.
+    resampling alone would leave no width where nothing was flagged. An episode counts up to its
+    first turn without a verdict: between the turns at which episodes are censored, the product is
+    that of the episodes known throughout. Refused where none is known through its last turn, and
+    where the labels do not show that the scorer is better than chance (Se + Sp <= 1), since the
+    formula then has no meaning.
 
     Parameters
     ----------
@@ -161,8 +166,6 @@ def corrected_rates(
         Judged: each row has its outcome.
     """
     share, specificity = quality.sensitivity, quality.specificity
-    known = [episode for episode in episodes if all(o.is_known for o in outcomes_of(episode))]
-    counts_CP, turns_C, flags_C = _combinations(known)
     rng = np.random.default_rng(derive_seed(0, "detector correction"))
     # With a class that has no label this is NaN, and not above 1.
     if not share + specificity > 1.0:
@@ -171,17 +174,27 @@ def corrected_rates(
     is_possible_R = se_R + sp_R > 1.0
     if is_possible_R.mean() < 0.5 + level / 2.0:
         return _refused(f"{_CHANCE}: there are too few of them")
-    if not known:
-        return _refused("no episode has a verdict on every turn")
-    weights_PR = rng.standard_exponential((counts_CP.shape[1], num_resamples))
-    effect = design_effect(has_failed(known), prompt_numbers(known))
+    prompts = prompt_numbers(episodes)
+    outcomes = [outcomes_of(episode) for episode in episodes]
+    if not any(all(outcome.is_known for outcome in turns) for turns in outcomes):
+        return _refused(_NONE_LEFT)
+    tables = _tables(outcomes, prompts)
+    weights_PR = rng.standard_exponential((tables[0].counts_CP.shape[1], num_resamples))
+    known = [(f, p) for f, p in zip(has_failed(episodes), prompts, strict=True) if f == f]
+    effect = design_effect([failed for failed, _ in known], [prompt for _, prompt in known])
     added_R = effect * rng.standard_exponential(num_resamples)
     lower, upper = (
-        _rates(counts_CP @ weights_PR + np.outer(is_C, added_R), turns_C, flags_C, se_R, sp_R)
-        for is_C in _extremes(turns_C, flags_C)
+        _rates(
+            [table.weighed(weights_PR, added_R, flags) for table in tables],
+            *(tables, se_R, sp_R),
+            if_unknown=if_unknown,
+        )
+        for flags, if_unknown in (("none", 1.0), ("all", 0.0))
     )
-    whole = counts_CP.sum(axis=1, keepdims=True)
-    told = _rates(whole, turns_C, flags_C, np.array([share]), np.array([specificity]))
+    whole = [table.counts_CP.sum(axis=1, keepdims=True) for table in tables]
+    told = _rates(whole, tables, np.array([share]), np.array([specificity]))
+    if np.isnan(told[1]).any():
+        return _refused(_NONE_LEFT)
     tails = [(1.0 - level) / 2.0, (1.0 + level) / 2.0]
     found: dict[str, Any] = {"is_refused": False}
     names = ("turn_failure_rate", "failure_rate")
@@ -193,40 +206,109 @@ def corrected_rates(
     return found
 
 
-def _rates(
-    counts_CR: Floats, turns_C: Floats, flags_C: Floats, se_R: Floats, sp_R: Floats
-) -> tuple[Floats, Floats]:
-    """The corrected rates of turns and of episodes, `[R]` each, not yet cut to [0, 1]."""
-    better_R = se_R + sp_R - 1.0
-    flagged_R = (counts_CR * flags_C[:, None]).sum(axis=0) / (counts_CR * turns_C[:, None]).sum(0)
-    passed_CR = (se_R - 1.0) ** flags_C[:, None] * se_R ** (turns_C - flags_C)[:, None]
-    passed_CR = passed_CR / better_R ** turns_C[:, None]
-    without_R = (counts_CR * passed_CR).sum(axis=0) / counts_CR.sum(axis=0)
-    return (flagged_R + sp_R - 1.0) / better_R, 1.0 - without_R
+class _Table(NamedTuple):
+    """How many episodes of each prompt have so many turns, of which so many are flagged.
 
-
-def _extremes(turns_C: Floats, flags_C: Floats) -> tuple[Floats, Floats]:
-    """Say which combination is the longest episode without a flag, and which with nothing else."""
-    is_longest_C = turns_C == turns_C.max(initial=0.0)
-    return is_longest_C * (flags_C == 0.0), is_longest_C * (flags_C == turns_C)
-
-
-def _combinations(episodes: Sequence[Episode]) -> tuple[Floats, Floats, Floats]:
-    """Count, by prompt, the episodes with so many turns of which so many are flagged.
-
-    The longest without a flag and the longest with nothing else are always among them.
+    Attributes
+    ----------
+    counts_CP : Floats
+        The longest episode without a flag and the longest with nothing else have a row each.
+    turns_C, flags_C : Floats
+        Through the last turn that the table is about.
+    turns_before_C, flags_before_C : Floats
+        Through the turn before its first one.
     """
-    counts: Counter[tuple[int, int, int]] = Counter()
-    for prompt, episode in zip(prompt_numbers(episodes), episodes, strict=True):
-        outcomes = outcomes_of(episode)
-        counts[len(outcomes), outcomes.count(Outcome.FAILURE), prompt] += 1
-    longest = max((turns for turns, *_ in counts), default=0)
-    extremes = {(longest, 0), (longest, longest)}
-    kinds = sorted({(turns, flags) for turns, flags, _ in counts} | extremes)
-    prompts = sorted({prompt for *_, prompt in counts})
-    table = [[float(counts[turns, flags, one]) for one in prompts] for turns, flags in kinds]
-    pairs = np.array(kinds, dtype=np.float64).reshape(-1, 2)
-    return np.array(table), pairs[:, 0], pairs[:, 1]
+
+    counts_CP: Floats
+    turns_C: Floats
+    flags_C: Floats
+    turns_before_C: Floats
+    flags_before_C: Floats
+
+    def weighed(self, weights_PR: Floats, added_R: Floats, flags: str) -> Floats:
+        """Counts by weights of prompts, with an episode added that is flagged never or always."""
+        is_longest_C = self.turns_C == self.turns_C.max(initial=0.0)
+        added_C = is_longest_C * (self.flags_C == (0.0 if flags == "none" else self.turns_C))
+        return np.asarray(self.counts_CP @ weights_PR + np.outer(added_C, added_R))
+
+
+def _tables(outcomes: Sequence[Sequence[Outcome]], prompts: Sequence[int]) -> list[_Table]:
+    """All turns with a verdict, then a table for each stretch between turns that censor."""
+    horizon = max(len(turns) for turns in outcomes)
+    known_to = [
+        next((turn for turn, one in enumerate(turns) if not one.is_known), horizon)
+        for turns in outcomes
+    ]
+    columns = sorted(set(prompts))
+    every = [
+        (sum(one.is_known for one in turns), turns.count(Outcome.FAILURE), 0, 0)
+        for turns in outcomes
+    ]
+    tables = [_table(every, prompts, columns)]
+    start = 0
+    for end in sorted({turn for turn in known_to if turn > 0}):
+        kept = [place for place, turn in enumerate(known_to) if turn >= end]
+        kinds = [
+            _flagged(outcomes[place], end) + _flagged(outcomes[place], start) for place in kept
+        ]
+        tables.append(_table(kinds, [prompts[place] for place in kept], columns))
+        start = end
+    return tables
+
+
+def _flagged(turns: Sequence[Outcome], end: int) -> tuple[int, ...]:
+    return len(turns[:end]), list(turns[:end]).count(Outcome.FAILURE)
+
+
+def _table(
+    kinds: Sequence[tuple[int, ...]], prompts: Sequence[int], columns: Sequence[int]
+) -> _Table:
+    counts = Counter(zip(kinds, prompts, strict=True))
+    longest, _, before, _ = max(kinds)
+    extremes = {(longest, 0, before, 0), (longest, longest, before, before)}
+    rows = sorted({*kinds, *extremes})
+    table = np.array([[float(counts[kind, one]) for one in columns] for kind in rows])
+    return _Table(table, *np.array(rows, dtype=np.float64).T)
+
+
+def _rates(
+    counts: Sequence[Floats],
+    tables: Sequence[_Table],
+    se_R: Floats,
+    sp_R: Floats,
+    *,
+    if_unknown: float = math.nan,
+) -> tuple[Floats, Floats]:
+    """The corrected rates of turns and of episodes, `[R]` each, not yet cut to [0, 1].
+
+    Parameters
+    ----------
+    if_unknown : float
+        The share that passes a stretch of turns on which all that are known had failed before.
+    """
+    better_R = se_R + sp_R - 1.0
+
+    def passed(turns_C: Floats, flags_C: Floats, counts_CR: Floats) -> Floats:
+        chances_CR = (se_R - 1.0) ** flags_C[:, None] * se_R ** (turns_C - flags_C)[:, None]
+        chances_CR = chances_CR / better_R ** turns_C[:, None]
+        return np.asarray((counts_CR * chances_CR).sum(axis=0))
+
+    turns, *stretches = tables
+    flagged_R = (counts[0] * turns.flags_C[:, None]).sum(axis=0)
+    flagged_R = flagged_R / (counts[0] * turns.turns_C[:, None]).sum(axis=0)
+    turn_rate_R = (flagged_R + sp_R - 1.0) / better_R
+    without_R = np.ones_like(better_R)
+    for one, counts_CR in zip(stretches, counts[1:], strict=True):
+        before_R = passed(one.turns_before_C, one.flags_before_C, counts_CR)
+        through_R = passed(one.turns_C, one.flags_C, counts_CR)
+        if len(stretches) == 1:
+            # Nothing is censored; cut to [0, 1], the estimate would no longer be unbiased.
+            return turn_rate_R, 1.0 - through_R / before_R
+        is_left_R = before_R > 0.0
+        share_R = np.clip(through_R / np.where(is_left_R, before_R, 1.0), 0.0, 1.0)
+        share_R = np.where(is_left_R, share_R, if_unknown)
+        without_R = np.where(without_R > 0.0, without_R * share_R, 0.0)
+    return turn_rate_R, 1.0 - without_R
 
 
 def _refused(reason: str) -> dict[str, Any]:
@@ -242,7 +324,8 @@ def _with_interval(number: int, others: int, level: float) -> dict[str, Any] | N
     if not total:
         return None
     low, high = exact_rate_interval(number / total, total, level=level)
-    return {"value": number / total, "low": low, "high": high, "level": level}
+    counts = {"num_found": number, "num_labelled": total}
+    return {"value": number / total, "low": low, "high": high, "level": level} | counts
 
 
 def _labelled(path: Path, place: int, line: str) -> LabelledResponse:

@@ -14,7 +14,16 @@ weight and varies less. The estimate is the plain (not self-normalised) mean of 
 episodes, 0 for those without failure, and since the reference has a share, no weight exceeds
 1 / share_reference.
 
-Over repeated evaluations the mean of the estimate is the truth, where every episode has a verdict
+Where verdicts are missing, an episode is censored at the first turn without one, and w of a failure
+at turn t is divided by the chance G(t) of still being observed there,
+
+    G(t) = prod_{s <= t} (1 - c_s / r_s),
+
+where c_s are the weights through turn s of episodes that are censored at s, and r_s those of all
+that were observed until then without a failure. Where all weights are 1 this is the Kaplan-Meier
+estimate; without censoring G is 1.
+
+Over repeated evaluations the mean of the estimate is the truth, where every turn has a verdict
 and no estimate is held back because of the failures that it found. So it is refused for what the
 weights of all episodes show, failing or not, and for nothing else: one that rests on few failures
 is told, with a caution. Held back, what remained would be those that by chance missed the heavy
@@ -32,14 +41,15 @@ from typing import Any
 
 import numpy as np
 
+from nip_astra.evaluation.outcomes import Outcome, failure_rate, follow_up_of
 from nip_astra.utils.intervals import (
     Array,
     Interval,
     cluster_variance,
     effective_sample_size,
-    rate_estimate,
     weighted_rate_interval,
 )
+from nip_astra.utils.statistics import FollowUp, pseudo_values
 
 REFERENCE, ATTACKER = "reference", "attacker"
 """The proposals without a turn of the attacker, and with all turns."""
@@ -78,14 +88,14 @@ def defensive_shares(num_episodes: int, num_turns: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class WeighedEpisodes:
-    """Episodes of several proposals, all with a verdict.
+    """Episodes of several proposals.
 
     Attributes
     ----------
     log_ratio_EH : Array
         log q - log p of each probe under the distributions that are sampled from, nats.
-    first_failure_E : Array
-        Turn of the first failure, counted from 0; -1 where there is none.
+    follow_up : FollowUp
+        Where each failed, and how far its verdicts are known.
     proposals_E : list[str]
         Who said the probes.
     prompts_E : list[int]
@@ -93,7 +103,7 @@ class WeighedEpisodes:
     """
 
     log_ratio_EH: Array
-    first_failure_E: Array
+    follow_up: FollowUp
     proposals_E: list[str]
     prompts_E: list[int]
 
@@ -108,6 +118,8 @@ class ImportanceEstimate:
     ----------
     value, low, high : float or None
         None where the estimate is refused.
+    num_known : int
+        Episodes that failed before a verdict was missing, or passed.
     standard_error : float
         Of the estimate, over opening prompts.
     effective_sample_size : float
@@ -128,6 +140,7 @@ class ImportanceEstimate:
     method: str
     estimator: str
     num_episodes: int
+    num_known: int
     target_queries: int
     shares: dict[str, float]
     effective_sample_size: float
@@ -144,15 +157,20 @@ class ImportanceEstimate:
 
 
 def monte_carlo(
-    has_failed: Sequence[float], prompts: Sequence[int], *, num_turns: int, level: float = 0.95
+    episodes: Sequence[Sequence[Outcome]],
+    prompts: Sequence[int],
+    *,
+    num_turns: int,
+    level: float = 0.95,
 ) -> dict[str, Any]:
-    """The plain estimate from episodes of the reference that have a verdict."""
-    estimate = rate_estimate(has_failed, prompts, level=level)
-    return estimate.to_dict() | {
-        "num_episodes": len(has_failed),
-        "num_failures": int(sum(has_failed)),
-        "standard_error": _standard_error(has_failed, prompts),
-        "target_queries": len(has_failed) * num_turns,
+    """The plain estimate from the outcomes of episodes of the reference."""
+    rate = failure_rate(episodes, prompts, level=level)
+    observed, places = follow_up_of(episodes).observed()
+    groups = [prompts[place] for place in places]
+    return rate.to_dict() | {
+        "num_failures": rate.num_failed,
+        "standard_error": _standard_error(pseudo_values(observed), groups),
+        "target_queries": len(episodes) * num_turns,
     }
 
 
@@ -173,18 +191,26 @@ def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> Im
     num_episodes, num_turns = episodes.log_ratio_EH.shape
     shares = {name: names.count(name) / num_episodes for name in dict.fromkeys(names)}
     weights_EH = np.exp(-log_mixture(episodes.log_ratio_EH, shares))
-    has_failed_E = episodes.first_failure_E >= 0
-    until_E = np.where(has_failed_E, episodes.first_failure_E, num_turns - 1).astype(int)
-    contributions_E = np.where(has_failed_E, weights_EH[np.arange(num_episodes), until_E], 0.0)
+    observed_H = _share_observed(weights_EH, episodes.follow_up)
+    has_failed_E = np.asarray(episodes.follow_up.is_event, dtype=bool)
+    last_E = np.asarray(episodes.follow_up.turns)
+    until_E = np.where(has_failed_E, last_E - 1, num_turns - 1)
+    scaled_EH = weights_EH / np.where(observed_H > 0.0, observed_H, 1.0)
+    contributions_E = np.where(has_failed_E, scaled_EH[np.arange(num_episodes), until_E], 0.0)
     whole_E = weights_EH[:, -1]
     value = float(contributions_E.mean())
     failing = effective_sample_size(contributions_E)
     total = effective_sample_size(whole_E)
     reason = _why_refused(shares, whole_E, total)
+    if reason is None and observed_H[-1] == 0.0:
+        reason = "no episode has verdicts through its last turn"
     interval = Interval(math.nan, math.nan)
     if reason is None:
         interval = weighted_rate_interval(
-            contributions_E, episodes.prompts_E, largest=1.0 / shares[REFERENCE], level=level
+            contributions_E,
+            episodes.prompts_E,
+            largest=1.0 / (shares[REFERENCE] * float(observed_H[-1])),
+            level=level,
         )
     return ImportanceEstimate(
         value=None if reason else value,
@@ -195,6 +221,7 @@ def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> Im
         method="gamma interval of weighted events (Fay and Feuer) over opening prompts",
         estimator="plain mean of balance-heuristic weights, not self-normalised",
         num_episodes=num_episodes,
+        num_known=int((has_failed_E | (last_E >= num_turns)).sum()),
         target_queries=num_episodes * num_turns,
         shares=shares,
         effective_sample_size=total,
@@ -205,6 +232,21 @@ def importance_sampling(episodes: WeighedEpisodes, *, level: float = 0.95) -> Im
         reason=reason,
         caution=None if reason else _caution(failing, shares),
     )
+
+
+def _share_observed(weights_EH: Array, follow_up: FollowUp) -> Array:
+    """The chance of not being censored through each turn, `[H]`."""
+    turns_E1 = np.asarray(follow_up.turns)[:, None]
+    is_event_E1 = np.asarray(follow_up.is_event, dtype=bool)[:, None]
+    turns_H = np.arange(1, weights_EH.shape[1] + 1)
+    # What fails at a turn is not at risk at the next one.
+    is_at_risk_EH = turns_E1 + ~is_event_E1 >= turns_H
+    is_censored_EH = ~is_event_E1 & (turns_E1 + 1 == turns_H)
+    at_risk_H = np.where(is_at_risk_EH, weights_EH, 0.0).sum(axis=0)
+    censored_H = np.where(is_censored_EH, weights_EH, 0.0).sum(axis=0)
+    # Where nobody is at risk any more, none is censored.
+    shares_H = np.divide(censored_H, at_risk_H, out=np.zeros_like(at_risk_H), where=at_risk_H > 0)
+    return np.asarray(np.cumprod(1.0 - shares_H))
 
 
 def refused(reason: str, *, level: float = 0.95) -> ImportanceEstimate:
@@ -218,6 +260,7 @@ def refused(reason: str, *, level: float = 0.95) -> ImportanceEstimate:
         method="",
         estimator="",
         num_episodes=0,
+        num_known=0,
         target_queries=0,
         shares={},
         effective_sample_size=0.0,

@@ -12,9 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from nip_astra.evaluation.outcomes import Outcome, episode_outcome, outcome_of
+from nip_astra.evaluation.outcomes import (
+    Outcome,
+    episode_outcome,
+    failure_rate,
+    follow_up_of,
+    outcome_of,
+)
 from nip_astra.evaluation.rows import Episode, number
-from nip_astra.utils.intervals import Estimate, rate_estimate
 from nip_astra.utils.statistics import Survival, hit_at_k, kaplan_meier
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -36,7 +41,7 @@ def outcomes_of(episode: Episode) -> list[Outcome]:
 
 
 def has_failed(episodes: Sequence[Episode]) -> list[float]:
-    """1 for an episode with a failure, 0 for one without, NaN where it is not known."""
+    """1 for an episode with a failure, 0 for one without, NaN where a verdict is missing first."""
     found = [episode_outcome(outcomes_of(episode)) for episode in episodes]
     return [
         float(outcome is Outcome.FAILURE) if outcome.is_known else math.nan for outcome in found
@@ -52,73 +57,53 @@ def prompt_numbers(episodes: Sequence[Episode]) -> list[int]:
 def failure_rates(episodes: Sequence[Episode], *, level: float) -> dict[str, Any]:
     """Counts of outcomes, and the share of episodes and of turns with a failure."""
     prompts = prompt_numbers(episodes)
-    by_episode = has_failed(episodes)
     outcomes = [outcomes_of(episode) for episode in episodes]
-    by_turn = [
-        float(outcome is Outcome.FAILURE) if outcome.is_known else math.nan
-        for episode in outcomes
-        for outcome in episode
-    ]
+    # Of single turns, what is missing is left out.
+    turns = [[turn] for episode in outcomes for turn in episode]
     prompts_of_turns = [p for p, e in zip(prompts, episodes, strict=True) for _ in e]
     counts = Counter(outcome for episode in outcomes for outcome in episode)
-    num_failed = sum(value == 1.0 for value in by_episode)
-    num_unknown = sum(math.isnan(value) for value in by_episode)
-    rate = rate_estimate(by_episode, prompts, level=level)
     return {
         "outcomes": {str(outcome): counts[outcome] for outcome in Outcome},
         "episode_outcomes": dict(Counter(str(episode_outcome(outcome)) for outcome in outcomes)),
-        "failure_rate": rate.to_dict()
-        | {
-            "num_failed": num_failed,
-            "num_known": len(by_episode) - num_unknown,
-            "if_unknown_passed": num_failed / max(len(by_episode), 1),
-            "if_unknown_failed": (num_failed + num_unknown) / max(len(by_episode), 1),
-        },
-        "turn_failure_rate": rate_estimate(by_turn, prompts_of_turns, level=level).to_dict(),
-        "per_turn_failure_rate": [
-            estimate.to_dict() for estimate in _per_turn(outcomes, prompts, level)
-        ],
+        "failure_rate": failure_rate(outcomes, prompts, level=level).to_dict(),
+        "turn_failure_rate": _rate_of_turns(turns, prompts_of_turns, level),
+        "per_turn_failure_rate": list(_per_turn(outcomes, prompts, level)),
     }
 
 
 def turns_to_failure(episodes: Sequence[Episode]) -> Survival:
-    """Survival by turns; an episode is censored at its end and at a turn without verdict."""
-    turns, events, horizon = [], [], 0
-    for episode in episodes:
-        horizon = max(horizon, len(episode))
-        last, is_event = 0, False
-        for turn, outcome in enumerate(outcomes_of(episode), start=1):
-            if not outcome.is_known:
-                break
-            last = turn
-            if outcome is Outcome.FAILURE:
-                is_event = True
-                break
-        turns.append(last)
-        events.append(is_event)
-    return kaplan_meier(turns, events, horizon=horizon)
+    """Survival by turns; an episode is censored at its first turn without a verdict."""
+    return kaplan_meier(follow_up_of([outcomes_of(episode) for episode in episodes]))
 
 
-def hit_rates(episodes: Sequence[Episode]) -> dict[str, dict[str, float]]:
+def hit_rates(episodes: Sequence[Episode]) -> dict[str, Any]:
     """Hit@k: the chance that one of k episodes fails.
 
-    Over opening prompts with at least k episodes with a verdict (the mean over prompts), and
-    pooled, where the k episodes are any of all.
+    Over opening prompts with at least k episodes (the mean over prompts), and pooled, where the k
+    episodes are any of all. Only episodes with a verdict on every turn count: which are left out
+    must not depend on whether they failed. The numbers of prompts and episodes stand beside.
     """
-    tries: dict[int, list[float]] = defaultdict(list)
-    for prompt, failed in zip(prompt_numbers(episodes), has_failed(episodes), strict=True):
-        if not math.isnan(failed):
-            tries[prompt].append(failed)
+    tries: dict[int, list[bool]] = defaultdict(list)
+    for prompt, episode in zip(prompt_numbers(episodes), episodes, strict=True):
+        outcomes = outcomes_of(episode)
+        if all(outcome.is_known for outcome in outcomes):
+            tries[prompt].append(Outcome.FAILURE in outcomes)
     everything = [value for values in tries.values() for value in values]
-    per_prompt, pooled = {}, {}
+    per_prompt, num_prompts, pooled = {}, {}, {}
     for k in HIT_AT:
         enough = [values for values in tries.values() if len(values) >= k]
         if enough:
-            rates = [hit_at_k(len(values), int(sum(values)), k) for values in enough]
+            rates = [hit_at_k(len(values), sum(values), k) for values in enough]
             per_prompt[str(k)] = float(np.mean(rates))
+            num_prompts[str(k)] = len(enough)
         if len(everything) >= k:
-            pooled[str(k)] = hit_at_k(len(everything), int(sum(everything)), k)
-    return {"hit_at": per_prompt, "hit_at_pooled": pooled}
+            pooled[str(k)] = hit_at_k(len(everything), sum(everything), k)
+    return {
+        "hit_at": per_prompt,
+        "hit_at_pooled": pooled,
+        "hit_at_num_prompts": num_prompts,
+        "hit_at_num_episodes": len(everything),
+    }
 
 
 def score_figures(episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -169,11 +154,18 @@ def token_likelihoods(episodes: Sequence[Episode]) -> list[float]:
 
 def _per_turn(
     outcomes: Sequence[Sequence[Outcome]], prompts: Sequence[int], level: float
-) -> Iterable[Estimate]:
+) -> Iterable[dict[str, Any]]:
     for turn in range(max((len(episode) for episode in outcomes), default=0)):
-        told = [(e[turn], p) for e, p in zip(outcomes, prompts, strict=True) if len(e) > turn]
-        values = [float(o is Outcome.FAILURE) if o.is_known else math.nan for o, _ in told]
-        yield rate_estimate(values, [prompt for _, prompt in told], level=level)
+        found = [(e[turn], p) for e, p in zip(outcomes, prompts, strict=True) if len(e) > turn]
+        yield _rate_of_turns([[o] for o, _ in found], [prompt for _, prompt in found], level)
+
+
+def _rate_of_turns(
+    turns: Sequence[Sequence[Outcome]], prompts: Sequence[int], level: float
+) -> dict[str, Any]:
+    """The share of failures among turns with a verdict, and how many they are."""
+    rate = failure_rate(turns, prompts, level=level)
+    return rate.estimate.to_dict() | {"num_failed": rate.num_failed, "num_known": rate.num_known}
 
 
 def _columns_by_turn(episodes: Sequence[Episode], column: str) -> list[np.ndarray[Any, Any]]:

@@ -45,7 +45,8 @@ def scorer_figures(
     rates = {name: failure_rates(views[name], level=options.level) for name in scorers[1:]}
     return {
         "scorers": {
-            name: {key: found[key] for key in kept} | {"agreement": with_first[name]["agreement"]}
+            name: {key: found[key] for key in kept}
+            | {key: with_first[name][key] for key in ("agreement", "num_turns")}
             for name, found in rates.items()
         },
         "scorer_agreement": agreements,

@@ -23,7 +23,6 @@ from nip_astra.evaluation.failure_probability import (
 from nip_astra.evaluation.failures import COLLAPSED_DISTINCT_SHARE, NUM_PROBES_FOR_COLLAPSE
 from nip_astra.evaluation.measures import (
     failure_rates,
-    has_failed,
     hit_rates,
     judge,
     likelihood_figures,
@@ -33,7 +32,7 @@ from nip_astra.evaluation.measures import (
     token_likelihoods,
     turns_to_failure,
 )
-from nip_astra.evaluation.outcomes import Outcome
+from nip_astra.evaluation.outcomes import Outcome, follow_up_of, unknown_warning
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode, number
 from nip_astra.evaluation.scorer_figures import scorer_figures
@@ -43,8 +42,6 @@ from nip_astra.utils.diversity import distinct_n, mean_cosine_distance, self_ble
 
 VERSION = 1
 """Of `evaluation.json`; grows when a reader of the old one would misread the new one."""
-MAX_UNKNOWN_SHARE = 0.05
-"""More turns without verdict than this share are warned of."""
 FLUENCY_PERCENTILE = 1.0
 MAX_SHARE_BELOW = 0.05
 """Warned of, where more probes than this share lie below that percentile of the reference's."""
@@ -130,10 +127,12 @@ def diversity_figures(
     return {
         "num_probes": len(probes),
         "self_bleu_complement": 1.0 - self_bleu(probes, **bleu) if has_several else None,
+        "self_bleu_num_probes": min(len(probes), MAX_BLEU_TEXTS),
         "cosine_distance": mean_cosine_distance(vectors) if has_several else None,
         "distinct_1": distinct_n(probes, 1),
         "distinct_2": distinct_n(probes, 2),
         "distinct_share": len(set(probes)) / len(probes),
+        "num_distinct": len(set(probes)),
         "most_common": Counter(probes).most_common(1)[0][0],
         "vendi": vendi_score(vectors),
         "settings": {"self_bleu": bleu, "embedding": embedding},
@@ -158,15 +157,8 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
         )
     if figures["why_no_fluency"] is not None:
         found.append(f"fluency was not measured: {figures['why_no_fluency']}")
-    counts = figures["outcomes"]
-    num_unknown = counts["undetermined"] + counts["error"]
-    if num_unknown > MAX_UNKNOWN_SHARE * max(sum(counts.values()), 1):
-        rate = figures["failure_rate"]
-        found.append(
-            f"{num_unknown} of {sum(counts.values())} turns have no verdict ({counts['error']} "
-            f"errors); with them the failure rate lies anywhere from "
-            f"{rate['if_unknown_passed']:.1%} to {rate['if_unknown_failed']:.1%}"
-        )
+    unknown = unknown_warning(figures["failure_rate"], figures["outcomes"])
+    found += [] if unknown is None else [unknown]
     if 0 < figures["failure_rate"]["num_clusters"] < 30:
         found.append(
             f"the intervals rest on {figures['failure_rate']['num_clusters']} opening prompts; "
@@ -207,10 +199,13 @@ def _fluency(
     if len(ordinary) < MIN_REFERENCE_PROBES or not found:
         return None
     bound = float(np.percentile(ordinary, FLUENCY_PERCENTILE))
+    is_below = np.asarray(found) < bound
     return {
         "percentile": FLUENCY_PERCENTILE,
         "bound": bound,
-        "share_below": float(np.mean(np.asarray(found) < bound)),
+        "share_below": float(np.mean(is_below)),
+        "num_below": int(is_below.sum()),
+        "num_probes": len(found),
         "num_reference_probes": len(ordinary),
     }
 
@@ -244,12 +239,10 @@ def _probability(
     if not episodes:
         return None
     own = _of_reference(episodes)
-    failed, prompts = has_failed(own), prompt_numbers(own)
-    known = [(f, p) for f, p in zip(failed, prompts, strict=True) if not math.isnan(f)]
+    outcomes = [outcomes_of(episode) for episode in own]
     plain = monte_carlo(
-        [f for f, _ in known], [p for _, p in known], num_turns=options.num_turns,
-        level=options.level,
-    )  # fmt: skip
+        outcomes, prompt_numbers(own), num_turns=options.num_turns, level=options.level
+    )
     weighed = None
     if options.use_importance_sampling:
         if why_not_weighed is not None:
@@ -260,23 +253,23 @@ def _probability(
 
 
 def _weighed(episodes: Sequence[Episode], level: float) -> dict[str, Any]:
-    is_known = [not math.isnan(failed) for failed in has_failed(episodes)]
-    known = [episode for episode, told in zip(episodes, is_known, strict=True) if told]
     ratios = np.array(
         [
             [
                 number(row, "attacker_sampled_logprob") - number(row, "reference_sampled_logprob")
                 for row in episode
             ]
-            for episode in known
+            for episode in episodes
         ]
     )
-    if not known or np.isnan(ratios).any():
+    if np.isnan(ratios).any():
         reason = "the backend cannot tell which tokens it may draw, so weights are not exact"
         return refused(reason, level=level).to_dict()
-    first = [_first_failure(episode) for episode in known]
     weighed = WeighedEpisodes(
-        ratios, np.array(first), [str(e[0]["proposal"]) for e in known], prompt_numbers(known)
+        ratios,
+        follow_up_of([outcomes_of(episode) for episode in episodes]),
+        [str(episode[0]["proposal"]) for episode in episodes],
+        prompt_numbers(episodes),
     )
     return importance_sampling(weighed, level=level).to_dict()
 

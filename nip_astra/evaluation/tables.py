@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.safe_console import SafeConsole
+from nip_astra.utils.plain_values import number
 
 NOTHING = "-"
 MAX_CLUSTERS = 8
@@ -122,11 +123,31 @@ def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:
 
 
 def rate(estimate: Mapping[str, Any]) -> str:
-    """A share with its interval."""
-    if _is_missing(estimate.get("value")):
+    """A share with its interval, and of how many it is."""
+    counted = counts_text(estimate)
+    if _is_missing(estimate.get("value")) and not counted:
         return NOTHING
     bounds = f" [{percent(estimate['low'])}, {percent(estimate['high'])}]"
-    return percent(estimate["value"]) + ("" if _is_missing(estimate.get("low")) else bounds)
+    written = percent(estimate["value"]) + ("" if _is_missing(estimate.get("low")) else bounds)
+    return f"{written}, {counted}" if counted else written
+
+
+def counts_text(rate: Mapping[str, Any]) -> str:
+    """How many of how many failed, and how many are unknown; empty where it is not stored."""
+    failed, known = number(rate.get("num_failed")), number(rate.get("num_known"))
+    if failed is None or known is None:
+        return ""
+    total = number(rate.get("num_episodes"))
+    if total is None or total == known:
+        return f"{failed:,.0f} of {known:,.0f}"
+    return f"{failed:,.0f} of {total:,.0f}, {total - known:,.0f} unknown"
+
+
+def bounds_text(rate: Mapping[str, Any]) -> str:
+    """The rate if all missing verdicts had been passes, or failures; empty where none is."""
+    known, total = number(rate.get("num_known")), number(rate.get("num_episodes"))
+    ends = [number(rate.get(f"if_unknown_{what}")) for what in ("passed", "failed")]
+    return "" if known in (None, total) or None in ends else " / ".join(map(percent, ends))
 
 
 def at_least(kinds: Mapping[str, Any]) -> str:
@@ -164,15 +185,21 @@ def _figures(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     counts, nll = figures["outcomes"], figures["nll"]
     survival, hits = figures["turns_to_failure"], figures["hit_at"]
     lines = [
-        ("episodes with a failure", _counted(figures["failure_rate"])),
+        ("episodes with a failure", rate(figures["failure_rate"])),
+        (
+            "  if missing verdicts were passes / failures",
+            bounds_text(figures["failure_rate"]) or NOTHING,
+        ),
         ("turns with a failure", rate(figures["turn_failure_rate"])),
         ("turns: failure / none", f"{counts['failure']:,} / {counts['none']:,}"),
         ("turns without verdict: undetermined / error", _unknown(counts)),
-        ("without failure through turn 1, 2, ...", _join(survival["survival"], percent)),
+        ("without failure through turn 1, 2, ... (of those known)", _survival(survival)),
         ("median turn of the first failure", _or_nothing(survival["median"])),
     ]
     if len(hits) > 1:
-        lines.append((f"hit@{', '.join(hits)} of a prompt", _join(hits.values(), percent)))
+        numbers = figures["hit_at_num_prompts"]
+        cells = [f"{percent(share)} of {numbers[k]:,}" for k, share in hits.items()]
+        lines.append((f"hit@{', '.join(hits)}, mean over prompts", ", ".join(cells)))
     for name, score in figures["scores"].items():
         q = score["quantiles"]
         spread = f"{plain(score['mean'])} ({plain(q['0.05'])} to {plain(q['0.95'])})"
@@ -193,13 +220,13 @@ def _variety(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     variety, plants = figures["diversity"] or {}, figures["plants"]
     fluency = figures["fluency"]
     lines = [
-        ("successful probes: distinct", percent(variety.get("distinct_share"))),
-        ("  1 - self-BLEU", plain(variety.get("self_bleu_complement"))),
-        ("  1 - mean cosine", plain(variety.get("cosine_distance"))),
-        ("  Vendi score", plain(variety.get("vendi"))),
+        ("successful probes: distinct", _distinct(variety)),
+        ("  1 - self-BLEU", _among(variety, "self_bleu_complement", "self_bleu_num_probes")),
+        ("  1 - mean cosine", _among(variety, "cosine_distance")),
+        ("  Vendi score", _among(variety, "vendi")),
         (
             "probes less likely per token than 99 % of the reference's",
-            "not measured" if fluency is None else percent(fluency["share_below"]),
+            "not measured" if fluency is None else _below(fluency),
         ),
         ("clusters of failing probes", str(figures["num_clusters"])),
         ("  at least, those not seen included (Chao2)", at_least(figures["kinds"])),
@@ -208,6 +235,31 @@ def _variety(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         cell = f"{plants['found']} of {plants['total']} in {plants['tokens']:,} tokens"
         lines.append(("planted failures found", cell))
     return lines
+
+
+def _distinct(variety: Mapping[str, Any]) -> str:
+    if not variety:
+        return NOTHING
+    return (
+        f"{percent(variety['distinct_share'])}, {variety['num_distinct']:,} of "
+        f"{variety['num_probes']:,}"
+    )
+
+
+def _among(variety: Mapping[str, Any], name: str, counted: str = "num_probes") -> str:
+    written = plain(variety.get(name))
+    return NOTHING if written == NOTHING else f"{written}, of {variety[counted]:,} probes"
+
+
+def _below(fluency: Mapping[str, Any]) -> str:
+    return (
+        f"{percent(fluency['share_below'])}, {fluency['num_below']:,} of {fluency['num_probes']:,}"
+    )
+
+
+def _survival(survival: Mapping[str, Any]) -> str:
+    pairs = zip(survival["survival"], survival["num_at_risk"], strict=True)
+    return ", ".join(f"{percent(share)} ({number:,})" for share, number in pairs) or NOTHING
 
 
 def _probabilities(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -228,19 +280,12 @@ def _probabilities(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _others(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = []
     for name, scorer in figures["scorers"].items():
-        agreement = percent(scorer["agreement"])
+        agreement = f"{percent(scorer['agreement'])} of {scorer['num_turns']:,}"
         lines.append((f"episodes with a failure by {name}", rate(scorer["failure_rate"])))
         lines.append((f"  turns on which it agrees with {figures['scorer']}", agreement))
     budget = figures["budget"]
     cell = f"{budget['target_queries']:,} / {budget['tokens']:,}"
     return [*lines, ("target queries / tokens", cell)]
-
-
-def _counted(estimate: Mapping[str, Any]) -> str:
-    told = rate(estimate)
-    return (
-        told if told == NOTHING else f"{told}, {estimate['num_failed']} of {estimate['num_known']}"
-    )
 
 
 def _quality(figures: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
@@ -262,7 +307,9 @@ def _quality(figures: Mapping[str, Any], name: str) -> list[tuple[str, str]]:
 
 
 def _found(estimate: Mapping[str, Any] | None) -> str:
-    return NOTHING if estimate is None else rate(estimate)
+    if estimate is None:
+        return NOTHING
+    return f"{rate(estimate)}, {estimate['num_found']:,} of {estimate['num_labelled']:,}"
 
 
 def _agreement_table(pairs: Sequence[Mapping[str, Any]]) -> Table:

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from nip_astra.errors import DataError
 from nip_astra.evaluation.rows import Row
-from nip_astra.evaluation.storage import differences
-from nip_astra.evaluation.text_comparison import paired_metric
+from nip_astra.evaluation.text_comparison import other_conditions, paired_metric
 from nip_astra.utils.statistics import holm
 
 MATTERS = ("split", "num_runs", "success_reward", "task")
@@ -72,7 +71,9 @@ def compare_task_rows(first: TaskContender, others: Sequence[TaskContender]) -> 
                 "share no problem. Evaluate both on the same split of the same task: nip-astra "
                 "evaluate RUN --split test"
             )
-        measured = _measured([*pairs.values()], [*pairs])
+        rights = [one.figures.get("success_reward") for one in (first, other)]
+        possible = [reward for reward in rights if reward is not None]
+        measured = _measured([*pairs.values()], [*pairs], possible)
         tests += measured.values()
         found["comparisons"][other.label] = {"num_pairs": len(pairs), **measured}
         found["warnings"] += _warnings(first, other, len(ours | theirs) - len(pairs))
@@ -103,7 +104,7 @@ def _problems(contender: TaskContender) -> dict[_Key, _Problem | None]:
 
 
 def _measured(
-    pairs: Sequence[tuple[_Problem, _Problem]], keys: Sequence[_Key]
+    pairs: Sequence[tuple[_Problem, _Problem]], keys: Sequence[_Key], possible: Sequence[float]
 ) -> dict[str, dict[str, Any]]:
     places = {name: place for place, (name, _) in enumerate(keys)}
     clusters = [places[name] for name, _ in keys]
@@ -115,6 +116,7 @@ def _measured(
             is_bounded=is_share,
             is_binary=is_share and are_single,
             unit="problems",
+            possible=possible,
         )
         for name, is_share in (("accuracy", True), ("mean_reward", False))
     }
@@ -124,10 +126,7 @@ def _warnings(first: TaskContender, other: TaskContender, num_lost: int) -> list
     """What the two differ in beside their policies."""
     ours, theirs = ({name: one.figures.get(name) for name in MATTERS} for one in (first, other))
     places = (f"in {first.label}", f"in {other.label}")
-    found = [
-        f"{line}: they differ in more than the policy."
-        for line in differences(ours, theirs, places)
-    ]
+    found = other_conditions(ours, theirs, places)
     if num_lost:
         found.append(
             f"{num_lost} problems of {first.label} or {other.label} have no partner, since the "

@@ -6,9 +6,10 @@ that are seldom seen tell of those never seen:
 
     S + (m - 1) / m * Q1 (Q1 - 1) / (2 (Q2 + 1)).
 
-A lower bound on average, whatever the kinds' frequencies. The interval is Chao's: the estimate of
-unseen kinds is taken to be log-normal, so that it never lies below what was seen. Where the
-estimate is S, it is that of Colwell et al. (2012, eq. 14).
+A lower bound on average, whatever the kinds' frequencies. The lower end of the interval is S: kinds
+that were seen are certain, and nothing shows that there are more. The upper end is Chao's: the
+estimate of unseen kinds is taken to be log-normal. Where the estimate is S, it is that of Colwell
+et al. (2012, eq. 14).
 """
 
 from __future__ import annotations
@@ -37,19 +38,18 @@ def chao2(num_units_by_kind: Sequence[int], num_units: int, *, level: float) -> 
     unseen = share * once * (once - 1) / (2 * (twice + 1))
     z = NormalDist().inv_cdf(0.5 + level / 2.0)
     if seen == 0:
-        low, high = 0.0, 0.0
+        high = 0.0
     elif unseen > 0.0:
         spread = math.log1p(_variance(seen + unseen, once, twice, share) / unseen**2)
-        ratio = math.exp(z * math.sqrt(spread))
-        low, high = seen + unseen / ratio, seen + unseen * ratio
+        high = seen + unseen * math.exp(z * math.sqrt(spread))
     else:
-        low, high = _bounds_of_seen(counts, num_units, z)
+        high = _bound_of_seen(counts, num_units, z)
     return {
         "seen": seen,
         "seen_once": once,
         "seen_twice": twice,
         "value": seen + unseen,
-        "low": low,
+        "low": float(seen),
         "high": high,
         "level": level,
         "num_units": num_units,
@@ -65,8 +65,8 @@ def _variance(estimate: float, once: int, twice: int, share: float) -> float:
     return found - share**2 * once**4 / (4 * estimate)
 
 
-def _bounds_of_seen(counts: Counter[int], num_units: int, z: float) -> tuple[float, float]:
-    """The interval where no kind is estimated to be unseen."""
+def _bound_of_seen(counts: Counter[int], num_units: int, z: float) -> float:
+    """The upper end where no kind is estimated to be unseen."""
     seen = sum(counts.values())
     missed = sum(number * math.exp(-units) for units, number in counts.items()) / seen
     variance = sum(
@@ -75,5 +75,4 @@ def _bounds_of_seen(counts: Counter[int], num_units: int, z: float) -> tuple[flo
     mean = sum(units * math.exp(-units) * number for units, number in counts.items())
     spread = math.sqrt(max(variance - mean**2 / num_units, 0.0))
     middle = seen / (1.0 - missed)
-    half = z * spread / (1.0 - missed)
-    return max(float(seen), middle - half), middle + half
+    return middle + z * spread / (1.0 - missed)

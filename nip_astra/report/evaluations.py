@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nip_astra.evaluation.tables import counts_text
 from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text
 from nip_astra.report.scorers import kinds_text
 from nip_astra.report.summary import Row
-from nip_astra.report.wording import NOTHING, decimal, figure_text, interval, percent
+from nip_astra.report.wording import NOTHING, count, decimal, figure_text, interval, percent
 
 GROUPS = (
     ("outcomes", "outcomes, turns"),
@@ -53,6 +54,16 @@ MAIN = (
     ("mean reward", "figures.mean_reward"),
 )
 """Label and path of the figures that are in view."""
+_COUNTS = {
+    "distinct_share": ("num_distinct", "num_probes"),
+    "self_bleu_complement": ("", "self_bleu_num_probes"),
+    "cosine_distance": ("", "num_probes"),
+    "vendi": ("", "num_probes"),
+    "share_below": ("num_below", "num_probes"),
+    "recall": ("found", "total"),
+    "accuracy": ("num_right", "num_answers"),
+}
+"""For figures that stand beside their counts: how many of how many they are."""
 _SHOWN_ELSEWHERE = (
     *("version", "name", "clusters", "warnings", "most_likely_failure"),
     *("cards", "scorer_agreement", "why_no_fluency"),
@@ -142,10 +153,19 @@ def _main_text(path: str, evaluation: Mapping[str, Any]) -> str:
     bounds = inside.get(f"{name}_interval")
     if isinstance(bounds, list):
         write = decimal if "reward" in name else percent
-        return f"{write(value)} {_list_text(f'{name}_interval', bounds)}"
+        told = f"{write(value)} {_list_text(f'{name}_interval', bounds)}"
+        return told + _counts_beside(inside, name)
     size = number(mapping(value).get("effective_sample_size"))
-    told = figure_text(name, value)
+    told = figure_text(name, value) + ("" if value is None else _counts_beside(inside, name))
     return told if size is None else f"{told}, effective sample size {decimal(size)}"
+
+
+def _counts_beside(inside: Mapping[str, Any], name: str) -> str:
+    """What follows a figure: `, 3 of 13`; empty where it is not stored."""
+    part, total = (number(inside.get(one)) for one in _COUNTS.get(name, ("", "")))
+    if total is None:
+        return ""
+    return f", of {count(total)}" if part is None else f", {count(part)} of {count(total)}"
 
 
 def transfer_matrix(run: RunRecord) -> Matrix | None:
@@ -243,5 +263,6 @@ def _item_text(value: Any) -> str:
     if number(value) is not None:
         return decimal(value)
     if mapping(value):
-        return percent(mapping(value).get("value"))
+        counted = counts_text(mapping(value))
+        return percent(mapping(value).get("value")) + (f" ({counted})" if counted else "")
     return " / ".join(text(part) for part in items(value)) or text(value)

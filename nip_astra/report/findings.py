@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from nip_astra.evaluation.outcomes import Outcome, follow_up_of, outcome_of
 from nip_astra.report.charts import Chart, line_chart
 from nip_astra.report.conversations import order_of
 from nip_astra.report.curves import NUM_COLORS
@@ -12,13 +13,13 @@ from nip_astra.report.lines import Line
 from nip_astra.report.records import Node, RunRecord, items, mapping, number, text
 from nip_astra.report.summary import Row
 from nip_astra.report.wording import count, decimal, one_in, percent
+from nip_astra.utils.statistics import kaplan_meier
 
 
 def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
-    """The planted failures with the query at which each was found, and how many over time."""
-    after = mapping(run.results.get("after"))
-    training = mapping(mapping(run.results.get("training")).get("plants"))
-    found = mapping(after.get("first_query")) or training
+    """The planted failures with the query at which training met each, and how many over time."""
+    training = mapping(run.results.get("training"))
+    found = mapping(training.get("plants"))
     random_search = mapping(run.results.get("random_search"))
     random = mapping(random_search.get("plants"))
     known = {text(plant.get("name")): plant for plant in _plants_of(run)}
@@ -28,7 +29,7 @@ def planted(run: RunRecord) -> tuple[list[Row], Chart | None]:
         ordinary = one_in(plant.get("rarity"))
         cells = [text(plant.get("description")), ordinary, count(found.get(name))]
         rows.append(Row(name, [*cells, count(random.get(name))] if random else cells))
-    num_queries = number(after.get("target_queries"))
+    num_queries = number(training.get("target_queries"))
     lines = [
         Line("training", _discovered(found, num_queries), 1, has_steps=True),
         Line(
@@ -108,24 +109,26 @@ def _discovered(
 
 def _by_turn(
     nodes: Sequence[Node], threshold: float | None
-) -> list[tuple[int, int, float | None, float | None, float]]:
+) -> list[tuple[int, int, float | None, float | None, float | None]]:
     """Turn, responses with a verdict, mean score, share failing, share not failed so far.
 
-    A conversation without a verdict at a turn counts as not failed there.
+    A conversation is censored at its first turn without a verdict.
     """
     last = max((node.step for node in nodes), default=0)
-    nodes = [node for node in nodes if node.step == last]
-    conversations = {node.conversation for node in nodes}
-    if threshold is None or not conversations:
+    nodes = sorted((node for node in nodes if node.step == last), key=lambda node: node.depth)
+    conversations: dict[tuple[int, str], list[Outcome]] = {}
+    if threshold is None:
         return []
-    failed: set[tuple[int, str]] = set()
+    for node in nodes:
+        outcome = outcome_of(node.response_score, node.is_error, threshold)
+        conversations.setdefault(node.conversation, []).append(outcome)
+    survival = kaplan_meier(follow_up_of([*conversations.values()])).survival
     rows = []
-    for depth in sorted({node.depth for node in nodes}):
-        level = [one for one in nodes if one.depth == depth]
+    for turn, survived in enumerate(survival, start=1):
+        level = [one for one in nodes if one.depth == turn - 1]
         scores = [one.response_score for one in level if one.response_score is not None]
-        failing = [one.conversation for one in level if one.is_failure(threshold)]
-        failed.update(failing)
+        num_failing = sum(one.is_failure(threshold) for one in level)
         mean = sum(scores) / len(scores) if scores else None
-        share = len(failing) / len(scores) if scores else None
-        rows.append((depth + 1, len(scores), mean, share, 1.0 - len(failed) / len(conversations)))
+        share = num_failing / len(scores) if scores else None
+        rows.append((turn, len(scores), mean, share, number(survived)))
     return rows

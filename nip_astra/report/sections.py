@@ -190,9 +190,7 @@ def _diversity(run: RunRecord, grouped: GroupedFailures | None) -> Context | Non
     measured = {name: mapping(one.get("diversity")) for name, one in run.evaluations.items()}
     measured = {name: one for name, one in measured.items() if one}
     columns = [
-        {"distinct among successful probes": percent(one.get("distinct_share"), 0)}
-        | {"successful probes": count(one.get("num_successful_probes"))}
-        for one in reports.values()
+        {"distinct among successful probes": summary.distinct_text(one)} for one in reports.values()
     ]
     columns += [dict(evaluations.figure_labels(one)) for one in measured.values()]
     labels = dict.fromkeys(label for column in columns for label in column)
@@ -296,9 +294,9 @@ def _overview_row(run: RunRecord, label: str, anchor: str, color: int) -> Contex
             summary.rate_text(before),
             summary.rate_text(after),
             decimal(after.get("probe_nll")),
-            percent(after.get("distinct_share"), 0),
+            summary.distinct_text(after),
             summary.plants_text(after),
-            count(after.get("target_queries")),
+            count(mapping(run.results.get("training")).get("target_queries")),
         ],
         "whisker": summary.rate_whisker(after, color),
     }
@@ -309,6 +307,8 @@ def _mean_row(group: RunGroup) -> Context:
     known = _values(group, "after", "failure_rate")
     mean = sum(known) / len(known) if known else None
     ends = (min(known), max(known)) if known else (None, None)
+    reports = [mapping(run.results.get("after")) for run in group.runs]
+    found = [number for one in reports if (number := summary.plants_found(one)) is not None]
     return {
         "label": f"mean of {len(group.runs)}",
         "anchor": "",
@@ -317,8 +317,8 @@ def _mean_row(group: RunGroup) -> Context:
             _spread(known, percent),
             _spread(_values(group, "after", "probe_nll"), decimal),
             _spread(_values(group, "after", "distinct_share"), lambda value: percent(value, 0)),
-            _spread(_values(group, "after", "plants_found"), decimal),
-            _spread(_values(group, "after", "target_queries"), count),
+            _spread(found, decimal),
+            _spread(_values(group, "training", "target_queries"), count),
         ],
         "whisker": whisker(mean, *ends, limit=1.0, color=group.color),
     }

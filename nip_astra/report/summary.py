@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nip_astra.evaluation.tables import bounds_text, counts_text
 from nip_astra.report.charts import Whisker, whisker
 from nip_astra.report.provenance import times
 from nip_astra.report.records import RunRecord, items, mapping, number
@@ -60,9 +61,15 @@ def verdict(run: RunRecord) -> list[str]:
     num_episodes = number(after.get("num_episodes"))
     among = f"{count(num_episodes)} held-out conversations" if num_episodes else "conversations"
     sentence = f"After training, the target fails in {_rate(after)} of {among}"
+    sentence += _failed(after)
     if number(before.get("failure_rate")) is not None:
-        sentence += f"; before, it was {_rate(before)}"
-    return [f"{sentence}.", *_fluency(before, after), *_discovery(run, after)]
+        sentence += f"; before, it was {_rate(before)}{_failed(before)}"
+    return [f"{sentence}.", *_fluency(before, after), *_discovery(run, before, after)]
+
+
+def _failed(report: Mapping[str, Any]) -> str:
+    counted = counts_text(report)
+    return f" ({counted})" if counted else ""
 
 
 def tiles(run: RunRecord) -> list[Tile]:
@@ -71,7 +78,7 @@ def tiles(run: RunRecord) -> list[Tile]:
     made = []
     if number(after.get("failure_rate")) is not None:
         bars = [rate_whisker(before, 0), rate_whisker(after, 1)]
-        note = _interval(after)
+        note = ", ".join(one for one in (_interval(after), counts_text(after)) if one)
         if number(before.get("failure_rate")) is not None:
             note += f"; before {percent(before['failure_rate'])}"
         made.append(
@@ -88,13 +95,15 @@ def tiles(run: RunRecord) -> list[Tile]:
         note = "nats per token" + ("" if old is None else f"; before {decimal(old)}")
         made.append(Tile("Probe NLL", decimal(nll), note))
     if number(after.get("distinct_share")) is not None:
-        note = f"of {count(after.get('num_successful_probes'))} successful probes"
+        note = f"{_num_distinct(after)} of {count(after.get('num_successful_probes'))} successful "
+        note += "probes"
         made.append(Tile("Distinct successes", percent(after["distinct_share"], 0), note))
-    if number(after.get("plants_found")) is not None:
-        random = number(mapping(run.results.get("random_search")).get("plants_found"))
-        note = f"of {count(after.get('num_plants'))}"
-        note += "" if random is None else f"; random search {count(random)}"
-        made.append(Tile("Planted failures found", count(after["plants_found"]), note))
+    found, met = plants_found(after), met_in_training(run.results)
+    if found is not None:
+        note = f"of {count(after.get('num_plants'))} in held-out conversations"
+        note += "" if met is None else f"; in training {count(met.found)}"
+        note += "" if met is None or met.random is None else f", random search {count(met.random)}"
+        made.append(Tile("Planted failures found", count(found), note))
     return [*made, *_cost_tiles(run, after)]
 
 
@@ -105,12 +114,12 @@ def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
     reports = [report for _, report in shown]
     writers: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("conversations with a failure", rate_text),
+        ("  if missing verdicts were passes / failures", lambda one: bounds_text(one) or NOTHING),
         ("held-out problems answered right", accuracy_text),
         ("mean score of a response", lambda one: decimal(one.get("mean_score"))),
         ("mean reward of a turn", lambda one: decimal(one.get("mean_reward"))),
         ("probe NLL, nats per token", lambda one: decimal(one.get("probe_nll"))),
-        ("successful probes", lambda one: count(one.get("num_successful_probes"))),
-        ("distinct among them", lambda one: percent(one.get("distinct_share"), 0)),
+        ("distinct among successful probes", distinct_text),
         ("planted failures found", plants_text),
         ("target queries", lambda one: count(one.get("target_queries"))),
         ("failing responses", lambda one: count(one.get("failing_responses"))),
@@ -121,7 +130,61 @@ def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
         bars = [rate_whisker(one, int(name != "before")) for name, one in shown] if not rows else []
         if any(cell != NOTHING for cell in cells):
             rows.append(Row(label, cells, bars))
+    met = met_in_training(run.results)
+    if met is not None:
+        by_heading = {"after": met.text(met.found), "random search": met.text(met.random)}
+        cells = [by_heading.get(heading, NOTHING) for heading, _ in shown]
+        rows.append(Row(f"planted failures met in {count(met.queries)} queries of training", cells))
     return [heading for heading, _ in shown], rows
+
+
+@dataclass(frozen=True)
+class MetInTraining:
+    """Planted failures that training met, and random search with as many target queries."""
+
+    found: int
+    total: float
+    queries: float
+    random: int | None
+
+    def text(self, found: int | None) -> str:
+        """So many of all."""
+        return NOTHING if found is None else f"{count(found)} of {count(self.total)}"
+
+
+def met_in_training(results: Mapping[str, Any]) -> MetInTraining | None:
+    """What training met of the planted failures; None where it is not stored."""
+    training, search = mapping(results.get("training")), mapping(results.get("random_search"))
+    plants, queries = mapping(training.get("plants")), number(training.get("target_queries"))
+    total = number(mapping(results.get("after")).get("num_plants"))
+    if not plants or queries is None or total is None:
+        return None
+    by_random = [number(query) for query in mapping(search.get("plants")).values()]
+    in_time = sum(query is not None and query <= queries for query in by_random)
+    found = sum(number(query) is not None for query in plants.values())
+    return MetInTraining(found, total, queries, in_time if by_random else None)
+
+
+def plants_found(report: Mapping[str, Any]) -> float | None:
+    """Planted failures found in held-out conversations."""
+    # Older results count those met in training under the other name.
+    return number(report.get("plants_found_held_out", report.get("plants_found")))
+
+
+def distinct_text(report: Mapping[str, Any]) -> str:
+    """The share of successful probes that are distinct, and of how many."""
+    if number(report.get("distinct_share")) is None:
+        return NOTHING
+    share, total = percent(report.get("distinct_share"), 0), report.get("num_successful_probes")
+    return share if number(total) is None else f"{share}, {_num_distinct(report)} of {count(total)}"
+
+
+def _num_distinct(report: Mapping[str, Any]) -> str:
+    share, total = number(report.get("distinct_share")), number(report.get("num_successful_probes"))
+    if share is None or total is None:
+        return NOTHING
+    known = number(report.get("num_distinct_probes"))
+    return count(round(share * total) if known is None else known)
 
 
 def _cost_tiles(run: RunRecord, after: Mapping[str, Any]) -> Iterator[Tile]:
@@ -149,7 +212,9 @@ def accuracy_text(report: Mapping[str, Any]) -> str:
         return NOTHING
     ends = items(report.get("accuracy_interval"))
     told = interval(*ends) if len(ends) == 2 else ""
-    return f"{percent(report.get('accuracy'))} {told}".strip()
+    counts = {"num_failed": report.get("num_right"), "num_known": report.get("num_answers")}
+    counted = counts_text(counts)
+    return f"{percent(report.get('accuracy'))} {told}".strip() + (f", {counted}" if counted else "")
 
 
 def _fluency(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[str]:
@@ -167,16 +232,20 @@ def _fluency(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[st
         yield f"{percent(share, 0)} of the probes that succeed are distinct."
 
 
-def _discovery(run: RunRecord, after: Mapping[str, Any]) -> Iterator[str]:
-    if number(after.get("plants_found")) is None:
-        return
-    sentence = f"{plants_text(after)} planted failures were found"
-    if number(after.get("target_queries")) is not None:
-        sentence += f" in {count(after['target_queries'])} target queries"
-    random = mapping(run.results.get("random_search"))
-    if number(random.get("plants_found")) is not None:
-        sentence += f"; random search found {count(random['plants_found'])} with as many"
-    yield f"{sentence}."
+def _discovery(
+    run: RunRecord, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Iterator[str]:
+    met = met_in_training(run.results)
+    if plants_found(after) is not None:
+        sentence = f"In held-out conversations {plants_text(after)} planted failures were found"
+        if plants_found(before) is not None:
+            sentence += f", {count(plants_found(before))} before training"
+        yield f"{sentence}."
+    if met is not None:
+        sentence = f"Training met {met.text(met.found)} in {count(met.queries)} target queries"
+        if met.random is not None:
+            sentence += f"; random search met {count(met.random)} in as many"
+        yield f"{sentence}."
 
 
 def _rate(report: Mapping[str, Any]) -> str:
@@ -184,8 +253,9 @@ def _rate(report: Mapping[str, Any]) -> str:
 
 
 def rate_text(report: Mapping[str, Any]) -> str:
-    """The failure rate with its interval."""
-    return _rate(report) if number(report.get("failure_rate")) is not None else NOTHING
+    """The failure rate with its interval, and of how many it is."""
+    known = [one for one in (_rate(report), counts_text(report)) if one and one != NOTHING]
+    return ", ".join(known) or NOTHING
 
 
 def _interval(report: Mapping[str, Any]) -> str:
@@ -202,5 +272,5 @@ def rate_whisker(report: Mapping[str, Any], color: int) -> Whisker | None:
 
 def plants_text(report: Mapping[str, Any]) -> str:
     """How many planted failures were found, of how many."""
-    found, planted = number(report.get("plants_found")), number(report.get("num_plants"))
+    found, planted = plants_found(report), number(report.get("num_plants"))
     return NOTHING if found is None else f"{count(found)} of {count(planted)}"

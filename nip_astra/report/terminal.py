@@ -11,10 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.distributed.placement import PLACEMENT, Plan
-from nip_astra.evaluation.tables import services_table
-from nip_astra.report import protocol_runs
+from nip_astra.evaluation.tables import bounds_text, services_table
+from nip_astra.evaluation.tables import rate as write_rate
+from nip_astra.report import protocol_runs, wording
 from nip_astra.report.records import RunRecord
-from nip_astra.report.summary import Row
+from nip_astra.report.summary import Row, distinct_text, met_in_training, plants_text
 from nip_astra.tracking.run_directory import REPORT
 from nip_astra.tracking.wandb_tracker import offline_runs
 
@@ -41,10 +42,10 @@ def print_results(results: Mapping[str, Any], run_path: Path, console: Console) 
             heading = f"{_count(before['num_episodes'])} held-out episodes {heading}"
         elif before.get("num_problems") is not None:
             heading = f"{_count(before['num_problems'])} held-out problems {heading}"
-        console.print(heading, _comparison(before, after, random), sep="\n")
-        found = after.get("first_query") or {}
+        console.print(heading, _comparison(results), sep="\n")
+        found = (results.get("training") or {}).get("plants") or {}
         if found:
-            heading = "target queries until a planted failure was found"
+            heading = "target queries until training met a planted failure"
             planted = results.get("planted_failures") or ()
             rarity = {plant["name"]: plant.get("rarity") for plant in planted}
             table = _plants(found, random.get("plants") or {}, rarity)
@@ -153,23 +154,28 @@ def _table_of(headings: Sequence[str], rows: Sequence[Row]) -> Table:
     return table
 
 
-def _comparison(
-    before: Mapping[str, Any], after: Mapping[str, Any], random: Mapping[str, Any]
-) -> Table:
+def _comparison(results: Mapping[str, Any]) -> Table:
+    before, after = results.get("before") or {}, results.get("after") or {}
+    random = results.get("random_search") or {}
     columns = [before, after, random] if random else [before, after]
+    met = met_in_training(results)
     rows = {
         "episodes with a failure": [_rate(report) for report in columns],
+        "  if missing verdicts were passes / failures": [
+            bounds_text(one) or NOTHING for one in columns
+        ],
         "right answers": [_rate(report, "accuracy") for report in columns],
         "mean reward": [_number(report.get("mean_reward")) for report in columns]
         if "accuracy" in after
         else [NOTHING],
         "mean score": [_number(report.get("mean_score")) for report in columns],
         "probe NLL, nats per token": [_number(report.get("probe_nll")) for report in columns],
-        "distinct successful probes": [
-            _percent(report.get("distinct_share")) for report in columns
-        ],
-        "planted failures found": [_share_of_plants(report) for report in columns],
-        "  in target queries": [_count(report.get("target_queries")) for report in columns],
+        "distinct successful probes": [_plain(distinct_text(report)) for report in columns],
+        "planted failures found": [_plain(plants_text(report)) for report in (before, after)],
+        "planted failures met in training": []
+        if met is None
+        else [NOTHING, _plain(met.text(met.found)), _plain(met.text(met.random))],
+        "  in target queries": [] if met is None else [NOTHING, *[_count(met.queries)] * 2],
     }
     table = Table()
     table.add_column("")
@@ -177,7 +183,8 @@ def _comparison(
         table.add_column(heading, justify="right")
     for label, cells in rows.items():
         if any(cell != NOTHING for cell in cells):
-            table.add_row(label, *cells)
+            cells += [NOTHING] * (len(columns) - len(cells))
+            table.add_row(label, *cells[: len(columns)])
     return table
 
 
@@ -202,19 +209,11 @@ def _plants(
 
 
 def _rate(report: Mapping[str, Any], name: str = "failure_rate") -> str:
-    rate, interval = report.get(name), report.get(f"{name}_interval")
-    if rate is None:
-        return NOTHING
-    if interval is None or None in interval:
-        return f"{rate:.1%}"
-    low, high = interval
-    return f"{rate:.1%} [{low:.1%}, {high:.1%}]"
-
-
-def _share_of_plants(report: Mapping[str, Any]) -> str:
-    if report.get("plants_found") is None or report.get("num_plants") is None:
-        return NOTHING
-    return f"{report['plants_found']} of {report['num_plants']}"
+    low, high = report.get(f"{name}_interval") or (None, None)
+    counts = report
+    if name == "accuracy":
+        counts = {"num_failed": report.get("num_right"), "num_known": report.get("num_answers")}
+    return write_rate({**counts, "value": report.get(name), "low": low, "high": high})
 
 
 def _one_in(share: float | None) -> str:
@@ -225,8 +224,13 @@ def _percent(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.0%}"
 
 
-def _count(value: int | None) -> str:
-    return NOTHING if value is None else f"{value:,}"
+def _plain(text: str) -> str:
+    """A cell of a report as a terminal shows it."""
+    return NOTHING if text == wording.NOTHING else text
+
+
+def _count(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
 
 
 def _number(value: Any, digits: int = 3) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from nip_astra.evaluation.tables import counts_text
 from nip_astra.report.records import mapping, number
 
 NOTHING = "\N{EN DASH}"
@@ -67,8 +68,10 @@ def value_text(value: Any) -> str:
 def figure_text(name: str, value: Any) -> str:
     """A figure of any kind, a share of 1 as a percentage where its name says so."""
     rate = mapping(value)
-    if number(rate.get("value")) is not None:
-        return f"{percent(rate['value'])} {interval(rate.get('low'), rate.get('high'))}".strip()
+    counted = counts_text(rate)
+    if number(rate.get("value")) is not None or counted:
+        told = f"{percent(rate.get('value'))} {interval(rate.get('low'), rate.get('high'))}".strip()
+        return f"{told}, {counted}" if counted else told
     if number(value) is not None:
         is_share = name.endswith(("rate", "share", "share_below", "recall", "fraction"))
         return percent(value) if is_share else decimal(value)

@@ -111,11 +111,6 @@ class RolloutTree:
         """The attacker's context tokens before a node's probe."""
         return self.contexts[node // self.tree_width]
 
-    def any_in_episode(self, is_marked_N: Tensor) -> Tensor:
-        """Say for each episode whether one of its nodes is marked, bool `[E]`."""
-        hits = torch.zeros(self.num_episodes, dtype=torch.long)
-        return hits.index_add_(0, self.nodes["episode"], is_marked_N.long()) > 0
-
     def failures_of_nodes(self) -> list[str | None]:
         """Why there is no response, of each node; None where there is one."""
         return self.response_failures or [None] * self.num_nodes

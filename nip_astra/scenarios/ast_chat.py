@@ -13,7 +13,9 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.adapters import adapters_drawn_from
 from nip_astra.language_models.services.patience import open_accounts
 from nip_astra.parameters.conditions import where_above
+from nip_astra.parameters.content import SCENARIO_FILE, resolve_reference
 from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.loading import read_yaml_layers
 from nip_astra.parameters.parameters_base import PlainText, SubParameters, polymorphic
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.reward_terms.registry import build_reward_terms
@@ -210,11 +212,48 @@ class AstChatScenario(Scenario):
                 max_cache_bytes=int(parameters.max_rollout_gib * 2**30),
                 num_parts=parameters.num_rollout_parts,
             ),
-            planted_failures=parameters.planted_failures,
+            planted_failures=without_other_target(parameters, scenario_dir).planted_failures,
             scenario_dir=scenario_dir,
             services=services,
             reward_terms=reward_terms,
         )
+
+
+def without_other_target(parameters: Any, scenario_dir: Path | None) -> Any:
+    """The parameters without what `scenario.yaml` knows of another target than theirs.
+
+    Planted failures and labelled responses that `scenario.yaml` gives are those of the target that
+    it names. Of another model they would be wrong; what was given beside that model is kept.
+    """
+    path = None if scenario_dir is None else scenario_dir / SCENARIO_FILE
+    known = parameters.planted_failures or parameters.evaluation.labelled_responses
+    if not known or path is None or not path.is_file():
+        return parameters
+    values: dict[str, Any] = {}
+    for layer in read_yaml_layers(path, source=SCENARIO_FILE):
+        values |= layer.values
+    own = values.get(str(values.get("kind"))) or {}
+    target = own.get("target") or {}
+    named = (target.get("language_model") or target.get("chat_model") or {}).get("model")
+    model = parameters.target.language_model or parameters.target.chat_model
+    given = getattr(model, "model", None)
+    if named is None or _is_same_model(str(named), str(given), scenario_dir):
+        return parameters
+    planted, evaluation = parameters.planted_failures, parameters.evaluation
+    if [one.name for one in planted] == [one["name"] for one in own.get("planted_failures") or ()]:
+        planted = []
+    labelled = (own.get("evaluation") or {}).get("labelled_responses")
+    if evaluation.labelled_responses == labelled:
+        evaluation = evaluation.model_copy(update={"labelled_responses": None})
+    return parameters.model_copy(update={"planted_failures": planted, "evaluation": evaluation})
+
+
+def _is_same_model(first: str, second: str, scenario_dir: Path | None) -> bool:
+    """Whether two references mean one model; of one with a `${...}` that is not known."""
+    if first == second or "${" in first:
+        return True
+    places = [resolve_reference(one, scenario_dir) for one in (first, second)]
+    return len({place.resolve() if isinstance(place, Path) else place for place in places}) == 1
 
 
 def _read_datasets(prompts: PromptParameters, scenario_dir: Path | None) -> dict[str, list[Prompt]]:

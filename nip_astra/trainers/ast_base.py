@@ -296,21 +296,13 @@ class AstTrainer(LanguageModelTrainer):
         if when == "before":
             self.tracker.log_table("before", *rollout_table(tally.trees), step=0)
             return report.to_dict()
-        found = self._discovery()
-        for tree in tally.trees:
-            found.update(tree)
         for text in (
             *warnings_about(report, self.state.num_optimizer_steps),
             *warnings_about_services(self.scenario_instance.services),
         ):
             self._warn(text)
         self.tracker.log_table("evaluation", *rollout_table(tally.trees), step=self.state.iteration)
-        return report.to_dict() | {
-            "plants_found": found.num_found if found.planted else None,
-            "plants_found_held_out": report.plants_found,
-            "target_queries": found.num_queries,
-            "first_query": dict(found.first_query),
-        }
+        return report.to_dict()
 
     def _measure_after(self) -> None:
         super()._measure_after()
@@ -323,7 +315,8 @@ class AstTrainer(LanguageModelTrainer):
             return
         iteration_context.set_description("Random search")
         self.results["random_search"] = self.evaluation.random_search(
-            self.results["after"]["target_queries"], self._parts(iteration_context)
+            self.state.num_queries + self.results["after"]["target_queries"],
+            self._parts(iteration_context),
         )
 
     def evaluate_dev(self) -> dict[str, float]:
@@ -362,6 +355,7 @@ class AstTrainer(LanguageModelTrainer):
                 "optimizer_steps": state.num_optimizer_steps,
                 "target_queries": found.num_queries,
                 "plants_found": found.num_found if found.planted else None,
+                "num_plants": len(found.planted) if found.planted else None,
                 "plants": dict(found.first_query),
                 "best_dev": dev if is_measured else None,
             },

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy.special import betaincinv, gammaincinv, stdtrit
+
+from nip_astra.utils.statistics import FollowUp, event_counts, pseudo_values
 
 Array = npt.NDArray[np.float64]
 
@@ -128,6 +130,60 @@ def rate_estimate(
     return Estimate(spread.mean, *interval, level, spread.num_clusters, method)
 
 
+def event_rate_estimate(
+    follow_up: FollowUp, clusters: Sequence[int], *, level: float = 0.95
+) -> Estimate:
+    """Estimate the share of episodes with an event, some of which were not observed to the end.
+
+    One minus the Kaplan-Meier estimate at the horizon; NaN where nobody was left to observe. Where
+    no episode is censored after its first turn, the value and interval are those of
+    `rate_estimate`. Otherwise the interval is the beta product of Fay, Brittain and Proschan (2013,
+    doi:10.1093/biostatistics/kxt016), fitted by its first two moments, with counts scaled to the
+    effective sample size over prompts. Without censoring the beta product is Clopper and Pearson's.
+
+    Parameters
+    ----------
+    clusters : Sequence[int]
+        The cluster (opening prompt) of each episode; any integers.
+    """
+    observed, places = follow_up.observed()
+    groups = [clusters[place] for place in places]
+    failed = np.asarray(observed.is_event, dtype=np.float64)
+    if observed.is_complete:
+        return rate_estimate(failed, groups, level=level)
+    at_risk_H, events_H = event_counts(observed)
+    # Where nobody is left at the end, the turns before it tell how alike a prompt's episodes are.
+    until = int(np.count_nonzero(at_risk_H))
+    cut = FollowUp([min(turn, until) for turn in observed.turns], observed.is_event, until)
+    values = pseudo_values(cut)
+    spread = _Spread.of(values, groups)
+    spread = replace(spread, num_unlike=_Spread.of(failed, groups).num_unlike)
+    size = spread.effective_size(1) * _certainty(len(values), spread.num_clusters, level)
+    scale = max(size / len(values), 1.0 / spread.cluster_size)
+    survivors_H = scale * (at_risk_H - events_H)
+    terms = [(a + 1.0, b) for a, b in zip(survivors_H, scale * events_H, strict=True) if b > 0.0]
+    tail = (1.0 - level) / 2.0
+    low = 1.0 - _beta_product_quantile(terms, 1.0 - tail)
+    left = float(survivors_H[-1])
+    high = 1.0 - _beta_product_quantile([*terms, (left, 1.0)], tail) if left > 0.0 else 1.0
+    is_known = until == observed.horizon or bool((values == 1.0).all())
+    value = float(values.mean()) if is_known else math.nan
+    method = "beta product of survival at the effective sample size over prompts"
+    return Estimate(value, low, high, level, spread.num_clusters, method)
+
+
+def _beta_product_quantile(terms: Sequence[tuple[float, float]], share: float) -> float:
+    """A quantile of a product of independent Beta variables, by the Beta of the same moments."""
+    mean = square = 1.0
+    for a, b in terms:
+        mean *= a / (a + b)
+        square *= a * (a + 1.0) / ((a + b) * (a + b + 1.0))
+    if not terms:
+        return 1.0
+    weight = (mean - square) / (square - mean**2)
+    return float(betaincinv(mean * weight, (1.0 - mean) * weight, share))
+
+
 def design_effect(values: Sequence[float] | Array, clusters: Sequence[int]) -> float:
     """How many observations of values that are 0 or 1 tell as much as an independent one."""
     array = np.asarray(values, dtype=np.float64)
@@ -139,31 +195,34 @@ def paired_difference(
     clusters: Sequence[int],
     *,
     is_bounded: bool = True,
+    largest: float = 1.0,
     level: float = 0.95,
 ) -> PairedDifference:
     """Estimate the mean of paired differences.
 
     Differences of outcomes and scores lie between -1 and 1. Bonett and Price (2012) add one pair
-    that differs by 1 and one by -1 to the effective sample size, here with Student's quantile over
-    prompts: there is a width also where all pairs differ alike, and it excludes 0 about where the
-    exact test of McNemar does. For differences without a bound it is Student's interval over
-    prompts, and none where all pairs differ alike or there is one prompt: they tell nothing of the
-    spread.
+    that differs by the largest difference and one by its negative to the effective sample size,
+    here with Student's quantile over prompts: there is a width also where all pairs differ alike,
+    and it excludes 0 about where the exact test of McNemar does. For differences without a bound it
+    is Student's interval over prompts, and none where all pairs differ alike or there is one
+    prompt: they tell nothing of the spread.
 
     Parameters
     ----------
     is_bounded : bool
-        Whether differences lie between -1 and 1.
+        Whether differences have a bound.
+    largest : float
+        That bound: differences lie between -largest and largest.
     """
     array = np.asarray(differences, dtype=np.float64)
     if array.size == 0:
         nothing = Estimate(math.nan, math.nan, math.nan, level, 0, "none: there is no pair")
         return PairedDifference(nothing, math.nan)
-    spread = _Spread.of(array, np.asarray(clusters), tolerance=ALIKE)
+    spread = _Spread.of(array, np.asarray(clusters), tolerance=ALIKE * largest)
     if is_bounded:
         size = spread.effective_size(2) + 2.0
         centre = spread.mean * (size - 2.0) / size
-        square = (spread.mean_square * (size - 2.0) + 2.0) / size
+        square = (spread.mean_square * (size - 2.0) + 2.0 * largest**2) / size
         error = math.sqrt((square - centre**2) / size)
         method = "Bonett-Price at the effective sample size over prompts"
     else:
@@ -175,7 +234,7 @@ def paired_difference(
     half = float(stdtrit(degrees, 0.5 + level / 2.0)) * error if degrees else math.inf
     low, high = centre - half, centre + half
     if is_bounded:
-        low, high = max(-1.0, low), min(1.0, high)
+        low, high = max(-largest, low), min(largest, high)
     elif not degrees:
         low, high = math.nan, math.nan
     estimate = Estimate(spread.mean, low, high, level, spread.num_clusters, method)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 SeedPart = str | int
 
@@ -23,6 +25,8 @@ def derive_seed(*parts: SeedPart) -> int:
 
 def derived_generator(*parts: SeedPart, device: torch.device | str = "cpu") -> torch.Generator:
     """A torch generator seeded by `derive_seed(*parts)`."""
+    import torch  # Not at the top: reports derive seeds and do without it.
+
     return torch.Generator(device=device).manual_seed(derive_seed(*parts))
 
 
@@ -36,6 +40,8 @@ def uniform_rows(keys: Sequence[Sequence[SeedPart]], num_columns: int) -> Tensor
     Tensor
         Shape `[len(keys), num_columns]`, float32 in [0, 1).
     """
+    import torch
+
     rows = torch.empty(len(keys), num_columns)
     generator = torch.Generator()
     for row, key in zip(rows, keys, strict=True):

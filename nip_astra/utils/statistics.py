@@ -7,9 +7,45 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from scipy import stats
 
 from nip_astra.utils.seeding import derive_seed
+
+Array = npt.NDArray[np.float64]
+
+
+class FollowUp(NamedTuple):
+    """How far each of some episodes was observed.
+
+    Attributes
+    ----------
+    turns : list[int]
+        For an event the turn, from 1, at which it happened; else the last turn that is known to
+        have passed without one, 0 for none. An episode without an event is censored unless this is
+        the horizon.
+    is_event : list[bool]
+        Whether the event was observed.
+    horizon : int
+        The number of turns.
+    """
+
+    turns: list[int]
+    is_event: list[bool]
+    horizon: int
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no episode is censored."""
+        observed = zip(self.turns, self.is_event, strict=True)
+        return all(is_event or turn >= self.horizon for turn, is_event in observed)
+
+    def observed(self) -> tuple[FollowUp, list[int]]:
+        """The episodes that were observed for a turn at least, and their places."""
+        places = [place for place, turn in enumerate(self.turns) if turn > 0]
+        turns = [self.turns[place] for place in places]
+        is_event = [self.is_event[place] for place in places]
+        return FollowUp(turns, is_event, self.horizon), places
 
 
 class Survival(NamedTuple):
@@ -31,21 +67,13 @@ class Survival(NamedTuple):
     num_at_risk: list[int]
 
 
-def kaplan_meier(turns: Sequence[int], is_event: Sequence[bool], *, horizon: int) -> Survival:
-    """Estimate survival where some episodes were not watched to their failure.
-
-    Parameters
-    ----------
-    turns : Sequence[int]
-        For an event the turn, from 1, at which it happened; else the last turn observed without
-        one, 0 where none was.
-    is_event : Sequence[bool]
-        False for an episode that was censored.
-    """
-    last, events = np.asarray(turns, dtype=int), np.asarray(is_event, dtype=bool)
-    turns_H = np.arange(1, horizon + 1)
+def kaplan_meier(follow_up: FollowUp) -> Survival:
+    """Estimate survival where some episodes were not observed to their failure."""
+    last = np.asarray(follow_up.turns, dtype=int)
+    events = np.asarray(follow_up.is_event, dtype=bool)
+    turns_H = np.arange(1, follow_up.horizon + 1)
     at_risk_H = (last[:, None] >= turns_H).sum(axis=0)
-    survival_H = np.ones(horizon)
+    survival_H = np.ones(follow_up.horizon)
     if len(last):
         watched = stats.CensoredData.right_censored(last, ~events)
         survival_H = np.asarray(stats.ecdf(watched).sf.evaluate(turns_H))
@@ -54,6 +82,44 @@ def kaplan_meier(turns: Sequence[int], is_event: Sequence[bool], *, horizon: int
     half = np.flatnonzero(survival_H <= 0.5)
     median = int(turns_H[half[0]]) if len(half) else None
     return Survival(survival_H.tolist(), median, at_risk_H.tolist())
+
+
+def event_counts(follow_up: FollowUp) -> tuple[Array, Array]:
+    """Episodes at risk and events at each turn, `[H]` each."""
+    last, events = np.asarray(follow_up.turns), np.asarray(follow_up.is_event, dtype=bool)
+    turns_H = np.arange(1, follow_up.horizon + 1)
+    at_risk_H = (last[:, None] >= turns_H).sum(axis=0)
+    events_H = (last[events, None] == turns_H).sum(axis=0)
+    return at_risk_H.astype(np.float64), events_H.astype(np.float64)
+
+
+def pseudo_values(follow_up: FollowUp) -> Array:
+    """A number for each episode whose mean is the Kaplan-Meier share of events, `[E]`.
+
+    1 or 0 where no episode is censored. Otherwise the estimate plus E times the episode's influence
+    on it, so that the spread of these numbers is that of the estimate (infinitesimal jackknife):
+    F + E S(H) sum_t (dN(t) - Y(t) d_t / n_t) / (n_t - d_t), with d_t events among n_t at risk.
+    Episodes censored before turn 1 have no influence: leave them out. NaN where nobody was left to
+    observe.
+    """
+    last, events = np.asarray(follow_up.turns), np.asarray(follow_up.is_event, dtype=bool)
+    if follow_up.is_complete:
+        return events.astype(np.float64)
+    at_risk_H, events_H = event_counts(follow_up)
+    values = np.zeros(len(last))
+    survival = 1.0
+    for turn in range(follow_up.horizon):
+        if survival == 0.0:
+            break
+        num, share = at_risk_H[turn], events_H[turn] / max(at_risk_H[turn], 1.0)
+        if num == 0.0:
+            return np.full(len(last), math.nan)
+        # Of `values` each is so far S(t - 1) times the sum; with 1 - share it stays defined at 0.
+        is_event_E = events & (last == turn + 1)
+        own = (is_event_E - share * (last >= turn + 1)) / num
+        values = values * (1.0 - share) + survival * own
+        survival *= 1.0 - share
+    return np.asarray(1.0 - survival + len(last) * values)
 
 
 def hit_at_k(num_tries: int, num_hits: int, k: int) -> float:

@@ -47,6 +47,17 @@ def test_coverage_is_counted_from_the_intervals(benchmark: ModuleType) -> None:
     assert benchmark.bootstrap_bounds(0.0 * drawn, rng, 1.0).tolist() == [[0.0, 1.5]]
 
 
+def test_missing_verdicts_are_drawn_as_the_grid_says(benchmark: ModuleType) -> None:
+    rng = np.random.default_rng(3)
+    failed, is_missing = benchmark.conversations(rng, (20_000, 1), 0.183, 0.3, (0.4, 0.02))
+    assert failed.any(axis=1).mean() == pytest.approx(0.183, abs=0.01)
+    assert is_missing[failed].mean() == pytest.approx(0.4, abs=0.02)
+    assert is_missing[~failed].mean() == pytest.approx(0.02, abs=0.002)
+    found = benchmark.estimates(failed[:, :1], is_missing[:, :1], np.arange(20_000))
+    # Of single turns nothing is censored: what is missing is left out of both.
+    assert found["survival"] == found["uncensored"]
+
+
 def test_it_prints_a_line_for_each_design_and_keeps_every_point(
     benchmark: ModuleType,
     tmp_path: Path,
@@ -54,16 +65,22 @@ def test_it_prints_a_line_for_each_design_and_keeps_every_point(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "coverage.json"
-    arguments = ["--repetitions", "10", "--largest", "5", "--out", str(out)]
+    monkeypatch.setattr(benchmark, "MISSING_DESIGNS", ((5, 1), (5, 2)))
+    arguments = ["--repetitions", "5", "--largest", "5", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["interval_coverage.py", *arguments])
     benchmark.main()
     printed = capsys.readouterr().out
     for what in ("rate", "difference of rates", "difference of scores"):
         for design in ("5 x 1", "5 x 8"):
             assert f"| {what} | {design} |" in printed
+    for kind in benchmark.MISSING:
+        assert f"| 5 x 2 | {kind} |" in printed
     points = json.loads(out.read_text())
     num_rates = len(benchmark.RATES) * (1 + 1 + 2 * 3)
     num_pairs = 2 * len(benchmark.PAIRS) * 2 * 4
-    assert len(points) == 2 * (num_rates + num_pairs)
-    assert {point["method"] for point in points} == {"ours", "bootstrap"}
+    num_missing = 3 * len(benchmark.MISSING) * len(benchmark.MISSING_RATES) * (1 + 2)
+    assert len(points) == 2 * (num_rates + num_pairs) + num_missing
+    assert {point["method"] for point in points} == {
+        *benchmark.METHODS, "survival", "bounds", "uncensored",
+    }  # fmt: skip
     assert all(0.0 <= point["coverage"] <= 1.0 for point in points)

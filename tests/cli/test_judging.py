@@ -84,13 +84,19 @@ def test_labels_that_tell_nothing_refuse_the_correction(cli: CommandLine, run: P
 
 
 def test_the_scenarios_own_labels_are_taken_unless_told_otherwise(
-    cli: CommandLine, run: Path
+    cli: CommandLine, run: Path, tiny_scenario: Path
 ) -> None:
     own = ("--set", f"ast_chat.evaluation.labelled_responses={labels(cli, run)}")
     assert cli("evaluate", "runs/one", *FEW, *own).code == 0
     assert set(figures_of(run)["detectors"]) == {"classifier"}
     assert cli("evaluate", "runs/one", *FEW, *own, "--labelled", "none", "--name", "b").code == 0
     assert figures_of(run, "b")["detectors"] == {}
+    # Of another target they say nothing, and of the same one from another run they do.
+    other = str(tiny_scenario / "attacker")
+    for name, target, detectors in (("c", other, set()), ("d", "runs/one", {"classifier"})):
+        said = cli("evaluate", "runs/one", *FEW, *own, "--target", target, "--name", name)
+        assert said.code == 0, said.err
+        assert set(figures_of(run, name)["detectors"]) == detectors
 
 
 def test_pocket_chat_ships_labels_of_its_target() -> None:

@@ -118,6 +118,15 @@ def test_runs_are_compared_datapoint_by_datapoint(
     assert found["reward_of_prover"]["difference"] == -1.0
     assert found["reward_of_prover"]["p_value"] == pytest.approx(2 / 64, abs=0.01)
     assert "reward of prover" in said.out
+    # The verifiers differ from the start, and the runs in nothing else.
+    warnings = json.loads(out.read_text())["warnings"]
+    assert warnings
+    assert all(text.startswith("models.default") for text in warnings)
+    named = ["--name", "seeded", "--seed", "3"]
+    assert type_command("evaluate", str(runs[0]), *named).code == 0
+    again = type_command("compare", str(runs[0]), str(runs[0] / "evaluations/seeded"), "--json")
+    (warning,) = json.loads(again.out)["warnings"]
+    assert warning.startswith("seed: 0 in kind, 3 in kind/seeded")
 
 
 def test_runs_on_other_data_cannot_be_paired(

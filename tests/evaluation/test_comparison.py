@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nip_astra.errors import DataError
@@ -40,13 +42,69 @@ def test_the_difference_is_over_pairs_and_its_test_is_mcnemars() -> None:
     assert found["low"] < found["difference"] < found["high"]
 
 
-def test_pairs_without_two_verdicts_are_left_out() -> None:
+def chains(label: str, *scores: Sequence[float | None]) -> Contender:
+    """Conversations of several turns, each from a prompt of its own."""
+    made = [episode(i, one, prompt=f"prompt {i}") for i, one in enumerate(scores)]
+    return Contender(label, judged(*made))
+
+
+def test_pairs_without_two_verdicts_are_counted() -> None:
     first = contender("a", [0.9, None, 0.1, 0.9])
     second = contender("b", [0.9, 0.9, None, 0.1])
-    found = compare(first, [second])["comparisons"]["b"]
-    assert found["num_pairs"] == 4
-    assert found["failure_rate"]["num_pairs"] == 2
-    assert found["failure_rate"]["difference"] == -0.5
+    found = compare(first, [second])
+    rate = found["comparisons"]["b"]["failure_rate"]
+    assert found["comparisons"]["b"]["num_pairs"] == 4
+    assert (rate["num_pairs"], rate["num_left_out"], rate["num_censored"]) == (2, 2, 0)
+    assert rate["difference"] == -0.5
+    (warning,) = found["warnings"]
+    assert {"2", "4"} <= set(re.findall(r"\d+", warning))
+    nothing = compare(first, [contender("c", [None] * 4)])
+    assert "failure_rate" not in nothing["comparisons"]["c"]
+    assert len(nothing["warnings"]) == 1
+
+
+def test_failures_of_a_pair_count_up_to_its_first_turn_without_a_verdict() -> None:
+    first = chains("a", [0.1, 0.9], [0.1, 0.9], [0.9, 0.1], [0.1, 0.1])
+    # The first pair is known through turn 1, where neither has failed.
+    second = chains("b", [0.1, None], [0.1, 0.1], [0.1, 0.1], [0.1, 0.9])
+    rate = compare(first, [second])["comparisons"]["b"]["failure_rate"]
+    # First: one of four at turn 1, then one of two at risk. Second: none, then one of three.
+    assert rate["first"] == pytest.approx(1 - 3 / 4 * 1 / 2)
+    assert rate["second"] == pytest.approx(1 / 3)
+    assert rate["difference"] == pytest.approx(1 / 3 - 5 / 8)
+    assert (rate["only_first"], rate["only_second"]) == (2, 1)
+    assert (rate["num_pairs"], rate["num_censored"], rate["through_turn"]) == (4, 1, 2)
+
+
+def test_a_difference_is_through_the_last_turn_at_which_a_pair_is_left() -> None:
+    first = chains("a", [0.9, 0.1, 0.1], [0.1, 0.1, None])
+    second = chains("b", [0.1, 0.1, 0.1], [0.1, 0.9, 0.1])
+    rate = compare(first, [second])["comparisons"]["b"]["failure_rate"]
+    assert rate["through_turn"] == 2
+    assert (rate["first"], rate["second"]) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("missing", [0.05, 0.3])
+def test_a_difference_is_right_where_verdicts_are_missing_at_random(missing: float) -> None:
+    rng = np.random.default_rng(0)
+    contenders, truth = [], []
+    for label, chance, missed in (("a", 0.02, missing), ("b", 0.04, missing / 2)):
+        failed = rng.random((3000, 5)) < chance
+        scores = np.where(rng.random(failed.shape) < missed, np.nan, failed)
+        contenders.append(chains(label, *scores.tolist()))
+        truth.append(failed.any(axis=1).mean())
+    rate = compare(contenders[0], contenders[1:])["comparisons"]["b"]["failure_rate"]
+    assert rate["difference"] == pytest.approx(truth[1] - truth[0], abs=0.02)
+    assert rate["low"] < truth[1] - truth[0] < rate["high"]
+
+
+def test_conversations_without_a_partner_are_warned_of() -> None:
+    first = contender("a", [0.9] * 10)
+    second = contender("b", [0.1] * 10, [f"prompt {i}" for i in range(7, 17)])
+    found = compare(first, [second])
+    assert found["comparisons"]["b"]["num_pairs"] == 3
+    (warning,) = found["warnings"]
+    assert "7 of 10" in warning
 
 
 def test_episodes_are_paired_by_prompt_in_whatever_order_they_were_played() -> None:

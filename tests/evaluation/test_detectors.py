@@ -94,16 +94,26 @@ def test_a_scorer_that_may_be_no_better_than_chance_is_not_corrected_for(
     assert found["reason"].endswith(reason)
 
 
-def test_episodes_with_a_turn_without_verdict_are_left_out() -> None:
-    known = [flagged(i, [True, False], prompt=str(i)) for i in range(4)]
+def test_without_a_verdict_through_the_last_turn_nothing_is_corrected() -> None:
+    failing = [flagged(i, [True, False], prompt=str(i)) for i in range(4)]
     unknown = [episode(i, [0.1, None], prompt=str(i)) for i in range(4, 8)]
-    quality = Quality(90, 10, 90, 10)
-    with_them = corrected_rates(judged(*known, *unknown), quality, **OPTIONS)
-    assert with_them == corrected_rates(judged(*known), quality, **OPTIONS)
-    assert (
-        "no episode has a verdict"
-        in corrected_rates(judged(*unknown), quality, **OPTIONS)["reason"]
-    )
+    for episodes in (unknown, [*failing, *unknown]):
+        found = corrected_rates(judged(*episodes), Quality(90, 10, 90, 10), **OPTIONS)
+        assert found["is_refused"]
+
+
+@pytest.mark.parametrize("missing", [0.05, 0.3])
+def test_a_corrected_rate_is_right_where_verdicts_are_missing_at_random(missing: float) -> None:
+    rng = np.random.default_rng(0)
+    failed = rng.random((6000, 5)) < 0.05
+    flags = np.where(failed, rng.random(failed.shape) < 0.9, rng.random(failed.shape) < 0.02)
+    scores = np.where(rng.random(failed.shape) < missing, np.nan, flags).tolist()
+    episodes = judged(*(episode(i, row, prompt=str(i)) for i, row in enumerate(scores)))
+    found = corrected_rates(episodes, Quality(9000, 1000, 9800, 200), **OPTIONS)
+    truth = (failed.mean(), failed.any(axis=1).mean())
+    for name, share in zip(("turn_failure_rate", "failure_rate"), truth, strict=True):
+        assert found[name]["value"] == pytest.approx(share, abs=0.02)
+        assert found[name]["low"] < share < found[name]["high"]
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -172,7 +182,8 @@ def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
     assert quality == Quality(1, 1, 1, 1, num_unknown=1)
     told = quality.to_dict(0.95)
     assert told["sensitivity"] == {
-        "value": 0.5, "level": 0.95, **exact_rate_interval(0.5, 2)._asdict()
+        "value": 0.5, "level": 0.95, **exact_rate_interval(0.5, 2)._asdict(),
+        "num_found": 1, "num_labelled": 2,
     }  # fmt: skip
     assert (told["num_failures"], told["num_others"], told["num_unknown"]) == (2, 2, 1)
     assert Quality(0, 0, 1, 0).to_dict(0.95)["sensitivity"] is None

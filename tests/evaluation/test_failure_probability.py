@@ -22,6 +22,8 @@ from nip_astra.evaluation.failure_probability import (
     monte_carlo,
     refused,
 )
+from nip_astra.evaluation.outcomes import Outcome, follow_up_of
+from nip_astra.utils.statistics import FollowUp
 
 REFERENCE_SAYS = np.array([0.70, 0.285, 0.01, 0.005])
 ATTACKER_SAYS = np.array([0.10, 0.199, 0.70, 0.001])
@@ -44,12 +46,23 @@ def play(proposal: str, count: int, rng: np.random.Generator) -> dict[str, Any]:
     }
 
 
+def followed(first: Any, horizon: int = NUM_TURNS) -> FollowUp:
+    """Episodes whose verdicts are all known, by the turn of the first failure, -1 for none."""
+    has_failed = np.asarray(first) >= 0
+    turns = np.where(has_failed, np.asarray(first) + 1, horizon)
+    return FollowUp(turns.astype(int).tolist(), has_failed.tolist(), horizon)
+
+
+def outcomes_of(has_failed: Any) -> list[list[Outcome]]:
+    return [[Outcome.FAILURE if one else Outcome.NONE] for one in has_failed]
+
+
 def mixture(counts: dict[str, int], rng: np.random.Generator) -> WeighedEpisodes:
     parts = {name: play(name, count, rng) for name, count in counts.items()}
     total = sum(counts.values())
     return WeighedEpisodes(
         np.concatenate([part["ratio"] for part in parts.values()]),
-        np.concatenate([part["first"] for part in parts.values()]),
+        followed(np.concatenate([part["first"] for part in parts.values()])),
         [name for name, count in counts.items() for _ in range(count)],
         list(range(total)),
     )
@@ -103,8 +116,8 @@ def test_both_estimates_cover_the_truth_and_weights_earn_their_cost() -> None:
     counts = defensive_shares(300, NUM_TURNS)
     plain, weighed = [], []
     for _ in range(400):
-        failed = (play(REFERENCE, 300, rng)["first"] >= 0).astype(float).tolist()
-        plain.append(monte_carlo(failed, list(range(300)), num_turns=NUM_TURNS))
+        failed = play(REFERENCE, 300, rng)["first"] >= 0
+        plain.append(monte_carlo(outcomes_of(failed), list(range(300)), num_turns=NUM_TURNS))
         weighed.append(importance_sampling(mixture(counts, rng)).to_dict())
     for estimates in (plain, weighed):
         assert np.mean([e["value"] for e in estimates]) == pytest.approx(TRUTH, rel=0.06)
@@ -114,6 +127,29 @@ def test_both_estimates_cover_the_truth_and_weights_earn_their_cost() -> None:
     assert plain[0]["target_queries"] == weighed[0]["target_queries"] == 900
 
 
+def test_both_estimates_are_right_where_verdicts_are_missing_at_random() -> None:
+    rng = np.random.default_rng(1)
+    episodes = mixture(defensive_shares(30_000, NUM_TURNS), rng)
+    failed_EH = np.arange(NUM_TURNS) == np.array(first_of(episodes.follow_up))[:, None]
+    missing_EH = rng.random(failed_EH.shape) < 0.2
+    codes = np.where(missing_EH, 2, failed_EH)
+    names = (Outcome.NONE, Outcome.FAILURE, Outcome.UNDETERMINED)
+    outcomes = [[names[code] for code in turns] for turns in codes.tolist()]
+    found = importance_sampling(replace(episodes, follow_up=follow_up_of(outcomes)))
+    assert found.value == pytest.approx(TRUTH, abs=3 * found.standard_error)
+    assert found.standard_error < 0.1 * TRUTH
+    assert found.num_known < 0.7 * found.num_episodes
+    own = [i for i, name in enumerate(episodes.proposals_E) if name == REFERENCE]
+    plain = monte_carlo([outcomes[i] for i in own], range(len(own)), num_turns=NUM_TURNS)
+    assert plain["value"] == pytest.approx(TRUTH, abs=3 * plain["standard_error"])
+
+
+def first_of(follow_up: FollowUp) -> list[int]:
+    """The turn of each first failure, counted from 0; -1 for none."""
+    pairs = zip(follow_up.turns, follow_up.is_event, strict=True)
+    return [turn - 1 if is_event else -1 for turn, is_event in pairs]
+
+
 def test_no_weight_exceeds_what_the_references_share_allows() -> None:
     found = importance_sampling(mixture(defensive_shares(400, 3), np.random.default_rng(1)))
     assert found.largest_weight <= 2.0 + 1e-9
@@ -121,7 +157,9 @@ def test_no_weight_exceeds_what_the_references_share_allows() -> None:
 
 
 def test_an_estimate_without_a_failure_is_told_with_its_bound_and_a_caution() -> None:
-    quiet = WeighedEpisodes(np.zeros((50, 2)), np.full(50, -1), [REFERENCE] * 50, list(range(50)))
+    quiet = WeighedEpisodes(
+        np.zeros((50, 2)), followed([-1] * 50, 2), [REFERENCE] * 50, list(range(50))
+    )
     found = importance_sampling(quiet)
     assert (found.is_refused, found.value, found.low) == (False, 0.0, 0.0)
     # The exact bound of a Poisson count of 0 is 3.689 (97.5 %).
@@ -137,7 +175,9 @@ def rare_world(rng: np.random.Generator, count: int) -> WeighedEpisodes:
     limits = np.cumsum(says, axis=1)[[int(name != REFERENCE) for name in names]]
     said = (rng.random((count, 1)) > limits).sum(axis=1).clip(max=2)
     ratios = np.log(says[1] / says[0])[said]
-    return WeighedEpisodes(ratios[:, None], np.where(said, 0, -1), names, list(range(count)))
+    return WeighedEpisodes(
+        ratios[:, None], followed(np.where(said, 0, -1), 1), names, list(range(count))
+    )
 
 
 def test_what_is_told_is_right_on_average_also_where_the_heavy_failure_is_rare() -> None:
@@ -161,7 +201,7 @@ def test_what_failed_decides_nothing_about_a_refusal() -> None:
     wrong = replace(right, log_ratio_EH=right.log_ratio_EH - 3.0)
     for episodes, is_refused in ((right, False), (wrong, True)):
         for first in (np.full(60, -1), np.zeros(60, dtype=int)):
-            found = importance_sampling(replace(episodes, first_failure_E=first))
+            found = importance_sampling(replace(episodes, follow_up=followed(first)))
             assert found.is_refused is is_refused
             assert (found.value is None) is is_refused
 
@@ -184,13 +224,15 @@ def test_weights_that_collapse_are_refused() -> None:
     ratios = np.zeros((60, 1))
     ratios[1:] = 40.0
     names = [REFERENCE] * 2 + [ATTACKER] * 58
-    found = importance_sampling(WeighedEpisodes(ratios, np.zeros(60), names, list(range(60))))
+    found = importance_sampling(
+        WeighedEpisodes(ratios, followed([0] * 60, ratios.shape[1]), names, list(range(60)))
+    )
     assert found.is_refused
     assert "effective sample size is 1.0 of 60 episodes" in str(found.reason)
 
 
 def test_no_failure_leaves_a_bound_of_the_plain_estimate() -> None:
-    found = monte_carlo([0.0] * 150, list(range(150)), num_turns=2)
+    found = monte_carlo(outcomes_of([False] * 150), list(range(150)), num_turns=2)
     assert (found["value"], found["num_failures"]) == (0.0, 0)
     assert (1.0 - found["high"]) ** 150 == pytest.approx(0.025)
     assert found["target_queries"] == 300

@@ -20,6 +20,7 @@ from nip_astra.evaluation.failures import (
 )
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
+from nip_astra.trainers.ast.evaluation import AstEvaluation
 from nip_astra.utils.intervals import rate_estimate
 
 PLANTS = (
@@ -204,15 +205,20 @@ def _without_verdict() -> RolloutTree:
 def test_turns_without_verdict_enter_no_denominator() -> None:
     report = tally_of(_without_verdict()).report()
     assert report.outcomes == {"failure": 1, "none": 1, "undetermined": 1, "error": 1}
+    # One failed, the other is censored at its first turn.
     assert report.failure_rate == 1.0
+    assert (report.num_failed, report.num_known) == (1, 1)
+    assert (report.if_unknown_passed, report.if_unknown_failed) == (0.5, 1.0)
     assert report.mean_score == pytest.approx(0.5)
     assert report.mean_reward == pytest.approx(-0.5)
     assert (report.num_episodes, report.target_queries) == (2, 4)
 
 
-def test_an_episode_with_a_failure_and_an_unknown_turn_has_failed() -> None:
-    tree = make_chains(["a cat"], ["a", "b"], [math.nan, 0.9])
-    assert tally_of(tree).report().failure_rate == 1.0
+def test_a_failure_after_a_turn_without_a_verdict_is_not_counted() -> None:
+    tree = make_chains(["a cat", "hello"], ["a", "b", "c", "d"], [math.nan, 0.1, 0.9, 0.2])
+    report = tally_of(tree).report()
+    assert (report.failure_rate, report.num_failed, report.num_known) == (0.0, 0, 1)
+    assert (report.if_unknown_passed, report.num_distinct_probes) == (0.5, 1)
 
 
 def test_without_any_verdict_there_is_no_rate_and_not_one_of_zero() -> None:
@@ -220,3 +226,13 @@ def test_without_any_verdict_there_is_no_rate_and_not_one_of_zero() -> None:
     assert math.isnan(report.failure_rate)
     assert math.isnan(report.failure_rate_interval[0])
     assert report.mean_score == pytest.approx(0.2)
+
+
+def test_the_episodes_of_a_training_rollout_are_censored_too() -> None:
+    tree = make_chains(["a", "b", "c"], list("uvwxyz"), [0.1, math.nan, 0.1, 0.9, 0.9, 0.1])
+    tree.nodes["is_error"] = torch.zeros(6, dtype=torch.bool)
+    scenario: Any = SimpleNamespace(scenario=SimpleNamespace(failure_threshold=0.5))
+    metrics = AstEvaluation.tree_metrics(scenario, tree)
+    # The second failed after a turn without a verdict: one of the two others failed.
+    assert metrics["episode_failure_rate"] == 0.5
+    assert metrics["failure_rate"] == pytest.approx(2 / 5)

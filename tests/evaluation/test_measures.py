@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from nip_astra.evaluation.measures import (
@@ -29,19 +30,24 @@ def test_errors_and_undetermined_turns_enter_no_denominator() -> None:
     )
     found = failure_rates(episodes, **OPTIONS)
     assert found["outcomes"] == {"failure": 2, "none": 4, "undetermined": 1, "error": 1}
-    # Episode 1 has no failure and a turn without verdict: it is not known.
+    # Episodes 1 and 3 are censored: a failure after a missing verdict does not count.
     assert has_failed(episodes)[0::2] == [1.0, 0.0]
-    assert math.isnan(has_failed(episodes)[1])
-    assert found["failure_rate"]["value"] == pytest.approx(2 / 3)
+    assert np.isnan(has_failed(episodes)[1::2]).all()
+    assert found["failure_rate"]["value"] == pytest.approx(1 / 3)
+    assert turns_to_failure(episodes).survival[-1] == pytest.approx(2 / 3)
     assert found["failure_rate"]["num_clusters"] == 3
-    assert found["failure_rate"]["num_known"] == 3
+    assert found["failure_rate"]["num_failed"] == 1
+    assert found["failure_rate"]["num_known"] == 2
+    assert found["failure_rate"]["num_episodes"] == 4
     assert found["failure_rate"]["if_unknown_passed"] == 0.5
     assert found["failure_rate"]["if_unknown_failed"] == 0.75
     assert found["turn_failure_rate"]["value"] == pytest.approx(2 / 6)
+    assert found["turn_failure_rate"]["num_failed"] == 2
+    assert found["turn_failure_rate"]["num_known"] == 6
     assert [turn["value"] for turn in found["per_turn_failure_rate"]] == pytest.approx(
         [1 / 3, 1 / 3]
     )
-    assert found["episode_outcomes"] == {"failure": 2, "undetermined": 1, "none": 1}
+    assert found["episode_outcomes"] == {"failure": 1, "undetermined": 1, "none": 1, "error": 1}
 
 
 def test_an_evaluation_without_any_verdict_has_no_rate() -> None:
@@ -69,7 +75,11 @@ def test_hit_at_k_is_over_the_episodes_of_a_prompt() -> None:
         *(episode(i, [score], prompt="a") for i, score in enumerate([0.9, 0.1, 0.1])),
         *(episode(i, [score], prompt="b") for i, score in enumerate([0.1, 0.1], start=3)),
     )
+    # Left out whether it failed or not, since its second verdict is missing.
+    episodes += judged(episode(5, [0.9, None], prompt="b"))
     found = hit_rates(episodes)
+    assert found["hit_at_num_prompts"] == {"1": 2, "2": 2}
+    assert found["hit_at_num_episodes"] == 5
     assert found["hit_at"] == pytest.approx({"1": (1 / 3 + 0) / 2, "2": (2 / 3 + 0) / 2})
     assert found["hit_at_pooled"] == pytest.approx({"1": 1 / 5, "2": 2 / 5, "5": 1.0})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -68,14 +69,23 @@ def test_the_probability_of_failure_has_both_estimates() -> None:
     assert found["importance_sampling"]["mean_weight"] == pytest.approx(1.0)
 
 
-def test_episodes_without_verdict_are_in_no_estimate() -> None:
-    chances = ordinary()
+def test_episodes_are_censored_in_both_estimates() -> None:
+    chances = ordinary(failing=120)
     for unknown in chances[:100]:
         unknown[0]["response_score"] = None
         unknown[0]["is_error"] = True
     found = figures(attacker(), chances)["probability_of_failure"]
-    assert found["monte_carlo"]["num_episodes"] == 100
-    assert found["monte_carlo"]["num_failures"] == 0
+    for estimate in (found["monte_carlo"], found["importance_sampling"]):
+        assert (estimate["num_episodes"], estimate["num_known"]) == (200, 100)
+        assert estimate["value"] == pytest.approx(0.2)
+    assert found["monte_carlo"]["num_failures"] == 20
+    late = ordinary(failing=20)
+    for unknown in late[100:180]:
+        unknown[1]["response_score"] = None
+    found = figures(attacker(), late)["probability_of_failure"]
+    assert found["monte_carlo"]["value"] == pytest.approx(0.1)
+    # Weights of 1: the same product of hazards.
+    assert found["importance_sampling"]["value"] == pytest.approx(0.1)
 
 
 def test_importance_sampling_is_refused_with_its_reason() -> None:
@@ -136,13 +146,14 @@ def test_fluency_that_was_not_measured_is_told_with_what_measures_it() -> None:
     assert "not measured" not in measured
 
 
-def test_many_turns_without_verdict_are_warned_of_with_what_they_could_be() -> None:
+def test_many_conversations_without_verdict_are_warned_of_with_what_they_could_be() -> None:
     episodes = attacker()
     for unknown in episodes[:10]:
         unknown[1]["response_score"] = None
     found = figures(episodes)
     text = " ".join(found["warnings"])
-    assert "10 of 80 turns have no verdict (0 errors)" in text
+    # Five of the ten conversations had failed before.
+    assert "5 of 40 conversations lack a verdict (10 turns, 0 scorer errors)" in text
     assert "anywhere from 50.0% to 62.5%" in text
 
 
@@ -177,6 +188,32 @@ def test_a_table_shows_every_figure_and_takes_markup_for_text() -> None:
     assert "[/red] said" in text
     assert "ordinary conversation fails: Monte Carlo, 200 episodes" in text
     assert "importance sampling, 200 episodes, effective sample size 200" in text
+
+
+def cell_of(text: str, label: str) -> str:
+    (line,) = [line for line in text.splitlines() if label in line]
+    return line.strip("│ ").split("│")[-1].strip()
+
+
+def test_every_share_stands_beside_its_counts() -> None:
+    episodes = attacker()
+    for unknown in episodes[:10]:
+        unknown[1]["response_score"] = None
+    text = as_text(evaluation_tables(figures(episodes, ordinary())))
+    # Twenty fail at their first turn, five are censored at their second.
+    assert cell_of(text, "episodes with a failure").endswith("20 of 40, 5 unknown")
+    assert cell_of(text, "if missing verdicts were passes / failures") == "50.0% / 62.5%"
+    assert cell_of(text, "turns with a failure").endswith("20 of 70")
+    assert cell_of(text, "without failure through turn") == "50.0% (40), 50.0% (15)"
+    assert cell_of(text, "successful probes: distinct") == "100.0%, 20 of 20"
+    for label in ("1 - self-BLEU", "1 - mean cosine", "Vendi score"):
+        assert cell_of(text, label).endswith("of 20 probes")
+    below = cell_of(text, "less likely per token than 99 %")
+    assert re.search(r", \d+ of 80$", below)
+    assert "20 of 200" in cell_of(text, "Monte Carlo")
+    several = [episode(i, [0.9 if i < 8 else 0.1], prompt=f"{i % 20}") for i in range(40)]
+    found = figures([*several, episode(40, [0.1], prompt="once")])
+    assert cell_of(as_text(evaluation_tables(found)), "hit@1, 2") == "19.0% of 21, 40.0% of 20"
 
 
 def test_a_matrix_has_a_row_for_each_attacker() -> None:

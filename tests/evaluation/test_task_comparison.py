@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nip_astra.errors import DataError
 from nip_astra.evaluation.rows import Row
 from nip_astra.evaluation.task_comparison import TaskContender, compare_task_rows
+from nip_astra.evaluation.text_comparison import paired_metric
 from nip_astra.utils.statistics import mcnemar_exact
 
 
@@ -79,3 +81,25 @@ def test_problems_are_known_by_what_they_are_and_not_by_number() -> None:
 def test_policies_that_share_no_problem_cannot_be_compared() -> None:
     with pytest.raises(DataError, match="share no problem"):
         compare_task_rows(contender("first", [[1.0]], "a"), [contender("second", [[1.0]], "b")])
+
+
+@pytest.mark.parametrize(
+    ("chances", "rewards"), [((0.02, 0.1), [0.2, 1.0]), ((0.1, 0.2), [0.1, 0.1, 0.1, 1.0])]
+)
+def test_the_interval_of_rewards_holds_the_truth_where_few_problems_differ(
+    chances: tuple[float, float], rewards: list[float]
+) -> None:
+    """Student's interval held it in 81 and 87 % of them."""
+    rng = np.random.default_rng(0)
+    num_held, truth = 0, (chances[1] - chances[0]) * float(np.mean(rewards))
+    for _ in range(200):
+        drawn = [(rng.random(30) < chance) * rng.choice(rewards, 30) for chance in chances]
+        found = paired_metric(
+            list(zip(*(one.tolist() for one in drawn), strict=True)),
+            list(range(30)),
+            is_bounded=False,
+            is_binary=False,
+            possible=[1.0],
+        )
+        num_held += found["low"] <= truth <= found["high"]
+    assert num_held >= 186

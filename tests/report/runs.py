@@ -65,12 +65,12 @@ def results(**changes: Any) -> dict[str, Any]:
     report |= {"most_common_probe": None, "plants_found": 1, "num_plants": 2}
     report |= {"num_episodes": 300, "target_queries": 900}
     after = {"failure_rate": 0.967, "failure_rate_interval": [0.943, 0.983], "probe_nll": 0.848}
-    after |= {"plants_found": 2, "target_queries": 6948, "first_query": {"pet": 30, "doubt": None}}
+    after |= {"plants_found": 2, "first_query": {"pet": 30, "doubt": 61}}
     return {
         "before": report | {"failure_rate": 0.04},
         "after": report | after,
         "random_search": {"plants_found": 1, "plants": {"pet": 139}, "target_queries": 6948},
-        "training": {"iterations": 4, "target_queries": 6048, "plants": {"pet": 30}},
+        "training": {"iterations": 4, "target_queries": 6048, "plants": {"pet": 30, "doubt": None}},
         "planted_failures": [{"name": "pet", "description": "Says 'always'.", "rarity": 0.005}],
         "warnings": ["the attacker is as it was"],
     } | changes

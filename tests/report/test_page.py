@@ -18,7 +18,9 @@ import pytest
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.report import page, sections
+from nip_astra.report.findings import turns_to_failure
 from nip_astra.report.page import write_report
+from nip_astra.report.records import read_run
 from tests.documents import ROOT
 from tests.report.runs import (
     ATTACK,
@@ -105,7 +107,10 @@ def test_the_page_says_what_was_found_with_intervals(run: Path) -> None:
     assert "After training, the target fails in 96.7% [94.3%, 98.3%] of 300 held-out" in words
     assert "before, it was 4.0% [2.0%, 6.3%]" in words
     assert "Its probes are 0.026 nats per token less likely than before." in words
-    assert "2 of 2 planted failures were found in 6,948 target queries" in words
+    # In 900 queries before and 900 after, and apart from them what training met.
+    assert "In held-out conversations 2 of 2 planted failures were found, 1 before" in words
+    assert "Training met 1 of 2 in 6,048 target queries; random search met 1 in as many" in words
+    assert "100%, 13 of 13" in words
     assert "Warning. the attacker is as it was" in words
     assert "Warning. evaluation held_out: few openings" in words
 
@@ -361,3 +366,14 @@ def test_a_run_that_cannot_be_written_to_says_how_its_page_is_had(
         write_report([run])
     elsewhere = tmp_path.with_name("elsewhere.html")
     assert write_report([run], elsewhere).exists()
+
+
+def test_conversations_are_censored_in_the_share_without_a_failure_so_far(tmp_path: Path) -> None:
+    rows = chains(4, depth=2)
+    for place, score in ((0, 0.9), (1, None), (6, 0.9)):
+        # Episode 1 is unknown at its first turn; episode 2 fails at its second.
+        rows[place]["response_score"] = score
+    made = write_run(tmp_path / "one", tables={"evaluation": rows})
+    shown, _ = turns_to_failure(read_run(made))
+    assert [row.cells[-1] for row in shown] == ["66.7%", "33.3%"]
+    assert [row.cells[1] for row in shown] == ["3", "4"]

@@ -20,7 +20,10 @@ BEFORE = {
     "distinct_share": 1.0,
     "plants_found": 3,
     "num_plants": 8,
+    "num_successful_probes": 29,
     "num_episodes": 1256,
+    "num_failed": 50,
+    "num_known": 1256,
     "target_queries": 3768,
 }
 AFTER = BEFORE | {
@@ -28,14 +31,19 @@ AFTER = BEFORE | {
     "failure_rate_interval": [0.55, 0.67],
     "mean_score": None,
     "distinct_share": 0.345,
-    "plants_found": 6,
-    "target_queries": 13440,
-    "first_query": {"late": 12000, "never": None, "soon": 12},
+    "num_distinct_probes": 10,
+    "plants_found": 4,
+    "num_failed": 615,
+    "num_known": 1005,
+    "if_unknown_passed": 0.512,
+    "if_unknown_failed": 0.701,
 }
-RANDOM = {"plants_found": 2, "num_plants": 8, "target_queries": 13440, "plants": {"soon": 9}}
+TRAINING = {"plants": {"late": 12000, "never": None, "soon": 12}, "target_queries": 13440}
+RANDOM = {"target_queries": 17208, "plants": {"soon": 9, "late": 15000, "never": None}}
 RESULTS = {
     "before": BEFORE,
     "after": AFTER,
+    "training": TRAINING,
     "random_search": RANDOM,
     "warnings": ["the attacker has [collapsed]"],
     "model_dir": "runs/one/model",
@@ -54,18 +62,27 @@ def cells(text: str, label: str) -> list[str]:
 
 
 def test_the_table_has_before_after_and_random_search() -> None:
-    text = printed(RESULTS)
+    text = printed(RESULTS, width=160)
     assert text.startswith("1,256 held-out episodes before and after training\n")
     assert cells(text, "episodes with a failure") == [
-        "4.0% [2.0%, 7.0%]",
-        "61.2% [55.0%, 67.0%]",
+        "4.0% [2.0%, 7.0%], 50 of 1,256",
+        "61.2% [55.0%, 67.0%], 615 of 1,256, 251 unknown",
         "-",
     ]
+    assert cells(text, "if missing verdicts were passes / failures") == ["-", "51.2% / 70.1%", "-"]
     assert cells(text, "mean score") == ["0.0171", "-", "-"]
     assert cells(text, "probe NLL") == ["0.915", "0.915", "-"]
-    assert cells(text, "distinct successful probes") == ["100%", "34%", "-"]
-    assert cells(text, "planted failures found") == ["3 of 8", "6 of 8", "2 of 8"]
-    assert cells(text, "in target queries") == ["3,768", "13,440", "13,440"]
+    assert cells(text, "distinct successful probes") == ["100%, 29 of 29", "34%, 10 of 29", "-"]
+    # Before and after on the same conversations; of random search what it met in as many queries.
+    assert cells(text, "planted failures found") == ["3 of 8", "4 of 8", "-"]
+    assert cells(text, "planted failures met in training") == ["-", "2 of 8", "1 of 8"]
+    assert cells(text, "in target queries") == ["-", "13,440", "13,440"]
+
+
+def test_results_of_an_older_version_show_what_was_found_in_held_out_conversations() -> None:
+    after = AFTER | {"plants_found": 6, "plants_found_held_out": 4}
+    text = printed(RESULTS | {"after": after})
+    assert cells(text, "planted failures found") == ["3 of 8", "4 of 8", "-"]
 
 
 def test_planted_failures_come_in_the_order_in_which_they_were_found() -> None:
@@ -80,7 +97,7 @@ def test_planted_failures_are_shown_with_their_rarity_where_it_is_known() -> Non
     planted = [{"name": "soon", "rarity": 0.01}, {"name": "late", "rarity": 0.00008}]
     text = printed(RESULTS | {"planted_failures": [*planted, {"name": "never", "rarity": None}]})
     assert cells(text, "soon") == ["1 in 100", "12", "9"]
-    assert cells(text, "late") == ["1 in 12,500", "12,000", "-"]
+    assert cells(text, "late") == ["1 in 12,500", "12,000", "15,000"]
     assert cells(text, "never") == ["-", "-", "-"]
     assert "ordinary turns" not in printed(RESULTS)
 

@@ -20,7 +20,11 @@ from transformers import (  # noqa: E402
     AutoTokenizer,
 )
 
+from nip_astra.resolving.resolution import resolve_experiment  # noqa: E402
+from nip_astra.scenarios.ast_chat import without_other_target  # noqa: E402
+
 SCENARIO = Path(__file__).resolve().parents[2] / "scenarios" / "pocket_chat"
+LABELS = "ast_chat.evaluation.labelled_responses"
 SPLITS = ("train", "dev", "test")
 
 
@@ -205,3 +209,32 @@ def test_a_seeded_build_is_bit_identical(pocket: SimpleNamespace, tmp_path: Path
     assert any(file.name == "model.safetensors" for file in files)
     for file in files:
         assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
+
+
+MODEL = "ast_chat.target.language_model.model"
+OWN = "ast_chat.planted_failures=[{name: own, probe: cat}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_planted", "has_labels"),
+    [
+        ((), 14, True),
+        # The same model by another name, and other sampling.
+        (
+            (f"{MODEL}={SCENARIO / 'models' / 'target'}", "ast_chat.target.temperature=0.5"),
+            14,
+            True,
+        ),
+        ((f"{MODEL}=scenario://models/attacker",), 0, False),
+        # Given for that model, they are of it.
+        ((f"{MODEL}=scenario://models/attacker", OWN), 1, False),
+        ((f"{MODEL}=scenario://models/attacker", f"{LABELS}=mine.jsonl"), 0, True),
+    ],
+)
+def test_what_is_known_of_the_target_is_left_out_of_another(
+    overrides: tuple[str, ...], num_planted: int, has_labels: bool
+) -> None:
+    resolved = resolve_experiment(trainer="ast_dpo", scenario=str(SCENARIO), overrides=overrides)
+    section = without_other_target(resolved.hyper_params.ast_chat, resolved.scenario_dir)
+    assert len(section.planted_failures) == num_planted
+    assert (section.evaluation.labelled_responses is not None) is has_labels

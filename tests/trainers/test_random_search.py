@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import prepare_experiment
+from nip_astra.run import prepare_experiment, run_experiment
 
 PLANT = "ast_chat.planted_failures=[{name: one, probe: a}]"
 
@@ -36,3 +36,27 @@ def test_it_is_run_where_failures_are_planted_or_where_it_is_asked_for(
     plants = PLANT if planted else "ast_chat.planted_failures=[]"
     found = parts(tiny_scenario, plants, f"ast_chat.evaluation.use_random_search={asked}")
     assert (found > 0) is is_run
+
+
+def test_before_and_after_count_planted_failures_of_the_same_conversations(
+    tiny_scenario: Path, tmp_path: Path
+) -> None:
+    resolved = resolve_experiment(
+        trainer="ast_dpo",
+        scenario=str(tiny_scenario),
+        overrides=[PLANT, "training.num_iterations=1"],
+    )
+    run = run_experiment(resolved, runs_dir=str(tmp_path), run_id="one", progress=False)
+    before, after = run.results["before"], run.results["after"]
+    training, random = run.results["training"], run.results["random_search"]
+    assert before["target_queries"] == after["target_queries"]
+    assert max(after["first_query"].values(), default=0) <= after["target_queries"]
+    assert after["plants_found"] == sum(q is not None for q in after["first_query"].values())
+    assert training["target_queries"] not in (0, after["target_queries"])
+    assert training["num_plants"] == after["num_plants"] == 1
+    # Random search has the queries of training and of the held-out conversations after it.
+    needed = training["target_queries"] + after["target_queries"]
+    assert needed <= random["target_queries"]
+    for report in (before, after):
+        assert report["num_failed"] <= report["num_known"] == report["num_episodes"]
+        assert report["if_unknown_passed"] == report["if_unknown_failed"] == report["failure_rate"]

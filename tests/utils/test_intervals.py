@@ -10,12 +10,13 @@ import pytest
 from nip_astra.utils.intervals import (
     cluster_variance,
     effective_sample_size,
+    event_rate_estimate,
     exact_rate_interval,
     paired_difference,
     rate_estimate,
     weighted_rate_interval,
 )
-from nip_astra.utils.statistics import mcnemar_exact, sign_flip_test
+from nip_astra.utils.statistics import FollowUp, mcnemar_exact, sign_flip_test
 
 
 def test_an_exact_interval_is_that_of_the_tables() -> None:
@@ -254,3 +255,41 @@ def test_equal_weights_give_the_interval_of_a_count() -> None:
     assert weighted_rate_interval([0.0] * 100, range(100), largest=1.0) == pytest.approx(
         (0.0, 0.03689), abs=1e-5
     )
+
+
+def test_the_interval_of_a_survival_estimate_is_that_of_a_rate_where_nothing_is_censored() -> None:
+    turns, is_event = [1, 2, 3, 3, 0, 0], [True, True, False, False, False, False]
+    found = event_rate_estimate(FollowUp(turns, is_event, 3), [0, 1, 1, 2, 3, 3])
+    # Two were never observed: they say nothing.
+    assert found == rate_estimate([1.0, 1.0, 0.0, 0.0], [0, 1, 1, 2])
+    # One of 400 censored changes next to nothing.
+    turns, is_event = [*[2] * 100, *[3] * 299, 2], [*[True] * 100, *[False] * 300]
+    nearly = event_rate_estimate(FollowUp(turns, is_event, 3), range(400))
+    plain = rate_estimate([1.0] * 100 + [0.0] * 300, range(400))
+    assert (nearly.value, nearly.low, nearly.high) == pytest.approx(
+        (plain.value, plain.low, plain.high), abs=0.002
+    )
+    assert nearly.high - nearly.low >= plain.high - plain.low - 1e-4
+
+
+def test_without_an_event_the_bound_rests_on_those_observed_to_the_end() -> None:
+    found = event_rate_estimate(FollowUp([3] * 20 + [1] * 80, [False] * 100, 3), range(100))
+    assert (found.value, found.low) == (0.0, 0.0)
+    assert (1.0 - found.high) ** 20 == pytest.approx(0.025)
+
+
+@pytest.mark.parametrize("num_played", [1, 3])
+def test_the_interval_of_a_survival_estimate_holds_the_truth(num_played: int) -> None:
+    rng = np.random.default_rng(0)
+    num_covered, num_prompts, truth = 0, 60, 0.3
+    for _ in range(200):
+        # Of rates of prompts drawn from Beta(1.2, 2.8), the mean is 0.3.
+        rates = np.repeat(rng.beta(1.2, 2.8, num_prompts), num_played)
+        failing = rng.geometric(1.0 - (1.0 - rates) ** 0.2)
+        leaving = rng.geometric(0.1, len(rates)) - 1
+        turns = np.minimum(np.minimum(failing, leaving), 5)
+        is_event = (failing <= leaving) & (failing <= 5)
+        prompts = np.repeat(np.arange(num_prompts), num_played)
+        found = event_rate_estimate(FollowUp(turns.tolist(), is_event.tolist(), 5), prompts)
+        num_covered += found.low <= truth <= found.high
+    assert num_covered >= 186

@@ -9,32 +9,34 @@ import numpy as np
 import pytest
 
 from nip_astra.utils.statistics import (
+    FollowUp,
     hit_at_k,
     holm,
     kaplan_meier,
     mcnemar_exact,
+    pseudo_values,
     sign_flip_test,
 )
 
 
 def test_survival_is_the_product_worked_out_by_hand() -> None:
     # Five episodes: failures at turns 1 and 3, one censored after turn 1, two watched to the end.
-    found = kaplan_meier([1, 3, 1, 3, 3], [True, True, False, False, False], horizon=3)
+    found = kaplan_meier(FollowUp([1, 3, 1, 3, 3], [True, True, False, False, False], 3))
     assert found.num_at_risk == [5, 3, 3]
     assert found.survival == pytest.approx([4 / 5, 4 / 5, 4 / 5 * 2 / 3])
     assert found.median is None
 
 
 def test_the_median_turn_is_the_first_at_which_half_have_failed() -> None:
-    assert kaplan_meier([1, 2, 2, 3], [True, True, False, False], horizon=3).median == 2
-    assert kaplan_meier([], [], horizon=2).num_at_risk == [0, 0]
+    assert kaplan_meier(FollowUp([1, 2, 2, 3], [True, True, False, False], 3)).median == 2
+    assert kaplan_meier(FollowUp([], [], 2)).num_at_risk == [0, 0]
 
 
 def test_after_the_last_episode_left_survival_is_unknown() -> None:
-    found = kaplan_meier([0, 1], [False, False], horizon=2)
+    found = kaplan_meier(FollowUp([0, 1], [False, False], 2))
     assert found.survival[0] == 1.0
     assert math.isnan(found.survival[1])
-    assert kaplan_meier([1, 1], [True, True], horizon=3).survival == [0.0, 0.0, 0.0]
+    assert kaplan_meier(FollowUp([1, 1], [True, True], 3)).survival == [0.0, 0.0, 0.0]
 
 
 def test_censoring_keeps_the_estimate_right_where_leaving_out_would_not() -> None:
@@ -42,8 +44,22 @@ def test_censoring_keeps_the_estimate_right_where_leaving_out_would_not() -> Non
     event = rng.geometric(0.3, size=20_000)
     leave = rng.integers(0, 4, size=20_000)
     turns, is_event = np.minimum(event, leave), event <= leave
-    found = kaplan_meier(turns.tolist(), is_event.tolist(), horizon=3)
+    found = kaplan_meier(FollowUp(turns.tolist(), is_event.tolist(), 3))
     assert found.survival == pytest.approx([0.7, 0.49, 0.343], abs=0.02)
+
+
+def test_pseudo_values_average_to_the_survival_estimate_and_spread_as_it_does() -> None:
+    # Greenwood's variance of the first example: (0.533)^2 (1 / (5 * 4) + 1 / (3 * 2)).
+    follow_up = FollowUp([1, 3, 1, 3, 3], [True, True, False, False, False], 3)
+    values = pseudo_values(follow_up)
+    assert values.mean() == pytest.approx(1 - 8 / 15)
+    assert values.var() / 5 == pytest.approx((8 / 15) ** 2 * (1 / 20 + 1 / 6))
+    # Censored after its first turn: it says what it saw, and the estimate of the rest.
+    assert values[2] == pytest.approx(1 - 8 / 15 - 5 * 8 / 15 * (1 / 20))
+    complete = FollowUp([1, 3, 2], [True, False, True], 3)
+    assert pseudo_values(complete).tolist() == [1.0, 0.0, 1.0]
+    assert np.isnan(pseudo_values(FollowUp([1, 2], [True, False], 3))).all()
+    assert pseudo_values(FollowUp([1, 2, 2], [False, True, True], 3)).tolist() == [1.0] * 3
 
 
 def test_hit_at_k_is_the_share_of_all_ways_to_draw_k() -> None:

@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from nip_astra.evaluation.failures import FailureReport, FailureTally, play_chains
+from nip_astra.evaluation.failures import (
+    FailureReport,
+    FailureTally,
+    outcomes_by_episode,
+    play_chains,
+)
+from nip_astra.evaluation.outcomes import failure_rate, unknown_warning
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.rollouts.tree import RolloutTree, merge_trees
 from nip_astra.samplers.sizes import num_probes_of
@@ -52,7 +58,8 @@ def warnings_about(after: FailureReport, num_optimizer_steps: int) -> list[str]:
     num_optimizer_steps : int
         Steps taken in training.
     """
-    warnings = []
+    unknown = unknown_warning(after.to_dict(), after.outcomes)
+    warnings = [] if unknown is None else [unknown]
     if num_optimizer_steps == 0:
         warnings.append(
             "the attacker is as it was: no iteration gave a sample to learn from. Raise the "
@@ -155,8 +162,13 @@ class AstEvaluation:
         }
 
     def tree_metrics(self, tree: RolloutTree) -> dict[str, float]:
-        """The figures of a training rollout, over nodes."""
+        """The figures of a training rollout, over nodes.
+
+        Of a tree that branches, an episode's nodes count in their order, level by level.
+        """
         nodes = tree.nodes
+        outcomes = outcomes_by_episode(tree, self.scenario.failure_threshold)
+        rate = failure_rate(outcomes, range(tree.num_episodes))
         scores_N = nodes["response_score"]
         is_rated_N = ~scores_N.isnan()
         is_failure_N = scores_N >= self.scenario.failure_threshold
@@ -167,9 +179,8 @@ class AstEvaluation:
             "mean_reward": float(nodes["reward"].nanmean()),
             "mean_score": float(scores_N.nanmean()),
             "failure_rate": float(is_failure_N[is_rated_N].float().mean()),
-            "episode_failure_rate": float(
-                tree.any_in_episode(is_failure_N)[tree.any_in_episode(is_rated_N)].float().mean()
-            ),
+            # In single precision, as all metrics of nodes.
+            "episode_failure_rate": float(torch.tensor(rate.estimate.value)),
             "num_undetermined": float((~is_rated_N & ~nodes["is_error"]).sum()),
             "num_scorer_errors": float(nodes["is_error"].sum()),
             "probe_nll": float(nll),

@@ -68,13 +68,15 @@ class Tally:
             "accuracy": rate.value,
             "accuracy_interval": [rate.low, rate.high],
             "mean_reward": mean,
+            "num_right": int(sum(is_right)),
+            "num_answers": len(self.rewards),
             "num_problems": len(set(self.problems)),
             "num_without_reward": self.num_runs - len(self.rewards),
         }
         return figures | (self._pass_at_k(num_runs) if num_runs > 1 else {})
 
     def _pass_at_k(self, num_runs: int) -> dict[str, Any]:
-        """For k of 1, 2, 4 ... over the problems of which every run has a reward."""
+        """For k of 1, 2, 4 ... over the problems of which every run has a reward, and how many."""
         counts = Counter(self.problems)
         rights: dict[int, list[float]] = {
             problem: [] for problem, count in counts.items() if count == num_runs
@@ -82,7 +84,7 @@ class Tally:
         for problem, reward in zip(self.problems, self.rewards, strict=True):
             if problem in rights:
                 rights[problem].append(float(reward >= self.success_reward))
-        figures: dict[str, Any] = {}
+        figures: dict[str, Any] = {"num_complete_problems": len(rights)}
         k = 1
         while k <= num_runs and rights:
             chances = [pass_at_k(int(sum(one)), num_runs, k) for one in rights.values()]
