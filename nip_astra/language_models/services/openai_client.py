@@ -7,20 +7,26 @@ requests. It repeats nothing by itself, and follows no redirections, which might
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError, MissingDependencyError
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    ConfigurationError,
+    MissingDependencyError,
+)
+from nip_astra.language_models.services.bounded_http import MIB, AnswerTooLargeError, bounded
 from nip_astra.language_models.services.chat import ChatFailure, FailureReason
 from nip_astra.trust import check_variable
 
 if TYPE_CHECKING:
     from openai import APIStatusError, AsyncOpenAI
 
-LONGEST_RETRY_AFTER = 300.0
-"""Seconds; a service that asks for more is tried again after these."""
+LARGEST_ANSWER = 64 * MIB
+"""Bytes of an answer that are read at most; those of chat models have a few kilobytes."""
 NO_KEY = "no-key"
 PASSING = frozenset({408, 409, 425, 429})
 """Statuses, beside 5xx, of which another attempt may know better."""
@@ -86,7 +92,7 @@ class OpenAIConnection:
             base_url=self.base_url,
             timeout=self._timeout,
             max_retries=0,
-            http_client=openai.DefaultAsyncHttpxClient(
+            http_client=bounded(openai.DefaultAsyncHttpxClient, LARGEST_ANSWER)(
                 follow_redirects=False,
                 timeout=self._timeout,
                 event_hooks=hooks,
@@ -122,6 +128,8 @@ class OpenAIConnection:
             return ChatFailure(FailureReason.TIMEOUT, f"no answer in {self._timeout:g} s")
         if isinstance(error, openai.APIConnectionError):
             cause = error.__cause__ or error
+            if isinstance(cause, AnswerTooLargeError):
+                return ChatFailure(FailureReason.MALFORMED, self.shown(str(cause)))
             shown = self.shown(f"{type(cause).__name__} {cause}")
             return ChatFailure(FailureReason.UNAVAILABLE, shown)
         if isinstance(error, openai.APIStatusError):
@@ -194,7 +202,7 @@ def _seconds(retry_after: str) -> float:
         seconds = float(retry_after)
     except ValueError:
         return 0.0
-    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER) if seconds == seconds else 0.0
+    return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
 
 
 def _import_openai() -> ModuleType:
