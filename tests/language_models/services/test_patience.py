@@ -319,6 +319,35 @@ def test_a_damaged_file_is_told_and_not_used(tmp_path: Path) -> None:
         AnswerMemory(tmp_path / "a.sqlite")
 
 
+@pytest.mark.parametrize("what", ["emptied", "removed", "damaged", "cut"])
+def test_a_ledger_that_was_lost_leaves_the_budget_as_it_was(tmp_path: Path, what: str) -> None:
+    path, budget = tmp_path / "ledger.sqlite", Budget(max_requests=40, max_tokens=10**6)
+    model = patient(Model(lambda _: "x"), ledger=RequestLedger(path), budget=budget)
+    ask(model, *[saying(str(number)) for number in range(39)])
+    model.ledger._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    model.ledger._database.close()
+    if what == "removed":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        wrong = {"emptied": b"", "damaged": b"no database" * 99, "cut": content[:-4096]}
+        path.write_bytes(wrong[what])
+    again = RequestLedger(path)
+    assert again.spent == (39, 39 * 15, 0.0)
+    last = patient(Model(lambda _: "x"), ledger=again, budget=budget)
+    ask(last, saying("one more"))
+    assert RequestLedger(path).spent.requests == 40
+    with pytest.raises(BudgetExhaustedError):
+        ask(last, saying("too much"))
+
+
+def test_what_was_spent_cannot_be_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"no database" * 99)
+    with pytest.raises(RunDirectoryError, match="ledger.sqlite"):
+        RequestLedger(path)
+
+
 # ---- counts and opening
 
 
