@@ -136,7 +136,8 @@ _BARS: list[ProgressBar] = []
 """The bars of this process that are open."""
 _WAITS: dict[object, str] = {}
 """What the run waits for at present, the earliest first."""
-os.register_at_fork(after_in_child=lambda: (_BARS.clear(), _WAITS.clear()))
+os.register_at_fork(after_in_child=_BARS.clear)
+os.register_at_fork(after_in_child=_WAITS.clear)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,7 @@ from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.fitness import refuse_half_built, refuse_idle_actors, refuse_unfinished
+from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import SIGNATURE, on_behalf_of, sign
 from nip_astra.utils.devices import resolve_device
@@ -197,7 +198,7 @@ def resume_experiment(
         settings = settings.model_copy(update={"team": team})
         if team.is_leader:
             with run_lock(directory.path):
-                if (directory.path / files.RESULTS).exists():
+                if directory.has_ended:
                     return _finish_ended(directory)
                 resolved = _resolved_again(directory, plugins, is_trusted)
                 _check_destinations(resolved, stored, settings_fields)
@@ -279,6 +280,8 @@ def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
 def _remove_leftovers(directory: RunDirectory) -> None:
     """Remove what a killed process left unfinished."""
     directory.remove_leftovers()
+    if not directory.has_ended:
+        (directory.path / files.RESULTS).unlink(missing_ok=True)
     CheckpointStore(directory.checkpoints_dir).remove_leftovers()
 
 
@@ -331,11 +334,29 @@ def _run(
             raise UnexpectedExitError(error.code) from error
         except Exception as error:
             logger.error("the run failed: %s", error)
+            if built and not is_done:
+                _write_failure(directory, built[-1], error)
             raise
         finally:
             close_all(services)
             tracker.finish(success=is_done)
     return ExperimentResult(directory, prepared.trainer.results)
+
+
+def _write_failure(directory: RunDirectory, trainer: Trainer, error: Exception) -> None:
+    """Say in `results.json` that the run failed and why; its checkpoints stay to go on from."""
+    if directory.has_ended:
+        return
+    failure = {
+        "status": files.FAILED,
+        "error": {"type": type(error).__name__, "message": str(error)},
+        "before": trainer.state.before,
+        "warnings": trainer.results.get("warnings", []),
+        **services_used(trainer.services()),
+    }
+    # The error that ends the run is more important than one of the disk.
+    with suppress(NipAstraError):
+        directory.write_json(files.RESULTS, failure)
 
 
 def _how_to_go_on(directory: RunDirectory) -> str:

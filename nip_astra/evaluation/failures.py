@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nip_astra.evaluation.measured import Replies
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
@@ -54,6 +55,8 @@ class FailureReport:
         Episodes played, those without verdict included.
     outcomes : dict
         Turns by outcome: failure, none, undetermined, error.
+    replies : dict
+        Replies of the target, those that are empty and refusals; see `Replies`.
     first_query : dict
         Target queries until each planted failure was first met; None for those not met.
     most_common_probe : str or None
@@ -74,6 +77,7 @@ class FailureReport:
     num_episodes: int
     target_queries: int
     outcomes: dict[str, int] = field(default_factory=dict)
+    replies: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_collapsed(self) -> bool:
@@ -109,6 +113,7 @@ class FailureTally:
     _successes: Counter[str] = field(default_factory=Counter)
     _sums: Counter[str] = field(default_factory=Counter)
     _outcomes: Counter[str] = field(default_factory=Counter)
+    _replies: Replies = field(default_factory=Replies)
 
     def __post_init__(self) -> None:
         self.discovery = Discovery(self.planted, self.failure_threshold)
@@ -142,6 +147,7 @@ class FailureTally:
         )
         self._sums["tokens"] += int(nodes["probe_mask"].sum())
         self.discovery.update(tree)
+        self._replies += Replies.of(tree.replies())
 
     def report(self) -> FailureReport:
         """The figures of everything added so far."""
@@ -164,6 +170,7 @@ class FailureTally:
             num_episodes=len(self._has_failed),
             target_queries=int(self._sums["nodes"]),
             outcomes={str(outcome): self._outcomes[str(outcome)] for outcome in Outcome},
+            replies=self._replies._asdict(),
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nip_astra.evaluation.measured import Replies
 from nip_astra.report.charts import Whisker, whisker
 from nip_astra.report.provenance import times
 from nip_astra.report.records import RunRecord, items, mapping, number
@@ -62,7 +63,8 @@ def verdict(run: RunRecord) -> list[str]:
     sentence = f"After training, the target fails in {_rate(after)} of {among}"
     if number(before.get("failure_rate")) is not None:
         sentence += f"; before, it was {_rate(before)}"
-    return [f"{sentence}.", *_fluency(before, after), *_discovery(run, after)]
+    silent = [f"{told}." for told in Replies.read(mapping(after.get("replies"))).warnings()]
+    return [f"{sentence}.", *silent, *_fluency(before, after), *_discovery(run, after)]
 
 
 def tiles(run: RunRecord) -> list[Tile]:
@@ -106,6 +108,7 @@ def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
     writers: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("conversations with a failure", rate_text),
         ("held-out problems answered right", accuracy_text),
+        ("replies: empty / refused", replies_text),
         ("mean score of a response", lambda one: decimal(one.get("mean_score"))),
         ("mean reward of a turn", lambda one: decimal(one.get("mean_reward"))),
         ("probe NLL, nats per token", lambda one: decimal(one.get("probe_nll"))),
@@ -198,6 +201,11 @@ def rate_whisker(report: Mapping[str, Any], color: int) -> Whisker | None:
     ends = [number(end) for end in items(report.get("failure_rate_interval"))]
     low, high = ends if len(ends) == 2 else (None, None)
     return whisker(number(report.get("failure_rate")), low, high, limit=1.0, color=color)
+
+
+def replies_text(report: Mapping[str, Any]) -> str:
+    """How many replies of the target are empty or refusals."""
+    return str(Replies.read(mapping(report.get("replies")))) or NOTHING
 
 
 def plants_text(report: Mapping[str, Any]) -> str:

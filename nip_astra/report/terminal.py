@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.distributed.placement import PLACEMENT, Plan
+from nip_astra.evaluation.measured import Replies
 from nip_astra.evaluation.tables import services_table
 from nip_astra.report import protocol_runs
 from nip_astra.report.records import RunRecord
@@ -159,6 +160,9 @@ def _comparison(
     columns = [before, after, random] if random else [before, after]
     rows = {
         "episodes with a failure": [_rate(report) for report in columns],
+        "replies: empty / refused": [
+            str(Replies.read(report.get("replies"))) or NOTHING for report in columns
+        ],
         "right answers": [_rate(report, "accuracy") for report in columns],
         "mean reward": [_number(report.get("mean_reward")) for report in columns]
         if "accuracy" in after

@@ -9,6 +9,7 @@ Shape suffixes: `N` node, `B` sample, `T` token.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from torch import Tensor
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import ConfigurationError
+from nip_astra.evaluation.measured import Known, Replies, known_turns
 from nip_astra.language_models.base import (
     LanguageModel,
     TokenCount,
@@ -301,6 +303,7 @@ class AstTrainer(LanguageModelTrainer):
             found.update(tree)
         for text in (
             *warnings_about(report, self.state.num_optimizer_steps),
+            *Replies.read(report.replies).warnings(),
             *warnings_about_services(self.scenario_instance.services),
         ):
             self._warn(text)
@@ -311,6 +314,17 @@ class AstTrainer(LanguageModelTrainer):
             "target_queries": found.num_queries,
             "first_query": dict(found.first_query),
         }
+
+    def known_of(self, figures: Mapping[str, Any]) -> Known | None:
+        """Turns with a verdict."""
+        if "outcomes" in figures:
+            return known_turns(figures["outcomes"])
+        unknown = {
+            "undetermined": int(figures["num_undetermined"]),
+            "error": int(figures["num_scorer_errors"]),
+        }
+        is_nothing = math.isnan(figures["mean_score"])
+        return known_turns(unknown) if is_nothing else None
 
     def _measure_after(self) -> None:
         super()._measure_after()

@@ -144,6 +144,11 @@ class ChatAnswer:
     refusal: str | None = None
     token_logprobs: tuple[float, ...] | None = None
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the service marks it as a refusal, or withholds it for its content."""
+        return self.refusal is not None or self.finish_reason is FinishReason.CONTENT_FILTER
+
 
 @dataclass(frozen=True)
 class ChatFailure:

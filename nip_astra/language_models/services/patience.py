@@ -24,7 +24,6 @@ from nip_astra.language_models.services.chat import (
     ChatRequest,
     ChatUsage,
     FailureReason,
-    FinishReason,
 )
 from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
 from nip_astra.language_models.services.memory import AnswerMemory, key_of
@@ -280,10 +279,8 @@ class PatientChatModel(ChatModel):
     def _record(self, outcome: ChatOutcome, seconds: float) -> RequestRecord:
         failures = [one for one in outcome.samples if isinstance(one, ChatFailure)]
         answers = [one for one in outcome.samples if isinstance(one, ChatAnswer)]
-        refused = sum(
-            one.refusal is not None or one.finish_reason is FinishReason.CONTENT_FILTER
-            for one in answers
-        ) + sum(failure.reason is FailureReason.REFUSED for failure in failures)
+        refused = sum(one.is_refused for one in answers)
+        refused += sum(failure.reason is FailureReason.REFUSED for failure in failures)
         return RequestRecord(
             label=self.account,
             model=self.name,

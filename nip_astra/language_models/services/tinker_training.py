@@ -339,10 +339,13 @@ def _fault_of(url: str) -> str | None:
     import httpx
 
     async def look() -> int:
-        async with asyncio.timeout(SECONDS_OF_A_LOOK), httpx.AsyncClient() as client:
-            # Whatever it says, without its body.
-            async with client.stream("GET", f"{url.rstrip('/')}/api/v1/healthz") as answer:
-                return answer.status_code
+        # Whatever it says, without its body.
+        async with (
+            asyncio.timeout(SECONDS_OF_A_LOOK),
+            httpx.AsyncClient() as client,
+            client.stream("GET", f"{url.rstrip('/')}/api/v1/healthz") as answer,
+        ):
+            return answer.status_code
 
     try:
         status = wait_for(look())

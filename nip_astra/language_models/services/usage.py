@@ -123,6 +123,14 @@ class Spent(NamedTuple):
             self.cost + sign * other.cost,
         )
 
+    def at_least(self, other: Spent) -> Spent:
+        """The larger of each."""
+        return Spent(
+            max(self.requests, other.requests),
+            max(self.tokens, other.tokens),
+            max(self.cost, other.cost),
+        )
+
 
 _LEDGERS: weakref.WeakValueDictionary[Path, RequestLedger] = weakref.WeakValueDictionary()
 _COLUMNS = tuple(RequestRecord.__dataclass_fields__)
@@ -146,7 +154,7 @@ class RequestLedger:
         self._database = self._open()
         with self._transaction():
             kept, found = self._total.read(), self._read_spent()
-            self._spent = Spent(*map(max, kept, found))
+            self._spent = kept.at_least(found)
             if self._spent != kept:
                 self._total.write(self._spent)
         if self._spent.requests > found.requests:

@@ -344,7 +344,7 @@ def test_a_ledger_that_was_lost_leaves_the_budget_as_it_was(tmp_path: Path, what
 def test_what_was_spent_cannot_be_unknown(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"no database" * 99)
-    with pytest.raises(RunDirectoryError, match="ledger.sqlite"):
+    with pytest.raises(RunDirectoryError, match=r"ledger\.sqlite"):
         RequestLedger(path)
 
 
