@@ -283,7 +283,8 @@ def _play(
 
     def on_part(num_episodes: int) -> None:
         progress.step(num_episodes)
-        refuse_unanswered(services)
+        if num_episodes:
+            refuse_unanswered(services)
 
     player.on_part = on_part
     try:
