@@ -132,6 +132,8 @@ class ProgressBar:
         self._display.close()
 
 
+SECONDS_UNSHOWN = 1.0
+"""A shorter wait is not shown."""
 _BARS: list[ProgressBar] = []
 """The bars of this process that are open."""
 _WAITS: dict[object, str] = {}
@@ -141,15 +143,15 @@ os.register_at_fork(after_in_child=_WAITS.clear)
 
 
 @contextmanager
-def waiting_for(what: str, *, after: float = 1.0) -> Iterator[None]:
+def waiting_for(what: str, *, after: float | None = None) -> Iterator[None]:
     """Show on the open progress bars what the run waits for within the block.
 
     Parameters
     ----------
-    after : float
-        Seconds; a shorter wait is not shown.
+    after : float, optional
+        Seconds, by default `SECONDS_UNSHOWN`; a shorter wait is not shown.
     """
-    key = object()
+    key, after = object(), SECONDS_UNSHOWN if after is None else after
 
     def begin() -> None:
         _WAITS[key] = what

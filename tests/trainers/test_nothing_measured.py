@@ -1,4 +1,4 @@
-"""Runs and evaluations that measured nothing end with an error, and go on when the cause is gone."""
+"""Runs and evaluations that measured nothing end with an error and can be resumed."""
 
 from __future__ import annotations
 

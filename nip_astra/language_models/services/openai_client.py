@@ -124,12 +124,14 @@ class OpenAIConnection:
             When the account has no money left.
         """
         openai = _import_openai()
+        for one in (error, error.__cause__):
+            # Versions of the package differ in what they wrap.
+            if isinstance(one, AnswerTooLargeError):
+                return ChatFailure(FailureReason.MALFORMED, self.shown(str(one)))
         if isinstance(error, openai.APITimeoutError):
             return ChatFailure(FailureReason.TIMEOUT, f"no answer in {self._timeout:g} s")
         if isinstance(error, openai.APIConnectionError):
             cause = error.__cause__ or error
-            if isinstance(cause, AnswerTooLargeError):
-                return ChatFailure(FailureReason.MALFORMED, self.shown(str(cause)))
             shown = self.shown(f"{type(cause).__name__} {cause}")
             return ChatFailure(FailureReason.UNAVAILABLE, shown)
         if isinstance(error, openai.APIStatusError):

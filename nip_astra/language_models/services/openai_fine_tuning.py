@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from pydantic import Field
 
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError, ServiceError
+from nip_astra.language_models.services.bounded_http import AnswerTooLargeError
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,
@@ -154,8 +155,14 @@ class OpenAIFineTuning(FineTuningService):
                     return await once()
             except TimeoutError:
                 told, asked = f"no answer in {limits.attempt_timeout:g} s", 0.0
+            except AnswerTooLargeError as error:
+                raise self._refused(what, str(error)) from error
             except (ConfigurationError, BudgetExhaustedError, ServiceError):
                 raise
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                # The package does not check what it reads.
+                said = self._connection.shown(str(error))
+                told, asked = f"its answer is not of the protocol ({said})", 0.0
             except Exception as error:
                 if getattr(error, "status_code", None) == 404:
                     said = self._connection.shown(str(error))

@@ -42,7 +42,7 @@ from nip_astra.utils.devices import resolve_device
 
 T = TypeVar("T")
 
-SECONDS_UNSHOWN = 10.0
+SECONDS_OF_AN_ANSWER = 10.0
 """An attempt that takes longer is shown on the progress bar."""
 ANSWER_TOKENS = 1024
 """Tokens set aside for an answer whose length is left to the service."""
@@ -256,10 +256,10 @@ class PatientChatModel(ChatModel):
 
     async def _ask_in_time(self, request: ChatRequest, seconds_left: float) -> ChatOutcome:
         limit = min(self.limits.attempt_timeout, seconds_left)
-        what = f"{self.label}: no answer for {SECONDS_UNSHOWN:.0f} s, at most {limit:.0f} s"
+        what = f"{self.label}: no answer for {SECONDS_OF_AN_ANSWER:.0f} s, at most {limit:.0f} s"
         try:
             async with asyncio.timeout(limit):
-                with waiting_for(what, after=SECONDS_UNSHOWN):
+                with waiting_for(what, after=SECONDS_OF_AN_ANSWER):
                     return await self.model.answer(request)
         except TimeoutError:
             failure = ChatFailure(FailureReason.TIMEOUT, f"no answer in {limit:g} s")

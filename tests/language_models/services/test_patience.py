@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nip_astra import progress
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.asking import ask_all
@@ -139,6 +140,45 @@ def test_what_the_service_asks_to_wait_is_waited_for_by_all() -> None:
     assert [texts(outcome) for outcome in outcomes] == [["there"], ["there"]]
     assert times[0] == 0.0
     assert min(times[1:]) >= 30.0
+
+
+def test_a_longer_pause_than_allowed_fails_the_request_at_once() -> None:
+    clock = Clock()
+    inner = Model([failing(FailureReason.RATE_LIMITED, 100_000.0), "there"])
+    model = patient(inner, clock, limits={"max_retry_after": 60.0})
+    first, second = (ask(model, saying(text))[0] for text in ("a", "b"))
+    assert failure(first).reason is FailureReason.RATE_LIMITED
+    assert (texts(second), clock.now) == (["there"], 0.0)
+    assert model.last_failure == "so it is"
+
+
+def test_all_attempts_of_a_request_and_their_pauses_have_one_limit() -> None:
+    clock = Clock()
+    inner = Model([failing(FailureReason.UNAVAILABLE)] * 9)
+    model = patient(inner, clock, limits={"num_retries": 8, "request_timeout": 8.0})
+    failure(ask(model, saying("hi"))[0])
+    assert (clock.pauses, len(inner.requests)) == ([1.0, 2.0, 4.0], 4)
+
+
+def test_the_bar_says_what_a_pause_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    bar = progress.open_progress(1, enabled=False)
+    monkeypatch.setattr(bar, "show_wait", shown.append)
+
+    async def pause(seconds: float) -> None:
+        clock.now += seconds
+        await asyncio.sleep(1.1)
+
+    clock = Clock()
+    clock.pause = pause  # type: ignore[method-assign]
+    model = patient(
+        Model([failing(FailureReason.RATE_LIMITED, 30.0), "there"]), clock, label="judge"
+    )
+    assert texts(ask(model, saying("hi"))[0]) == ["there"]
+    bar.close()
+    told, end = shown
+    assert all(part in told for part in ("judge", "rate_limited", "30 s"))
+    assert end == ""
 
 
 def test_after_the_last_attempt_the_failure_is_data_that_tells_their_number() -> None:
