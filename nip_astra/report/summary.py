@@ -18,6 +18,7 @@ from nip_astra.report.wording import (
     interval,
     percent,
 )
+from nip_astra.tracking.run_directory import FAILED
 
 COLUMNS = (("before", "before"), ("after", "after"), ("random_search", "random search"))
 """Parts of results.json that are compared, with their headings."""
@@ -57,6 +58,7 @@ def verdict(run: RunRecord) -> list[str]:
     if number(after.get("failure_rate")) is None:
         done = len(run.metrics)
         end = "has results without a failure rate" if run.results else "has not ended"
+        end = "failed" if run.results.get("status") == FAILED else end
         return [f"This run {end}; {count(done)} iterations are recorded."]
     num_episodes = number(after.get("num_episodes"))
     among = f"{count(num_episodes)} held-out conversations" if num_episodes else "conversations"
