@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from urllib.parse import SplitResult, urlsplit
 
-from nip_astra.errors import ServiceError
+from nip_astra.errors import ConfigurationError, ServiceError
 
 if TYPE_CHECKING:
     import httpx
@@ -17,6 +18,27 @@ the bound holds; several on top of each other, or others, may grow without limit
 
 class AnswerTooLargeError(ServiceError):
     """An answer is larger than its bound, or compressed so that no bound would hold."""
+
+
+def check_address(address: str, what: str) -> SplitResult:
+    """The parts of an HTTP address.
+
+    Raises
+    ------
+    ConfigurationError
+        When it is none.
+    """
+    try:
+        parts = urlsplit(address)
+        is_right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_right = False
+    if not is_right or not address.isascii() or not address.isprintable() or " " in address:
+        raise ConfigurationError(
+            f"the address {address!r} of {what} is no HTTP address. Give one such as "
+            "http://127.0.0.1:8000."
+        )
+    return parts
 
 
 def bounded(base: type[httpx.AsyncClient], max_bytes: int) -> type[httpx.AsyncClient]:

@@ -11,14 +11,18 @@ import math
 import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import urlsplit
 
 from nip_astra.errors import (
     BudgetExhaustedError,
     ConfigurationError,
     MissingDependencyError,
 )
-from nip_astra.language_models.services.bounded_http import MIB, AnswerTooLargeError, bounded
+from nip_astra.language_models.services.bounded_http import (
+    MIB,
+    AnswerTooLargeError,
+    bounded,
+    check_address,
+)
 from nip_astra.language_models.services.chat import ChatFailure, FailureReason
 from nip_astra.trust import check_variable
 
@@ -60,7 +64,7 @@ class OpenAIConnection:
         what: str = "the chat model",
         uses_proxies: bool = True,
     ) -> None:
-        parts = urlsplit(base_url)
+        parts = check_address(base_url, what)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ConfigurationError(
                 f"{what}'s base_url was to be the address of a service, but it holds a user, a "

@@ -37,6 +37,7 @@ from nip_astra.errors import (
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
 from nip_astra.language_models.services.adapter_shapes import tinker_shape
 from nip_astra.language_models.services.asking import wait_for
+from nip_astra.language_models.services.bounded_http import check_address
 from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
 from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
 from nip_astra.progress import waiting_for
@@ -293,6 +294,8 @@ class TinkerTrainingService(TrainingService):
         The SDK itself would try an address that refuses for minutes.
         """
         url = self.options.base_url or os.environ.get(ADDRESS_VARIABLE)
+        if url:
+            check_address(url, "the training service")
         deadline = time.monotonic() + self.options.patience_seconds
         with waiting_for(f"the training service {url}, which does not answer"):
             while url and (fault := _fault_of(url)) is not None:

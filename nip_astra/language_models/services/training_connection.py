@@ -21,7 +21,12 @@ from nip_astra.errors import (
     ServiceUnreachableError,
 )
 from nip_astra.language_models.services.asking import wait_for
-from nip_astra.language_models.services.bounded_http import MIB, AnswerTooLargeError, bounded
+from nip_astra.language_models.services.bounded_http import (
+    MIB,
+    AnswerTooLargeError,
+    bounded,
+    check_address,
+)
 from nip_astra.language_models.services.training_wire import DONE_HEADER, KEY_HEADER, MESSAGE
 from nip_astra.progress import waiting_for
 
@@ -105,6 +110,7 @@ class TrainingConnection:
                 "a training service was to be used, and it needs the package httpx. Install it "
                 "with: pip install 'nip_astra[http]'."
             ) from error
+        check_address(base_url, "the training service")
         self._httpx = httpx
         self.base_url = base_url.rstrip("/")
         self.patience_seconds = patience_seconds

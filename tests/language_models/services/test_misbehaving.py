@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("openai")
 
-from nip_astra.errors import NipAstraError, ServiceError
+from nip_astra.errors import ConfigurationError, NipAstraError, ServiceError
 from nip_astra.language_models.services import openai_client
 from nip_astra.language_models.services.bounded_http import MIB
 from nip_astra.language_models.services.chat import ChatAnswer, ChatFailure
@@ -143,6 +143,15 @@ def test_training_and_jobs_end_in_time_with_a_typed_error(
         found = in_time(lambda: outcome_of(server.address))
     allowed = KINDS | {"ConfigurationError", "BudgetExhaustedError", "an object"}
     assert found in allowed, found
+
+
+@pytest.mark.parametrize(
+    "address", ["http://[", "http://a\x00b", "http://", "ftp://a.test", "http://a.test:99999"]
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    for outcome_of in (outcome_of_a_chat, outcome_of_training, outcome_of_a_job):
+        with pytest.raises(ConfigurationError):
+            outcome_of(address)
 
 
 @pytest.mark.parametrize("name", ["endless body", "body: a list", "gzip in gzip"])
