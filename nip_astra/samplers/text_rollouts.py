@@ -278,9 +278,10 @@ class TextRolloutSampler:
         )
         for sample in outcome.samples:
             if isinstance(sample, ChatFailure) and sample.reason in _OF_THE_SERVICE:
+                place = f" at {speaker.model.place}" if speaker.model.place else ""
                 raise ServiceError(
-                    f"the model {speaker.model.name!r} was asked for {request_id}, but there is no "
-                    f"answer: {sample.reason}, {sample.message}. Resume the run when the service "
+                    f"the model {speaker.model.name!r}{place} gave no answer to {request_id}: "
+                    f"{sample.reason}, {sample.message}. Resume the run when the service "
                     "answers; nothing that was answered is asked again."
                 )
         # A process that was killed may have been paid for an answer before it was in the journal.

@@ -24,6 +24,7 @@ from nip_astra.language_models.services.chat import (
     FailureReason,
 )
 from nip_astra.language_models.services.registry import CHAT_MODELS, register_chat_model
+from nip_astra.report.records import read_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scenario_base.tasks.arithmetic import ArithmeticEnvironment, ArithmeticTask
@@ -183,6 +184,7 @@ def test_a_run_that_measured_nothing_fails_and_goes_on_when_the_cause_is_gone(
     assert results["status"] == "failed"
     assert results["error"] == {"type": "NothingMeasuredError", "message": told}
     assert read_results(tmp_path / "run").status == "failed"
+    assert told in " ".join(read_run(tmp_path / "run").notes)
     mood.react = lambda number: None
     found = resume_experiment(tmp_path / "run", progress=False)
     assert found.results["after"]

@@ -87,7 +87,7 @@ async def _read(answer: httpx.Response, max_bytes: int) -> bytes:
             f"the answer is compressed as {encoding[:40]!r}; supported: {', '.join(ENCODINGS)}"
         )
     announced = answer.headers.get("content-length", "0")
-    size = int(announced) if announced.isascii() and announced.isdigit() else 0
+    size = int(announced[:18]) if announced.isascii() and announced.isdigit() else 0
     pieces: list[bytes] = []
     if size <= max_bytes:
         size = 0

@@ -148,13 +148,14 @@ class OpenAIFineTuning(FineTuningService):
 
     async def _patiently(self, once: Callable[[], Awaitable[T]], what: str) -> T:
         limits, started, attempt = self.parameters.limits, time.monotonic(), 0
+        cause: Exception
         while True:
             attempt += 1
             try:
                 async with asyncio.timeout(limits.attempt_timeout):
                     return await once()
-            except TimeoutError:
-                told, asked = f"no answer in {limits.attempt_timeout:g} s", 0.0
+            except TimeoutError as error:
+                cause, asked, told = error, 0.0, f"no answer in {limits.attempt_timeout:g} s"
             except AnswerTooLargeError as error:
                 raise self._refused(what, str(error)) from error
             except (ConfigurationError, BudgetExhaustedError, ServiceError):
@@ -162,20 +163,20 @@ class OpenAIFineTuning(FineTuningService):
             except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
                 # The package does not check what it reads.
                 said = self._connection.shown(str(error))
-                told, asked = f"its answer is not of the protocol ({said})", 0.0
+                cause, asked, told = error, 0.0, f"its answer is not of the protocol ({said})"
             except Exception as error:
                 if getattr(error, "status_code", None) == 404:
                     said = self._connection.shown(str(error))
                     raise self._refused(what, said) from error
                 # The package's errors; any other one is raised again in there.
                 failure = self._connection.failure_of(error)
-                told, asked = failure.message, failure.retry_after
+                cause, asked, told = error, failure.retry_after, failure.message
                 if not failure.reason.may_pass:
                     raise self._refused(what, told) from error
             spent = time.monotonic() - started
             pause = limits.pause_before(attempt, retry_after=asked, spent=spent)
             if pause is None:
-                raise self._refused(what, f"{told} ({attempt} attempts)")
+                raise self._refused(what, f"{told} ({attempt} attempts)") from cause
             with waiting_for(f"the fine-tuning service: {told}; next attempt in {pause:.0f} s"):
                 await self._pause(pause)
 

@@ -185,8 +185,8 @@ class TrainingConnection:
     ) -> httpx.Response:
         """Send a request, and while the service is at work on it ask how far it is."""
         end = time.monotonic() + self.operation_timeout
-        answer = await self._patiently("POST", path, key, sent, end)
-        with waiting_for(f"the training service {self.base_url}, which is at work", after=10.0):
+        with waiting_for(f"the training service {self.base_url}", after=10.0):
+            answer = await self._patiently("POST", path, key, sent, end)
             while answer.status_code == 202:
                 if time.monotonic() > end:
                     raise ServiceUnreachableError(
