@@ -17,6 +17,7 @@ from nip_astra.errors import (
     NipAstraError,
     RunDirectoryError,
     StopRequested,
+    TrackingError,
     UnexpectedExitError,
 )
 from nip_astra.evaluation.run_results import RunResults, read_results
@@ -280,8 +281,6 @@ def _checkpoint_to_go_on_from(directory: RunDirectory) -> Path | None:
 def _remove_leftovers(directory: RunDirectory) -> None:
     """Remove what a killed process left unfinished."""
     directory.remove_leftovers()
-    if not directory.has_ended:
-        (directory.path / files.RESULTS).unlink(missing_ok=True)
     CheckpointStore(directory.checkpoints_dir).remove_leftovers()
 
 
@@ -334,8 +333,6 @@ def _run(
             raise UnexpectedExitError(error.code) from error
         except Exception as error:
             logger.error("the run failed: %s", error)
-            if built and not is_done:
-                _write_failure(directory, built[-1], error)
             raise
         finally:
             close_all(services)
@@ -378,11 +375,21 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         logger.info("resuming from %s", checkpoint.name)
         warn_of_changed_plugins(directory)
         trainer.go_on_from(checkpoint)
+    if not directory.has_ended:
+        # Why it failed before.
+        (directory.path / files.RESULTS).unlink(missing_ok=True)
     base_run = trainer.hyper_params.base_run
-    if base_run.base_run_type == RERUN_TESTS:
-        trainer.rerun_tests(fetch_base_run(base_run, directory.path / "base_run"))
-    else:
-        trainer.train()
+    try:
+        if base_run.base_run_type == RERUN_TESTS:
+            trainer.rerun_tests(fetch_base_run(base_run, directory.path / "base_run"))
+        else:
+            trainer.train()
+    except (StopRequested, LostProcessError, CheckpointError, TrackingError):
+        # The run stands as its last checkpoint has it.
+        raise
+    except Exception as error:
+        _write_failure(directory, trainer, error)
+        raise
     if not (directory.path / files.RESULTS).exists():
         directory.write_json(files.RESULTS, trainer.results)
 

@@ -316,15 +316,14 @@ class AstTrainer(LanguageModelTrainer):
         }
 
     def known_of(self, figures: Mapping[str, Any]) -> Known | None:
-        """Turns with a verdict."""
-        if "outcomes" in figures:
-            return known_turns(figures["outcomes"])
-        unknown = {
-            "undetermined": int(figures["num_undetermined"]),
-            "error": int(figures["num_scorer_errors"]),
+        """Turns with a verdict; none are needed where a reward is known without them."""
+        if not (math.isnan(figures["mean_score"]) and math.isnan(figures["mean_reward"])):
+            return None
+        counts = {"undetermined": "num_undetermined", "error": "num_scorer_errors"}
+        outcomes = figures.get("outcomes") or {
+            name: int(figures[metric]) for name, metric in counts.items()
         }
-        is_nothing = math.isnan(figures["mean_score"])
-        return known_turns(unknown) if is_nothing else None
+        return known_turns(outcomes)
 
     def _measure_after(self) -> None:
         super()._measure_after()
