@@ -261,6 +261,10 @@ class BudgetExhaustedError(NipAstraError, RuntimeError):
     """What may be spent on services is spent; the work so far is kept."""
 
 
+class NothingMeasuredError(NipAstraError, RuntimeError):
+    """A run or an evaluation has no result: no reply, no verdict or no reward."""
+
+
 class TrackingError(NipAstraError, RuntimeError):
     """An experiment tracker cannot be used as asked."""
 

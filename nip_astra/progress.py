@@ -12,10 +12,14 @@ A loop of a trainer is decorated with `attach_progress_bar`; it is given an `Ite
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -117,9 +121,62 @@ class ProgressBar:
         known = {name: value for name, value in values.items() if value == value}
         self._display.postfix({safe_line(name): _short(value) for name, value in known.items()})
 
+    def show_wait(self, what: str) -> None:
+        """Show what the run waits for; nothing if `what` is empty."""
+        self._display.show_wait(safe_line(what))
+
     def close(self) -> None:
         """Leave the terminal in order."""
+        if self in _BARS:
+            _BARS.remove(self)
         self._display.close()
+
+
+SECONDS_UNSHOWN = 1.0
+"""A shorter wait is not shown."""
+_BARS: list[ProgressBar] = []
+"""The bars of this process that are open."""
+_WAITS: dict[object, str] = {}
+"""What the run waits for at present, the earliest first."""
+os.register_at_fork(after_in_child=_BARS.clear)
+os.register_at_fork(after_in_child=_WAITS.clear)
+
+
+@contextmanager
+def waiting_for(what: str, *, after: float | None = None) -> Iterator[None]:
+    """Show on the open progress bars what the run waits for within the block.
+
+    Parameters
+    ----------
+    after : float, optional
+        Seconds, by default `SECONDS_UNSHOWN`; a shorter wait is not shown.
+    """
+    key, after = object(), SECONDS_UNSHOWN if after is None else after
+
+    def begin() -> None:
+        _WAITS[key] = what
+        _show_waits()
+
+    timer: asyncio.TimerHandle | threading.Timer
+    try:
+        timer = asyncio.get_running_loop().call_later(after, begin)
+    except RuntimeError:
+        timer = threading.Timer(after, begin)
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        if _WAITS.pop(key, None) is not None:
+            _show_waits()
+
+
+def _show_waits() -> None:
+    waits = list(_WAITS.values())
+    others = f" (and {len(waits) - 1} more)" if len(waits) > 1 else ""
+    for bar in list(_BARS):
+        bar.show_wait(f"{waits[0]}{others}" if waits else "")
 
 
 def open_progress(
@@ -150,7 +207,9 @@ def open_progress(
         display = LineDisplay(total, sys.stderr)
     else:
         display = TqdmDisplay(total, tqdm_func or tqdm)
-    return ProgressBar(total, display if path is None else FileDisplay(total, Path(path), display))
+    bar = ProgressBar(total, display if path is None else FileDisplay(total, Path(path), display))
+    _BARS.append(bar)
+    return bar
 
 
 class IterationContext:

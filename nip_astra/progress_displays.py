@@ -15,6 +15,9 @@ from tqdm import tqdm
 SECONDS_BETWEEN_WRITES = 0.5
 """How often a file of a run's progress is written at most."""
 
+SECONDS_BETWEEN_WAITS = 60.0
+"""How often a display of whole lines says what the run waits for at most."""
+
 NUM_PLAIN_LINES = 10
 """How many lines a whole run prints at most where standard error is no terminal."""
 
@@ -34,6 +37,9 @@ class ProgressDisplay(Protocol):
     def postfix(self, values: Mapping[str, str]) -> None:
         """Show the latest values."""
 
+    def show_wait(self, what: str) -> None:
+        """Show what the run waits for; nothing if `what` is empty."""
+
     def close(self) -> None:
         """Leave the terminal in order."""
 
@@ -43,6 +49,7 @@ class TqdmDisplay:
 
     def __init__(self, total: int, make_bar: Callable[..., Any]) -> None:
         self._bar = make_bar(total=total, dynamic_ncols=True, unit="it", file=sys.stderr)
+        self._values: dict[str, str] = {}
 
     def update(self, num_iterations: int, *, is_resumed: bool) -> None:
         if is_resumed and hasattr(self._bar, "initial"):
@@ -58,7 +65,11 @@ class TqdmDisplay:
         self._bar.set_description(f"{description} {position}, in all" if position else description)
 
     def postfix(self, values: Mapping[str, str]) -> None:
+        self._values = dict(values)
         self._bar.set_postfix(values, refresh=False)
+
+    def show_wait(self, what: str) -> None:
+        self._bar.set_postfix({"waiting for": what} if what else self._values, refresh=True)
 
     def close(self) -> None:
         self._bar.close()
@@ -76,6 +87,7 @@ class LineDisplay:
         self._description = self._position = ""
         self._postfix = ""
         self._started = time.monotonic()
+        self._wait_shown = -math.inf
 
     def update(self, num_iterations: int, *, is_resumed: bool) -> None:
         self._num_done += num_iterations
@@ -94,6 +106,12 @@ class LineDisplay:
 
     def postfix(self, values: Mapping[str, str]) -> None:
         self._postfix = ", ".join(f"{name}={value}" for name, value in values.items())
+
+    def show_wait(self, what: str) -> None:
+        now = time.monotonic()
+        if what and now - self._wait_shown > SECONDS_BETWEEN_WAITS:
+            self._wait_shown = now
+            print(f"waiting for {what}", file=self._stream, flush=True)
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -125,6 +143,9 @@ class SilentDisplay:
     def postfix(self, values: Mapping[str, str]) -> None:
         """Show nothing."""
 
+    def show_wait(self, what: str) -> None:
+        """Show nothing."""
+
     def close(self) -> None:
         """There is nothing to close."""
 
@@ -152,6 +173,9 @@ class FileDisplay:
 
     def postfix(self, values: Mapping[str, str]) -> None:
         self._display.postfix(values)
+
+    def show_wait(self, what: str) -> None:
+        self._display.show_wait(what)
 
     def close(self) -> None:
         self._written = -math.inf

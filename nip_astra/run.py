@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from nip_astra.errors import (
     NipAstraError,
     RunDirectoryError,
     StopRequested,
+    TrackingError,
     UnexpectedExitError,
 )
 from nip_astra.evaluation.run_results import RunResults, read_results
@@ -38,6 +39,7 @@ from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.fitness import refuse_half_built, refuse_idle_actors, refuse_unfinished
+from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import (
     SETTINGS_SIGNATURE,
@@ -211,7 +213,7 @@ def resume_experiment(
         settings = settings.model_copy(update={"team": team})
         if team.is_leader:
             with run_lock(directory.path):
-                if (directory.path / files.RESULTS).exists():
+                if directory.has_ended:
                     return _finish_ended(directory)
                 resolved = _resolved_again(directory, plugins, is_trusted)
                 checkpoint = _checkpoint_to_go_on_from(directory)
@@ -350,6 +352,22 @@ def _run(
     return ExperimentResult(directory, prepared.trainer.results)
 
 
+def _write_failure(directory: RunDirectory, trainer: Trainer, error: Exception) -> None:
+    """Say in `results.json` that the run failed and why; its checkpoints stay to go on from."""
+    if directory.has_ended:
+        return
+    failure = {
+        "status": files.FAILED,
+        "error": {"type": type(error).__name__, "message": str(error)},
+        "before": trainer.state.before,
+        "warnings": trainer.results.get("warnings", []),
+        **services_used(trainer.services()),
+    }
+    # The error that ends the run is more important than one of the disk.
+    with suppress(NipAstraError):
+        directory.write_json(files.RESULTS, failure)
+
+
 def _how_to_go_on(directory: RunDirectory) -> str:
     latest = CheckpointStore(directory.checkpoints_dir).latest()
     if latest is None:
@@ -369,11 +387,21 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
         logger.info("resuming from %s", checkpoint.name)
         warn_of_changed_plugins(directory)
         trainer.go_on_from(checkpoint)
+    if not directory.has_ended:
+        # Why it failed before.
+        (directory.path / files.RESULTS).unlink(missing_ok=True)
     base_run = trainer.hyper_params.base_run
-    if base_run.base_run_type == RERUN_TESTS:
-        trainer.rerun_tests(fetch_base_run(base_run, directory.path / "base_run"))
-    else:
-        trainer.train()
+    try:
+        if base_run.base_run_type == RERUN_TESTS:
+            trainer.rerun_tests(fetch_base_run(base_run, directory.path / "base_run"))
+        else:
+            trainer.train()
+    except (StopRequested, LostProcessError, CheckpointError, TrackingError):
+        # The run stands as its last checkpoint has it.
+        raise
+    except Exception as error:
+        _write_failure(directory, trainer, error)
+        raise
     if not (directory.path / files.RESULTS).exists():
         directory.write_json(files.RESULTS, trainer.results)
 

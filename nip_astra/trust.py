@@ -37,6 +37,7 @@ _OWN_VARIABLES = frozenset(
         "PYTHONPATH",
         "RANK",
         "RAY_ADDRESS",
+        "TINKER_BASE_URL",
         "TOKENIZERS_PARALLELISM",
         "WANDB_CACHE_DIR",
         "WANDB_CONFIG_DIR",

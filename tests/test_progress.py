@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ from nip_astra.progress import (
     open_progress,
     read_progress,
     total_num_iterations,
+    waiting_for,
 )
 
 
@@ -280,6 +282,29 @@ def test_progress_that_is_switched_off_prints_nothing(monkeypatch: pytest.Monkey
     bar.step(3)
     bar.close()
     assert (stream.getvalue(), bar.num_done) == ("", 3)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_wait_is_shown_while_it_lasts(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    bar = open_on(stream, monkeypatch, 3)
+    bar.set_postfix({"loss": 1.0})
+
+    async def wait() -> None:
+        with waiting_for("the judge", after=0.0), waiting_for("the target", after=0.0):
+            await asyncio.sleep(0.01)
+
+    asyncio.run(wait())
+    during = stream.getvalue()
+    assert "the judge" in during
+    bar.step()
+    bar.close()
+    if is_terminal:
+        assert "(and 1 more)" in during
+        assert "loss=1" in stream.getvalue().rpartition("the judge")[2]
+    else:
+        assert during.count("waiting for") == 1
 
 
 def test_a_file_tells_how_far_a_run_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,11 +38,14 @@ class RunState:
         Optimizer steps taken.
     before : dict or None
         What was measured before training; None until then.
+    num_measured_iterations : int
+        Iterations in which something was measured.
     """
 
     iteration: int = 0
     num_optimizer_steps: int = 0
     before: dict[str, Any] | None = None
+    num_measured_iterations: int = 0
 
     @property
     def update_count(self) -> int:

@@ -26,7 +26,7 @@ from nip_astra.cli.evaluation_loading import (
 from nip_astra.cli.judging import Judges, JudgingRequest, finish, gate, load_judges, show
 from nip_astra.cli.terminal import open_console
 from nip_astra.cli.text_attackers import is_text_attacker, num_turns_of, openings_of, place_of
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, NothingMeasuredError
 from nip_astra.evaluation.cards import model_card, text_card
 from nip_astra.evaluation.playing import EvaluationOptions, Player
 from nip_astra.evaluation.reuse import reuse_conversations
@@ -45,6 +45,7 @@ from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 from nip_astra.scenario_base.text_attackers import ChatAttacker, FixedProbes
 from nip_astra.scorers.base import open_services
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers.service_use import refuse_unanswered
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import using_processes
 from nip_astra.utils.processor import (
@@ -221,20 +222,25 @@ def _evaluate_cell(
         options,
         folder,
     )
-    episodes, ordinary = _play(player, f"{attacker.label} against {target.label}", request.judged)
-    figures = finish(
-        folder,
-        episodes,
-        ordinary,
-        options,
-        judges,
-        planted=section.planted_failures if target.planted is None else target.planted,
-        labels=(attacker.label, target.label),
-        parts=folder.parts(),
-        cards=_cards(attacker, target, sampler),
-        why_not_weighed=player.why_not_weighed(),
-        services=services,
-    )
+    title = f"{attacker.label} against {target.label}"
+    try:
+        episodes, ordinary = _play(player, title, request.judged, services)
+        figures = finish(
+            folder,
+            episodes,
+            ordinary,
+            options,
+            judges,
+            planted=section.planted_failures if target.planted is None else target.planted,
+            labels=(attacker.label, target.label),
+            parts=folder.parts(),
+            cards=_cards(attacker, target, sampler),
+            why_not_weighed=player.why_not_weighed(),
+            services=services,
+        )
+    except NothingMeasuredError:
+        folder.forget_rows()
+        raise
     return figures, folder
 
 
@@ -260,15 +266,30 @@ def _reuse(
 
 
 def _play(
-    player: Player, title: str, judged: JudgingRequest
+    player: Player,
+    title: str,
+    judged: JudgingRequest,
+    services: Mapping[str, PatientChatModel],
 ) -> tuple[list[Episode], list[Episode]]:
-    """Play what is not there yet, with a progress bar."""
+    """Play what is not there yet, with a progress bar.
+
+    Raises
+    ------
+    NothingMeasuredError
+        After a part, when every request to a chat model failed.
+    """
     options = player.options
     progress = open_progress(
         options.num_episodes + options.num_probability_episodes, enabled=not judged.as_json
     )
     progress.set_description(title)
-    player.on_part = progress.step
+
+    def on_part(num_episodes: int) -> None:
+        progress.step(num_episodes)
+        if num_episodes:
+            refuse_unanswered(services)
+
+    player.on_part = on_part
     try:
         episodes = player.play_attacker()
         ordinary = player.play_probability() if options.num_probability_episodes else []

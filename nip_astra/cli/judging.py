@@ -20,6 +20,7 @@ from nip_astra.evaluation.detectors import (
     measure_quality,
     read_labelled,
 )
+from nip_astra.evaluation.measured import known_turns
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode
 from nip_astra.evaluation.scorer_code import code_of, weights_of
@@ -34,7 +35,7 @@ from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.scorers.base import Scorer
 from nip_astra.tracking.run_directory import RunDirectory
-from nip_astra.trainers.service_use import services_used
+from nip_astra.trainers.service_use import last_failure, services_used
 from nip_astra.utils.devices import resolve_device
 
 GATE_FAILED = 1
@@ -145,7 +146,13 @@ def finish(
     why_not_weighed: str | None = None,
     services: Mapping[str, PatientChatModel],
 ) -> dict[str, Any]:
-    """Work out the figures and write them with the table."""
+    """Work out the figures and write them with the table.
+
+    Raises
+    ------
+    NothingMeasuredError
+        When no turn has a verdict.
+    """
     names = list(judges.scorers)
     qualities = {
         name: _quality(folder, name, scorer, judges.labelled, options.failure_threshold)
@@ -173,6 +180,9 @@ def finish(
         qualities=qualities,
         why_not_weighed=why_not_weighed,
         parts=[*others, *of_labels],
+    )
+    known_turns(figures["outcomes"]).refuse_nothing(
+        f"the evaluation {folder.path.name}", last_failure(services)
     )
     limit = {"threshold": options.failure_threshold}
     figures |= services_used(services)

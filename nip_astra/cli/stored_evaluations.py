@@ -200,6 +200,11 @@ def _contender(path: Path, code: RunCode) -> Contender:
 
 def _figures_after(run: Path, section: Any) -> dict[str, Any]:
     """What a run's own table after training says, in the names of an evaluation."""
+    if not RunDirectory(run).has_ended:
+        raise DataError(
+            f"{run} has no figures after training: it failed or was stopped. Resume it first: "
+            f"nip-astra resume {run}"
+        )
     results = RunDirectory(run).read_json(RESULTS)
     after = results["after"]
     low, high = after["failure_rate_interval"]

@@ -41,7 +41,7 @@ from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experimen
 from nip_astra.run import prepare_experiment
 from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.tasks.base import Split
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.trainers.service.evaluation import evaluation_of, play_task_evaluation
 from nip_astra.trainers.service_base import ServiceTrainer
 from nip_astra.trainers.service_use import services_used
@@ -131,7 +131,7 @@ def _policy_of(path: str, *, is_untrained: bool) -> _Policy:
         store.verify(checkpoint)
         return _Policy(run, checkpoint, checkpoint.name)
     # A run that has ended was left with the weights that did best on dev problems, if any did.
-    found = store.best() if (run / RESULTS).is_file() else None
+    found = store.best() if RunDirectory(run).has_ended else None
     found = found or store.latest()
     if found is None:
         raise ConfigurationError(

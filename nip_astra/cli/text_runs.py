@@ -159,10 +159,11 @@ def _contender(path: Path, label: str) -> TextContender:
         return TextContender(label, rollouts, figures["agents"], conditions_of(figures), conditions)
     directory = RunDirectory.open(path)
     tests = [one for one in stored_samplings(directory) if one.split == "test"]
-    if not tests:
+    if not tests or not directory.has_ended:
         raise DataError(
-            f"the tests of {path} were to be compared, but it has made none. Evaluate it first: "
-            f"nip-astra evaluate {path}, and compare {path / 'evaluations'}/<name>."
+            f"the tests of {path} were to be compared, but it has made none or has not ended. "
+            f"Evaluate it first: nip-astra evaluate {path}, and compare "
+            f"{path / 'evaluations'}/<name>."
         )
     results = directory.read_json(RESULTS)
     rollouts = NestedArrayDict.load(tests[-1].path)

@@ -138,8 +138,7 @@ def _source_of(path: Path, run: Path) -> _Source:
         told = EvaluationFolder(folders[0]).figures()
         return _Source(folders[0].resolve().name, folders[0] / ROLLOUTS, told)
     directory = RunDirectory(run)
-    has_results = (run / RESULTS).is_file()
-    results = directory.read_json(RESULTS) if has_results else {}
+    results = directory.read_json(RESULTS) if directory.has_ended else {}
     tests = [one for one in stored_samplings(directory) if one.split == "test"]
     if not tests or not results:
         raise DataError(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from nip_astra.evaluation.measured import Replies
 from nip_astra.evaluation.outcomes import Outcome, failure_rate
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.samplers.trees import TreeSampler
@@ -57,6 +58,8 @@ class FailureReport:
         Episodes played, those without verdict included.
     outcomes : dict
         Turns by outcome: failure, none, undetermined, error.
+    replies : dict
+        Replies of the target, those that are empty and refusals; see `Replies`.
     first_query : dict
         Target queries until each planted failure was first met; None for those not met.
     most_common_probe : str or None
@@ -84,6 +87,7 @@ class FailureReport:
     highest: float
     num_distinct_probes: int
     outcomes: dict[str, int] = field(default_factory=dict)
+    replies: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_collapsed(self) -> bool:
@@ -118,6 +122,7 @@ class FailureTally:
     _prompts: list[str] = field(default_factory=list)
     _successes: Counter[str] = field(default_factory=Counter)
     _sums: Counter[str] = field(default_factory=Counter)
+    _replies: Replies = field(default_factory=Replies)
 
     def __post_init__(self) -> None:
         self.discovery = Discovery(self.planted, self.failure_threshold)
@@ -140,6 +145,7 @@ class FailureTally:
         )
         self._sums["tokens"] += int(nodes["probe_mask"].sum())
         self.discovery.update(tree)
+        self._replies += Replies.of(tree.replies())
 
     def report(self) -> FailureReport:
         """The figures of everything added so far."""
@@ -170,6 +176,7 @@ class FailureTally:
             highest=rate.highest,
             num_distinct_probes=len(self._successes),
             outcomes={str(outcome): counts[outcome] for outcome in Outcome},
+            replies=self._replies._asdict(),
         )
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nip_astra.errors import MissingDependencyError, UnknownNameError
 from nip_astra.evaluation.rows import Row, read_rows
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.groups import INTERVAL, summary_of
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
-from nip_astra.tracking.run_directory import RESULTS, RunDirectory
+from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,6 +63,13 @@ class RunResults:
     results: dict[str, Any]
     metrics: list[Row]
     timings: list[Row]
+
+    @property
+    def status(self) -> Literal["finished", "failed", "unfinished"]:
+        """How the run ended; why it failed is under `error` in `results`."""
+        if self.results.get("status") == FAILED:
+            return "failed"
+        return "finished" if self.results else "unfinished"
 
     @property
     def figures(self) -> list[Figure]:

@@ -74,9 +74,8 @@ class EvaluationFolder:
                     f"the folder {self.path} was to be made, but {error.strerror or error}. Give "
                     "a run directory that you may write to."
                 ) from error
-            for name in (ROWS, PROBABILITY_ROWS, PARTS, TASK_ROWS):
-                # Rows without a configuration are of nobody knows what.
-                (self.path / name).unlink(missing_ok=True)
+            # Rows without a configuration are of nobody knows what.
+            self.forget_rows()
             content = {"sha256": configuration_hash(configuration), **configuration}
             RunDirectory(self.path).write_json(CONFIGURATION, content)
         elif stored.get("sha256") != configuration_hash(configuration):
@@ -102,6 +101,11 @@ class EvaluationFolder:
             (self.path / name).unlink(missing_ok=True)
             if chains:
                 RowFile(self.path / name, 1).append([row for chain in chains for row in chain])
+
+    def forget_rows(self) -> None:
+        """Remove what was played, so that the same command plays it anew."""
+        for name in (ROWS, PROBABILITY_ROWS, PARTS, TASK_ROWS):
+            (self.path / name).unlink(missing_ok=True)
 
     def note_part(self, part: Mapping[str, Any]) -> None:
         """Keep what a part of the work took."""

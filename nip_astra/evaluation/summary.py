@@ -21,6 +21,7 @@ from nip_astra.evaluation.failure_probability import (
     refused,
 )
 from nip_astra.evaluation.failures import COLLAPSED_DISTINCT_SHARE, NUM_PROBES_FOR_COLLAPSE
+from nip_astra.evaluation.measured import Replies
 from nip_astra.evaluation.measures import (
     failure_rates,
     hit_rates,
@@ -88,6 +89,11 @@ def summarise(
     """
     judge([*episodes, *probability_episodes], options.failure_threshold)
     rates = failure_rates(episodes, level=options.level)
+    replies = Replies.of(
+        (str(row["response"]), row.get("response_failure"), bool(row.get("is_refused")))
+        for episode in episodes
+        for row in episode
+    )
     probes = [str(row["probe"]) for row in failing_turns(episodes)]
     fluency = _fluency(episodes, probability_episodes)
     figures = {
@@ -97,6 +103,7 @@ def summarise(
         "failure_threshold": options.failure_threshold,
         "seed": options.seed,
         **rates,
+        "replies": replies._asdict(),
         "scores": score_figures(episodes),
         "nll": likelihood_figures(episodes),
         "turns_to_failure": turns_to_failure(episodes)._asdict(),
@@ -159,6 +166,7 @@ def warnings_about(figures: Mapping[str, Any]) -> list[str]:
         found.append(f"fluency was not measured: {figures['why_no_fluency']}")
     unknown = unknown_warning(figures["failure_rate"], figures["outcomes"])
     found += [] if unknown is None else [unknown]
+    found += Replies.read(figures["replies"]).warnings()
     if 0 < figures["failure_rate"]["num_clusters"] < 30:
         found.append(
             f"the intervals rest on {figures['failure_rate']['num_clusters']} opening prompts; "

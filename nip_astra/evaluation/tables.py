@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from nip_astra.evaluation.measured import Replies
 from nip_astra.safe_console import SafeConsole
 from nip_astra.utils.plain_values import number
 
@@ -193,6 +194,7 @@ def _figures(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("turns with a failure", rate(figures["turn_failure_rate"])),
         ("turns: failure / none", f"{counts['failure']:,} / {counts['none']:,}"),
         ("turns without verdict: undetermined / error", _unknown(counts)),
+        ("replies: empty / refused", str(Replies.read(figures.get("replies"))) or NOTHING),
         ("without failure through turn 1, 2, ... (of those known)", _survival(survival)),
         ("median turn of the first failure", _or_nothing(survival["median"])),
     ]

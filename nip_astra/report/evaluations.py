@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from nip_astra.evaluation.measured import Replies
 from nip_astra.evaluation.tables import counts_text
 from nip_astra.report.records import Node, RunRecord, items, mapping, node_of, number, text
 from nip_astra.report.scorers import kinds_text
@@ -131,7 +132,8 @@ def main_figures(run: RunRecord) -> list[Row]:
         if path == "num_clusters":
             cells = [kinds_text(evaluation) for evaluation in evaluations]
             rows.append(Row("  at least, those not seen included", cells))
-    rows = [*rows[1:5], rows[0], *rows[5:]]
+    replies = [str(Replies.read(mapping(one.get("replies")))) or NOTHING for one in evaluations]
+    rows = [*rows[1:5], rows[0], Row("replies: empty / refused", replies), *rows[5:]]
     return [row for row in rows if any(cell != NOTHING for cell in row.cells)]
 
 

@@ -13,6 +13,7 @@ from nip_astra.report.provenance import times
 from nip_astra.report.records import RunRecord, items, mapping, number, text
 from nip_astra.report.summary import Row, Tile
 from nip_astra.report.wording import NOTHING, count, decimal, duration, interval, percent
+from nip_astra.tracking.run_directory import FAILED
 
 KIND = "interaction_proof"
 """What the results of such a run say of its kind."""
@@ -147,6 +148,7 @@ def verdict(run: RunRecord) -> list[str]:
     if after.accuracy is None:
         done = f"{count(len(run.metrics))} iterations are recorded"
         end = "has no accuracy in its results" if run.results else "has not ended"
+        end = "failed" if run.results.get("status") == FAILED else end
         last = _last_accuracy(run)
         told = "" if last is None else f", the last with an accuracy of {percent(last)} in training"
         return [f"{game[:1].upper()}{game[1:]}.", f"The run {end}; {done}{told}."]

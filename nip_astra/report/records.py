@@ -171,6 +171,12 @@ def read_run(path: str | Path) -> RunRecord:
     run.environment = reader.document(files.ENVIRONMENT, directory.read_json)
     if (directory.path / files.RESULTS).exists():
         run.results = reader.document(files.RESULTS, directory.read_json)
+        error = mapping(run.results.get("error"))
+        if run.results.get("status") == files.FAILED:
+            run.notes.append(
+                f"The run failed: {text(error.get('message'))} Its latest checkpoint is kept; "
+                "nip-astra resume goes on from it."
+            )
     else:
         run.notes.append("The run has not ended: there is no results.json yet.")
     if (directory.path / files.PARAMETER_SOURCES).exists():

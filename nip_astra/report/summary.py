@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nip_astra.evaluation.measured import Replies
 from nip_astra.evaluation.tables import bounds_text, counts_text
 from nip_astra.report.charts import Whisker, whisker
 from nip_astra.report.provenance import times
@@ -18,6 +19,7 @@ from nip_astra.report.wording import (
     interval,
     percent,
 )
+from nip_astra.tracking.run_directory import FAILED
 
 COLUMNS = (("before", "before"), ("after", "after"), ("random_search", "random search"))
 """Parts of results.json that are compared, with their headings."""
@@ -57,6 +59,7 @@ def verdict(run: RunRecord) -> list[str]:
     if number(after.get("failure_rate")) is None:
         done = len(run.metrics)
         end = "has results without a failure rate" if run.results else "has not ended"
+        end = "failed" if run.results.get("status") == FAILED else end
         return [f"This run {end}; {count(done)} iterations are recorded."]
     num_episodes = number(after.get("num_episodes"))
     among = f"{count(num_episodes)} held-out conversations" if num_episodes else "conversations"
@@ -64,7 +67,8 @@ def verdict(run: RunRecord) -> list[str]:
     sentence += _failed(after)
     if number(before.get("failure_rate")) is not None:
         sentence += f"; before, it was {_rate(before)}{_failed(before)}"
-    return [f"{sentence}.", *_fluency(before, after), *_discovery(run, before, after)]
+    silent = [f"{told}." for told in Replies.read(mapping(after.get("replies"))).warnings()]
+    return [f"{sentence}.", *silent, *_fluency(before, after), *_discovery(run, before, after)]
 
 
 def _failed(report: Mapping[str, Any]) -> str:
@@ -116,6 +120,7 @@ def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
         ("conversations with a failure", rate_text),
         ("  if missing verdicts were passes / failures", lambda one: bounds_text(one) or NOTHING),
         ("held-out problems answered right", accuracy_text),
+        ("replies: empty / refused", replies_text),
         ("mean score of a response", lambda one: decimal(one.get("mean_score"))),
         ("mean reward of a turn", lambda one: decimal(one.get("mean_reward"))),
         ("probe NLL, nats per token", lambda one: decimal(one.get("probe_nll"))),
@@ -268,6 +273,11 @@ def rate_whisker(report: Mapping[str, Any], color: int) -> Whisker | None:
     ends = [number(end) for end in items(report.get("failure_rate_interval"))]
     low, high = ends if len(ends) == 2 else (None, None)
     return whisker(number(report.get("failure_rate")), low, high, limit=1.0, color=color)
+
+
+def replies_text(report: Mapping[str, Any]) -> str:
+    """How many replies of the target are empty or refusals."""
+    return str(Replies.read(mapping(report.get("replies")))) or NOTHING
 
 
 def plants_text(report: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.distributed.placement import PLACEMENT, Plan
+from nip_astra.evaluation.measured import Replies
 from nip_astra.evaluation.tables import bounds_text, services_table
 from nip_astra.evaluation.tables import rate as write_rate
 from nip_astra.report import protocol_runs, wording
@@ -163,6 +164,9 @@ def _comparison(results: Mapping[str, Any]) -> Table:
         "episodes with a failure": [_rate(report) for report in columns],
         "  if missing verdicts were passes / failures": [
             bounds_text(one) or NOTHING for one in columns
+        ],
+        "replies: empty / refused": [
+            str(Replies.read(report.get("replies"))) or NOTHING for report in columns
         ],
         "right answers": [_rate(report, "accuracy") for report in columns],
         "mean reward": [_number(report.get("mean_reward")) for report in columns]

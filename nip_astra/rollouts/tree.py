@@ -54,6 +54,8 @@ class RolloutTree:
         - `is_empty` bool: the probe has no text;
         - `response_score`, `combined_score` float32: NaN where the scorer gave no verdict;
         - `is_error` bool: there is none because the scorer failed;
+        - `is_refused` bool, where the target is a chat model: its service marks the response as a
+          refusal, or withholds it;
         - `reward` float32, NaN where a score that it needs is;
         - `credit` float32, once an algorithm has set it: reward with what follows from the node;
         - `reward/<term>` float32: what a reward term added to the reward;
@@ -115,6 +117,12 @@ class RolloutTree:
         """Why there is no response, of each node; None where there is one."""
         return self.response_failures or [None] * self.num_nodes
 
+    def replies(self) -> Iterator[tuple[str, str | None, bool]]:
+        """Each node's response, why there is none, and whether it is marked as a refusal."""
+        nodes = self.nodes
+        refused = nodes["is_refused"].tolist() if "is_refused" in nodes else [False] * len(nodes)
+        return zip(self.responses, self.failures_of_nodes(), refused, strict=True)
+
     def to_plain(self) -> dict[str, Any]:
         """Plain values and tensors, for a checkpoint: all that was played, without the prompts."""
         nodes = self.nodes
@@ -138,6 +146,8 @@ class RolloutTree:
         columns["probe_logprob"] = nodes["probe_logprobs"].sum(dim=1).tolist()
         columns["reference_logprob"] = nodes["reference_logprobs"].sum(dim=1).tolist()
         columns["probe_num_tokens"] = nodes["probe_mask"].sum(dim=1).tolist()
+        if "is_refused" in nodes:
+            columns["is_refused"] = nodes["is_refused"].tolist()
         failed = any(self.response_failures)
         has_columns = any(map(columns_of, self.prompts))
         for node in range(self.num_nodes):

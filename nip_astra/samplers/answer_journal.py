@@ -30,6 +30,8 @@ class KeptAnswers:
         Of all samples together.
     is_cached : bool
         Whether nothing was paid.
+    are_final : tuple of bool
+        Whether the model behind a sample was asked again already, by sample; empty for none.
     """
 
     texts: tuple[str, ...]
@@ -38,6 +40,7 @@ class KeptAnswers:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     is_cached: bool = False
+    are_final: tuple[bool, ...] = ()
 
 
 @dataclass

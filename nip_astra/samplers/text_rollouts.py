@@ -210,7 +210,10 @@ class TextRolloutSampler:
         key: tuple[str | int, ...],
         journal: AnswerJournal,
     ) -> list[TextMove]:
-        """An agent's moves in each branch; answers that cannot be used are asked for again."""
+        """An agent's moves in each branch; answers that cannot be used are asked for again.
+
+        What the model itself has asked for again is not.
+        """
         speaker = self.speakers[turn.agent]
         prompt = self.game.messages(node.episode, turn)
         found: dict[int, TextMove] = {}
@@ -220,23 +223,28 @@ class TextRolloutSampler:
             answers = await self._answers(
                 (*key, node.node_id, turn.agent, attempt), speaker, prompt, len(missing), journal
             )
-            for branch, text, is_cut, failure in zip(
-                list(missing), answers.texts, answers.are_cut, answers.failures, strict=True
+            are_final = answers.are_final or (False,) * len(missing)
+            for branch, text, is_cut, failure, is_final in zip(
+                *(list(missing), answers.texts, answers.are_cut, answers.failures, are_final),
+                strict=True,
             ):
                 parsed = ParsedAnswer(fault=failure) if failure else self.game.read(turn, text)
                 if parsed.fault:
                     fault = parsed.fault
-                    continue
-                found[branch] = TextMove(prompt, text, parsed, attempt, is_cut)
+                    if not is_final:
+                        continue
+                    found[branch] = TextMove(prompt, "", ParsedAnswer(), attempt, is_filled=True)
+                else:
+                    found[branch] = TextMove(prompt, text, parsed, attempt, is_cut)
                 missing.remove(branch)
             if not missing:
                 break
-        if missing:
+        if missing or any(move.is_filled for move in found.values()):
             logger.warning(
                 "%s gave no answer that can be used in %d attempts, and says nothing in round %d: "
                 "the last one failed since %s",
                 turn.agent,
-                1 + speaker.num_invalid_generation_retries,
+                attempt + 1,
                 node.episode.round + 1,
                 fault,
             )
@@ -270,16 +278,18 @@ class TextRolloutSampler:
         )
         for sample in outcome.samples:
             if isinstance(sample, ChatFailure) and sample.reason in _OF_THE_SERVICE:
+                place = f" at {speaker.model.place}" if speaker.model.place else ""
                 raise ServiceError(
-                    f"the model {speaker.model.name!r} was asked for {request_id}, but there is no "
-                    f"answer: {sample.reason}, {sample.message}. Resume the run when the service "
+                    f"the model {speaker.model.name!r}{place} gave no answer to {request_id}: "
+                    f"{sample.reason}, {sample.message}. Resume the run when the service "
                     "answers; nothing that was answered is asked again."
                 )
         # A process that was killed may have been paid for an answer before it was in the journal.
         usage = (now + then for now, then in zip(outcome.usage, outcome.usage_before, strict=True))
         is_free = outcome.is_cached and not any(outcome.usage_before)
         answers = _kept(outcome.samples, *usage, is_cached=is_free)
-        journal.put(request_id, answers)
+        if not (answers.are_final and all(answers.are_final)):
+            journal.put(request_id, answers)
         return answers
 
 
@@ -311,6 +321,8 @@ def _kept(
         texts.append(text)
         cuts.append(is_cut)
         failures.append(failure)
+    are_final = [isinstance(one, ChatFailure) and one.reason.may_pass for one in samples]
     return KeptAnswers(
-        tuple(texts), tuple(cuts), tuple(failures), prompt_tokens, completion_tokens, is_cached
+        *(tuple(texts), tuple(cuts), tuple(failures), prompt_tokens, completion_tokens, is_cached),
+        are_final=tuple(are_final) if any(are_final) else (),
     )

@@ -55,7 +55,7 @@ def ask_target(
     said = dict(zip(map(id, asked), replies, strict=True))
     for child in children:
         reply = said.get(id(child), ChatReply("", child.failure))
-        child.failure = reply.failure
+        child.failure, child.is_refused = reply.failure, reply.is_refused
         ids = reader.conversation_format.encode(reply.text)
         child.attacker_turns = [*child.attacker_turns, Turn(False, ids)]
         child.texts = [*child.texts, reply.text]

@@ -28,6 +28,8 @@ class OpenConversation:
         What was said, the opening first.
     failure : str or None
         Why nothing more is said, since a probe or response failed; None while all is well.
+    is_refused : bool
+        Whether the service marks the last response as a refusal.
     """
 
     path: str
@@ -37,6 +39,7 @@ class OpenConversation:
     target_turns: list[Turn]
     texts: list[str]
     failure: str | None = None
+    is_refused: bool = False
 
 
 @dataclass
@@ -50,6 +53,7 @@ class TreeColumns:
     probes: list[str] = field(default_factory=list)
     responses: list[str] = field(default_factory=list)
     failures: list[str | None] = field(default_factory=list)
+    are_refused: list[bool] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
     target_nll: list[Tensor] = field(default_factory=list)
     read: dict[str, list[list[int]]] = field(default_factory=lambda: {"attacker": [], "target": []})
@@ -74,6 +78,7 @@ class TreeColumns:
         self.episode += [child.episode for child in children]
         self.responses += [child.texts[-1] for child in children]
         self.failures += [child.failure for child in children]
+        self.are_refused += [child.is_refused for child in children]
 
     def note(self, role: str, contexts: Sequence[Sequence[int]], said: Generation) -> None:
         """Keep what a model had to read: contexts, and all but the last token of each turn."""

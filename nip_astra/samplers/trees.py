@@ -297,6 +297,8 @@ class TreeSampler:
             },
             batch_size=[len(columns.probes)],
         )
+        if isinstance(self.target, ChatAgent):
+            nodes["is_refused"] = torch.tensor(columns.are_refused)
         return RolloutTree(
             nodes,
             plan.tree_width,

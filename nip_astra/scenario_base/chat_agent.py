@@ -26,10 +26,13 @@ class ChatReply(NamedTuple):
     ----------
     failure : str or None
         A `FailureReason`, or `NOT_ASKED`; None where there is a reply.
+    is_refused : bool
+        Whether the service marks the reply as a refusal, or withholds it.
     """
 
     text: str
     failure: str | None = None
+    is_refused: bool = False
 
 
 class ChatWork(Counted):
@@ -123,7 +126,8 @@ class ChatAgent:
             (sample,) = outcome.samples
             if isinstance(sample, ChatAnswer):
                 # A refusal in a field of its own is what the target says.
-                replies.append(ChatReply((sample.text or sample.refusal or "").strip()))
+                said = (sample.text or sample.refusal or "").strip()
+                replies.append(ChatReply(said, is_refused=sample.is_refused))
             else:
                 replies.append(ChatReply("", str(sample.reason)))
         return replies

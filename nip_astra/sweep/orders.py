@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from nip_astra.sweep.plan import PlannedRun
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, REPORT, RESULTS
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, REPORT, RunDirectory
 from nip_astra.tracking.run_lock import is_abandoned
 from nip_astra.trust import read_variable
 
@@ -115,7 +115,7 @@ class RunOrder:
 
 def status_of(folder: Path) -> RunStatus:
     """How far a run is, by what stands in its folder."""
-    if (folder / RESULTS).is_file() and (folder / REPORT).is_file():
+    if RunDirectory(folder).has_ended and (folder / REPORT).is_file():
         return RunStatus.ENDED
     return RunStatus.STOPPED if (folder / HYPER_PARAMETERS).is_file() else RunStatus.NEW
 

@@ -22,7 +22,7 @@ from nip_astra.evaluation.run_results import import_pandas, read_results
 from nip_astra.sweep.plan import Arm, PlannedRun, SweepPlan
 from nip_astra.sweep.runner import PLAN_FILE
 from nip_astra.sweep.search import TrialRecord, best_first, read_trials
-from nip_astra.tracking.run_directory import RESULTS
+from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.utils.statistics import holm
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def read_sweep(directory: str | Path) -> SweepResults:
     rows = []
     for run in runs:
         folder = directory / run.run_id
-        if not (folder / RESULTS).is_file():
+        if not RunDirectory(folder).has_ended:
             continue
         about = {**_about(run.arm), "seed": run.seed, "run_id": run.run_id}
         rows += [{**about, **figure._asdict()} for figure in read_results(folder).figures]

@@ -28,6 +28,8 @@ PARAMETER_SOURCES = "parameter_sources.json"
 SETTINGS = "settings.yaml"
 ENVIRONMENT = "environment.json"
 RESULTS = "results.json"
+FAILED = "failed"
+"""Value of `status` in the results of a run that ended with an error and may be resumed."""
 REPORT = "report.html"
 LOG = "log.txt"
 HAS_CHECKPOINTS = ".has_checkpoints"
@@ -240,6 +242,14 @@ class RunDirectory:
     def run_id(self) -> str:
         """Name of the run."""
         return self.path.resolve().name
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the run has results, and not only the reason why it failed."""
+        if not (self.path / RESULTS).is_file():
+            return False
+        results = self.read_json(RESULTS)
+        return not (isinstance(results, dict) and results.get("status") == FAILED)
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -9,6 +9,7 @@ Shape suffixes: `N` node, `B` sample, `T` token.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -22,6 +23,7 @@ from torch import Tensor
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import ConfigurationError
+from nip_astra.evaluation.measured import Known, Replies, known_turns
 from nip_astra.language_models.base import (
     LanguageModel,
     TokenCount,
@@ -298,11 +300,22 @@ class AstTrainer(LanguageModelTrainer):
             return report.to_dict()
         for text in (
             *warnings_about(report, self.state.num_optimizer_steps),
+            *Replies.read(report.replies).warnings(),
             *warnings_about_services(self.scenario_instance.services),
         ):
             self._warn(text)
         self.tracker.log_table("evaluation", *rollout_table(tally.trees), step=self.state.iteration)
         return report.to_dict()
+
+    def known_of(self, figures: Mapping[str, Any]) -> Known | None:
+        """Turns with a verdict; none are needed where a reward is known without them."""
+        if not (math.isnan(figures["mean_score"]) and math.isnan(figures["mean_reward"])):
+            return None
+        counts = {"undetermined": "num_undetermined", "error": "num_scorer_errors"}
+        outcomes = figures.get("outcomes") or {
+            name: int(figures[metric]) for name, metric in counts.items()
+        }
+        return known_turns(outcomes)
 
     def _measure_after(self) -> None:
         super()._measure_after()

@@ -48,6 +48,7 @@ from nip_astra.trainers.language_model.steps import (
     write_step_totals,
 )
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
+from nip_astra.trainers.service_use import refuse_unanswered
 from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, using_actors
 from nip_astra.utils.forked import get_num_processes, using_processes
@@ -219,7 +220,9 @@ class LanguageModelTrainer(TensorDictTrainer):
             # The bar is told what is done.
             list(parts)
         else:
-            self.state.before = self.measure("before", parts)
+            before = self.measure("before", self._checked(parts))
+            self._refuse_nothing("the evaluation before training", before)
+            self.state.before = before
         self._raise_if_stopped()
 
     @attach_progress_bar(lambda self: self.training.num_iterations)
@@ -231,7 +234,8 @@ class LanguageModelTrainer(TensorDictTrainer):
             started = time.perf_counter()
             seconds: Mapping[str, float] = {}
             if self.state.samples is None:
-                seconds = lead(self, partial(self._collect, iteration)) or {}
+                is_last = iteration + 1 == iteration_context.num_iterations
+                seconds = lead(self, partial(self._collect, iteration, is_last=is_last)) or {}
             collected = time.perf_counter()
             try:
                 self._update(iteration)
@@ -249,7 +253,16 @@ class LanguageModelTrainer(TensorDictTrainer):
     @attach_progress_bar(lambda self: self.num_measure_parts())
     def _run_test_loop(self, iteration_context: IterationContext) -> None:
         iteration_context.set_description("After training")
-        self.results["after"] = self.measure("after", self._parts(iteration_context))
+        parts = self._checked(self._parts(iteration_context))
+        after = self.measure("after", parts)
+        self._refuse_nothing("the evaluation after training", after)
+        self.results["after"] = after
+
+    def _checked(self, parts: Iterable[int]) -> Iterator[int]:
+        """Parts of a measurement, up to one in which no request to a service was answered."""
+        for part in parts:
+            yield part
+            refuse_unanswered(self.services())
 
     def _measure_after(self) -> None:
         """What follows training; a family may measure more."""
@@ -263,7 +276,7 @@ class LanguageModelTrainer(TensorDictTrainer):
 
     # ---- one iteration
 
-    def _collect(self, iteration: int) -> Mapping[str, float]:
+    def _collect(self, iteration: int, *, is_last: bool = False) -> Mapping[str, float]:
         """Gather what the iteration learns from, and give the seconds by part."""
         self._noted = {}
         try:
@@ -274,6 +287,7 @@ class LanguageModelTrainer(TensorDictTrainer):
             self._save_checkpoint()
             raise
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
+        self._check_iteration(metrics, is_last=is_last)
         self.state.begin(found.samples, metrics)
         return found.seconds
 

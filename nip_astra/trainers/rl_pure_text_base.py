@@ -14,19 +14,20 @@ import logging
 import shutil
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from nip_astra.checkpoints.run_state import RunState
-from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.errors import ConfigurationError, DataError, ServiceError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
 from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.parameters.text import guess_replacement_proportion
+from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.samplers.text_arrays import rollouts_of
-from nip_astra.samplers.text_rollouts import TextRolloutSampler
+from nip_astra.samplers.text_rollouts import TextNode, TextRolloutSampler
 from nip_astra.scenario_base.text.game import TextEpisode
 from nip_astra.scenario_base.text.model_groups import JobPlan
 from nip_astra.scenario_base.text.models import GROUPS, folder_of_group, models_of_run
@@ -35,7 +36,7 @@ from nip_astra.tracking.figures import plain_numbers
 from nip_astra.tracking.groups import summary_of
 from nip_astra.tracking.run_directory import RESULTS, write_atomically
 from nip_astra.trainers.protocol.results import as_of_test
-from nip_astra.trainers.service_use import services_used
+from nip_astra.trainers.service_use import refuse_unanswered, services_used
 from nip_astra.trainers.text.analysis import log_analyses, log_analyses_artifact, open_analyses
 from nip_astra.trainers.text.costs import cost_metrics, open_services, told_costs
 from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
@@ -270,20 +271,53 @@ class PureTextRlTrainer(Trainer):
         journal = self.files.journal(
             split, iteration, self.state.run_key, is_replayed=iteration < self.state.iteration
         )
-        ends = self.instance.loop.run(
-            self.sampler.sample(
-                self.episodes(split, iteration),
-                key=(self.hyper_params.seed, split, iteration),
-                num_branches=num_branches,
-                journal=journal,
-                after_round=lambda number: self._raise_if_stopped(),
-            )
+        ends = self.sample_text(
+            self.episodes(split, iteration),
+            key=(self.hyper_params.seed, split, iteration),
+            journal=journal,
+            num_branches=num_branches,
         )
         prompt_tokens, completion_tokens = journal.tokens()
         self.state.num_requests += len(journal)
         self.state.prompt_tokens += prompt_tokens
         self.state.completion_tokens += completion_tokens
         return rollouts_of(self.game, ends)
+
+    def sample_text(
+        self,
+        episodes: Sequence[TextEpisode],
+        *,
+        key: tuple[str | int, ...],
+        journal: AnswerJournal,
+        num_branches: int = 1,
+    ) -> list[TextNode]:
+        """Play episodes, up to a round in which no request to a chat model was answered.
+
+        Raises
+        ------
+        NothingMeasuredError
+            When every request to a chat model failed.
+        ServiceError
+            When a service cannot be reached that has answered before.
+        """
+
+        def after_round(number: int) -> None:
+            self._raise_if_stopped()
+            refuse_unanswered(self.services())
+
+        try:
+            return self.instance.loop.run(
+                self.sampler.sample(
+                    episodes,
+                    key=key,
+                    num_branches=num_branches,
+                    journal=journal,
+                    after_round=after_round,
+                )
+            )
+        except ServiceError:
+            refuse_unanswered(self.services())
+            raise
 
     def episodes(self, split: Split, iteration: int) -> list[TextEpisode]:
         """What an iteration's rollouts, of training or of a test, begin with."""

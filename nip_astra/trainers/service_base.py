@@ -22,6 +22,7 @@ from nip_astra.checkpoints.run_state import Part
 from nip_astra.distributed.parts import whole_of
 from nip_astra.distributed.team import Handler
 from nip_astra.errors import ConfigurationError
+from nip_astra.evaluation.measured import Known
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import LanguageModel, TokenScorer, as_language_model
 from nip_astra.language_models.remote import RemoteLanguageModel
@@ -334,6 +335,15 @@ class ServiceTrainer(LanguageModelTrainer):
     def play_held_out(self, split: Split, problems: Sequence[int], num_runs: int) -> TaskRollout:
         """Play problems, with the same randomness whenever they are played."""
         return self._play(split, problems, ("evaluation", 0), num_runs=num_runs)
+
+    def known_of(self, figures: Mapping[str, Any]) -> Known | None:
+        """Answers with a reward."""
+        if "rollout/without_reward" in figures:
+            without, count = figures["rollout/without_reward"], figures["rollout/num_trajectories"]
+            is_nothing = without == count
+        else:
+            without, is_nothing = figures["num_without_reward"], figures["num_problems"] == 0
+        return Known(0, int(without), "answers", "reward") if is_nothing else None
 
     def num_measure_parts(self) -> int:
         options = self.options.evaluation

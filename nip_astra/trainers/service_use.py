@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from nip_astra.errors import NothingMeasuredError
 from nip_astra.language_models.services.patience import PatientChatModel
 
 MAX_FAILED_SHARE = 0.2
@@ -39,6 +40,32 @@ def warnings_about_services(services: Mapping[str, PatientChatModel]) -> list[st
                 "no answer enters no rate."
             )
     return found
+
+
+def refuse_unanswered(services: Mapping[str, PatientChatModel]) -> None:
+    """Raise where every request to a chat model failed.
+
+    Raises
+    ------
+    NothingMeasuredError
+        Naming the model, its address, the counts and the last cause.
+    """
+    for name, model in services.items():
+        use = model.use
+        if use.num_requests and not use.num_samples and not use.num_remembered:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in use.failures.items())
+            place = f" at {model.place}" if model.place else ""
+            raise NothingMeasuredError(
+                f"all {use.num_requests} requests to the {name}, {use.model!r}{place}, failed "
+                f"({reasons}); the last: {model.last_failure or 'unknown'}. Check the service and "
+                "its address, then go on with nip-astra resume RUN or the same command."
+            )
+
+
+def last_failure(services: Mapping[str, PatientChatModel]) -> str:
+    """Why requests failed lately, by model; empty if none did."""
+    told = [f"{name}: {model.last_failure}" for name, model in services.items()]
+    return "; ".join(text for text in told if not text.endswith(": "))
 
 
 def service_metrics(services: Mapping[str, PatientChatModel]) -> dict[str, float]:

@@ -39,7 +39,9 @@ from nip_astra.errors import (
     RunDirectoryError,
     StopRequested,
 )
+from nip_astra.evaluation.measured import Known
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
@@ -53,6 +55,7 @@ from nip_astra.progress import (
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, MODEL_DIR, RunDirectory
 from nip_astra.tracking.tracker import Tracker
+from nip_astra.trainers.service_use import last_failure, refuse_unanswered
 from nip_astra.utils.devices import threads_for
 from nip_astra.utils.seeding import derive_seed
 
@@ -381,6 +384,52 @@ class Trainer(ABC):
         """Forget what was recorded after the checkpoint that the run goes on from, if there is."""
         if self._records is not None:
             self.tracker.rewind(self._records)
+
+    # ---- whether anything was measured
+
+    def services(self) -> Mapping[str, PatientChatModel]:
+        """The chat models that are asked, by who they are; hook of a family."""
+        return self.scenario_instance.services
+
+    def known_of(self, figures: Mapping[str, Any]) -> Known | None:
+        """What figures of a measurement or an iteration rest on; hook of a family.
+
+        None where every unit has a result.
+        """
+        return None
+
+    def _refuse_nothing(self, where: str, figures: Mapping[str, Any]) -> None:
+        """End the run if a measurement has no result at all.
+
+        Raises
+        ------
+        NothingMeasuredError
+            Also where every request to a chat model failed.
+        """
+        refuse_unanswered(self.services())
+        known = self.known_of(figures)
+        if known is not None:
+            known.refuse_nothing(where, last_failure(self.services()))
+
+    def _check_iteration(self, figures: Mapping[str, Any], *, is_last: bool) -> None:
+        """Warn of an iteration without a result; end the run if none has one.
+
+        Raises
+        ------
+        NothingMeasuredError
+            In the last iteration, or where every request to a chat model failed.
+        """
+        refuse_unanswered(self.services())
+        known = self.known_of(figures)
+        if known is None or not known.is_nothing:
+            self.state.num_measured_iterations += 1
+            return
+        if is_last and not self.state.num_measured_iterations:
+            known.refuse_nothing("every iteration of training", last_failure(self.services()))
+        logger.warning(
+            "iteration %d measured nothing: %s", self.state.iteration + 1, known,
+            extra={"told_at_the_end": True},
+        )  # fmt: skip
 
     def dry_run(self) -> dict[str, Any]:
         """Run the smallest possible step and give what a whole run would cost."""

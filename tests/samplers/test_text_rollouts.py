@@ -111,7 +111,6 @@ def test_only_the_samples_that_fail_are_asked_for_again(adp: TextGame) -> None:
     "bad",
     [
         ChatFailure(FailureReason.REFUSED, "no"),
-        ChatFailure(FailureReason.MALFORMED, "html"),
         ChatAnswer("half", FinishReason.CONTENT_FILTER),
         ChatAnswer("", refusal="I will not"),
     ],
@@ -121,6 +120,25 @@ def test_a_refused_request_is_data(adp: TextGame, bad: ChatAnswer | ChatFailure)
     (end,) = play(adp, FakeChatModel(lambda request, number: next(said)))
     move = end.path()[0].moves["prover"]
     assert (move.num_retries, move.answer, move.is_cut) == (1, "hi", True)
+
+
+def test_what_the_model_has_asked_for_again_is_not_asked_for_again_nor_kept(
+    adp: TextGame, tmp_path: Path
+) -> None:
+    def script(request: ChatRequest, number: int) -> str | ChatFailure:
+        is_bad = "Argue" in str(request) and number == 0
+        return ChatFailure(FailureReason.MALFORMED, "no text") if is_bad else _say(request, number)
+
+    model, path = FakeChatModel(script), tmp_path / "answers.jsonl"
+    (end,) = play(adp, model, journal=AnswerJournal(path))
+    move = end.path()[0].moves["prover"]
+    assert (move.is_filled, move.num_retries, len(model.requests)) == (True, 0, 2)
+    healed = FakeChatModel(_say)
+    (end,) = play(adp, healed, journal=AnswerJournal(path))
+    assert not end.path()[0].moves["prover"].is_filled
+    assert len(healed.requests) == 1, "the failure is asked for again, and the rest is kept"
+    ends = play(adp, FakeChatModel(script), num_branches=2)
+    assert [one.path()[0].moves["prover"].is_filled for one in ends[::2]] == [True, False]
 
 
 def test_an_unreachable_service_stops_the_sampling_and_loses_no_answer(

@@ -151,6 +151,11 @@ class ChatAnswer:
         if self.refusal is not None:
             object.__setattr__(self, "refusal", valid_text(self.refusal))
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the service marks it as a refusal, or withholds it for its content."""
+        return self.refusal is not None or self.finish_reason is FinishReason.CONTENT_FILTER
+
 
 @dataclass(frozen=True)
 class ChatFailure:

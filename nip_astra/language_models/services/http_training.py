@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
+from nip_astra.errors import CheckpointError
 from nip_astra.language_models.base import (
     Generation,
     LanguageModel,
@@ -95,7 +96,10 @@ class HttpTrainingService(TrainingService):
             "vocabulary": vocabulary_digest(policy.tokenizer),
             "weights": None if module is None else weights_digest(module),
         }
-        self.model_id = str(connection.post_json(ROUTE, body, key=f"{self._client}:model")["id"])
+        made = connection.post_json(ROUTE, body, key=f"{self._client}:model")
+        if not isinstance(made.get("id"), str):
+            raise connection.misunderstood("it names no model")
+        self.model_id = made["id"]
         # A run that ends, however it ends, leaves nothing behind at the service.
         path = f"{ROUTE}/{self.model_id}"
         self._forget = weakref.finalize(self, connection.forget, path)
@@ -116,13 +120,20 @@ class HttpTrainingService(TrainingService):
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
         found = self._do("optim_step", lr=lr, max_grad_norm=max_grad_norm)
-        return OptimizerFigures(found["grad_norm"], was_taken=found["was_taken"])
+        grad_norm, was_taken = found.get("grad_norm"), found.get("was_taken")
+        if not isinstance(grad_norm, int | float) or not isinstance(was_taken, bool):
+            raise self.connection.misunderstood("it lacks grad_norm or was_taken")
+        return OptimizerFigures(grad_norm, was_taken=was_taken)
 
     def logprobs(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
     ) -> Tensor:
         asked = tuple(one.cpu() for one in (context_BC, context_mask_BC, ids_BT, mask_BT))
-        found_BT: Tensor = self._do("logprobs", rows=asked)["logprobs"]
+        (found_BT,) = self._tensors("logprobs", self._do("logprobs", rows=asked))
+        if found_BT.shape != ids_BT.shape:
+            raise self.connection.misunderstood(
+                f"its logprobs have the shape {tuple(found_BT.shape)}, not {tuple(ids_BT.shape)}"
+            )
         return self._handed_out.leaf(asked, found_BT)
 
     def sample(
@@ -139,16 +150,20 @@ class HttpTrainingService(TrainingService):
             uniforms=uniforms_BT,
             options=asdict(options),
         )
-        return Generation(found["ids"], found["mask"], found["logprobs"])
+        ids_BT, mask_BT, logprobs_BT = self._tensors("ids mask logprobs", found)
+        shapes = {one.shape for one in (ids_BT, mask_BT, logprobs_BT)}
+        if len(shapes) > 1 or ids_BT.shape[:1] != (len(contexts) * rows_per_context,):
+            raise self.connection.misunderstood(f"its answers have the shapes {sorted(shapes)}")
+        return Generation(ids_BT, mask_BT, logprobs_BT)
 
     def save_state(self, directory: Path) -> None:
-        unpack_folder(self._do("save_state")["files"], directory)
+        self._write_files("save_state", directory)
 
     def load_state(self, directory: Path) -> None:
         self._do("load_state", files=pack_folder(directory))
 
     def save_weights_for_sampler(self, directory: Path) -> None:
-        unpack_folder(self._do("save_weights_for_sampler")["files"], directory)
+        self._write_files("save_weights_for_sampler", directory)
 
     def close(self) -> None:
         """Let the service forget the model; this happens by itself when the run ends."""
@@ -162,6 +177,22 @@ class HttpTrainingService(TrainingService):
         answer = self.connection.operate(path, message, key=f"{self._client}:{number}")
         # One that was refused had its turn as well.
         self._number = number
-        result: dict[str, Any] = unpack_state(answer.result())
-        self.policy.token_count.add(TokenCount(**result.pop("tokens", {})))
+        content = answer.result()
+        try:
+            result: dict[str, Any] = unpack_state(content)
+            self.policy.token_count.add(TokenCount(**result.pop("tokens", {})))
+        except (CheckpointError, AttributeError, TypeError) as error:
+            raise self.connection.misunderstood(f"{len(content)} bytes, {error}") from error
         return result
+
+    def _tensors(self, names: str, found: Mapping[str, Any]) -> list[Tensor]:
+        tensors = [found.get(name) for name in names.split()]
+        if not all(isinstance(one, Tensor) for one in tensors):
+            raise self.connection.misunderstood(f"it lacks one of the tensors {names}")
+        return [one for one in tensors if one is not None]
+
+    def _write_files(self, kind: str, directory: Path) -> None:
+        files = self._do(kind).get("files")
+        if not isinstance(files, dict):
+            raise self.connection.misunderstood("it has no files")
+        unpack_folder(files, directory)

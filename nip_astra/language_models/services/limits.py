@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pydantic import Field
 
 from nip_astra.language_models.services.usage import ChatUsage
 from nip_astra.parameters.parameters_base import SubParameters
 
 TOKENS_PRICED = 1_000_000
+LONGEST_BACKOFF = 60.0
 
 
 class LimitParameters(SubParameters):
@@ -26,8 +29,47 @@ class LimitParameters(SubParameters):
     """Seconds before the first further attempt, doubled for each next one, at most 60, of which a
     random half may be left out; what the service asks for in Retry-After is waited for where it is
     longer."""
+    max_retry_after: float = Field(default=300.0, ge=0)
+    """Longest pause in seconds that a service may ask for in Retry-After. If it asks for a longer
+    one, the request fails at once."""
     attempt_timeout: float = Field(default=600.0, gt=0)
     """Seconds after which an attempt is given up, though bytes may still come."""
+    request_timeout: float | None = Field(default=None, gt=0)
+    """Seconds for all attempts of a request and the pauses between them; then the request fails.
+    null for twice `attempt_timeout`."""
+
+    def pause_before(
+        self,
+        attempt: int,
+        *,
+        retry_after: float,
+        spent: float,
+        jitter: Callable[[], float] = lambda: 0.0,
+    ) -> float | None:
+        """Seconds to wait before a further attempt; None if there is to be none.
+
+        Parameters
+        ----------
+        attempt : int
+            The further attempt, from 1.
+        retry_after : float
+            Seconds that the service asks for.
+        spent : float
+            Seconds that the request has taken so far.
+        jitter : callable
+            Draws the part of half the pause that is left out, in [0, 1).
+        """
+        if attempt > self.num_retries or retry_after > self.max_retry_after:
+            return None
+        longest = min(self.backoff * 2 ** (attempt - 1), LONGEST_BACKOFF)
+        pause = max(longest * (1.0 - 0.5 * jitter()), retry_after)
+        return pause if spent + pause < self.seconds_per_request else None
+
+    @property
+    def seconds_per_request(self) -> float:
+        """Longest that a request may take, all attempts together."""
+        given = self.request_timeout
+        return 2 * self.attempt_timeout if given is None else given
 
 
 class PriceParameters(SubParameters):

@@ -7,19 +7,29 @@ requests. It repeats nothing by itself, and follows no redirections, which might
 from __future__ import annotations
 
 import asyncio
+import math
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
-from urllib.parse import urlsplit
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError, MissingDependencyError
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    ConfigurationError,
+    MissingDependencyError,
+)
+from nip_astra.language_models.services.bounded_http import (
+    MIB,
+    AnswerTooLargeError,
+    bounded,
+    check_address,
+)
 from nip_astra.language_models.services.chat import ChatFailure, FailureReason
 from nip_astra.trust import read_variable
 
 if TYPE_CHECKING:
     from openai import APIStatusError, AsyncOpenAI
 
-LONGEST_RETRY_AFTER = 300.0
-"""Seconds; a service that asks for more is tried again after these."""
+LARGEST_ANSWER = 64 * MIB
+"""Bytes of an answer that are read at most; those of chat models have a few kilobytes."""
 NO_KEY = "no-key"
 PASSING = frozenset({408, 409, 425, 429})
 """Statuses, beside 5xx, of which another attempt may know better."""
@@ -53,7 +63,7 @@ class OpenAIConnection:
         what: str = "the chat model",
         uses_proxies: bool = True,
     ) -> None:
-        parts = urlsplit(base_url)
+        parts = check_address(base_url, what)
         if parts.username or parts.password or parts.query or parts.fragment:
             raise ConfigurationError(
                 f"{what}'s base_url was to be the address of a service, but it holds a user, a "
@@ -85,7 +95,7 @@ class OpenAIConnection:
             base_url=self.base_url,
             timeout=self._timeout,
             max_retries=0,
-            http_client=openai.DefaultAsyncHttpxClient(
+            http_client=bounded(openai.DefaultAsyncHttpxClient, LARGEST_ANSWER)(
                 follow_redirects=False,
                 timeout=self._timeout,
                 event_hooks=hooks,
@@ -117,6 +127,10 @@ class OpenAIConnection:
             When the account has no money left.
         """
         openai = _import_openai()
+        for one in (error, error.__cause__):
+            # Versions of the package differ in what they wrap.
+            if isinstance(one, AnswerTooLargeError):
+                return ChatFailure(FailureReason.MALFORMED, self.shown(str(one)))
         if isinstance(error, openai.APITimeoutError):
             return ChatFailure(FailureReason.TIMEOUT, f"no answer in {self._timeout:g} s")
         if isinstance(error, openai.APIConnectionError):
@@ -192,7 +206,7 @@ def _seconds(retry_after: str) -> float:
         seconds = float(retry_after)
     except ValueError:
         return 0.0
-    return min(max(seconds, 0.0), LONGEST_RETRY_AFTER) if seconds == seconds else 0.0
+    return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
 
 
 def _import_openai() -> ModuleType:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import Field
 
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError, ServiceError
+from nip_astra.language_models.services.bounded_http import AnswerTooLargeError
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,
@@ -19,9 +21,10 @@ from nip_astra.language_models.services.fine_tuning import (
     PreferenceExample,
     SupervisedExample,
 )
+from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.openai_client import OpenAIConnection, read_key
-from nip_astra.language_models.services.patience import LONGEST_BACKOFF
 from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.progress import waiting_for
 
 T = TypeVar("T")
 
@@ -48,10 +51,8 @@ class FineTuningParameters(SubParameters):
     """Environment variable that holds the key; null sends none. The key is written nowhere."""
     timeout: float = Field(default=120.0, gt=0)
     """Seconds without a byte after which an attempt is given up."""
-    num_retries: int = Field(default=5, ge=0)
-    """Further attempts where the service is busy, late or broken."""
-    backoff: float = Field(default=1.0, ge=0)
-    """Seconds before the first further attempt, doubled for each next one, at most 60."""
+    limits: LimitParameters = LimitParameters()
+    """How patiently it is asked."""
 
 
 class OpenAIFineTuning(FineTuningService):
@@ -152,25 +153,38 @@ class OpenAIFineTuning(FineTuningService):
         return uploaded.id
 
     async def _patiently(self, once: Callable[[], Awaitable[T]], what: str) -> T:
-        told = ""
-        for attempt in range(self.parameters.num_retries + 1):
+        limits, started, attempt = self.parameters.limits, time.monotonic(), 0
+        cause: Exception
+        while True:
+            attempt += 1
             try:
-                return await once()
+                async with asyncio.timeout(limits.attempt_timeout):
+                    return await once()
+            except TimeoutError as error:
+                cause, asked, told = error, 0.0, f"no answer in {limits.attempt_timeout:g} s"
+            except AnswerTooLargeError as error:
+                raise self._refused(what, str(error)) from error
             except (ConfigurationError, BudgetExhaustedError, ServiceError):
                 raise
+            except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+                # The package does not check what it reads.
+                said = self._connection.shown(str(error))
+                cause, asked, told = error, 0.0, f"its answer is not of the protocol ({said})"
             except Exception as error:
                 if getattr(error, "status_code", None) == 404:
                     said = self._connection.shown(str(error))
                     raise self._refused(what, said) from error
                 # The package's errors; any other one is raised again in there.
                 failure = self._connection.failure_of(error)
-                told = failure.message
+                cause, asked, told = error, failure.retry_after, failure.message
                 if not failure.reason.may_pass:
                     raise self._refused(what, told) from error
-                if attempt < self.parameters.num_retries:
-                    wait = min(self.parameters.backoff * 2**attempt, LONGEST_BACKOFF)
-                    await self._pause(max(wait, failure.retry_after))
-        raise self._refused(what, f"{told} ({self.parameters.num_retries + 1} attempts)")
+            spent = time.monotonic() - started
+            pause = limits.pause_before(attempt, retry_after=asked, spent=spent)
+            if pause is None:
+                raise self._refused(what, f"{told} ({attempt} attempts)") from cause
+            with waiting_for(f"the fine-tuning service: {told}; next attempt in {pause:.0f} s"):
+                await self._pause(pause)
 
     def _refused(self, what: str, said: str) -> ServiceError:
         return ServiceError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,7 +24,6 @@ from nip_astra.language_models.services.chat import (
     ChatRequest,
     ChatUsage,
     FailureReason,
-    FinishReason,
 )
 from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
 from nip_astra.language_models.services.memory import AnswerMemory, key_of
@@ -38,11 +37,13 @@ from nip_astra.language_models.services.usage import (
     ServiceUse,
     Spent,
 )
+from nip_astra.progress import waiting_for
 from nip_astra.utils.devices import resolve_device
 
 T = TypeVar("T")
 
-LONGEST_BACKOFF = 60.0
+SECONDS_OF_AN_ANSWER = 10.0
+"""An attempt that takes longer is shown on the progress bar."""
 ANSWER_TOKENS = 1024
 """Tokens set aside for an answer whose length is left to the service."""
 LEDGER_FILE = "service_requests.sqlite"
@@ -64,6 +65,11 @@ class PatientChatModel(ChatModel):
         Of the whole ledger, which several models may share.
     clock, pause, jitter : Callable
         Tell the time and wait, in seconds, and draw a number in [0, 1).
+
+    Attributes
+    ----------
+    last_failure : str
+        Why the last request that failed did so; empty if none has.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class PatientChatModel(ChatModel):
         self._places: asyncio.Semaphore | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._num_asking = 0
+        self.last_failure = ""
         self._end: Exception | None = None
 
     @classmethod
@@ -164,8 +171,10 @@ class PatientChatModel(ChatModel):
     async def _ask_patiently(self, request: ChatRequest) -> ChatOutcome:
         samples: list[ChatAnswer | ChatFailure | None] = [None] * request.num_samples
         usage, is_estimated = NOTHING_USED, False
-        for attempt in range(self.limits.num_retries + 1):
-            outcome = await self._attempt(request)
+        spent, attempt = 0.0, 0
+        while True:
+            outcome, seconds = await self._attempt(request, self.limits.seconds_per_request - spent)
+            attempt, spent = attempt + 1, spent + seconds
             usage = _sum_usage([usage, outcome.usage])
             is_estimated |= outcome.is_usage_estimated
             samples = [
@@ -173,13 +182,19 @@ class PatientChatModel(ChatModel):
                 for old, new in zip(samples, outcome.samples, strict=True)
             ]
             failures = [one for one in samples if isinstance(one, ChatFailure)]
-            passing = [failure for failure in failures if failure.reason.may_pass]
-            if not passing or attempt == self.limits.num_retries:
+            pause = self._pause_before(attempt, failures, spent)
+            if pause is None:
                 break
-            await self._wait_before_next(passing, attempt)
+            if pause > 0:
+                last = f"{failures[0].reason}, {failures[0].message}"
+                with waiting_for(f"{self.label}: {last}; next attempt in {pause:.0f} s"):
+                    await self._pace.pause(pause)
+                spent += pause
+        if failures:
+            self.last_failure = failures[-1].message
         told = [
-            replace(one, message=f"{one.message} ({attempt + 1} attempts)")
-            if isinstance(one, ChatFailure) and attempt
+            replace(one, message=f"{one.message} ({attempt} attempts)")
+            if isinstance(one, ChatFailure) and attempt > 1
             else one
             for one in samples
         ]
@@ -187,20 +202,29 @@ class PatientChatModel(ChatModel):
             tuple(one for one in told if one is not None), usage, is_usage_estimated=is_estimated
         )
 
-    async def _wait_before_next(self, failures: list[ChatFailure], attempt: int) -> None:
-        asked = max(failure.retry_after for failure in failures)
-        if any(failure.reason is FailureReason.RATE_LIMITED for failure in failures):
+    def _pause_before(
+        self, attempt: int, failures: Sequence[ChatFailure], spent: float
+    ) -> float | None:
+        """Seconds before the next attempt; None if there is to be none."""
+        passing = [failure for failure in failures if failure.reason.may_pass]
+        if not passing:
+            return None
+        asked = max(failure.retry_after for failure in passing)
+        pause = self.limits.pause_before(
+            attempt, retry_after=asked, spent=spent, jitter=self._jitter
+        )
+        if pause is None:
+            return None
+        if any(failure.reason is FailureReason.RATE_LIMITED for failure in passing):
             # The limit is the account's: nobody else would fare better meanwhile.
             self._pace.hold(asked)
-        if all(failure.reason is FailureReason.MALFORMED for failure in failures):
-            return
-        longest = min(self.limits.backoff * 2**attempt, LONGEST_BACKOFF)
-        wait = max(longest * (1.0 - 0.5 * self._jitter()), asked)
-        if wait > 0:
-            await self._pace.pause(wait)
+        # Another sample may be well-formed at once.
+        return 0.0 if all(one.reason is FailureReason.MALFORMED for one in passing) else pause
 
-    async def _attempt(self, request: ChatRequest) -> ChatOutcome:
-        """Ask once, when it is this request's turn."""
+    async def _attempt(
+        self, request: ChatRequest, seconds_left: float
+    ) -> tuple[ChatOutcome, float]:
+        """Ask once, when it is this request's turn, and measure the seconds that it takes."""
         most = self.most_of(request)
         async with self._free_places():
             self._raise_if_ended()
@@ -214,29 +238,31 @@ class PatientChatModel(ChatModel):
                 raise
             started = self._pace.clock()
             try:
-                outcome = await self._ask_in_time(request)
-                record = self._record(outcome, self._pace.clock() - started)
+                outcome = await self._ask_in_time(request, seconds_left)
+                seconds = self._pace.clock() - started
+                record = self._record(outcome, seconds)
             except (ConfigurationError, BudgetExhaustedError) as error:
                 self._end = error
                 raise
             finally:
                 self.ledger.release(most, record)
             self._pace.correct(most.tokens, sum(outcome.usage))
-            return outcome
+            return outcome, seconds
 
     def _raise_if_ended(self) -> None:
         """Raise what ended a request of those who ask together: the others would fare alike."""
         if self._end is not None:
             raise self._end
 
-    async def _ask_in_time(self, request: ChatRequest) -> ChatOutcome:
+    async def _ask_in_time(self, request: ChatRequest, seconds_left: float) -> ChatOutcome:
+        limit = min(self.limits.attempt_timeout, seconds_left)
+        what = f"{self.label}: no answer for {SECONDS_OF_AN_ANSWER:.0f} s, at most {limit:.0f} s"
         try:
-            async with asyncio.timeout(self.limits.attempt_timeout):
-                return await self.model.answer(request)
+            async with asyncio.timeout(limit):
+                with waiting_for(what, after=SECONDS_OF_AN_ANSWER):
+                    return await self.model.answer(request)
         except TimeoutError:
-            failure = ChatFailure(
-                FailureReason.TIMEOUT, f"no answer in {self.limits.attempt_timeout:g} s"
-            )
+            failure = ChatFailure(FailureReason.TIMEOUT, f"no answer in {limit:g} s")
             # What was read has to be paid for, whatever became of the answer.
             return ChatOutcome(
                 (failure,) * request.num_samples,
@@ -253,10 +279,8 @@ class PatientChatModel(ChatModel):
     def _record(self, outcome: ChatOutcome, seconds: float) -> RequestRecord:
         failures = [one for one in outcome.samples if isinstance(one, ChatFailure)]
         answers = [one for one in outcome.samples if isinstance(one, ChatAnswer)]
-        refused = sum(
-            one.refusal is not None or one.finish_reason is FinishReason.CONTENT_FILTER
-            for one in answers
-        ) + sum(failure.reason is FailureReason.REFUSED for failure in failures)
+        refused = sum(one.is_refused for one in answers)
+        refused += sum(failure.reason is FailureReason.REFUSED for failure in failures)
         return RequestRecord(
             label=self.account,
             model=self.name,

@@ -5,8 +5,10 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -34,12 +36,19 @@ from nip_astra.errors import (
 )
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
 from nip_astra.language_models.services.adapter_shapes import tinker_shape
+from nip_astra.language_models.services.asking import wait_for
+from nip_astra.language_models.services.bounded_http import check_address
 from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
 from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
+from nip_astra.progress import waiting_for
 from nip_astra.trust import read_variable
 
 ADDRESS = "tinker.json"
 """Name of the file that says where the service keeps what was saved."""
+ADDRESS_VARIABLE = "TINKER_BASE_URL"
+"""Environment variable from which the SDK takes an address that the parameters do not name."""
+SECONDS_BETWEEN_LOOKS = 0.2
+SECONDS_OF_A_LOOK = 10.0
 SECONDS_TO_FORGET = 2.0
 """After which a service that does not answer is left to find out by itself."""
 TOLD_KINDS: Mapping[str, type[ServiceError]] = {
@@ -109,6 +118,7 @@ class TinkerTrainingService(TrainingService):
             )
         os.environ.setdefault("TINKER_TELEMETRY", "0")
         key = _key(options.token_variable)
+        self._await_service()
         self._client = self._told(
             lambda: self._tinker.ServiceClient(base_url=options.base_url, api_key=key)
         )
@@ -277,13 +287,26 @@ class TinkerTrainingService(TrainingService):
                     raise
 
     def _is_alive(self) -> bool:
-        import httpx
+        return _fault_of(str(self._client.holder._base_url)) is None
 
-        url = str(self._client.holder._base_url).rstrip("/")
-        try:
-            return httpx.get(f"{url}/api/v1/healthz", timeout=10.0).status_code < 500
-        except httpx.HTTPError:
-            return False
+    def _await_service(self) -> None:
+        """Wait until the service answers, up to the end of patience.
+
+        The SDK itself would try an address that refuses for minutes.
+        """
+        url = self.options.base_url or read_variable(ADDRESS_VARIABLE)
+        if url:
+            check_address(url, "the training service")
+        deadline = time.monotonic() + self.options.patience_seconds
+        with waiting_for(f"the training service {url}, which does not answer"):
+            while url and (fault := _fault_of(url)) is not None:
+                if time.monotonic() + SECONDS_BETWEEN_LOOKS > deadline:
+                    raise ServiceUnreachableError(
+                        f"the training service {url} does not answer: {fault} (asked for "
+                        f"{self.options.patience_seconds:.3g} s). Start it, or correct "
+                        "train_service.base_url."
+                    )
+                time.sleep(SECONDS_BETWEEN_LOOKS)
 
     def _told(self, ask: Callable[..., Any], *arguments: Any) -> Any:
         """Ask, and turn the SDK's errors into ours."""
@@ -313,6 +336,28 @@ class TinkerTrainingService(TrainingService):
         if isinstance(error, sdk.RequestFailedError | sdk.BadRequestError):
             return ServiceRequestError
         return ServiceError
+
+
+def _fault_of(url: str) -> str | None:
+    """Why a service does not answer; None where it does."""
+    import httpx
+
+    async def look() -> int:
+        # Whatever it says, without its body.
+        async with (
+            asyncio.timeout(SECONDS_OF_A_LOOK),
+            httpx.AsyncClient() as client,
+            client.stream("GET", f"{url.rstrip('/')}/api/v1/healthz") as answer,
+        ):
+            return answer.status_code
+
+    try:
+        status = wait_for(look())
+    except TimeoutError:
+        return f"no answer in {SECONDS_OF_A_LOOK:g} s"
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return str(error) or type(error).__name__
+    return f"status {status}" if status >= 500 else None
 
 
 def _sdk() -> Any:

@@ -46,7 +46,8 @@ def unpack_folder(files: Mapping[str, Tensor], folder: Path) -> None:
     root = folder.resolve()
     for name, content in files.items():
         path = (root / name).resolve()
-        if not path.is_relative_to(root) or content.dtype != torch.uint8:
+        is_bytes = isinstance(content, Tensor) and content.dtype == torch.uint8
+        if not path.is_relative_to(root) or not is_bytes:
             raise CheckpointError(
                 f"the file {name!r} was to be written into {folder}, but it is no file of such a "
                 "folder. Send the files of a saved state."

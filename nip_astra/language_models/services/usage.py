@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import sqlite3
 import statistics
 import threading
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 from nip_astra.errors import BudgetExhaustedError, RunDirectoryError
+
+logger = logging.getLogger(__name__)
+
+TOTAL_SUFFIX = ".total"
+"""Of the file beside a ledger that holds what was spent in all."""
 
 
 class ChatUsage(NamedTuple):
@@ -116,6 +123,14 @@ class Spent(NamedTuple):
             self.cost + sign * other.cost,
         )
 
+    def at_least(self, other: Spent) -> Spent:
+        """The larger of each."""
+        return Spent(
+            max(self.requests, other.requests),
+            max(self.tokens, other.tokens),
+            max(self.cost, other.cost),
+        )
+
 
 _LEDGERS: weakref.WeakValueDictionary[Path, RequestLedger] = weakref.WeakValueDictionary()
 _COLUMNS = tuple(RequestRecord.__dataclass_fields__)
@@ -132,18 +147,24 @@ class RequestLedger:
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self._database = connect(path)
-        with guarded(path):
-            self._database.execute(
-                f"CREATE TABLE IF NOT EXISTS requests (at REAL, {', '.join(_COLUMNS)})"
-            )
-            self._database.execute(
-                "CREATE TABLE IF NOT EXISTS remembered (label PRIMARY KEY, num_samples)"
-            )
         self._lock = threading.Lock()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
-        self._spent = self._read_spent()
         self._reserved = Spent()
+        self._total = _TotalFile(path)
+        self._database = self._open()
+        with self._transaction():
+            kept, found = self._total.read(), self._read_spent()
+            self._spent = kept.at_least(found)
+            if self._spent != kept:
+                self._total.write(self._spent)
+        if self._spent.requests > found.requests:
+            logger.warning(
+                "%s lacks %d of %d requests; the budget counts them, tables of what services took "
+                "do not",
+                path,
+                self._spent.requests - found.requests,
+                self._spent.requests,
+            )
 
     @classmethod
     def of(cls, path: Path | None) -> RequestLedger:
@@ -189,7 +210,9 @@ class RequestLedger:
             took = Spent(1, tokens, record.cost or 0.0)
         with self._lock:
             if record is not None:
-                self._write(record)
+                with self._transaction():
+                    self._write(record)
+                    self._total.write(self._total.read().plus(took))
             self._spent = self._spent.plus(took)
             self._reserved = self._reserved.plus(reserved, -1)
             waiting, self._waiting = self._waiting, []
@@ -254,6 +277,39 @@ class RequestLedger:
             p95_seconds=sorted(seconds)[int(0.95 * (len(seconds) - 1))] if seconds else None,
         )
 
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Let no other process count within the block, and keep all of it or nothing."""
+        with guarded(self.path):
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self._database.execute("COMMIT")
+
+    def _open(self) -> sqlite3.Connection:
+        """The database; one that is damaged is put aside if the total is kept.
+
+        Raises
+        ------
+        RunDirectoryError
+            When what was spent cannot be known.
+        """
+        try:
+            return _open_tables(self.path)
+        except RunDirectoryError as error:
+            path = self.path
+            if path is None or not _is_damage(error.__cause__) or self._total.read() == Spent():
+                raise
+            for suffix in ("", "-wal", "-shm"):
+                part = path.with_name(path.name + suffix)
+                if part.exists():
+                    part.replace(part.with_name(f"{part.name}.damaged"))
+            logger.warning("%s is damaged and is kept as %s.damaged", path, path.name)
+            return _open_tables(path)
+
     def _write(self, record: RequestRecord) -> None:
         marks = ", ".join("?" * (len(_COLUMNS) + 1))
         values = (time.time(), *(getattr(record, name) for name in _COLUMNS))
@@ -267,6 +323,47 @@ class RequestLedger:
                 "COALESCE(SUM(cost), 0.0) FROM requests"
             ).fetchone()
         return Spent(*row)
+
+
+class _TotalFile:
+    """What a run has spent in all, beside its ledger, which may be damaged or emptied."""
+
+    def __init__(self, ledger: Path | None) -> None:
+        self.path = None if ledger is None else ledger.with_suffix(TOTAL_SUFFIX)
+
+    def read(self) -> Spent:
+        """The total; nothing where the file is new or holds something else."""
+        if self.path is None or not self.path.exists():
+            return Spent()
+        try:
+            requests, tokens, cost = json.loads(self.path.read_text(encoding="utf-8"))
+            return Spent(int(requests), int(tokens), float(cost))
+        except (ValueError, TypeError):
+            return Spent()
+
+    def write(self, total: Spent) -> None:
+        """Replace the total in one write of constant width, which a kill does not divide."""
+        if self.path is not None:
+            self.path.touch()
+            with self.path.open("r+b", buffering=0) as file:
+                file.write(f"{json.dumps(total):<100}\n".encode())
+
+
+def _is_damage(error: BaseException | None) -> bool:
+    """Whether a database is damaged, and not merely locked or out of space."""
+    return type(error) is sqlite3.DatabaseError
+
+
+def _open_tables(path: Path | None) -> sqlite3.Connection:
+    database = connect(path)
+    with guarded(path):
+        database.execute(f"CREATE TABLE IF NOT EXISTS requests (at REAL, {', '.join(_COLUMNS)})")
+        database.execute("CREATE TABLE IF NOT EXISTS remembered (label PRIMARY KEY, num_samples)")
+        (told,) = database.execute("PRAGMA quick_check(1)").fetchone()
+        if told != "ok":
+            database.close()
+            raise sqlite3.DatabaseError(told)
+    return database
 
 
 def connect(path: Path | None) -> sqlite3.Connection:

@@ -111,6 +111,7 @@ def open_text_models(
                 base_url=parameters.base_url,
                 api_key_variable=parameters.api_key_variable,
                 timeout=parameters.timeout,
+                limits=parameters.limits,
             )
         )
     return TextModels(open_model, service)

@@ -59,6 +59,8 @@ def build_distant_service(trainer: ServiceTrainer) -> TrainingService:
         options.base_url,
         token_variable=options.token_variable,
         patience_seconds=options.patience_seconds,
+        operation_timeout=options.operation_timeout,
+        max_answer_mib=options.max_answer_mib,
     )
     return HttpTrainingService(
         trainer.policy,

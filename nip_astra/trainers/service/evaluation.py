@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, NothingMeasuredError
 from nip_astra.evaluation.rows import Row, RowFile
 from nip_astra.evaluation.storage import text_hash
 from nip_astra.samplers.task_episodes import TaskRollout
@@ -94,6 +94,12 @@ def play_task_evaluation(
         [row["reward"] for row in known],
         len(rows),
     )
+    try:
+        trainer._refuse_nothing(f"the evaluation {path.parent.name}", tally.report(num_runs))
+    except NothingMeasuredError:
+        # The same command plays again.
+        path.unlink()
+        raise
     return _with_interval(tally, tally.report(num_runs))
 
 

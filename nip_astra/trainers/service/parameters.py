@@ -37,6 +37,11 @@ class TrainServiceParameters(SubParameters):
         default=60.0, ge=0
     )
     """How long a service that does not answer, or is full, is asked again before the run ends."""
+    operation_timeout: Annotated[float, where("backend", "http")] = Field(default=3600.0, gt=0)
+    """Longest in seconds that one operation, such as a gradient or a rollout, may take."""
+    max_answer_mib: Annotated[float, where("backend", "http")] = Field(default=4096.0, gt=0)
+    """Largest answer of the service that is read. A saved state of full weights in float32 with
+    Adam takes 12 bytes per weight."""
 
     @model_validator(mode="after")
     def _has_address(self) -> Self:

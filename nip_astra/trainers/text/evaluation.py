@@ -87,12 +87,10 @@ def play_evaluation(
         )
     trainer.take_up_models(models)
     try:
-        ends = instance.loop.run(
-            trainer.sampler.sample(
-                episodes,
-                key=(evaluation.seed, "evaluation", evaluation.split),
-                journal=AnswerJournal(journal_path),
-            )
+        ends = trainer.sample_text(
+            episodes,
+            key=(evaluation.seed, "evaluation", evaluation.split),
+            journal=AnswerJournal(journal_path),
         )
         services = services_used(trainer.services())
     finally:

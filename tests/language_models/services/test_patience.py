@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from nip_astra import progress
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.asking import ask_all
@@ -139,6 +140,45 @@ def test_what_the_service_asks_to_wait_is_waited_for_by_all() -> None:
     assert [texts(outcome) for outcome in outcomes] == [["there"], ["there"]]
     assert times[0] == 0.0
     assert min(times[1:]) >= 30.0
+
+
+def test_a_longer_pause_than_allowed_fails_the_request_at_once() -> None:
+    clock = Clock()
+    inner = Model([failing(FailureReason.RATE_LIMITED, 100_000.0), "there"])
+    model = patient(inner, clock, limits={"max_retry_after": 60.0})
+    first, second = (ask(model, saying(text))[0] for text in ("a", "b"))
+    assert failure(first).reason is FailureReason.RATE_LIMITED
+    assert (texts(second), clock.now) == (["there"], 0.0)
+    assert model.last_failure == "so it is"
+
+
+def test_all_attempts_of_a_request_and_their_pauses_have_one_limit() -> None:
+    clock = Clock()
+    inner = Model([failing(FailureReason.UNAVAILABLE)] * 9)
+    model = patient(inner, clock, limits={"num_retries": 8, "request_timeout": 8.0})
+    failure(ask(model, saying("hi"))[0])
+    assert (clock.pauses, len(inner.requests)) == ([1.0, 2.0, 4.0], 4)
+
+
+def test_the_bar_says_what_a_pause_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+    bar = progress.open_progress(1, enabled=False)
+    monkeypatch.setattr(bar, "show_wait", shown.append)
+
+    async def pause(seconds: float) -> None:
+        clock.now += seconds
+        await asyncio.sleep(1.1)
+
+    clock = Clock()
+    clock.pause = pause  # type: ignore[method-assign]
+    model = patient(
+        Model([failing(FailureReason.RATE_LIMITED, 30.0), "there"]), clock, label="judge"
+    )
+    assert texts(ask(model, saying("hi"))[0]) == ["there"]
+    bar.close()
+    told, end = shown
+    assert all(part in told for part in ("judge", "rate_limited", "30 s"))
+    assert end == ""
 
 
 def test_after_the_last_attempt_the_failure_is_data_that_tells_their_number() -> None:
@@ -317,6 +357,35 @@ def test_a_damaged_file_is_told_and_not_used(tmp_path: Path) -> None:
     (tmp_path / "a.sqlite").write_bytes(b"no database" * 100)
     with pytest.raises(RunDirectoryError, match=r"kept in .*a.sqlite, but: file is not a database"):
         AnswerMemory(tmp_path / "a.sqlite")
+
+
+@pytest.mark.parametrize("what", ["emptied", "removed", "damaged", "cut"])
+def test_a_ledger_that_was_lost_leaves_the_budget_as_it_was(tmp_path: Path, what: str) -> None:
+    path, budget = tmp_path / "ledger.sqlite", Budget(max_requests=40, max_tokens=10**6)
+    model = patient(Model(lambda _: "x"), ledger=RequestLedger(path), budget=budget)
+    ask(model, *[saying(str(number)) for number in range(39)])
+    model.ledger._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    model.ledger._database.close()
+    if what == "removed":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        wrong = {"emptied": b"", "damaged": b"no database" * 99, "cut": content[:-4096]}
+        path.write_bytes(wrong[what])
+    again = RequestLedger(path)
+    assert again.spent == (39, 39 * 15, 0.0)
+    last = patient(Model(lambda _: "x"), ledger=again, budget=budget)
+    ask(last, saying("one more"))
+    assert RequestLedger(path).spent.requests == 40
+    with pytest.raises(BudgetExhaustedError):
+        ask(last, saying("too much"))
+
+
+def test_what_was_spent_cannot_be_unknown(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    path.write_bytes(b"no database" * 99)
+    with pytest.raises(RunDirectoryError, match=r"ledger\.sqlite"):
+        RequestLedger(path)
 
 
 # ---- counts and opening

@@ -103,15 +103,15 @@ def test_a_repeated_request_repeats_no_step(server: Server) -> None:
     trainer = distant(server)
     service = trainer.service
     asked: list[Any] = []
-    send = service.connection._client.post
+    send = service.connection._send
 
-    def twice(path: str, **how: Any) -> Any:
+    async def twice(method: str, path: str, *how: Any) -> Any:
         asked.append(path)
-        send(path, **how)
-        return send(path, **how)
+        await send(method, path, *how)
+        return await send(method, path, *how)
 
     plain = iterate(distant(server), 2)
-    service.connection._client.post = twice
+    service.connection._send = twice
     assert iterate(trainer, 2) == plain
     assert len(asked) > 4
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import math
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def trainer_at(server: Server, backend: str, *overrides: str) -> Any:
+def trainer_at(server: Server | Refusing, backend: str, *overrides: str) -> Any:
     section = "remote_api_grpo.train_service"
     options = [f"{section}.backend={backend}"]
     if backend != "local":
@@ -184,3 +185,19 @@ def test_a_server_that_dies_is_told_and_a_checkpoint_goes_on(tmp_path: Path) -> 
         again.service.load_state(tmp_path)
         again.state.iteration = 1
         assert learn(again, samples) == expected
+
+
+@pytest.mark.parametrize("backend", ["http", "tinker"])
+def test_an_address_that_refuses_is_reported_when_patience_ends(backend: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    started = time.monotonic()
+    with pytest.raises(ServiceUnreachableError, match=f"127.0.0.1:{port}"):
+        trainer_at(Refusing(f"http://127.0.0.1:{port}"), backend)
+    assert time.monotonic() - started < 5
+
+
+class Refusing(NamedTuple):
+    """Where nobody listens."""
+
+    url: str

@@ -185,7 +185,10 @@ def judge_rollouts(
             verdict, reason = read_verdict(_text_of(outcome.samples[0], analyser, model))
             verdicts["verdict"][subject.place] = verdict
             verdicts["reason"][subject.place] = reason
-            if verdict == Verdict.UNKNOWN:
+            sample = outcome.samples[0]
+            is_final = isinstance(sample, ChatFailure) and sample.reason.may_pass
+            if verdict == Verdict.UNKNOWN and not is_final:
+                # A failure that may pass was asked for again by the model itself.
                 unread.append((subject, request))
         missing = unread
         if not missing:

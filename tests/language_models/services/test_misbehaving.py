@@ -1,0 +1,163 @@
+"""Clients of servers that misbehave: each request ends in time, with the outcome that it must have.
+
+The default tests take a sample of the list in `tests.misbehaving`, the slow ones all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai")
+
+from nip_astra.errors import ConfigurationError, NipAstraError, ServiceError
+from nip_astra.language_models.services import openai_client
+from nip_astra.language_models.services.bounded_http import MIB
+from nip_astra.language_models.services.chat import ChatAnswer, ChatFailure
+from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
+from nip_astra.language_models.services.fine_tuning import FineTuningOptions, SupervisedExample
+from nip_astra.language_models.services.limits import LimitParameters
+from nip_astra.language_models.services.openai_fine_tuning import (
+    FineTuningParameters,
+    OpenAIFineTuning,
+)
+from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.training_connection import TrainingConnection
+from tests.language_models.services.requests import ask, saying
+from tests.misbehaving import MISBEHAVIOURS, misbehaving
+
+SEED, NUM_SAMPLED, LONGEST = 31, 20, 5.0
+LIMITS = LimitParameters(
+    num_retries=1, backoff=0.01, attempt_timeout=1.0, request_timeout=1.1, max_retry_after=0.1
+)
+SAMPLED = sorted(random.Random(SEED).sample(sorted(MISBEHAVIOURS), NUM_SAMPLED))
+REST = sorted(MISBEHAVIOURS.keys() - set(SAMPLED))
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openai_client, "LARGEST_ANSWER", 4 * MIB)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """Have the package import what it imports with the first request."""
+    with misbehaving(MISBEHAVIOURS["usage: null"].send) as server:
+        parameters = OpenAIChatModel.Parameters(base_url=f"{server.address}/v1", model="m")
+        ask(OpenAIChatModel(parameters), saying("hi"))
+
+
+def in_time(work: Callable[[], Any]) -> Any:
+    """What some work gives, in less than `LONGEST` seconds and 64 MiB."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.monotonic()
+    found = work()
+    assert time.monotonic() - started < LONGEST
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+    return found
+
+
+def outcome_of_a_chat(address: str) -> str:
+    parameters = OpenAIChatModel.Parameters(base_url=f"{address}/v1", model="m", timeout=2.0)
+    model = PatientChatModel(OpenAIChatModel(parameters), LIMITS)
+    try:
+        (outcome,) = ask(model, saying("hi", needs_logprobs=True))
+    except NipAstraError as error:
+        return type(error).__name__
+    (sample,) = outcome.samples
+    assert model.use.num_requests <= 2
+    if isinstance(sample, ChatFailure):
+        assert sample.message
+        return str(sample.reason)
+    assert isinstance(sample, ChatAnswer)
+    return f"says {sample.text}"
+
+
+def outcome_of_training(address: str) -> str:
+    connection = TrainingConnection(
+        address, patience_seconds=0.2, operation_timeout=1.0, max_answer_mib=4.0
+    )
+    try:
+        connection.post_json("/training/v1/models", {"base_model": "m"}, key="k")
+    except NipAstraError as error:
+        return type(error).__name__
+    return "an object"
+
+
+def outcome_of_a_job(address: str) -> str:
+    parameters = FineTuningParameters(base_url=f"{address}/v1", timeout=2.0, limits=LIMITS)
+    service = OpenAIFineTuning(parameters)
+    message = {"role": "user", "content": "hi"}
+
+    async def submit() -> str:
+        try:
+            job = await service.submit(
+                "m", [SupervisedExample((message,))], FineTuningOptions(), key="k"
+            )
+        except NipAstraError as error:
+            return type(error).__name__
+        finally:
+            await service.close()
+        return f"submitted {job.job_id}"
+
+    return asyncio.run(submit())
+
+
+def check(name: str) -> None:
+    one = MISBEHAVIOURS[name]
+    with misbehaving(one.send) as server:
+        assert in_time(lambda: outcome_of_a_chat(server.address)) in one.outcomes
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_chat_model_ends_in_time_with_the_right_outcome(name: str) -> None:
+    check(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REST)
+def test_a_chat_model_ends_in_time_with_the_right_outcome_in_all_cases(name: str) -> None:
+    check(name)
+
+
+def test_there_are_a_hundred_cases() -> None:
+    assert len(MISBEHAVIOURS) >= 100
+
+
+KINDS = {kind.__name__ for kind in [ServiceError, *ServiceError.__subclasses__()]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISBEHAVIOURS)
+@pytest.mark.parametrize("outcome_of", [outcome_of_training, outcome_of_a_job])
+def test_training_and_jobs_end_in_time_with_a_typed_error(
+    outcome_of: Callable[[str], str], name: str
+) -> None:
+    with misbehaving(MISBEHAVIOURS[name].send) as server:
+        found = in_time(lambda: outcome_of(server.address))
+    allowed = KINDS | {"ConfigurationError", "BudgetExhaustedError", "an object"}
+    assert found in allowed, found
+
+
+@pytest.mark.parametrize(
+    "address", ["http://[", "http://a\x00b", "http://", "ftp://a.test", "http://a.test:99999"]
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    for outcome_of in (outcome_of_a_chat, outcome_of_training, outcome_of_a_job):
+        with pytest.raises(ConfigurationError):
+            outcome_of(address)
+
+
+@pytest.mark.parametrize("name", ["endless body", "body: a list", "gzip in gzip"])
+@pytest.mark.parametrize("outcome_of", [outcome_of_training, outcome_of_a_job])
+def test_a_training_service_and_a_job_end_in_time(
+    outcome_of: Callable[[str], str], name: str
+) -> None:
+    with misbehaving(MISBEHAVIOURS[name].send) as server:
+        assert in_time(lambda: outcome_of(server.address)) in KINDS
