@@ -53,7 +53,11 @@ from nip_astra.trainers.service.measuring import (
 )
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
-from nip_astra.trainers.service.playing import check_who_plays, live_groups, sample_of_service
+from nip_astra.trainers.service.playing import (
+    check_who_plays,
+    informative_groups,
+    sample_of_service,
+)
 from nip_astra.trainers.service.samples import collate_trajectories, score_batch
 from nip_astra.trainers.service_use import (
     estimate_services,
@@ -83,6 +87,8 @@ class ServiceTrainer(LanguageModelTrainer):
     trained_tokens: ClassVar[str] = "trained"
     samples_in_training: ClassVar[bool] = True
     """Whether what is learnt from is sampled."""
+    learns_from_rewards: ClassVar[bool] = True
+    """Whether groups of equal rewards may be replaced (`max_resampling_rounds`)."""
 
     class Parameters(RolloutParameters):
         """What is played, and where the policy learns."""
@@ -235,6 +241,8 @@ class ServiceTrainer(LanguageModelTrainer):
         dead: list[Trajectory] = []
         records = []
         num_played = num_live = 0
+        baseline = getattr(self.parameters, "baseline", "mean")
+        baseline = baseline if self.learns_from_rewards else None
         for _ in range(rounds + 1):
             missing = wanted - num_live
             problems = [
@@ -244,7 +252,11 @@ class ServiceTrainer(LanguageModelTrainer):
             if iteration % self.settings.rollout_sample_period == 0:
                 records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
             num_played += missing
-            live, others = live_groups(rollout.trajectories)
+            live, others = informative_groups(
+                rollout.trajectories,
+                baseline=baseline,
+                use_run_ids=getattr(self.parameters, "use_run_ids", True),
+            )
             num_live += len({one.group_id for one in live})
             kept += live
             dead += others

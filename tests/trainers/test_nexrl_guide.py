@@ -138,9 +138,10 @@ def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
     assert trainer.training.lr == 2e-6
     assert trainer.parameters.service_loss.loss_fn == "importance_sampling"
     metrics = one_iteration(trainer)
-    # Every run is a group of its own in the guide, so nothing is better than anything.
-    assert metrics["custom/advantage_mean"] == 0.0
-    assert metrics["rollout/dropped_share"] == 1.0
+    # The guide compares the runs of one number: each with those of the other problems.
+    assert metrics["custom/advantage_mean"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["rollout/dropped_share"] < 1.0
+    assert metrics["num_samples"] > 0
 
 
 def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
@@ -150,10 +151,7 @@ def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
     pytest.importorskip("tinker")
     from tests.serve.training.running import training_server
 
-    # In the guide every run is a group of its own, and none is better than the others of it.
-    compares_all = ours(REMOTE).replace('traj.get("run_id", "default")', "0")
-    assert compares_all != ours(REMOTE)
-    (recipe / "my_remote_trainer.py").write_text(compares_all)
+    (recipe / "my_remote_trainer.py").write_text(ours(REMOTE))
     with training_server(["tinker"]) as server:
         file = REMOTE_TASK.replace("http://tinker-service:8000", server.url)
         assert 'backend: "tinker"' in file
