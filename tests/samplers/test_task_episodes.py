@@ -138,10 +138,13 @@ def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None
     assert sum(one.num_response_tokens for one in rollout.trajectories) == 6
 
 
+OPENING = [Message("user", "guess")]
+
+
 class Answering(Environment):
     """Gives what it was made of, or raises it; its task does so where it rates."""
 
-    def __init__(self, opening: Any = (Message("user", "guess"),), reaction: Any = None) -> None:
+    def __init__(self, opening: Any = OPENING, reaction: Any = None) -> None:
         self.opening, self.reaction = opening, reaction
 
     def reset(self) -> Any:
@@ -189,7 +192,11 @@ def play_one(environment: Any, rate: Any = None) -> TaskRollout:
         (Answering(reaction=Reaction(reward=float("-inf"))), "step of Answering", "-inf"),
         (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),  # type: ignore[arg-type]
         (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),  # type: ignore[arg-type]
-        (Answering(reaction=ZeroDivisionError("by zero")), "step of Answering", "ZeroDivisionError"),
+        (
+            Answering(reaction=ZeroDivisionError("by zero")),
+            "step of Answering",
+            "ZeroDivisionError",
+        ),
         (None, "environment of Rating", "None"),
         (KeyError("train"), "environment of Rating", "KeyError"),
     ],

@@ -15,8 +15,8 @@ import torch
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.run import prepare_experiment, run_experiment
 from nip_astra.rollouts.trajectory import Trajectory
+from nip_astra.run import prepare_experiment, run_experiment
 from nip_astra.trainers.self_hosted_opd import SelfHostedOpdTrainer
 from nip_astra.trainers.service.playing import informative_groups
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
@@ -173,7 +173,11 @@ def test_distillation_replaces_no_problem_whatever_its_rewards(
     # The problems are played by a trainer that learns from rewards and by one that does not.
     resolved = resolve_experiment(
         trainer="self_hosted_grpo",
-        overrides=[*SMALL[:3], "self_hosted_grpo.num_runs=1", "self_hosted_grpo.max_resampling_rounds=2"],
+        overrides=[
+            *SMALL[:3],
+            "self_hosted_grpo.num_runs=1",
+            "self_hosted_grpo.max_resampling_rounds=2",
+        ],
     )
     trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
     with torch.no_grad():
