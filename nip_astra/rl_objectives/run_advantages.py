@@ -44,10 +44,11 @@ class RunAdvantages(NamedTuple):
     std_P: Tensor
 
 
-def codes_of(ids: Sequence[Hashable]) -> Tensor:
+def codes_of(ids: Sequence[Hashable] | Tensor) -> Tensor:
     """Numbers of ids in the order in which they first appear, int64 `[N]`."""
     numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in ids], dtype=torch.int64)
+    plain = ids.tolist() if isinstance(ids, Tensor) else ids
+    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in plain], dtype=torch.int64)
 
 
 def run_advantages(
