@@ -144,6 +144,7 @@ def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
     assert metrics["num_samples"] > 0
 
 
+@pytest.mark.slow
 def test_the_remote_trainer_of_the_guide_learns(recipe: Path) -> None:
     (recipe / "my_remote_trainer.py").write_text(ours(REMOTE))
     (recipe / "my_task.yaml").write_text(REMOTE_TASK.replace('"tinker"', '"self-hosted"'))
