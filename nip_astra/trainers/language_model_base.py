@@ -25,14 +25,21 @@ from torch import Tensor
 
 from nip_astra.checkpoints.run_state import RunState
 from nip_astra.distributed.team import Handler
-from nip_astra.errors import BudgetExhaustedError, LostProcessError, StopRequested
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    ConfigurationError,
+    LostProcessError,
+    StopRequested,
+)
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.outputs import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
+from nip_astra.tracking.figures import plain_numbers
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
 from nip_astra.trainers.language_model.continuations import logprobs_of
 from nip_astra.trainers.language_model.experience import Experience as Experience
+from nip_astra.trainers.language_model.experience import check_experience
 from nip_astra.trainers.language_model.keeping import keep_policy, take_best
 from nip_astra.trainers.language_model.processes import (
     divided,
@@ -166,6 +173,10 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Log figures with those of the iteration in progress."""
         self._noted.update(metrics)
 
+    def loss_of(self, batch: TensorDict) -> LossOutput:
+        """What `loss` returns for a batch, checked; see `as_loss_output`."""
+        return as_loss_output(self.loss(batch), owner=type(self).__name__)
+
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
         """The policy's log-probabilities of continuations, with gradient; see `logprobs_of`."""
         return logprobs_of(self.service.logprobs, batch, names)
@@ -269,7 +280,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         self._noted = {}
         try:
             with torch.no_grad():
-                found = self.collect(iteration)
+                found = check_experience(self.collect(iteration), owner=type(self).__name__)
         except BudgetExhaustedError:
             # What was learnt so far is paid for.
             self._save_checkpoint()
@@ -315,7 +326,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         progress = self.state.iteration / self.training.num_iterations
         lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
         self._write_step_totals(batches)
-        metrics = self.service.forward_backward(batches, self.loss)
+        metrics = self.service.forward_backward(batches, self.loss_of)
         self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
             self._stop_on_non_finite(metrics["loss"], math.nan)
@@ -340,9 +351,15 @@ class LanguageModelTrainer(TensorDictTrainer):
         period = self.training.eval_period
         if period and self.state.iteration % period == 0:
             with torch.no_grad():
-                dev = self.evaluate_dev()
+                dev = plain_numbers(self.evaluate_dev())
             metrics |= {f"dev/{name}": value for name, value in dev.items()}
-            is_best = self.state.count_evaluation(dev[self.training.dev_metric])
+            metric = self.training.dev_metric
+            if metric not in dev:
+                raise ConfigurationError(
+                    f"evaluate_dev of the trainer {type(self).__name__} gave no {metric!r}, the "
+                    f"training.dev_metric. It gave: {', '.join(map(str, dev)) or 'nothing'}."
+                )
+            is_best = self.state.count_evaluation(dev[metric])
         self.tracker.log_metrics(metrics | timings, step=self.state.iteration)
         context.set_postfix(
             loss=metrics.get("loss", "nothing to learn from"),
