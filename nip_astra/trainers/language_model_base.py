@@ -90,6 +90,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     """The column of a batch whose tokens are learnt; its mask says which they are."""
     policy_role: ClassVar[str] = "policy"
     """What the policy is called in checkpoints."""
+    _has_warned_of_nothing = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -155,6 +156,10 @@ class LanguageModelTrainer(TensorDictTrainer):
     def evaluate_dev(self) -> dict[str, float]:
         """Figures by which the best checkpoint is chosen, the dev metric among them; hook."""
         raise NotImplementedError(f"{type(self).__name__} has no dev evaluation")
+
+    def why_nothing_is_learnt(self, found: Experience) -> str:
+        """Why an experience teaches nothing, or "" where it does; hook of a family."""
+        return "" if found.samples else "it gave no sample to learn from."
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """What the bar shows of an iteration beside loss and speed; hook."""
@@ -285,6 +290,10 @@ class LanguageModelTrainer(TensorDictTrainer):
             # What was learnt so far is paid for.
             self._save_checkpoint()
             raise
+        why = self.why_nothing_is_learnt(found)
+        if why and not self._has_warned_of_nothing:
+            self._warn(f"nothing was learnt in iteration {iteration + 1}: {why}")
+            self._has_warned_of_nothing = True
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
         self.state.begin(found.samples, metrics)
         return found.seconds

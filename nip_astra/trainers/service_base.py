@@ -379,6 +379,14 @@ class ServiceTrainer(LanguageModelTrainer):
         figures = plain_figures(tally.report(num_runs))
         return {n: v for n, v in figures.items() if not n.startswith("num_")}
 
+    def why_nothing_is_learnt(self, found: Experience) -> str:
+        if found.samples:
+            return ""
+        return (
+            f"none of its {int(found.metrics['rollout/num_trajectories'])} trajectories is learnt "
+            "from. Their advantages are 0, or they have no reward."
+        )
+
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {"reward": metrics.get("rollout/reward_mean", math.nan)}
 
