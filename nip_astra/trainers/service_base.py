@@ -28,6 +28,7 @@ from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
+from nip_astra.rl_objectives.advantages import Baseline
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
@@ -241,8 +242,9 @@ class ServiceTrainer(LanguageModelTrainer):
         dead: list[Trajectory] = []
         records = []
         num_played = num_live = 0
-        baseline = getattr(self.parameters, "baseline", "mean")
-        baseline = baseline if self.learns_from_rewards else None
+        baseline: Baseline | None = getattr(self.parameters, "baseline", "mean")
+        if not self.learns_from_rewards:
+            baseline = None
         for _ in range(rounds + 1):
             missing = wanted - num_live
             problems = [

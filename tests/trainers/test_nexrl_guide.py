@@ -28,6 +28,8 @@ from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
+from nip_astra.trainers.service.contract import check_batch
+from nip_astra.trainers.service.samples import samples_of
 from tests.command_line import plugins_forgotten_after
 from tests.documents import ROOT
 
@@ -268,6 +270,18 @@ def test_advantages_are_of_rewards_as_a_subclass_shapes_them(
     assert plain.values["advantages"].tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
     shaped, _ = trainer({})._prepare_batch(batch_of_two())
     assert shaped.values["advantages"].tolist() == pytest.approx([-0.7071, 0.7071], abs=1e-3)
+
+
+def test_fields_as_wide_as_responses_are_learnt_at_their_tokens() -> None:
+    batch = batch_of_two()
+    batch.values["advantages"] = torch.tensor([[0.5, 1.0], [2.0, 0.0]])
+    batch.values["old_log_probs"] = torch.tensor([[-0.5, -1.5], [-2.5, 0.0]])
+    prepared, _ = check_batch((batch, {}), trainer="Mine", num_rows=2)
+    first, second = samples_of(prepared)
+    assert first["response"].tolist() == [6, 7]
+    assert first["advantages"].tolist() == [0.5, 1.0]
+    assert first["old_logprobs"].tolist() == [-0.5, -1.5]
+    assert second["advantages"].tolist() == [2.0]
 
 
 def test_groups_are_those_of_uid_where_a_subclass_sets_them() -> None:
