@@ -232,8 +232,11 @@ class Batch:
         start, end = used_columns(self.data[TOKEN_FIELD])
         columns = slice(start if left else 0, end if right else self.width)
         data = self.data.copy()
-        for name in per_token:
-            data[name] = self.data[name][:, columns]
+        for name, value in self.data.items():
+            if name in per_token:
+                data[name] = value[:, columns]
+            elif value.ndim > 1 and value.shape[1] == self.width - 1:  # as NexRL's responses are
+                data[name] = value[:, columns.start : columns.stop - 1]
         if pad_token_id is not None:
             data[anchor_field] = data[anchor_field].masked_fill(~data[TOKEN_FIELD], pad_token_id)
         return self._with(data)

@@ -274,6 +274,10 @@ def test_a_batch_is_made_of_values_and_metadata_as_in_nexrl() -> None:
     fields = ["input_ids", "prompts", "responses", "scoring_attention_mask"]
     cut = Batch.remove_redundant_right_padding(batch.select([1]), fields=fields)
     assert cut.values["responses"].tolist() == [[8]]
+    stored = batch_of_nexrl()
+    stored.values["responses"] = stored.values["responses"]
+    cut = Batch.remove_redundant_right_padding(stored.select([1]), fields=fields)
+    assert cut.values["responses"].tolist() == [[8]]
 
 
 def test_batches_of_nexrl_and_of_trajectories_have_the_same_fields() -> None:

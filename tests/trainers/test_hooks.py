@@ -14,7 +14,7 @@ from nip_astra.trainers.language_model_base import Experience
 from tests.trainers.test_ast_family import _trainer
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trainer(tiny_scenario: Path) -> Any:
     return _trainer("ast_dpo", tiny_scenario, "training.num_episodes_per_experience=2")
 
@@ -49,8 +49,10 @@ LEAF = torch.ones((), requires_grad=True)
         ("collect", Experience([], None), "None"),  # type: ignore[arg-type]
     ],
 )
-def test_what_a_hook_returns_is_named(trainer: Any, hook: str, value: Any, fact: str) -> None:
-    setattr(trainer, hook, returning(value))
+def test_what_a_hook_returns_is_named(
+    trainer: Any, hook: str, value: Any, fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, hook, returning(value))
     with pytest.raises(ConfigurationError) as caught:
         learn_once(trainer)
     assert f"{hook} of the trainer AstDpoTrainer" in str(caught.value)
@@ -66,15 +68,18 @@ def test_what_a_hook_returns_is_named(trainer: Any, hook: str, value: Any, fact:
         ([{"mine": torch.ones(())}, {"mine": torch.ones(3)}], "'mine'"),
     ],
 )
-def test_samples_that_make_no_batch_are_named(trainer: Any, samples: Any, fact: str) -> None:
-    trainer.flatten = returning(samples)
+def test_samples_that_make_no_batch_are_named(
+    trainer: Any, samples: Any, fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "flatten", returning(samples))
     with pytest.raises(DataError) as caught:
         learn_once(trainer)
     assert fact in str(caught.value)
 
 
-def test_metrics_that_are_text_are_named(trainer: Any) -> None:
-    trainer.collect = returning(Experience([], {"mine": "good"}))  # type: ignore[dict-item]
+def test_metrics_that_are_text_are_named(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    experience = Experience([], {"mine": "good"})  # type: ignore[dict-item]
+    monkeypatch.setattr(trainer, "collect", returning(experience))
     with pytest.raises(TrackingError, match="'mine'"):
         trainer._collect(0)
 
@@ -96,14 +101,17 @@ def test_figures_of_dev_are_numbers_with_that_which_chooses(
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
-def test_a_loss_alone_is_a_loss(trainer: Any, shape: tuple[int, ...]) -> None:
+def test_a_loss_alone_is_a_loss(
+    trainer: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     own = trainer.loss
     trainer._collect(0)
     whole = dict(trainer._optimizer_step(next(trainer._step_groups(0))))
-    trainer.loss = lambda batch: own(batch).loss.reshape(shape)
+    monkeypatch.setattr(trainer, "loss", lambda batch: own(batch).loss.reshape(shape))
     found = trainer._optimizer_step(next(trainer._step_groups(0)))
     assert found.keys() == {"loss", "grad_norm", "lr"}
     assert whole.keys() > found.keys()
-    trainer.loss = lambda batch: (own(batch).loss, {"mine": 2, "share": torch.ones(1)})
+    logged = {"mine": 2, "share": torch.ones(1)}
+    monkeypatch.setattr(trainer, "loss", lambda batch: (own(batch).loss, logged))
     metrics = trainer._optimizer_step(next(trainer._step_groups(0)))
     assert (metrics["mine"], metrics["share"]) == (2.0, 1.0)
