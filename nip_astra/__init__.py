@@ -120,6 +120,7 @@ if TYPE_CHECKING:
     from nip_astra.rl_objectives.advantages import gae as gae
     from nip_astra.rl_objectives.advantages import whiten as whiten
     from nip_astra.rl_objectives.credit import mean_child_return as mean_child_return
+    from nip_astra.rl_objectives.kl import AdaptiveKl as AdaptiveKl
     from nip_astra.rl_objectives.kl import kl_estimate as kl_estimate
     from nip_astra.rl_objectives.masked import masked_mean as masked_mean
     from nip_astra.rl_objectives.objective import Objective as Objective
@@ -229,11 +230,17 @@ if TYPE_CHECKING:
     from nip_astra.trainers.registry import register_trainer as register_trainer
     from nip_astra.trainers.reinforce import ReinforceTrainer
     from nip_astra.trainers.remote_api_base import RemoteApiTrainer as RemoteApiTrainer
+    from nip_astra.trainers.remote_api_cross_entropy import (
+        RemoteApiCrossEntropyTrainer as RemoteApiCrossEntropyTrainer,
+    )
+    from nip_astra.trainers.remote_api_grpo import RemoteApiGrpoTrainer as RemoteApiGrpoTrainer
+    from nip_astra.trainers.remote_api_opd import RemoteApiOpdTrainer as RemoteApiOpdTrainer
     from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer as PureTextRlTrainer
     from nip_astra.trainers.rl_tensordict_base import Gae as Gae
     from nip_astra.trainers.rl_tensordict_base import TensorDictRlTrainer as TensorDictRlTrainer
     from nip_astra.trainers.self_hosted_base import SelfHostedTrainer as SelfHostedTrainer
     from nip_astra.trainers.self_hosted_grpo import SelfHostedGrpoTrainer as SelfHostedGrpoTrainer
+    from nip_astra.trainers.self_hosted_opd import SelfHostedOpdTrainer as SelfHostedOpdTrainer
     from nip_astra.trainers.service.losses import policy_loss as policy_loss
     from nip_astra.trainers.service.metrics import log_grpo_metrics as log_grpo_metrics
     from nip_astra.trainers.service.metrics import log_rollout_metrics as log_rollout_metrics
@@ -266,6 +273,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "ACCEPT": "nip_astra.protocols.protocol_base",
+    "AdaptiveKl": "nip_astra.rl_objectives.kl",
     "AgentBody": "nip_astra.scenario_base.protocol.tensordict_agents",
     "AgentParameters": "nip_astra.parameters.agents",
     "AgentPolicyHead": "nip_astra.scenario_base.protocol.tensordict_agents",
@@ -368,6 +376,9 @@ _HOMES = {
     "Reaction": "nip_astra.scenario_base.tasks.base",
     "Registry": "nip_astra.registry",
     "ReinforceParameters": "nip_astra.trainers.reinforce:ReinforceTrainer.Parameters",
+    "RemoteApiCrossEntropyTrainer": "nip_astra.trainers.remote_api_cross_entropy",
+    "RemoteApiGrpoTrainer": "nip_astra.trainers.remote_api_grpo",
+    "RemoteApiOpdTrainer": "nip_astra.trainers.remote_api_opd",
     "RemoteApiTrainer": "nip_astra.trainers.remote_api_base",
     "Representation": "nip_astra.scenario_base.protocol.tensordict_agents",
     "ResolvedExperiment": "nip_astra.resolving.resolution",
@@ -386,6 +397,7 @@ _HOMES = {
     "ScenarioType": "nip_astra.parameters.types",
     "Scorer": "nip_astra.scorers.base",
     "SelfHostedGrpoTrainer": "nip_astra.trainers.self_hosted_grpo",
+    "SelfHostedOpdTrainer": "nip_astra.trainers.self_hosted_opd",
     "SelfHostedTrainer": "nip_astra.trainers.self_hosted_base",
     "SoloAgentHead": "nip_astra.scenario_base.protocol.tensordict_agents",
     "SoloAgentParameters": "nip_astra.trainers.solo_agent:SoloAgentTrainer.Parameters",

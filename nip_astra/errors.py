@@ -194,6 +194,10 @@ class ScorerTimeoutError(ScorerError, TimeoutError):
     """A scorer did not answer within its time limit."""
 
 
+class TaskError(NipAstraError, RuntimeError):
+    """A task or an environment failed, or gave something that is no message or reward."""
+
+
 class RewardTermError(NipAstraError, RuntimeError):
     """A reward term gave something that is no reward."""
 
@@ -217,16 +221,16 @@ class LostProcessError(WorkerProcessError):
 class UnexpectedExitError(NipAstraError, RuntimeError):
     """Code of a plug-in or a library would have ended the program in the middle of its work."""
 
-    def __init__(self, code: object) -> None:
-        self.code = code
+    def __init__(self, code: object, function: str = "sys.exit") -> None:
+        self.code, self.function = code, function
         super().__init__(
-            f"the program was at work, but code that it called would have ended it: sys.exit("
+            f"the program was at work, but code that it called would have ended it: {function}("
             f"{code!r}). The work is not done. Have that code raise an error, or return; "
             "--debug shows where it stands."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.code,)
+        return type(self), (self.code, self.function)
 
 
 class SandboxUnavailableError(NipAstraError, RuntimeError):

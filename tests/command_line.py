@@ -21,8 +21,10 @@ from nip_astra.parameters.types import (
     RolloutAnalyserType,
     ScenarioType,
     ScorerType,
+    TaskType,
     TrainerType,
 )
+from nip_astra.scenario_base.tasks.registry import TASKS
 from nip_astra.scenario_base.text.analysers.registry import ROLLOUT_ANALYSERS
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.scorers.registry import SCORERS
@@ -35,6 +37,7 @@ REGISTRIES = (
     (SCORERS, ScorerType),
     (LANGUAGE_MODELS, LanguageModelType),
     (ROLLOUT_ANALYSERS, RolloutAnalyserType),
+    (TASKS, TaskType),
 )
 
 

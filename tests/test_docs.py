@@ -9,7 +9,9 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -258,6 +260,43 @@ def test_code_of_a_page_needs_one_import_of_the_project(page: Path) -> None:
             modules = {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
             own = {module for module in modules if module.partition(".")[0] == "nip_astra"}
             assert own <= {"nip_astra"}, f"{page.name}:{block.line}: import these from nip_astra"
+
+
+def names_of_tables(page: Path) -> set[str]:
+    """Dotted names of the package that tables of a page promise."""
+    found = set()
+    rows = [line for line in prose(page).splitlines() if line.startswith("|")]
+    for cells in (re.split(r"(?<!\\)\|", row)[1:-1] for row in rows):
+        for span in re.findall(r"`([^`]+)`", " ".join(cells)):
+            if re.fullmatch(r"(nip_astra|rl_objectives)(\.\w+)+", span):
+                found.add("nip_astra." + span.removeprefix("nip_astra."))
+            elif (
+                page.stem == "coming-from-nexrl"
+                and cells[1].strip().startswith("the same")
+                and span in cells[0]
+                and (name := re.match(r"[A-Z]\w*[a-z]\w*(\.\w+)?", span))
+            ):
+                found.add(f"nip_astra.{name[0]}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [("coming-from-nexrl", 13), ("coming-from-nip", 20), ("custom-training-service-trainers", 8)],
+)
+def test_the_names_of_tables_are_found(page: str, number: int) -> None:
+    assert len(names_of_tables(ROOT / "doc" / "guides" / f"{page}.md")) >= number
+
+
+@pytest.mark.parametrize("page", documents(), ids=lambda page: page.stem)
+def test_every_name_of_every_table_is_imported(page: Path) -> None:
+    for name in sorted(names_of_tables(page)):
+        parts = name.split(".")
+        for number in range(len(parts), 0, -1):
+            with suppress(ModuleNotFoundError):
+                found = import_module(".".join(parts[:number]))
+                break
+        assert attrgetter(".".join(parts[number:]) or "__name__")(found) is not None, name
 
 
 def test_readme_is_short() -> None:

@@ -49,6 +49,7 @@ BUILTINS = {
     "UnexpectedExitError": RuntimeError,
     "ServiceError": ConnectionError,
     "BudgetExhaustedError": RuntimeError,
+    "TaskError": RuntimeError,
     "TrackingError": RuntimeError,
     "StopRequested": RuntimeError,
 }

@@ -42,6 +42,7 @@ KEPT = [
     "parameters.agents.AgentsParameters",
     "parameters.agents.LrFactors",
     "parameters.trainers.RlTrainerParameters",
+    "parameters.trainers.TextRlParameters",
     "parameters.update_schedule.AlternatingPeriodicUpdateSchedule",
     "parameters.parameters_base.SubParameters",
     "parameters.types.InteractionProtocolType",

@@ -214,3 +214,41 @@ def test_a_loss_that_is_not_a_number(cli: CommandLine) -> None:
     assert all(weight.isfinite().all() for weight in weights.values())
     settings = yaml.safe_load((cli.folder / "runs" / "one" / "settings.yaml").read_text())
     assert settings["run_id"] == "one"
+
+
+TASK = """
+    import os, sys
+    import nip_astra as na
+
+    class Mine(na.Environment):
+        def reset(self):
+            return [na.Message("user", "1+1=")]
+
+        def step(self, message):
+            {body}
+
+    @na.register_task("mine")
+    class MyTask(na.Task):
+        def environment(self, split, index):
+            return Mine()
+    """
+
+
+@pytest.mark.parametrize(
+    ("body", "fact"),
+    [
+        ("os._exit(0)", "os._exit(0)"),
+        ("sys.exit(0)", "sys.exit(0)"),
+        ("return na.Reaction(reward=float('nan'))", "step of Mine returned 'nan'"),
+    ],
+)
+def test_an_environment_that_ends_the_program_or_rewards_with_nan_ends_the_run_with_an_error(
+    cli: CommandLine, body: str, fact: str
+) -> None:
+    said = cli(
+        *("--plugin", cli.write("mine.py", TASK.format(body=body)), "--run-id", "one"),
+        *("--trainer", "self_hosted_grpo", "--scenario", "arithmetic"),
+        *("--set", "task.task={_type: mine}", "--set", "task.evaluation.num_problems=2"),
+    )
+    assert fact in refused(said)
+    assert fact in (cli.folder / "runs" / "one" / "log.txt").read_text()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -59,7 +61,8 @@ class RunByDefault(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with _exits_refused():
+                return super().invoke(ctx)
         except SystemExit as error:
             # A command of ours ends by returning; what exits is a plug-in.
             raise UnexpectedExitError(error.code) from error
@@ -72,6 +75,26 @@ class RunByDefault(TyperGroup):
         run = self.commands["run"]
         with run.make_context("run", [], parent=ctx, resilient_parsing=True) as sub_context:
             run.format_help(sub_context, formatter)
+
+
+@contextmanager
+def _exits_refused() -> Iterator[None]:
+    """Have `os._exit` raise in this process: a plug-in's would end a run that is not done with 0.
+
+    Forked processes end by it.
+    """
+    exit_at_once, own = os._exit, os.getpid()
+
+    def refuse(status: int) -> NoReturn:
+        if os.getpid() != own:
+            exit_at_once(status)
+        raise UnexpectedExitError(status, "os._exit")
+
+    os._exit = refuse
+    try:
+        yield
+    finally:
+        os._exit = exit_at_once
 
 
 def _advise_on_option(error: Exception) -> None:

@@ -72,9 +72,10 @@ def from_nexrl_layout(values: Mapping[str, Any], *, folder: Path, source: str) -
     else:
         class_name = str(class_name or "CustomTrainer")
         found["trainer"] = _snake(class_name)
-        found["custom_trainer_module_path"] = _located(str(path), folder)
         found["custom_trainer_class_name"] = class_name
     reading = _Reading(found, str(found["trainer"]), source)
+    if path is not None:
+        reading.module_path(str(path), folder)
     reading.service(reading.group(given.pop("train_service", None), "trainer.train_service"))
     algorithm = reading.group(given.pop("algorithm", None), "trainer.algorithm")
     if path is None:
@@ -121,6 +122,24 @@ class _Reading:
         )
         if fault not in self.faults:
             self.faults.append(fault)
+
+    def module_path(self, path: str, folder: Path) -> None:
+        """Find a trainer's file from a folder, or else from the working directory."""
+        places = [(start / Path(path).expanduser()).resolve() for start in (folder, Path.cwd())]
+        is_file = path.endswith(".py")
+        found = next((place for place in places if place.is_file()), None)
+        if is_file and found is None:
+            tried = " and ".join(dict.fromkeys(map(str, places)))
+            self.faults.append(
+                ParameterFault(
+                    "trainer.custom_trainer_module_path",
+                    show(path),
+                    f"no such file; tried {tried}",
+                    "Give it from the folder of the parameter file, or from the working directory.",
+                    self.source,
+                )
+            )
+        self.values["custom_trainer_module_path"] = str(found) if is_file and found else path
 
     def take(self, values: Mapping[str, Any], places: Mapping[str, str], prefix: str) -> None:
         """Put each value where it belongs; one without a place is a fault."""
@@ -199,9 +218,3 @@ def _is_set(values: Mapping[str, Any], place: str) -> bool:
 
 def _snake(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
-
-
-def _located(path: str, folder: Path) -> str:
-    """The file from the folder of the parameter file, or else from the working directory."""
-    beside, below = folder / path, Path.cwd() / path
-    return str(below.resolve() if below.is_file() and not beside.is_file() else path)

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from nip_astra.parameters.conditions import where, where_given
 from nip_astra.parameters.parameters_base import MAX_LR, SubParameters
+from nip_astra.parameters.text import TextRlParameters as TextRlParameters
 
 LossCriticType = Literal["l1", "l2", "smooth_l1"]
 """Distances between values and their targets."""

@@ -96,11 +96,10 @@ GROUP_VARIANTS: Mapping[str, GroupVariant] = MappingProxyType(
             reduction="token",
         ),
         "gspo": GroupVariant(
-            source="GSPO, arXiv:2507.18071, eq. 5 and 7; clipped a hundred times further than the "
-            "3e-4 and 4e-4 there, for models and learning rates of a pocket's size",
+            source="GSPO, arXiv:2507.18071, eq. 5 and 7",
             ratio="sequence_mean",
-            clip_low=0.03,
-            clip_high=0.04,
+            clip_low=3e-4,
+            clip_high=4e-4,
         ),
         "rloo": GroupVariant(
             source="Back to basics, arXiv:2402.14740; clipped, for later epochs",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.advantages import Baseline, ZeroVarianceRule
-from nip_astra.rl_objectives.masked import masked_fill_zero
+from nip_astra.rl_objectives.masked import masked_fill_zero, masked_mean
 
 Scale = Literal["group", "batch", "none"]
 """What differences of rewards are divided by, see `run_advantages`."""
@@ -44,10 +44,11 @@ class RunAdvantages(NamedTuple):
     std_P: Tensor
 
 
-def codes_of(ids: Sequence[Hashable]) -> Tensor:
+def codes_of(ids: Sequence[Hashable] | Tensor) -> Tensor:
     """Numbers of ids in the order in which they first appear, int64 `[N]`."""
     numbers: dict[Hashable, int] = {}
-    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in ids], dtype=torch.int64)
+    plain = ids.tolist() if isinstance(ids, Tensor) else ids
+    return torch.tensor([numbers.setdefault(one, len(numbers)) for one in plain], dtype=torch.int64)
 
 
 def run_advantages(
@@ -74,9 +75,9 @@ def run_advantages(
     - `leave_one_out`: `mu` is the mean of the other runs (RLOO, arXiv:2402.14740);
     - `none`: `mu` is 0, and no group is of zero variance.
 
-    By `scale`: `group` as above; `batch`: std is that of all runs' means about their groups' `mu`,
-    over the number of runs less 1 (the "batch" of TRL is about the mean of all); `none`: nothing is
-    divided (Dr. GRPO, arXiv:2503.20783).
+    By `scale`: `group` as above; `batch`: std is that of all runs' means about the mean of all,
+    over the number of runs less 1, as in TRL; `none`: nothing is divided (Dr. GRPO,
+    arXiv:2503.20783).
 
     **Singletons and zero variance.** A group of one run, or whose runs' means are all equal, gives
     exactly 0 to all its samples, also where the samples within a run differ: nothing was learnt of
@@ -126,21 +127,20 @@ def run_advantages(
 
 
 class _Groups(NamedTuple):
-    """Mean rewards of runs and of groups, and how far runs are from their groups' means."""
+    """Mean rewards of runs and of groups, and the spread of each group."""
 
     run_N: Tensor
     mean_R: Tensor
-    group_R: Tensor
     is_run_R: Tensor
-    difference_R: Tensor
     runs_P: Tensor
     mean_P: Tensor
     is_flat_P: Tensor
     std_P: Tensor
 
     def std_of_all(self) -> Tensor:
-        """The spread of all runs about their groups' means, those of flat groups at 0."""
-        total = masked_fill_zero(self.difference_R, ~self.is_flat_P[self.group_R]).square().sum()
+        """The unbiased standard deviation of all runs about their common mean."""
+        mean = masked_mean(self.mean_R, self.is_run_R)
+        total = masked_fill_zero(self.mean_R - mean, self.is_run_R).square().sum()
         return (total / (self.is_run_R.sum() - 1).clamp(min=1)).sqrt()
 
 
@@ -159,7 +159,7 @@ def _figures_of_groups(
     is_flat_P = _is_flat(mean_R, is_run_R, group_R, num_groups)
     square_P = _sums(difference_R.square(), group_R, num_groups)
     std_P = masked_fill_zero((square_P / (runs_P - 1).clamp(min=1)).sqrt(), ~is_flat_P)
-    return _Groups(run_N, mean_R, group_R, is_run_R, difference_R, runs_P, mean_P, is_flat_P, std_P)
+    return _Groups(run_N, mean_R, is_run_R, runs_P, mean_P, is_flat_P, std_P)
 
 
 def _runs(group_N: Tensor, run_N: Tensor | None) -> Tensor:

@@ -5,14 +5,16 @@ Shape suffixes: `B` row (trajectory), `T` token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state, save_state
@@ -32,8 +34,20 @@ SAME_FIELDS = {
     "ref_log_prob": "reference_logprobs",
     "ref_log_probs": "reference_logprobs",
     "scoring_attention_mask": "loss_mask",
+    "group_id": "group_ids",
+    "run_id": "run_ids",
 }
 """Names under which NexRL knows fields; they may be used for reading and writing."""
+
+DERIVED: Mapping[str, Callable[[Batch], Any]] = MappingProxyType(
+    {
+        "prompts": lambda batch: batch.data["input_ids"][:, :1],
+        "responses": lambda batch: batch.data["input_ids"][:, 1:],
+        "batch_size": len,
+    }
+)
+"""What NexRL stores beside the tokens and what is read of them here, unless it is stored: the first
+token, and all others, whatever the policy said of them."""
 
 TOKEN_FIELD = "attention_mask"
 """The field whose width is that of the batch, and whose mask says what is padding."""
@@ -50,6 +64,16 @@ class Batch:
     `loss_mask` (bool) and `logprobs` of the policy that sampled, `[B, T]`; `rewards` and
     `row_weights`, `[B]`; extras.
 
+    It is made of trajectories, or, as in NexRL, of values and metadata by name. Then masks may be
+    of numbers, and rows weigh 1 unless `row_weights` are given.
+
+    Parameters
+    ----------
+    values : TensorDict or Mapping
+        The tensors, or fields by name.
+    metadata : Mapping, optional
+        Further fields by name.
+
     Attributes
     ----------
     data : TensorDict
@@ -58,18 +82,36 @@ class Batch:
         Lists with an entry a row.
     facts : dict
         What is true of the whole batch.
+
+    Raises
+    ------
+    DataError
+        When values and metadata do not say how many rows there are.
     """
 
     def __init__(
         self,
-        data: TensorDict,
+        values: TensorDict | Mapping[str, Any],
+        metadata: Mapping[str, Any] | None = None,
         *,
         rows: dict[str, list[Any]] | None = None,
         facts: dict[str, Any] | None = None,
     ) -> None:
-        self.data = data
         self.rows: dict[str, list[Any]] = rows or {}
         self.facts: dict[str, Any] = facts or {}
+        if isinstance(values, TensorDictBase):
+            self.data: TensorDict = values
+            self.metadata.update(metadata or {})
+            return
+        fields = {**values, **(metadata or {})}
+        self.data = TensorDict({}, batch_size=[_num_rows(fields)])
+        self.values["row_weights"] = torch.ones(len(self))
+        for name, value in fields.items():
+            if name != "batch_size":
+                self.values[name] = value
+        for name, dtype in _DTYPES.items():
+            if name in self.data.keys():  # noqa: SIM118 - `in` of a TensorDict asks for values
+                self.data[name] = self.data[name].to(dtype)
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], **facts: Any) -> Batch:
@@ -99,12 +141,13 @@ class Batch:
             fields = {name: self.data[name][row][mask_T] for name in per_token}
             fields |= {name: self.data[name][row] for name in numbers}
             fields |= {_SINGULAR.get(name, name): self.rows[name][row] for name in self.rows}
-            reward = float(self.data["rewards"][row])
+            reward = float(self.values.get("rewards", self.data["row_weights"] * torch.nan)[row])
             if "advantages" in self.data:
                 own = self.data["advantages"][row]
                 fields["advantage"] = own[mask_T] if own.ndim else float(own)
             tokens = self.data["input_ids"][row][mask_T]
-            found.append(Trajectory(tokens, reward=reward, **fields))
+            reward_or_none = None if math.isnan(reward) else reward
+            found.append(Trajectory(tokens, reward=reward_or_none, **fields))
         return found
 
     # ---- views
@@ -125,11 +168,12 @@ class Batch:
     @property
     def width(self) -> int:
         """Tokens of a row, padding included."""
-        return int(self.data[TOKEN_FIELD].shape[1])
+        return int(self.values[TOKEN_FIELD].shape[1])
 
     def __repr__(self) -> str:
         names = ", ".join([*sorted(self.data.keys()), *self.rows, *self.facts])
-        return f"Batch({len(self)} rows of {self.width} tokens: {names})"
+        width = f" of {self.width} tokens" if TOKEN_FIELD in self.values else ""
+        return f"Batch({len(self)} rows{width}: {names})"
 
     def _token_fields(self) -> list[str]:
         wide = self.data[TOKEN_FIELD].shape
@@ -177,7 +221,8 @@ class Batch:
             When a field that is named is not there, or has no entry a token.
         """
         per_token = self._token_fields()
-        wrong = [name for name in (*(fields or ()), anchor_field) if name not in per_token]
+        asked = [SAME_FIELDS.get(name, name) for name in (*(fields or ()), anchor_field)]
+        wrong = [name for name in asked if name not in (*per_token, *DERIVED)]
         if wrong:
             raise DataError(
                 f"padding of the fields {', '.join(map(repr, wrong))} was to be removed, but the "
@@ -187,8 +232,11 @@ class Batch:
         start, end = used_columns(self.data[TOKEN_FIELD])
         columns = slice(start if left else 0, end if right else self.width)
         data = self.data.copy()
-        for name in per_token:
-            data[name] = self.data[name][:, columns]
+        for name, value in self.data.items():
+            if name in per_token:
+                data[name] = value[:, columns]
+            elif value.ndim > 1 and value.shape[1] == self.width - 1:  # as NexRL's responses are
+                data[name] = value[:, columns.start : columns.stop - 1]
         if pad_token_id is not None:
             data[anchor_field] = data[anchor_field].masked_fill(~data[TOKEN_FIELD], pad_token_id)
         return self._with(data)
@@ -305,6 +353,8 @@ class BatchView(MutableMapping[str, Any]):
         for half in (self._batch.data, self._batch.rows, self._batch.facts):
             if name in half.keys():  # noqa: SIM118 - `in` of a TensorDict asks for values
                 return half[name]
+        if name == "batch_size" or (name in DERIVED and "input_ids" in self._batch.values):
+            return DERIVED[name](self._batch)
         raise KeyError(
             f"{name!r} was read of a batch, which has no such field. It has "
             f"{', '.join([*self._batch.values, *self._batch.metadata])}."
@@ -313,7 +363,9 @@ class BatchView(MutableMapping[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         name = SAME_FIELDS.get(name, name)
         batch = self._batch
-        tensor = _as_tensor(value)
+        if name in _SINGULAR and isinstance(value, Tensor | np.ndarray):
+            value = value.tolist()
+        tensor = None if name in _SINGULAR else _as_tensor(value)
         for half in (batch.data, batch.rows, batch.facts):
             if name in half.keys():  # noqa: SIM118 - as above
                 del half[name]
@@ -351,6 +403,22 @@ class BatchView(MutableMapping[str, Any]):
 
 
 _SINGULAR = {"group_ids": "group_id", "run_ids": "run_id"}
+
+
+_DTYPES = {"input_ids": torch.int64, TOKEN_FIELD: torch.bool, "loss_mask": torch.bool}
+
+
+def _num_rows(fields: Mapping[str, Any]) -> int:
+    """What `batch_size` says, or else the length of the first field that has one."""
+    if "batch_size" in fields:
+        return int(fields["batch_size"])
+    for value in fields.values():
+        if isinstance(value, Tensor | np.ndarray | list) and np.shape(value):
+            return len(value)
+    raise DataError(
+        "a batch was made of values that do not say how many rows it has. Give a field with an "
+        "entry a row, or metadata['batch_size']."
+    )
 
 
 def _as_tensor(value: Any) -> Tensor | None:

@@ -5,7 +5,7 @@ Shape suffixes: `T` token of the trajectory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +62,9 @@ class Trajectory:
         How much better it was than expected: one number, or `[T]`, one a token.
     extras : dict
         Everything else.
+    extra_fields : MutableMapping
+        NexRL's view of all but tokens, loss_mask and reward; it can be given and written.
+        `token_advantages`, one for each token that the policy said, become `advantage`.
 
     Raises
     ------
@@ -88,15 +91,17 @@ class Trajectory:
         run_id: str | int | None = None,
         group_id: str | int | None = None,
         advantage: float | Tensor | None = None,
+        extra_fields: Mapping[str, Any] | None = None,
         **extras: Any,
     ) -> None:
         object.__setattr__(self, "extras", {})
         self.tokens = _vector(tokens, torch.int64)
         self.loss_mask = _vector(loss_mask, torch.bool)
-        self.logprobs = None if logprobs is None else _vector(logprobs, torch.float32)
+        self.logprobs = logprobs  # type: ignore[assignment]  # a vector is made of it
         self.reward = None if reward is None else float(reward)
         self.run_id, self.group_id, self.advantage = run_id, group_id, advantage
         self.extras.update(extras)
+        self.extra_fields.update(extra_fields or {})
         lengths = {
             name: len(value)
             for name in ("loss_mask", "logprobs")
@@ -157,7 +162,13 @@ class Trajectory:
         if name in FIELDS or name == "extras":
             if name == "advantage" and isinstance(value, np.ndarray):
                 value = readable(value)
+            if name == "logprobs" and value is not None:
+                value = _vector(value, torch.float32)
             object.__setattr__(self, name, value)
+        elif name == "extra_fields":
+            self.extra_fields.update(value)
+        elif name == "token_advantages":
+            self.advantage = self._at_own_tokens(value)
         else:
             self.extras[name] = value
 
@@ -183,6 +194,22 @@ class Trajectory:
     def keys(self) -> Iterator[str]:
         """The names of all fields and extras."""
         return iter((*FIELDS, *self.extras))
+
+    @property
+    def extra_fields(self) -> MutableMapping[str, Any]:
+        """NexRL's view of all but tokens, loss_mask and reward."""
+        return _ExtraFields(self)
+
+    def _at_own_tokens(self, values: Sequence[float] | Tensor) -> Tensor:
+        """Values of the policy's tokens as `[T]`, 0 elsewhere."""
+        own = torch.as_tensor(values, dtype=torch.float32)
+        if own.shape != (self.num_response_tokens,):
+            raise DataError(
+                f"token_advantages has the shape {list(own.shape)}, but the policy said "
+                f"{self.num_response_tokens} of the trajectory's {len(self)} tokens. Give one "
+                "value for each of these."
+            )
+        return torch.zeros(len(self)).masked_scatter(self.loss_mask, own)
 
     # ---- what it says of itself
 
@@ -217,6 +244,40 @@ class Trajectory:
             if isinstance(value, Tensor | np.ndarray) and value.shape[:1] == self.tokens.shape:
                 fields[name] = value[:max_tokens]
         return Trajectory(**fields)
+
+
+class _ExtraFields(MutableMapping[str, Any]):
+    """A trajectory's fields but those that NexRL requires, by name."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self._trajectory = trajectory
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._names():
+            raise KeyError(name)
+        return self._trajectory[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._trajectory[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        self[name]
+        if name in FIELDS:
+            self._trajectory[name] = None
+        else:
+            del self._trajectory.extras[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names())
+
+    def __len__(self) -> int:
+        return len(self._names())
+
+    def _names(self) -> list[str]:
+        one = self._trajectory
+        own = ("tokens", "loss_mask", "reward")
+        given = [name for name in FIELDS if name not in own and one[name] is not None]
+        return [*given, *one.extras]
 
 
 def readable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

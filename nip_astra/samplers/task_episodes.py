@@ -12,7 +12,16 @@ from nip_astra.language_models.base import Generation, SamplingOptions
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
 from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import Turn
-from nip_astra.scenario_base.tasks.base import Environment, Episode, Split, Task
+from nip_astra.scenario_base.tasks.base import (
+    Environment,
+    Episode,
+    Split,
+    Task,
+    environment_of,
+    opening_of,
+    rate_episodes,
+    reaction_of,
+)
 from nip_astra.scorers.base import Message
 from nip_astra.utils.seeding import SeedPart, uniform_rows
 
@@ -61,7 +70,7 @@ class Opening(NamedTuple):
 def openings_of(task: Task, problems: Sequence[int], plan: TaskPlan) -> list[Opening]:
     """All runs of problems, those of a problem beside each other."""
     return [
-        Opening(problem, run, task.environment(plan.split, problem))
+        Opening(problem, run, environment_of(task, plan.split, problem))
         for problem in problems
         for run in range(plan.num_runs)
     ]
@@ -73,8 +82,10 @@ class PlayedEpisode:
 
     Attributes
     ----------
-    group_id, run_id : str
-        Names of the problem and of its run.
+    group_id : str
+        Name of the problem.
+    run_id : int
+        Number of the run among those of the problem, from 0.
     spans : list of list
         What was read and said in each trajectory: one, unless the context lost its oldest turns.
     is_over : bool
@@ -85,7 +96,7 @@ class PlayedEpisode:
 
     problem: int
     group_id: str
-    run_id: str
+    run_id: int
     episode: Episode
     spans: list[list[TokenSpan]] = field(default_factory=list)
     is_over: bool = False
@@ -165,7 +176,7 @@ def play_episodes(
     """
     runs = [_Run(opening, _unplayed(opening, plan.split)) for opening in openings]
     for run in runs:
-        _hear(run, agent, run.opening.environment.reset())
+        _hear(run, agent, opening_of(run.opening.environment))
     active = runs
     for turn in range(plan.max_turns):
         # At first the runs of a problem have one context, which is read once.
@@ -191,7 +202,7 @@ def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
     for one in played:
         if not one.is_over:
             one.episode.reward = 0.0
-    task.rate([one.episode for one in played if one.episode.reward is None])
+    rate_episodes(task, [one.episode for one in played if one.episode.reward is None])
     return TaskRollout(
         [trajectory for one in played for trajectory in one.trajectories()],
         [one.episode for one in played],
@@ -201,7 +212,7 @@ def rated(task: Task, played: Sequence[PlayedEpisode]) -> TaskRollout:
 def _unplayed(opening: Opening, split: Split) -> PlayedEpisode:
     group = f"{split}-{opening.problem}"
     episode = Episode(opening.environment)
-    return PlayedEpisode(opening.problem, group, f"{group}-{opening.run}", episode)
+    return PlayedEpisode(opening.problem, group, opening.run, episode)
 
 
 def _hear(run: _Run, agent: ConversationAgent, messages: Sequence[Message]) -> None:
@@ -223,7 +234,7 @@ def _speak(runs: Sequence[_Run], agent: ConversationAgent, said: Generation) -> 
         played.is_cut |= length == len(contents[index])
         played.num_turns += 1
         played.episode.messages.append(Message("assistant", text))
-        reaction = run.opening.environment.step(text)
+        reaction = reaction_of(run.opening.environment, text)
         played.is_over = reaction.is_over
         if reaction.is_over:
             played.episode.reward = reaction.reward

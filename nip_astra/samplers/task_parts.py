@@ -43,7 +43,13 @@ from nip_astra.samplers.task_episodes import (
 )
 from nip_astra.samplers.together import play_on_team, told_of
 from nip_astra.scenario_base.agents import ConversationAgent
-from nip_astra.scenario_base.tasks.base import Environment, Episode, Task
+from nip_astra.scenario_base.tasks.base import (
+    Environment,
+    Episode,
+    Task,
+    opening_of,
+    reaction_of,
+)
 from nip_astra.scorers.base import Message
 from nip_astra.utils.cutting import cut_evenly
 from nip_astra.utils.forked import get_num_processes
@@ -271,10 +277,10 @@ def _say_again(task: Task, episode: Episode) -> None:
         When it reacts otherwise.
     """
     environment = episode.environment
-    heard = list(environment.reset())
+    heard = opening_of(environment)
     while len(heard) < len(episode.messages):
         said = episode.messages[len(heard)]
-        reaction = environment.step(said.text)
+        reaction = reaction_of(environment, said.text)
         heard += [said, *reaction.messages]
     if heard != episode.messages:
         raise WorkerProcessError(

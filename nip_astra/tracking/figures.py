@@ -14,14 +14,22 @@ def plain_numbers(figures: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     TrackingError
-        When one is no single number.
+        When one is no single number, or a name is no text.
     """
+    if not isinstance(figures, Mapping):
+        raise TrackingError(
+            f"figures to log are a {type(figures).__name__}. Give a dict of numbers by name."
+        )
     return {name: _plain(name, value) for name, value in figures.items()}
 
 
 def _plain(name: str, value: Any) -> Any:
+    if not isinstance(name, str):
+        raise TrackingError(
+            f"the name of a figure is {name!r}, a {type(name).__name__}. Give a text as name."
+        )
     # By its own class: a float64 of NumPy is a float, too.
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in (bool, int, float):
         return value
     try:
         number = value.item()

@@ -53,6 +53,7 @@ from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
 from nip_astra.trainers.ast.rollouts import Rollouts
 from nip_astra.trainers.ast.state import AstState
 from nip_astra.trainers.ast.tokens import rollout_token_metrics
+from nip_astra.trainers.language_model.experience import check_samples
 from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
 from nip_astra.trainers.service_use import (
     estimate_services,
@@ -253,7 +254,8 @@ class AstTrainer(LanguageModelTrainer):
     def digest(self, tree: RolloutTree) -> Experience:
         """What a rollout teaches; its nodes are completed on the way."""
         metrics = self.prepare(tree)
-        return Experience(self.flatten(tree), metrics)
+        found = check_samples(self.flatten(tree), owner=type(self).__name__, hook="flatten")
+        return Experience(found, metrics)
 
     def prepare(self, tree: RolloutTree) -> dict[str, float]:
         """Add reward terms and credit to a training rollout, and give what to log."""

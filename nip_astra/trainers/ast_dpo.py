@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, get_args
 
 import torch
@@ -23,6 +24,9 @@ from nip_astra.rl_objectives.preference_family import (
 from nip_astra.trainers.ast.preference import AstPreferenceTrainer
 from nip_astra.trainers.registry import register_trainer
 
+_BASELINE = "kto_baseline"
+"""Column of a batch: the mean log-ratio of the probes of its optimizer step, equal in all rows."""
+
 
 @register_trainer(TrainerType.AST_DPO)
 class AstDpoTrainer(AstPreferenceTrainer):
@@ -40,8 +44,8 @@ class AstDpoTrainer(AstPreferenceTrainer):
     - `nca`, `sppo`, `apo_zero`, `apo_down`: of each probe's own log-ratio, see
       `rl_objectives.preference_family.pair_loss`;
     - `kto`: `1 - sigmoid(beta (c - z))` of the chosen and `1 - sigmoid(beta (z - r))` of the
-      rejected probe (arXiv:2402.01306), with z the mean log-ratio of the minibatch's probes, at
-      least 0.
+      rejected probe (arXiv:2402.01306), with z the mean log-ratio of the probes of the optimizer
+      step, at least 0, however the step is split into minibatches.
 
     With a `divergence` the first three compare `f'(pi / ref)` of both probes for their log-ratios
     (f-DPO, arXiv:2309.16240).
@@ -74,6 +78,17 @@ class AstDpoTrainer(AstPreferenceTrainer):
                 )
             return self
 
+    def _write_step_totals(self, batches: Sequence[TensorDict]) -> None:
+        super()._write_step_totals(batches)
+        is_whole = len(batches) == 1 and self.team.size == 1
+        if self.parameters.loss != "kto" or is_whole:
+            return
+        # Of parts of a step none knows the others: all are scored once more before the first.
+        with torch.no_grad():
+            ratios_B = torch.cat([one for batch in batches for one in self.answer_logratios(batch)])
+        for batch in batches:
+            batch[_BASELINE] = mean_over_rows(ratios_B).cpu().expand(len(batch))
+
     def loss(self, batch: TensorDict) -> LossOutput:
         """The loss of a batch of pairs."""
         options = self.parameters
@@ -82,7 +97,9 @@ class AstDpoTrainer(AstPreferenceTrainer):
         if options.loss == "kto":
             ratios_B = torch.cat(self.answer_logratios(batch))
             is_chosen_B = torch.arange(len(ratios_B), device=ratios_B.device) < len(batch)
-            baseline = mean_over_rows(ratios_B.detach())
+            of_step_B = batch.get(_BASELINE, None)
+            of_batch = mean_over_rows(ratios_B.detach())
+            baseline = of_batch if of_step_B is None else of_step_B[0]
             return kto_loss(ratios_B, is_chosen_B, beta=options.beta, baseline=baseline)
         policy_B, reference_B = self.logratios(batch)
         if options.divergence != "reverse_kl":

@@ -25,14 +25,21 @@ from torch import Tensor
 
 from nip_astra.checkpoints.run_state import RunState
 from nip_astra.distributed.team import Handler
-from nip_astra.errors import BudgetExhaustedError, LostProcessError, StopRequested
+from nip_astra.errors import (
+    BudgetExhaustedError,
+    ConfigurationError,
+    LostProcessError,
+    StopRequested,
+)
 from nip_astra.language_models.base import LanguageModel
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
-from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.outputs import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
+from nip_astra.tracking.figures import plain_numbers
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
 from nip_astra.trainers.language_model.continuations import logprobs_of
 from nip_astra.trainers.language_model.experience import Experience as Experience
+from nip_astra.trainers.language_model.experience import check_experience
 from nip_astra.trainers.language_model.processes import (
     divided,
     lead,
@@ -83,6 +90,7 @@ class LanguageModelTrainer(TensorDictTrainer):
     """The column of a batch whose tokens are learnt; its mask says which they are."""
     policy_role: ClassVar[str] = "policy"
     """What the policy is called in checkpoints."""
+    _has_warned_of_nothing = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -149,6 +157,10 @@ class LanguageModelTrainer(TensorDictTrainer):
         """Figures by which the best checkpoint is chosen, the dev metric among them; hook."""
         raise NotImplementedError(f"{type(self).__name__} has no dev evaluation")
 
+    def why_nothing_is_learnt(self, found: Experience) -> str:
+        """Why an experience teaches nothing, or "" where it does; hook of a family."""
+        return "" if found.samples else "it gave no sample to learn from."
+
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """What the bar shows of an iteration beside loss and speed; hook."""
         return {}
@@ -165,6 +177,10 @@ class LanguageModelTrainer(TensorDictTrainer):
     def log_metrics(self, metrics: Mapping[str, float]) -> None:
         """Log figures with those of the iteration in progress."""
         self._noted.update(metrics)
+
+    def loss_of(self, batch: TensorDict) -> LossOutput:
+        """What `loss` returns for a batch, checked; see `as_loss_output`."""
+        return as_loss_output(self.loss(batch), owner=type(self).__name__)
 
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
         """The policy's log-probabilities of continuations, with gradient; see `logprobs_of`."""
@@ -281,11 +297,15 @@ class LanguageModelTrainer(TensorDictTrainer):
         self._noted = {}
         try:
             with torch.no_grad():
-                found = self.collect(iteration)
+                found = check_experience(self.collect(iteration), owner=type(self).__name__)
         except BudgetExhaustedError:
             # What was learnt so far is paid for.
             self._save_checkpoint()
             raise
+        why = self.why_nothing_is_learnt(found)
+        if why and not self._has_warned_of_nothing:
+            self._warn(f"nothing was learnt in iteration {iteration + 1}: {why}")
+            self._has_warned_of_nothing = True
         metrics = found.metrics | {"num_samples": float(len(found.samples))} | self._noted
         self._check_iteration(metrics, is_last=is_last)
         self.state.begin(found.samples, metrics)
@@ -328,7 +348,7 @@ class LanguageModelTrainer(TensorDictTrainer):
         progress = self.state.iteration / self.training.num_iterations
         lr = learning_rate(self.training, step=self.state.num_optimizer_steps, progress=progress)
         self._write_step_totals(batches)
-        metrics = self.service.forward_backward(batches, self.loss)
+        metrics = self.service.forward_backward(batches, self.loss_of)
         self.after_backward(metrics)
         if not math.isfinite(metrics["loss"]):
             self._stop_on_non_finite(metrics["loss"], math.nan)
@@ -353,9 +373,15 @@ class LanguageModelTrainer(TensorDictTrainer):
         period = self.training.eval_period
         if period and self.state.iteration % period == 0:
             with torch.no_grad():
-                dev = self.evaluate_dev()
+                dev = plain_numbers(self.evaluate_dev())
             metrics |= {f"dev/{name}": value for name, value in dev.items()}
-            is_best = self.state.count_evaluation(dev[self.training.dev_metric])
+            metric = self.training.dev_metric
+            if metric not in dev:
+                raise ConfigurationError(
+                    f"evaluate_dev of the trainer {type(self).__name__} gave no {metric!r}, the "
+                    f"training.dev_metric. It gave: {', '.join(map(str, dev)) or 'nothing'}."
+                )
+            is_best = self.state.count_evaluation(dev[metric])
         self.tracker.log_metrics(metrics | timings, step=self.state.iteration)
         context.set_postfix(
             loss=metrics.get("loss", "nothing to learn from"),

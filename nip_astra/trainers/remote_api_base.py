@@ -42,14 +42,20 @@ class ServiceLossParameters(SubParameters):
     loss_fn: LossFunction = "importance_sampling"
     """importance_sampling: `-ratio A`; ppo: clipped; cispo: `-clip(ratio) A log pi`; cross_entropy:
     `-log pi`, without advantages."""
-    clip_low_threshold: Annotated[float, where("loss_fn", "ppo", "cispo")] = Field(
-        default=0.8, ge=0, le=1
+    clip_low_threshold: Annotated[float | None, where("loss_fn", "ppo", "cispo")] = Field(
+        default=None, ge=0, le=1
     )
-    """Smallest ratio that is not clipped; Tinker takes 0.8 for ppo and 0 for cispo."""
-    clip_high_threshold: Annotated[float, where("loss_fn", "ppo", "cispo")] = Field(
-        default=1.2, ge=1
+    """Smallest ratio that is not clipped; null takes Tinker's, 0.8 for ppo and 0 for cispo."""
+    clip_high_threshold: Annotated[float | None, where("loss_fn", "ppo", "cispo")] = Field(
+        default=None, ge=1
     )
-    """Largest ratio that is not clipped; Tinker takes 1.2 for ppo and 4 for cispo."""
+    """Largest ratio that is not clipped; null takes Tinker's, 1.2 for ppo and 4 for cispo."""
+
+    def clip_range(self) -> tuple[float, float]:
+        """The smallest and largest ratio that is not clipped."""
+        low, high = (0.0, 4.0) if self.loss_fn == "cispo" else (0.8, 1.2)
+        given = self.clip_low_threshold, self.clip_high_threshold
+        return low if given[0] is None else given[0], high if given[1] is None else given[1]
 
 
 class RemoteApiTrainer(ServiceTrainer):
@@ -127,7 +133,7 @@ class RemoteApiTrainer(ServiceTrainer):
         else:
             old_BT = batch["old_logprobs"].to(logprobs_BT.device)
             given = (logprobs_BT, old_BT, batch["advantages"].to(logprobs_BT.device), mask_BT)
-            low, high = options.clip_low_threshold, options.clip_high_threshold
+            low, high = options.clip_range()
             if options.loss_fn == "importance_sampling":
                 loss_BT = importance_sampling_loss(*given)
             elif options.loss_fn == "ppo":

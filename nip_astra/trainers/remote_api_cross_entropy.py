@@ -8,6 +8,7 @@ from nip_astra.errors import DataError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rollouts.trajectory import TokenSpan, Trajectory
 from nip_astra.scenario_base.conversation.tokens import Turn
+from nip_astra.scenario_base.tasks.base import environment_of, opening_of
 from nip_astra.trainers.registry import register_trainer
 from nip_astra.trainers.remote_api_base import RemoteApiTrainer, ServiceLossParameters
 from nip_astra.trainers.service.ahead import Played
@@ -50,7 +51,7 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
         return [self._solved(problem)]
 
     def _solved(self, problem: int) -> Trajectory:
-        environment = self.task.environment("train", problem)
+        environment = environment_of(self.task, "train", problem)
         if environment.solution is None:
             raise DataError(
                 f"the solutions of the task {type(self.task).__name__} were to be learnt, but "
@@ -59,7 +60,7 @@ class RemoteApiCrossEntropyTrainer(RemoteApiTrainer):
             )
         agent = self.agent
         encode = agent.conversation_format.encode
-        turns = [Turn(m.role == "assistant", encode(m.text)) for m in environment.reset()]
+        turns = [Turn(m.role == "assistant", encode(m.text)) for m in opening_of(environment)]
         (context,) = agent.contexts([turns])
         said = agent.say(environment.solution)
         spans = [TokenSpan(context), TokenSpan(said, [0.0] * len(said))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.distillation import reverse_kl_advantages
@@ -22,6 +22,8 @@ class RemoteApiOpdTrainer(RemoteApiTrainer):
     Each token has the advantage `A_t = -weight (log S_t - log T_t)`, with a `discount` the sum over
     what follows; see `self_hosted_opd`.
     """
+
+    learns_from_rewards: ClassVar[bool] = False
 
     class Parameters(RolloutParameters):
         """The teacher, and which loss the service takes."""

@@ -18,6 +18,7 @@ from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.scenario_base.agents import ConversationAgent
+from nip_astra.trainers.language_model_base import Experience
 from nip_astra.trainers.service.contract import check_batch, check_takes
 from nip_astra.trainers.service.losses import policy_loss
 from nip_astra.trainers.service.mismatch import mismatch_metrics
@@ -88,6 +89,14 @@ class SelfHostedTrainer(ServiceTrainer):
             normaliser=self.num_tokens_in_step(batch),
             max_length=self.agent.sampling.max_new_tokens,
         )
+
+    def why_nothing_is_learnt(self, found: Experience) -> str:
+        has_other_loss = type(self).loss is not SelfHostedTrainer.loss
+        if not found.samples or has_other_loss or self._loss_options().kl_weight > 0:
+            return super().why_nothing_is_learnt(found)
+        if any(bool(one["advantages"][one["is_trained"]].any()) for one in found.samples):
+            return ""
+        return f"the advantages of all {len(found.samples)} trajectories are 0."
 
     def _loss_options(self) -> PolicyLossParameters:
         options: PolicyLossParameters = self.parameters.policy_loss

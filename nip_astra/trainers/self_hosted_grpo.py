@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.types import TrainerType
+from nip_astra.rl_objectives.masked import masked_sum
 from nip_astra.rl_objectives.run_advantages import codes_of, run_advantages
 from nip_astra.rollouts.batch import Batch
 from nip_astra.trainers.registry import register_trainer
@@ -24,6 +26,10 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
     arXiv:2402.03300, with NexRL's count by runs; see `rl_objectives.run_advantages`). The loss is
     `max(-ratio A, -clip(ratio) A) + kl_weight KL(pi || ref)` in the defaults of `policy_loss`, a
     mean over the tokens that the policy said.
+
+    Hooks: `_reward_fn`, the rewards of tokens, and `_compute_advantage`, which learns from their
+    sum. A subclass may also set `values["token_level_scores"]`, or `token_level_rewards`, which
+    come first, before it calls `_prepare_batch` or `_compute_advantage` of this class.
     """
 
     class Parameters(GrpoParameters):
@@ -33,8 +39,15 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         """The loss of a batch."""
 
     def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        if self.config.algorithm.get("use_kl_in_reward", False):
+            raise ConfigurationError(
+                "algorithm.use_kl_in_reward has no effect here. Leave it out, and override "
+                "_prepare_batch: subtract the penalty from values['token_level_scores'], then call "
+                "super()._prepare_batch(batch)."
+            )
         batch = batch.strip(pad_token_id=self._pad_token_id)
-        batch.values["token_level_scores"] = self._reward_fn(batch)
+        if "token_level_scores" not in batch.values:
+            batch.values["token_level_scores"] = self._reward_fn(batch)
         return self._compute_advantage(batch), {}
 
     def _reward_fn(self, batch: Batch) -> Tensor:
@@ -49,9 +62,10 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         """Set `advantages`, leave out trajectories without a reward, and log figures of groups."""
         options = self.parameters
         runs = codes_of(batch.metadata["run_ids"]) if options.use_run_ids else None
+        groups = batch.metadata.get("uid", batch.metadata["group_ids"])  # NexRL's uid comes first
         found = run_advantages(
-            batch.values["rewards"].double(),
-            codes_of(batch.metadata["group_ids"]),
+            self._rewards_of_rows(batch).double(),
+            codes_of(groups),
             runs,
             baseline=options.baseline,
             scale=options.scale,
@@ -68,3 +82,19 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
             }
         )
         return batch
+
+    def _rewards_of_rows(self, batch: Batch) -> Tensor:
+        """What trajectories are worth, `[B]`: the sum over the tokens that the policy said.
+
+        Rewards of tokens may leave the first column out, as those of NexRL's `responses` do.
+        """
+        rewards_B: Tensor = batch.values["rewards"]
+        for name in ("token_level_rewards", "token_level_scores"):
+            if name in batch.values:
+                of_tokens = batch.values[name]
+                mask_BT = batch.values["loss_mask"][:, -of_tokens.shape[1] :]
+                # A trajectory without a reward stays without.
+                return torch.where(
+                    rewards_B.isnan(), rewards_B, masked_sum(of_tokens, mask_BT, dim=1)
+                )
+        return rewards_B

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from nip_astra.parameters.types import TrainerType
 from nip_astra.rl_objectives.distillation import reverse_kl_advantages
@@ -22,6 +22,8 @@ class SelfHostedOpdTrainer(SelfHostedTrainer):
     what follows; its policy gradient is that of KL(student || teacher), exactly so in expectation
     (`rl_objectives.distillation`). Rewards are not learnt from; they are logged.
     """
+
+    learns_from_rewards: ClassVar[bool] = False
 
     class Parameters(RolloutParameters):
         """The teacher, and which loss is taken."""

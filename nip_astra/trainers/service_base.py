@@ -29,6 +29,7 @@ from nip_astra.language_models.remote import RemoteLanguageModel
 from nip_astra.language_models.services.training import TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
+from nip_astra.rl_objectives.advantages import Baseline
 from nip_astra.rollouts.batch import Batch
 from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.trajectory import Trajectory
@@ -54,7 +55,11 @@ from nip_astra.trainers.service.measuring import (
 )
 from nip_astra.trainers.service.metrics import log_rollout_metrics
 from nip_astra.trainers.service.parameters import RolloutParameters
-from nip_astra.trainers.service.playing import check_who_plays, live_groups, sample_of_service
+from nip_astra.trainers.service.playing import (
+    check_who_plays,
+    informative_groups,
+    sample_of_service,
+)
 from nip_astra.trainers.service.samples import collate_trajectories, score_batch
 from nip_astra.trainers.service_use import (
     estimate_services,
@@ -84,6 +89,8 @@ class ServiceTrainer(LanguageModelTrainer):
     trained_tokens: ClassVar[str] = "trained"
     samples_in_training: ClassVar[bool] = True
     """Whether what is learnt from is sampled."""
+    learns_from_rewards: ClassVar[bool] = True
+    """Whether groups of equal rewards may be replaced (`max_resampling_rounds`)."""
 
     class Parameters(RolloutParameters):
         """What is played, and where the policy learns."""
@@ -236,6 +243,9 @@ class ServiceTrainer(LanguageModelTrainer):
         dead: list[Trajectory] = []
         records = []
         num_played = num_live = 0
+        baseline: Baseline | None = getattr(self.parameters, "baseline", "mean")
+        if not self.learns_from_rewards:
+            baseline = None
         for _ in range(rounds + 1):
             missing = wanted - num_live
             problems = [
@@ -245,7 +255,11 @@ class ServiceTrainer(LanguageModelTrainer):
             if iteration % self.settings.rollout_sample_period == 0:
                 records.append(rollout_rows(rollout, problems, self.settings.num_rollout_samples))
             num_played += missing
-            live, others = live_groups(rollout.trajectories)
+            live, others = informative_groups(
+                rollout.trajectories,
+                baseline=baseline,
+                use_run_ids=getattr(self.parameters, "use_run_ids", True),
+            )
             num_live += len({one.group_id for one in live})
             kept += live
             dead += others
@@ -376,6 +390,14 @@ class ServiceTrainer(LanguageModelTrainer):
         tally.add(played, problems, num_runs)
         figures = plain_figures(tally.report(num_runs))
         return {n: v for n, v in figures.items() if not n.startswith("num_")}
+
+    def why_nothing_is_learnt(self, found: Experience) -> str:
+        if found.samples:
+            return ""
+        return (
+            f"none of its {int(found.metrics['rollout/num_trajectories'])} trajectories is learnt "
+            "from. Their advantages are 0, or they have no reward."
+        )
 
     def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {"reward": metrics.get("rollout/reward_mean", math.nan)}

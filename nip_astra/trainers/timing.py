@@ -130,6 +130,6 @@ def components_of_stress_test(trainer: AstTrainer) -> Components:
 
     @torch.no_grad()
     def loss() -> None:
-        trainer.loss(batch)
+        trainer.loss_of(batch)
 
     return {"rollout": rollout, "update": update, "loss": loss}

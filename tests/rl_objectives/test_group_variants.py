@@ -42,7 +42,7 @@ def test_what_sets_each_variant_apart() -> None:
         "dr_grpo": (0.2, 0.2),
         "dapo": (0.2, 0.28),
         "cispo": (None, 4.0),
-        "gspo": (0.03, 0.04),
+        "gspo": (3e-4, 4e-4),
         "rloo": (0.2, 0.2),
     }
 

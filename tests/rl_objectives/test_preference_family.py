@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.preference import preference_loss
+from nip_astra.rl_objectives.preference import preference_loss, sequence_logprobs
 from nip_astra.rl_objectives.preference_family import (
     Divergence,
     PairKind,
@@ -152,6 +152,55 @@ def test_kto_is_worked_out_by_hand_and_compares_with_the_divergence() -> None:
     assert slope[0] < 0 < slope[1]
     below = kto_loss(ratios, good, beta=0.5, baseline=-3.0).loss
     assert below.item() == kto_loss(ratios, good, beta=0.5).loss.item()
+
+
+def test_kto_of_a_step_in_parts_equals_that_of_trl_on_the_whole() -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    from trl.trainer.kto_trainer import KTOTrainer
+
+    batch = random_batch(8, 0.5)
+    logprobs, mask = (batch["logprobs"] + 0.2).requires_grad_(), batch["mask"]
+    is_chosen = torch.arange(8) % 2 == 0
+    masked = logprobs * mask
+    outputs = SimpleNamespace(
+        log_probs=masked, entropy=masked.detach(), mean_logits=masked.detach()
+    )
+    reference = (batch["reference"] * mask).sum(dim=1)
+
+    class Model:
+        training = True
+
+        def __call__(self, **_: object) -> SimpleNamespace:
+            return outputs
+
+    trainer = trl_trainer(
+        beta=0.4,
+        desirable_weight=1.0,
+        undesirable_weight=1.0,
+        precompute_ref_logps=True,
+        calculate_KL=True,
+        loss_type="kto",
+        _compute_kl_logps=lambda *_: masked.sum(dim=1),
+    )
+    # TRL drops the first position, which has no log-probability: one token of prompt stands there.
+    completion = torch.nn.functional.pad(mask, (1, 0))
+    inputs = {
+        "input_ids": torch.zeros(completion.shape, dtype=torch.long),
+        "attention_mask": torch.ones(completion.shape),
+        "completion_mask": completion,
+        "label": is_chosen,
+        "ref_logps": reference,
+        "ref_KL_logps": reference,
+    }
+    theirs = KTOTrainer._compute_loss(trainer, Model(), inputs, False)
+    ratios = sequence_logprobs(logprobs, mask, length_normalised=False) - reference
+    baseline = ratios.detach().mean()
+    assert baseline > 0
+    parts = [
+        kto_loss(ratios[part], is_chosen[part], beta=0.4, baseline=baseline).loss * len(part) / 8
+        for part in (torch.arange(3), torch.arange(3, 8))
+    ]
+    assert_same(parts[0] + parts[1], theirs, logprobs)
 
 
 def test_no_pairs_give_a_loss_of_zero() -> None:

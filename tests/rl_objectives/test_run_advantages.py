@@ -82,12 +82,33 @@ def test_leave_one_out_compares_with_the_mean_of_the_other_runs() -> None:
     assert found.advantages_N.tolist() == pytest.approx([0.75, -0.75, 0.0])
 
 
-def test_the_spread_of_the_batch_is_about_the_means_of_groups() -> None:
+def test_the_spread_of_the_batch_is_about_the_mean_of_all_runs() -> None:
+    # Run 0 of the second group has two samples, which count as one.
     found = run_advantages(
-        rewards(0, 2, 10, 14), torch.tensor([0, 0, 1, 1]), scale="batch", std_epsilon=0.0
+        rewards(0, 2, 9, 11, 14),
+        torch.tensor([0, 0, 1, 1, 1]),
+        torch.tensor([0, 1, 0, 0, 1]),
+        scale="batch",
+        std_epsilon=0.0,
     )
-    std = math.sqrt((1 + 1 + 4 + 4) / 3)
-    assert found.advantages_N.tolist() == pytest.approx([-1 / std, 1 / std, -2 / std, 2 / std])
+    std = math.sqrt(((0 - 6.5) ** 2 + (2 - 6.5) ** 2 + (10 - 6.5) ** 2 + (14 - 6.5) ** 2) / 3)
+    expected = [-1 / std, 1 / std, -3 / std, -1 / std, 2 / std]
+    assert found.advantages_N.tolist() == pytest.approx(expected)
+
+
+def test_the_spread_of_the_batch_is_that_of_trl_on_ragged_groups() -> None:
+    pytest.importorskip("trl", minversion="1.16")
+    from trl.trainer.utils import nanstd
+
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(6, 4, generator=generator, dtype=DOUBLE) + torch.arange(6)[:, None]
+    values[torch.rand(6, 4, generator=generator) < 0.3] = torch.nan
+    found = run_advantages(
+        values.flatten(), torch.arange(6).repeat_interleave(4), scale="batch", std_epsilon=1e-4
+    )
+    expected = (values - values.nanmean(dim=1, keepdim=True)) / (nanstd(values.flatten()) + 1e-4)
+    # TRL's correction count / (count - 1) is a division of integers, which gives float32.
+    assert torch.allclose(found.advantages_N, expected.flatten().nan_to_num(0.0), atol=1e-6)
 
 
 def test_samples_without_a_verdict_are_left_out() -> None:

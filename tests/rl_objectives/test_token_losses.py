@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS
 from nip_astra.rl_objectives.importance import effective_sample_size, mismatch_weights
 from nip_astra.rl_objectives.kl import KlKind, kl_estimate, straight_through_kl
 from nip_astra.rl_objectives.masked import REDUCTIONS, Reduction, reduce_loss
+from nip_astra.rl_objectives.policy_gradient import group_policy_loss
 from nip_astra.rl_objectives.reductions import batch_totals, reduce_share
 from nip_astra.rl_objectives.token_losses import (
     cispo_loss,
@@ -22,6 +25,10 @@ from nip_astra.rl_objectives.token_losses import (
     overlong_penalty,
     sapo_loss,
 )
+from nip_astra.trainers.language_model.steps import STEP_TOTALS
+from nip_astra.trainers.remote_api_base import RemoteApiTrainer, ServiceLossParameters
+from nip_astra.trainers.service.losses import policy_loss
+from nip_astra.trainers.service.parameters import PolicyLossParameters
 from tests.rl_objectives.batches import random_batch
 from tests.rl_objectives.references import trl_trainer
 
@@ -170,15 +177,6 @@ def test_dual_clip_equals_the_delta_of_trl(trl: Any, seed: int) -> None:
     assert_same(reduce_loss(mine, given[3], "token"), loss_of_trl(trl, given, delta=1.5), given[0])
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_sapo_equals_sapo_of_trl(trl: Any, seed: int) -> None:
-    given = arguments(seed)
-    theirs = loss_of_trl(
-        trl, given, loss_type="sapo", sapo_temperature_pos=1.0, sapo_temperature_neg=1.05
-    )
-    assert_same(reduce_loss(sapo_loss(*given), given[3], "sequence"), theirs, given[0])
-
-
 def test_cispo_clamps_as_trl_or_as_torchrl_by_its_bounds(trl: Any) -> None:
     # TRL: clamp(max=5), no lower bound. TorchRL: clamp(1 - epsilon, 1 + epsilon).
     given = arguments(1)
@@ -189,6 +187,58 @@ def test_cispo_clamps_as_trl_or_as_torchrl_by_its_bounds(trl: Any) -> None:
     narrow = cispo_loss(*given, least_ratio=0.8, most_ratio=1.2)
     ratio = (logprobs - old).exp().detach().clamp(0.8, 1.2)
     assert torch.allclose(narrow[mask], (-ratio * advantages[:, None] * logprobs)[mask])
+
+
+OF_TRL: dict[str, dict[str, Any]] = {
+    "clipped": {},
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "sapo": {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 4.0},
+}
+"""How TRL computes what trainers compute by their defaults; Tinker's cispo has a bound of 4."""
+
+
+@pytest.mark.parametrize("name", OF_TRL)
+@pytest.mark.parametrize("seed", range(2))
+def test_losses_by_the_defaults_of_trainers_equal_those_of_trl(
+    trl: Any, name: str, seed: int
+) -> None:
+    given = arguments(seed)
+    assert len(set(given[3].sum(dim=1).tolist())) > 1  # ragged, so that reductions differ
+    columns = ("old_logprobs", "advantages", "trained_mask")
+    batch = TensorDict(dict(zip(columns, given[1:], strict=True)), batch_size=[len(given[0])])
+    options = PolicyLossParameters(loss=name)  # type: ignore[arg-type]
+    mine = policy_loss(given[0], batch, options, normaliser=None, max_length=None).loss
+    assert_same(mine, loss_of_trl(trl, given, **OF_TRL[name]), given[0])
+
+
+@pytest.mark.parametrize(("name", "theirs"), [("ppo", "clipped"), ("cispo", "cispo")])
+def test_losses_of_services_by_their_defaults_equal_the_sums_of_trl(
+    trl: Any, name: Any, theirs: str
+) -> None:
+    given = arguments(2)
+    rows = len(given[0])
+    totals = torch.tensor([[int(given[3].sum()), rows]]).expand(rows, 2)
+    columns = {"old_logprobs": given[1], "advantages": given[2], "trained_mask": given[3]}
+    batch = TensorDict({**columns, STEP_TOTALS: totals}, batch_size=[rows])
+    trainer: Any = SimpleNamespace(
+        _loss_options=lambda: ServiceLossParameters(loss_fn=name),
+        policy_logprobs=lambda *_: (given[0],),
+    )
+    mine = RemoteApiTrainer.loss(trainer, batch).loss
+    # Services take sums; both of TRL are means over tokens.
+    assert_same(mine, loss_of_trl(trl, given, **OF_TRL[theirs]) * given[3].sum(), given[0])
+
+
+def test_gspo_of_an_attacker_by_its_defaults_equals_that_of_trl(trl: Any) -> None:
+    given = arguments(3)
+    mine = group_policy_loss(*given, variant=GROUP_VARIANTS["gspo"]).loss
+    assert_same(mine, loss_of_trl(trl, given, **OF_TRL["gspo"]), given[0])
 
 
 # ---- reductions

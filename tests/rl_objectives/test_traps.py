@@ -23,7 +23,6 @@ from nip_astra.rl_objectives.token_losses import cispo_loss
 from nip_astra.rollouts.preference_pairs import select_pairs
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.trainers.service.metrics import log_rollout_metrics
-from nip_astra.trainers.service.parameters import PolicyLossParameters
 from tests.rollouts.test_tree_and_pairs import make_tree
 from tests.tiny import make_language_model
 
@@ -53,7 +52,6 @@ def test_a_zero_variance_group_has_advantage_0_exactly() -> None:
 
 
 def test_the_default_reduction_is_the_sum_over_tokens_of_the_whole_batch() -> None:
-    assert PolicyLossParameters().reduction == "token"
     losses = torch.tensor([[1.0, 1.0, 1.0], [4.0, 0.0, 0.0]])
     mask = torch.tensor([[True, True, True], [True, False, False]])
     assert reduce_loss(losses, mask, "token").item() == 7 / 4

@@ -214,3 +214,85 @@ def test_advantages_summed_from_the_end_are_read() -> None:
     assert torch.as_tensor(again.advantage).ndim == 0
     metrics = log_grpo_metrics(rows, {})
     assert metrics["grpo/advantage_max"] == 4.0
+
+
+def test_extra_fields_of_nexrl_are_the_fields_themselves() -> None:
+    one = Trajectory(
+        [5, 6, 7],
+        [0, 1, 1],
+        reward=1.0,
+        is_val=False,
+        extra_fields={"group_id": "a", "run_id": 1, "logprobs": [0.0, -1.0, -2.0], "task_id": 3},
+    )
+    assert (one.group_id, one.run_id, one["task_id"], one.is_val) == ("a", 1, 3, False)
+    assert one.logprobs is not None
+    assert one.logprobs.tolist() == [0.0, -1.0, -2.0]
+    assert "extra_fields" not in one.keys()  # noqa: SIM118 - no mapping
+    one.extra_fields["group_id"] = "b"
+    one.extra_fields = {"score": {"accuracy": 1.0}}
+    assert one.group_id == "b"
+    assert one.extra_fields.get("score") == {"accuracy": 1.0}
+    assert {"group_id", "run_id", "task_id", "score"} <= set(one.extra_fields)
+    assert not {"tokens", "reward", "advantage"} & set(one.extra_fields)
+    del one.extra_fields["task_id"]
+    assert one.get("task_id") is None
+
+
+def test_token_advantages_of_nexrl_stand_at_the_tokens_of_the_policy() -> None:
+    one = Trajectory([5, 6, 7], [0, 1, 1], extra_fields={"token_advantages": [0.5, -1.0]})
+    assert isinstance(one.advantage, torch.Tensor)
+    assert one.advantage.tolist() == [0.0, 0.5, -1.0]
+    with pytest.raises(DataError, match=r"\[3\].* 2 "):
+        one.extra_fields["token_advantages"] = [1.0, 2.0, 3.0]
+
+
+def batch_of_nexrl() -> Batch:
+    return Batch(
+        values={
+            "input_ids": torch.tensor([[5, 6, 7], [5, 8, 0]]),
+            "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0]]),
+            "loss_mask": torch.tensor([[0, 1, 1], [0, 1, 0]]),
+            "reward": [1.0, 0.0],
+            "group_id": ["a", "a"],
+            "run_id": torch.tensor([0, 1]),
+        },
+        metadata={"batch_size": 2, "temperature": 0.5},
+    )
+
+
+def test_a_batch_is_made_of_values_and_metadata_as_in_nexrl() -> None:
+    batch = batch_of_nexrl()
+    assert len(batch) == batch.metadata["batch_size"] == 2
+    assert batch.values["prompts"].tolist() == [[5], [5]]
+    assert batch.values["responses"].tolist() == [[6, 7], [8, 0]]
+    assert (batch.values["group_id"], batch.values["run_id"]) == (["a", "a"], [0, 1])
+    assert batch.values["loss_mask"].dtype == torch.bool
+    assert batch.metadata["temperature"] == 0.5
+    first, second = batch.to_trajectories()
+    assert (first.tokens.tolist(), first.reward, first.run_id) == ([5, 6, 7], 1.0, 0)
+    assert (second.tokens.tolist(), second.group_id, second.run_id) == ([5, 8], "a", 1)
+    fields = ["input_ids", "prompts", "responses", "scoring_attention_mask"]
+    cut = Batch.remove_redundant_right_padding(batch.select([1]), fields=fields)
+    assert cut.values["responses"].tolist() == [[8]]
+    stored = batch_of_nexrl()
+    stored.values["responses"] = stored.values["responses"]
+    cut = Batch.remove_redundant_right_padding(stored.select([1]), fields=fields)
+    assert cut.values["responses"].tolist() == [[8]]
+
+
+def test_batches_of_nexrl_and_of_trajectories_have_the_same_fields() -> None:
+    made = Batch.from_trajectories(batch_of_nexrl().to_trajectories())
+    for name in ("prompts", "responses", "group_id", "run_id", "reward", "batch_size"):
+        mine, other = made.values[name], batch_of_nexrl().values[name]
+        assert mine.tolist() == other.tolist() if isinstance(mine, torch.Tensor) else mine == other
+
+
+def test_a_batch_without_a_number_of_rows_is_refused() -> None:
+    assert len(Batch({"reward": [1.0, 2.0]}, {})) == 2
+    with pytest.raises(DataError, match="batch_size"):
+        Batch({"temperature": 1.0})
+
+
+def test_a_trajectory_without_a_reward_has_none_after_a_batch() -> None:
+    batch = Batch.from_trajectories([Trajectory([5, 6], [0, 1])])
+    assert batch.to_trajectories()[0].reward is None

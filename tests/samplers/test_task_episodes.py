@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from nip_astra.errors import TaskError
 from nip_astra.language_models.base import Generation, SamplingOptions, pad_right
 from nip_astra.samplers.task_episodes import TaskPlan, TaskRollout
 from nip_astra.samplers.task_parts import play_task
@@ -16,6 +18,7 @@ from nip_astra.scenario_base.agents import ConversationAgent
 from nip_astra.scenario_base.conversation.tokens import ChatFormat
 from nip_astra.scenario_base.tasks.base import Environment, Reaction, Task
 from nip_astra.scenario_base.tasks.guess_number import GuessNumberEnvironment
+from nip_astra.scorers.base import Message
 from tests.tiny import make_tokenizer
 
 TOKENIZER = make_tokenizer(["guess", "to", "higher", "lower", "number?", *map(str, range(1, 17))])
@@ -103,8 +106,9 @@ def test_turns_of_the_environment_are_masked_and_those_of_the_policy_are_not() -
     assert torch.equal(first.logprobs != 0, first.loss_mask)
     assert (first.reward, second.reward) == (1 - 1 / 6, 1.0)
     assert first.num_turns == 2
-    assert (first.group_id, first.run_id) == ("train-3", "train-3-0")
-    assert (second.group_id, second.run_id) == ("train-3", "train-3-1")
+    # Runs are numbered within their problem, as in NexRL.
+    assert (first.group_id, first.run_id) == ("train-3", 0)
+    assert (second.group_id, second.run_id) == ("train-3", 1)
 
 
 def test_the_opening_is_read_once_for_all_runs_of_a_problem() -> None:
@@ -130,5 +134,92 @@ def test_an_episode_that_does_not_end_has_no_reward_to_show() -> None:
 def test_a_context_that_lost_turns_begins_a_trajectory_of_the_same_run() -> None:
     rollout = play(Scripted(["1", "2", "3"]), window=20, num_runs=1)
     assert len(rollout.trajectories) > 1
-    assert {one.run_id for one in rollout.trajectories} == {"train-3-0"}
+    assert {one.run_id for one in rollout.trajectories} == {0}
     assert sum(one.num_response_tokens for one in rollout.trajectories) == 6
+
+
+OPENING = [Message("user", "guess")]
+
+
+class Answering(Environment):
+    """Gives what it was made of, or raises it; its task does so where it rates."""
+
+    def __init__(self, opening: Any = OPENING, reaction: Any = None) -> None:
+        self.opening, self.reaction = opening, reaction
+
+    def reset(self) -> Any:
+        return given(self.opening)
+
+    def step(self, message: str) -> Any:
+        return given(self.reaction)
+
+
+def given(value: Any) -> Any:
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+def play_one(environment: Any, rate: Any = None) -> TaskRollout:
+    class Rating(Task):
+        """Sets one reward."""
+
+        def environment(self, split: object, index: int) -> Any:
+            return given(environment)
+
+        def rate(self, episodes: Sequence[Any]) -> None:
+            for episode in episodes:
+                episode.reward = given(rate)
+
+    return play(Scripted(["3"]), Rating, num_runs=1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "hook", "value"),
+    [
+        (Answering(None), "reset of Answering", "None"),
+        (Answering("guess"), "reset of Answering", "guess"),
+        (Answering(["guess"]), "reset of Answering", "guess"),
+        (Answering([Message("user", 3)]), "reset of Answering", "3"),  # type: ignore[arg-type]
+        (Answering([Message("robot", "x")]), "reset of Answering", "robot"),  # type: ignore[arg-type]
+        (Answering(OSError("no file")), "reset of Answering", "OSError: no file"),
+        (Answering(reaction=None), "step of Answering", "None"),
+        (Answering(reaction=1.0), "step of Answering", "1.0"),
+        (Answering(reaction=((), 1.0, True)), "step of Answering", "1.0"),
+        (Answering(reaction=Reaction("more", is_over=False)), "step of Answering", "more"),
+        (Answering(reaction=Reaction(is_over="no")), "step of Answering", "no"),  # type: ignore[arg-type]
+        (Answering(reaction=Reaction(reward=float("nan"))), "step of Answering", "nan"),
+        (Answering(reaction=Reaction(reward=float("-inf"))), "step of Answering", "-inf"),
+        (Answering(reaction=Reaction(reward="1")), "step of Answering", "1"),  # type: ignore[arg-type]
+        (Answering(reaction=Reaction(reward=torch.ones(2))), "step of Answering", "tensor"),  # type: ignore[arg-type]
+        (
+            Answering(reaction=ZeroDivisionError("by zero")),
+            "step of Answering",
+            "ZeroDivisionError",
+        ),
+        (None, "environment of Rating", "None"),
+        (KeyError("train"), "environment of Rating", "KeyError"),
+    ],
+)
+def test_an_environment_that_gives_something_else_is_named(
+    environment: Any, hook: str, value: str
+) -> None:
+    with pytest.raises(TaskError) as caught:
+        play_one(environment)
+    assert hook in str(caught.value)
+    assert value in str(caught.value)
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), "good", ValueError("no judge")])
+def test_a_task_that_rates_with_something_else_is_named(rate: Any) -> None:
+    with pytest.raises(TaskError, match="rate of Rating"):
+        play_one(Answering(reaction=Reaction(reward=None)), rate)
+
+
+def test_rewards_are_plain_numbers_or_missing() -> None:
+    for reward, expected in ((1, 1.0), (True, 1.0), (torch.tensor(0.5), 0.5)):
+        environment = Answering(reaction=Reaction(reward=reward))
+        (one,) = play_one(environment).episodes
+        assert (one.reward, type(one.reward)) == (expected, float)
+    (one,) = play_one(Answering(reaction=Reaction(reward=None))).episodes
+    assert one.reward is None

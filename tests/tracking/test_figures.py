@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +31,13 @@ def test_scalars_of_numpy_and_torch_can_be_written() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(0), [1.0], {"a": 1}, object()])
+@pytest.mark.parametrize("value", [np.zeros(2), torch.zeros(0), [1.0], {"a": 1}, object(), "good"])
 def test_what_is_no_number_is_told_by_its_name(value: object) -> None:
     with pytest.raises(TrackingError, match=r"the figure 'mine/share' .* Give one number"):
         plain_numbers({"mine/share": value})
+
+
+@pytest.mark.parametrize("figures", [None, [1.0], {1: 1.0}])
+def test_figures_without_names_are_refused(figures: Any) -> None:
+    with pytest.raises(TrackingError):
+        plain_numbers(figures)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nip_astra.errors import ParameterError
+from nip_astra.rollouts.samples import Sample
 from tests.tiny import experience_of
 from tests.trainers.test_ast_family import _trainer
 
@@ -57,3 +58,26 @@ def test_what_a_loss_of_pairs_cannot_use_is_refused(tiny_scenario: Path) -> None
         _trainer(
             "ast_simpo", tiny_scenario, "ast_simpo.loss=orpo", "ast_simpo.length_normalised=false"
         )
+
+
+def test_the_baseline_of_kto_is_that_of_the_step_however_it_is_split(tiny_scenario: Path) -> None:
+    trainer = _trainer("ast_dpo", tiny_scenario, "ast_dpo.loss=kto", f"ast_dpo.beta={BETA}")
+    with torch.no_grad():
+        samples = experience_of(trainer).samples
+    for number, sample in enumerate(samples):  # as if the policy had gone from the reference
+        sample["reference_chosen"] = sample["reference_chosen"] - 2.0 * number
+
+    def gradients(*parts: list[Sample]) -> tuple[float, list[torch.Tensor]]:
+        batches = [trainer.collate_fn(part) for part in parts]
+        trainer._write_step_totals(batches)
+        loss = trainer.service.forward_backward(batches, trainer.loss)["loss"]
+        found = [one.grad.clone() for one in trainer.learned if one.grad is not None]
+        trainer.optimizer.zero_grad(set_to_none=True)
+        return loss, found
+
+    assert len(samples) > 2
+    loss, whole = gradients(samples)
+    split_loss, split = gradients(samples[:1], samples[1:])
+    assert split_loss == pytest.approx(loss, abs=1e-6)
+    for one, other in zip(whole, split, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)

@@ -28,6 +28,8 @@ from nip_astra.errors import ConfigurationError, ParameterError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
+from nip_astra.trainers.service.contract import check_batch
+from nip_astra.trainers.service.samples import samples_of
 from tests.command_line import plugins_forgotten_after
 from tests.documents import ROOT
 
@@ -138,9 +140,28 @@ def test_a_remote_trainer_and_its_file_run(recipe: Path) -> None:
     assert trainer.training.lr == 2e-6
     assert trainer.parameters.service_loss.loss_fn == "importance_sampling"
     metrics = one_iteration(trainer)
-    # Every run is a group of its own in the guide, so nothing is better than anything.
-    assert metrics["custom/advantage_mean"] == 0.0
-    assert metrics["rollout/dropped_share"] == 1.0
+    # The guide compares the runs of one number: each with those of the other problems.
+    assert metrics["custom/advantage_mean"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["rollout/dropped_share"] < 1.0
+    assert metrics["num_samples"] > 0
+
+
+@pytest.mark.slow
+def test_the_remote_trainer_of_the_guide_learns(recipe: Path) -> None:
+    (recipe / "my_remote_trainer.py").write_text(ours(REMOTE))
+    (recipe / "my_task.yaml").write_text(REMOTE_TASK.replace('"tinker"', '"self-hosted"'))
+    trainer = trainer_of(
+        recipe / "my_task.yaml",
+        *("task.task.levels=[1]", "training.num_episodes_per_experience=16"),
+        *("training.num_iterations=25", "training.minibatch_size=128", "training.lr=1e-3"),
+    )
+    rewards = []
+    for iteration in range(25):
+        trainer._collect(iteration)
+        rewards.append(trainer.state.iteration_metrics["rollout/reward_mean"])
+        trainer._update(iteration)
+        trainer.state.end()
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 5 * 0.1
 
 
 def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
@@ -150,10 +171,7 @@ def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
     pytest.importorskip("tinker")
     from tests.serve.training.running import training_server
 
-    # In the guide every run is a group of its own, and none is better than the others of it.
-    compares_all = ours(REMOTE).replace('traj.get("run_id", "default")', "0")
-    assert compares_all != ours(REMOTE)
-    (recipe / "my_remote_trainer.py").write_text(compares_all)
+    (recipe / "my_remote_trainer.py").write_text(ours(REMOTE))
     with training_server(["tinker"]) as server:
         file = REMOTE_TASK.replace("http://tinker-service:8000", server.url)
         assert 'backend: "tinker"' in file
@@ -164,6 +182,15 @@ def test_a_remote_trainer_learns_through_tinker_as_its_file_says(
     assert "the policy has task.policy.language_model.lora={'rank': 32" in caplog.text
     assert metrics["num_samples"] > 0
     assert metrics["rollout/dropped_share"] < 1.0
+
+
+def test_a_trainer_that_is_in_neither_place_is_told_with_both(recipe: Path) -> None:
+    (recipe / "my_task.yaml").write_text(TASK)
+    with pytest.raises(ParameterError) as caught:
+        resolve_experiment(parameter_file=recipe / "my_task.yaml")
+    name = "recipe/my_task/my_trainer.py"
+    assert str(recipe / name) in str(caught.value)
+    assert str(Path.cwd() / name) in str(caught.value)
 
 
 def test_an_algorithm_module_is_imported_from_beside_the_trainer(recipe: Path) -> None:
@@ -197,6 +224,77 @@ def test_the_penalty_in_the_reward_is_subtracted_token_by_token() -> None:
     batch.values["token_level_scores"] = torch.zeros(2, 3)
     found = with_methods(KL)._apply_kl_penalty(batch, beta=0.1)
     torch.testing.assert_close(found.values["token_level_scores"], torch.full((2, 3), -0.05))
+
+
+class Shaped(SelfHostedGrpoTrainer):
+    """Rewards of tokens by a function of its own, as wide as NexRL's responses."""
+
+    def _reward_fn(self, batch: Batch) -> torch.Tensor:
+        responses = batch.values["responses"]
+        scores = torch.zeros_like(responses, dtype=torch.float32)
+        scores[:, 0] = -batch.values["reward"]
+        return scores
+
+
+class Scored(SelfHostedGrpoTrainer):
+    """Scores of tokens that are set before the advantages are computed."""
+
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        batch.values["token_level_scores"] = -self._reward_fn(batch)
+        return super()._prepare_batch(batch)
+
+
+class Penalised(SelfHostedGrpoTrainer):
+    """The guide's penalty on the scores of tokens, of which that of the prompt counts nowhere."""
+
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        batch.values["token_level_scores"] = self._reward_fn(batch)
+        batch.values["ref_log_probs"] = torch.tensor([[9.0, 3.0, 3.0], [9.0, -2.0, 0.0]])
+        batch = with_methods(KL)._apply_kl_penalty(batch, beta=-0.2)
+        return self._compute_advantage(batch), {}
+
+
+class Rewarded(SelfHostedGrpoTrainer):
+    """Rewards of tokens beside their scores, which are those that count."""
+
+    def _prepare_batch(self, batch: Batch) -> tuple[Batch, dict[str, Any]]:
+        batch.values["token_level_rewards"] = -self._reward_fn(batch)
+        return super()._prepare_batch(batch)
+
+
+@pytest.mark.parametrize("trainer", [Shaped, Scored, Penalised, Rewarded])
+def test_advantages_are_of_rewards_as_a_subclass_shapes_them(
+    trainer: type[SelfHostedGrpoTrainer],
+) -> None:
+    plain, _ = SelfHostedGrpoTrainer({})._prepare_batch(batch_of_two())
+    assert plain.values["advantages"].tolist() == pytest.approx([0.7071, -0.7071], abs=1e-3)
+    shaped, _ = trainer({})._prepare_batch(batch_of_two())
+    assert shaped.values["advantages"].tolist() == pytest.approx([-0.7071, 0.7071], abs=1e-3)
+
+
+def test_fields_as_wide_as_responses_are_learnt_at_their_tokens() -> None:
+    batch = batch_of_two()
+    batch.values["advantages"] = torch.tensor([[0.5, 1.0], [2.0, 0.0]])
+    batch.values["old_log_probs"] = torch.tensor([[-0.5, -1.5], [-2.5, 0.0]])
+    prepared, _ = check_batch((batch, {}), trainer="Mine", num_rows=2)
+    first, second = samples_of(prepared)
+    assert first["response"].tolist() == [6, 7]
+    assert first["advantages"].tolist() == [0.5, 1.0]
+    assert first["old_logprobs"].tolist() == [-0.5, -1.5]
+    assert second["advantages"].tolist() == [2.0]
+
+
+def test_groups_are_those_of_uid_where_a_subclass_sets_them() -> None:
+    batch = batch_of_two()
+    batch.values["uid"] = [0, 1]
+    found, _ = SelfHostedGrpoTrainer({})._prepare_batch(batch)
+    assert found.values["advantages"].tolist() == [0.0, 0.0]
+
+
+def test_a_penalty_that_nothing_would_apply_is_refused() -> None:
+    trainer = SelfHostedGrpoTrainer({"algorithm": {"use_kl_in_reward": True}})
+    with pytest.raises(ConfigurationError, match="use_kl_in_reward"):
+        trainer._prepare_batch(batch_of_two())
 
 
 def test_a_value_network_is_asked_for_values() -> None:

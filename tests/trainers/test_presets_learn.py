@@ -33,8 +33,11 @@ def test_a_word_lifts_the_verifier_above_what_it_tells_alone(tmp_path: Path, tra
             (f"ast_{name}", ())
             for name in ("dpo", "ipo", "ppo", "grpo", "reinforce", "sft", "simpo")
         ),
-        # Its clip, which is of whole probes, must let them through: 0.04 to 0.16 with the paper's.
-        ("ast_grpo", ("ast_grpo.variant=gspo",)),
+        # By the paper's clip half of the probes are clipped at once: 0.04 to 0.16.
+        (
+            "ast_grpo",
+            ("ast_grpo.variant=gspo", "ast_grpo.clip_low=0.03", "ast_grpo.clip_high=0.04"),
+        ),
     ],
 )
 def test_an_attacker_learns_to_make_pocket_chat_fail(

@@ -367,3 +367,19 @@ def test_figures_of_numpy_and_torch_are_saved_amid_an_iteration(
     assert [type(given[name]) for name in ("of_tensor", "single", "whole")] == [float, float, int]
     kept = unpack_state(pack_state([given, trainer.state.step_sums]))
     assert (kept[0]["single"], kept[1]) == (0.25, {"loss": 2.0})
+
+
+@pytest.mark.parametrize("name", ["self_hosted_grpo", "remote_api_grpo"])
+def test_a_trainer_that_learns_from_none_of_its_trajectories_warns_once_with_their_number(
+    name: str,
+) -> None:
+    # A problem with one run has nothing to be compared with.
+    trainer = trainer_of(name, f"{name}.num_runs=1")
+    trainer._collect(0)
+    trainer._collect(1)
+    (warning,) = trainer.results["warnings"]
+    assert "iteration 1" in warning
+    assert " 8 trajectories" in warning
+    learning = trainer_of(name)
+    learning._collect(0)
+    assert "warnings" not in learning.results

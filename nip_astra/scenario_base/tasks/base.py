@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 
-from nip_astra.errors import DataError
+from nip_astra.errors import DataError, NipAstraError, TaskError
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 from nip_astra.rollouts.prompts import Columns
-from nip_astra.scorers.base import Message, Scorer
+from nip_astra.scorers.base import Message, Role, Scorer
 from nip_astra.utils.seeding import derive_seed, derived_generator
+
+Value = TypeVar("Value")
 
 Split = Literal["train", "dev", "test"]
 """Which problems: those learnt from, those that choose a checkpoint, those held out."""
@@ -123,6 +126,107 @@ class Task(ABC):
                 "task has no scorer to say it. Let step give a reward when the episode is over, or "
                 "override rate."
             )
+
+
+# ---- what tasks and environments give, checked
+
+
+def environment_of(task: Task, split: Split, index: int) -> Environment:
+    """A task's environment of a problem.
+
+    Raises
+    ------
+    TaskError
+        When the task fails, or gives something else.
+    """
+    found = _called(task, "environment", lambda: task.environment(split, index))
+    if not all(callable(getattr(found, name, None)) for name in ("reset", "step")):
+        raise _wrong(task, "environment", found, "an Environment, which has reset and step")
+    return found
+
+
+def opening_of(environment: Environment) -> list[Message]:
+    """What an environment says first.
+
+    Raises
+    ------
+    TaskError
+        When it fails, or gives something else than messages.
+    """
+    return _messages(environment, "reset", _called(environment, "reset", environment.reset))
+
+
+def reaction_of(environment: Environment, message: str) -> Reaction:
+    """What an environment does after a message; its reward is a finite float, or None.
+
+    Raises
+    ------
+    TaskError
+        When it fails, or gives something else than a reaction.
+    """
+    found = _called(environment, "step", lambda: environment.step(message))
+    if not isinstance(found, Reaction):
+        raise _wrong(environment, "step", found, "a Reaction")
+    if not isinstance(found.is_over, bool):
+        raise _wrong(environment, "step", found.is_over, "True or False as is_over")
+    messages = _messages(environment, "step", found.messages)
+    return Reaction(messages, _reward(environment, "step", found.reward), found.is_over)
+
+
+def rate_episodes(task: Task, episodes: Sequence[Episode]) -> None:
+    """Have a task rate episodes; their rewards are finite floats, or None.
+
+    Raises
+    ------
+    TaskError
+        When it fails, or a reward is something else.
+    """
+    _called(task, "rate", lambda: task.rate(episodes))
+    for episode in episodes:
+        episode.reward = _reward(task, "rate", episode.reward)
+
+
+def _called(owner: object, hook: str, call: Callable[[], Value]) -> Value:
+    try:
+        return call()
+    except NipAstraError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"{hook} of {type(owner).__name__} failed: {type(error).__name__}: {error}. Correct "
+            "it, then resume the run."
+        ) from error
+
+
+def _messages(owner: object, hook: str, found: Any) -> list[Message]:
+    wanted = "a list of Message(role, text), with the role 'user' or 'assistant'"
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        raise _wrong(owner, hook, found, wanted)
+    for one in found:
+        is_message = isinstance(one, Message) and isinstance(one.text, str)
+        if not is_message or one.role not in get_args(Role):
+            raise _wrong(owner, hook, one, wanted)
+    return list(found)
+
+
+def _reward(owner: object, hook: str, found: Any) -> float | None:
+    wanted = "a finite number as reward, or None where there is no verdict"
+    if found is None:
+        return None
+    try:
+        reward = math.nan if isinstance(found, str | bytes) else float(found)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        reward = math.nan
+    if not math.isfinite(reward):
+        raise _wrong(owner, hook, found, wanted)
+    return reward
+
+
+def _wrong(owner: object, hook: str, found: object, wanted: str) -> TaskError:
+    return TaskError(
+        f"{hook} of {type(owner).__name__} returned {str(found)[:80]!r} ({type(found).__name__}). "
+        f"It must give {wanted}."
+    )
 
 
 class GeneratedTask(Task):

@@ -43,8 +43,8 @@ class CostlyTrainer(Protocol):
     def collate_fn(self, samples: Sequence[Sample]) -> TensorDict:
         """One batch."""
 
-    def loss(self, batch: TensorDict) -> LossOutput:
-        """The loss of a batch."""
+    def loss_of(self, batch: TensorDict) -> LossOutput:
+        """The loss of a batch, checked."""
 
 
 def check_size(training: TrainingConfiguration, tree_width: int, tree_depth: int) -> None:
@@ -86,7 +86,7 @@ def estimate_cost(trainer: CostlyTrainer) -> dict[str, Any]:
     samples = trainer.digest(tree).samples[: training.minibatch_size]
     loss = None
     if samples:
-        loss = trainer.loss(trainer.collate_fn(samples)).loss
+        loss = trainer.loss_of(trainer.collate_fn(samples)).loss
         torch.autograd.backward(loss)
         trainer.optimizer.zero_grad(set_to_none=True)
     stepped = time.perf_counter()

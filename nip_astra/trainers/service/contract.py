@@ -128,17 +128,19 @@ def _advantage_faults(batch: Batch) -> list[str]:
     value = batch.values.get("advantages")
     rows, width = len(batch), batch.width if "attention_mask" in batch.values else "T"
     wanted = f"a floating tensor of shape [{rows}] or [{rows}, {width}]"
+    # Without the first column they belong to NexRL's `responses`.
+    shapes = [[rows], [rows, width], *([[rows, width - 1]] if isinstance(width, int) else [])]
     if value is None:
         return [f"values['advantages'] is missing and must be {wanted}"]
     if not isinstance(value, Tensor):
         return [f"values['advantages'] is {_kind(value)} and must be {wanted}"]
-    if list(value.shape) not in ([rows], [rows, width]):
+    if list(value.shape) not in shapes:
         return [f"values['advantages'] has the shape {list(value.shape)} and must be {wanted}"]
     if not value.is_floating_point():
         return [f"values['advantages'] is {value.dtype} and must be {wanted}"]
     is_read = batch.values["loss_mask"].any(dim=1) if "loss_mask" in batch.values else None
     if value.ndim == 2 and "loss_mask" in batch.values:
-        is_read = batch.values["loss_mask"]
+        is_read = batch.values["loss_mask"][:, -value.shape[1] :]
     if is_read is not None and is_read.shape == value.shape and not value[is_read].isfinite().all():
         return ["values['advantages'] holds NaN or infinity where tokens are learnt"]
     return []

@@ -42,8 +42,8 @@ class LearnsFromTrajectories(Protocol):
     ) -> Iterator[TensorDict]:
         """An epoch's batches."""
 
-    def loss(self, batch: TensorDict) -> LossOutput:
-        """The loss of a batch."""
+    def loss_of(self, batch: TensorDict) -> LossOutput:
+        """The loss of a batch, checked."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _smallest_step(
     loss, num_learned = None, 0
     for batch in list(trainer.batches(samples, iteration=0, epoch=0))[:1]:
         write_step_totals([batch], trainer.trained_tokens)
-        loss = trainer.service.forward_backward([batch], trainer.loss)["loss"]
+        loss = trainer.service.forward_backward([batch], trainer.loss_of)["loss"]
         trainer.optimizer.zero_grad(set_to_none=True)
         num_learned = len(batch)
     return SmallestStep(

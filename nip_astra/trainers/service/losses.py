@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.rl_objectives.kl import kl_estimate, straight_through_kl
-from nip_astra.rl_objectives.masked import masked_fill_zero, masked_mean, reduce_loss
+from nip_astra.rl_objectives.masked import Reduction, masked_fill_zero, masked_mean, reduce_loss
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.rl_objectives.ratios import bounded
 from nip_astra.rl_objectives.token_losses import (
@@ -39,6 +39,8 @@ TOKEN_LOSSES: Mapping[str, TokenLoss] = MappingProxyType(
 )
 """By the names of `PolicyLoss`."""
 BOUNDED = ("clipped", "cispo", "gspo")
+MEANS_OVER_SEQUENCES = ("gspo", "sapo")
+"""Losses whose papers take the mean over a row's tokens, then over rows."""
 
 
 def policy_loss(
@@ -96,12 +98,14 @@ def policy_loss(
         )
         loss_BT = loss_BT + options.kl_weight * kl_BT
         metrics["kl"] = reduce_loss(kl_BT.detach(), mask_BT, "sequence")
+    own: Reduction = "sequence" if options.loss in MEANS_OVER_SEQUENCES else "token"
+    reduction = options.reduction or own
     loss = reduce_loss(
         loss_BT,
         mask_BT,
-        options.reduction,
-        normaliser=normaliser if options.reduction == "token" else None,
-        max_length=max_length if options.reduction == "sum_over_length" else None,
+        reduction,
+        normaliser=normaliser if reduction == "token" else None,
+        max_length=max_length if reduction == "sum_over_length" else None,
     )
     return LossOutput(loss, metrics)
 

@@ -115,8 +115,9 @@ class PolicyLossParameters(SubParameters):
     """Largest ratio that is not clipped; null takes the loss's own, 1.2 for clipped."""
     dual_clip: Annotated[float | None, where("loss", "clipped")] = Field(default=None, gt=1)
     """Bound on the loss of tokens with negative advantage, as a multiple of that; null for none."""
-    reduction: Reduction = "token"
-    """How the losses of tokens become one number; see `rl_objectives.masked.reduce_loss`.
+    reduction: Reduction | None = None
+    """How the losses of tokens become one number; see `rl_objectives.masked.reduce_loss`. null
+    takes the loss's own: sequence for gspo and sapo, as in their papers, token for the others.
     sum_over_length divides by the policy's max_new_tokens."""
     kl_weight: float = Field(default=0.0, ge=0)
     """Loss per nat of divergence from the untrained policy. Larger stays closer to it."""

@@ -10,6 +10,7 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.base import TokenModel
 from nip_astra.language_models.services.training import LocalTrainingService, TrainingService
 from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.rl_objectives.advantages import Baseline
 from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.rollouts.trajectory_advantages import advantages_of
 from nip_astra.samplers.task_episodes import Sample
@@ -79,15 +80,37 @@ def _what_plays_elsewhere(hyper_params: HyperParameters, model: TokenModel) -> s
     return "" if model.is_in_this_process else type(model).__name__
 
 
-def live_groups(
+def informative_groups(
     trajectories: Sequence[Trajectory],
+    *,
+    baseline: Baseline | None = "mean",
+    use_run_ids: bool = True,
 ) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Trajectories of groups whose runs differ in reward, and the others."""
+    """Trajectories of groups that teach something, and the others.
+
+    A group without any reward never does.
+
+    Parameters
+    ----------
+    baseline : Baseline or None
+        What rewards are compared with: with "none" a group of equal rewards teaches as well; None
+        where rewards are not learnt from.
+    use_run_ids : bool
+        See `advantages_of`.
+    """
     if not trajectories:
         return [], []
-    found = advantages_of(trajectories)
-    is_flat = found.is_zero_variance_P.tolist()
-    groups = list(dict.fromkeys(one.group_id for one in trajectories))
-    flat = {group for group, flat in zip(groups, is_flat, strict=True) if flat}
-    live = [one for one in trajectories if one.group_id not in flat]
-    return live, [one for one in trajectories if one.group_id in flat]
+    found = advantages_of(trajectories, use_run_ids=use_run_ids)
+    groups = dict.fromkeys(one.group_id for one in trajectories)
+    is_flat = dict(zip(groups, found.is_zero_variance_P.tolist(), strict=True))
+    known = {one.group_id for one in trajectories if one.reward is not None}
+    needs_spread = baseline in ("mean", "leave_one_out")
+    # Minibatches depend on this order: groups of equal rewards come last.
+    ordered = sorted(trajectories, key=lambda one: is_flat[one.group_id])
+    is_informative = [
+        one.group_id in known and not (needs_spread and is_flat[one.group_id]) for one in ordered
+    ]
+    informative = [one for one, teaches in zip(ordered, is_informative, strict=True) if teaches]
+    return informative, [
+        one for one, teaches in zip(ordered, is_informative, strict=True) if not teaches
+    ]

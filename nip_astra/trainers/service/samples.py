@@ -40,7 +40,8 @@ def samples_of(batch: Batch) -> list[Sample]:
     """A sample a row: the tokens before the policy first spoke as context, the rest to learn from.
 
     `context` and `response` are tokens, `is_trained` says which of the response the policy said.
-    Every other field of tokens goes with the response, and every field of rows as a number;
+    Every other field of tokens goes with the response, and every field of rows as a number. Fields
+    of tokens may leave the first column out, as those of NexRL's `responses` do;
     `advantages` becomes one a token, and `episode` tells the groups apart. Rows of weight 0 and
     rows without a token of the policy's are left out.
     """
@@ -48,6 +49,10 @@ def samples_of(batch: Batch) -> list[Sample]:
         return []
     data = batch.data
     trained_BT, mask_BT = data["loss_mask"] & data["attention_mask"], data["attention_mask"]
+    data = data.copy()
+    for name, value in data.items():
+        if value.ndim == 2 and value.shape == trained_BT[:, 1:].shape:
+            data[name] = torch.nn.functional.pad(value, (1, 0))
     advantages = data["advantages"].float() if "advantages" in data else None
     if advantages is not None and advantages.ndim == 1:
         advantages = advantages.unsqueeze(1).expand(mask_BT.shape)

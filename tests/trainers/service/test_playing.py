@@ -15,7 +15,10 @@ import torch
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.rollouts.trajectory import Trajectory
 from nip_astra.run import prepare_experiment, run_experiment
+from nip_astra.trainers.self_hosted_opd import SelfHostedOpdTrainer
+from nip_astra.trainers.service.playing import informative_groups
 from nip_astra.utils.actors import ActorOptions, Actors, get_actors, using_actors
 from tests import actors_here
 from tests.messages import says
@@ -132,3 +135,54 @@ def test_actors_beyond_the_parts_are_told(caplog: pytest.LogCaptureFixture) -> N
         with caplog.at_level(logging.WARNING):
             prepare_experiment(resolved, progress=False, num_actors=num_actors)
         assert ("1 of 4 actors have nothing to play" in caplog.text) is is_told
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [
+        ("mean", {"mixed", "partly"}),
+        ("leave_one_out", {"mixed", "partly"}),
+        ("none", {"mixed", "partly", "equal", "lone"}),
+        (None, {"mixed", "partly", "equal", "lone"}),
+    ],
+)
+def test_groups_are_informative_by_the_baseline_and_only_with_rewards(
+    baseline: Any, expected: set[str]
+) -> None:
+    rewards = {
+        "nothing": [None, None],
+        "equal": [1.0, 1.0],
+        "mixed": [1.0, 0.0],
+        "partly": [1.0, None, 0.5],
+        "lone": [1.0, None],
+    }
+    trajectories = [
+        Trajectory([1, 2], [0, 1], reward=reward, group_id=group, run_id=run)
+        for group, given in rewards.items()
+        for run, reward in enumerate(given)
+    ]
+    informative, others = informative_groups(trajectories, baseline=baseline)
+    assert {one.group_id for one in informative} == expected
+    assert {one.group_id for one in others} == set(rewards) - expected
+    assert len(informative) + len(others) == len(trajectories)
+
+
+def test_distillation_replaces_no_problem_whatever_its_rewards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The problems are played by a trainer that learns from rewards and by one that does not.
+    resolved = resolve_experiment(
+        trainer="self_hosted_grpo",
+        overrides=[
+            *SMALL[:3],
+            "self_hosted_grpo.num_runs=1",
+            "self_hosted_grpo.max_resampling_rounds=2",
+        ],
+    )
+    trainer: Any = prepare_experiment(resolved, ExperimentSettings(progress=False)).trainer
+    with torch.no_grad():
+        assert trainer._play_iteration(0).metrics["rollout/played_problems"] == 4 * 3
+        monkeypatch.setattr(
+            type(trainer), "learns_from_rewards", SelfHostedOpdTrainer.learns_from_rewards
+        )
+        assert trainer._play_iteration(0).metrics["rollout/played_problems"] == 4
