@@ -190,17 +190,25 @@ class PatientChatModel(ChatModel):
                 with waiting_for(f"{self.label}: {last}; next attempt in {pause:.0f} s"):
                     await self._pace.pause(pause)
                 spent += pause
-        if failures:
-            self.last_failure = failures[-1].message
         told = [
-            replace(one, message=f"{one.message} ({attempt} attempts)")
-            if isinstance(one, ChatFailure) and attempt > 1
-            else one
+            self._completed(one, attempt) if isinstance(one, ChatFailure) else one
             for one in samples
+            if one is not None
         ]
-        return ChatOutcome(
-            tuple(one for one in told if one is not None), usage, is_usage_estimated=is_estimated
-        )
+        return ChatOutcome(tuple(told), usage, is_usage_estimated=is_estimated)
+
+    def _completed(self, failure: ChatFailure, num_attempts: int) -> ChatFailure:
+        """The failure of a request, with what became of its attempts."""
+        message = failure.message
+        if failure.retry_after > self.limits.max_retry_after:
+            message += (
+                f"; it asks for a pause of {failure.retry_after:g} s, more than max_retry_after "
+                f"({self.limits.max_retry_after:g})"
+            )
+        if num_attempts > 1:
+            message += f" ({num_attempts} attempts)"
+        self.last_failure = message
+        return replace(failure, message=message)
 
     def _pause_before(
         self, attempt: int, failures: Sequence[ChatFailure], spent: float
@@ -262,7 +270,7 @@ class PatientChatModel(ChatModel):
                 with waiting_for(what, after=SECONDS_OF_AN_ANSWER):
                     return await self.model.answer(request)
         except TimeoutError:
-            failure = ChatFailure(FailureReason.TIMEOUT, f"no answer in {limit:g} s")
+            failure = ChatFailure(FailureReason.TIMEOUT, f"no answer in {limit:.3g} s")
             # What was read has to be paid for, whatever became of the answer.
             return ChatOutcome(
                 (failure,) * request.num_samples,

@@ -148,8 +148,9 @@ def test_a_longer_pause_than_allowed_fails_the_request_at_once() -> None:
     model = patient(inner, clock, limits={"max_retry_after": 60.0})
     first, second = (ask(model, saying(text))[0] for text in ("a", "b"))
     assert failure(first).reason is FailureReason.RATE_LIMITED
+    assert "100000 s" in failure(first).message
     assert (texts(second), clock.now) == (["there"], 0.0)
-    assert model.last_failure == "so it is"
+    assert model.last_failure == failure(first).message
 
 
 def test_all_attempts_of_a_request_and_their_pauses_have_one_limit() -> None:
