@@ -11,9 +11,29 @@ import torch
 
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
+from nip_astra.utils.sandbox import why_no_bubblewrap
 from tests.command_line import CommandLine, plugins_forgotten_after
 from tests.tiny import make_language_model, write_scenario
 from tests.toy_scenario import toy_scenario_in
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_sandbox") and (why := why_no_bubblewrap()):
+        pytest.skip(f"sandbox: {why}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    counts = {
+        outcome: sum(
+            "needs_sandbox" in report.keywords
+            for report in terminalreporter.stats.get(outcome, ())
+            if report.when == "call" or outcome == "skipped"
+        )
+        for outcome in ("passed", "failed", "skipped")
+    }
+    if any(counts.values()):
+        told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        terminalreporter.write_line(f"tests of the sandbox: {told}")
 
 
 @pytest.fixture(autouse=True)

@@ -370,7 +370,12 @@ def _first_line(error: BaseException) -> str:
 
 def _sandbox(_: Question) -> Findings:
     from nip_astra.utils.interpreter import why_no_interpreter
-    from nip_astra.utils.sandbox import why_no_bubblewrap
+    from nip_astra.utils.sandbox import (
+        OPEN_CALLS,
+        why_no_bubblewrap,
+        why_no_filter,
+        why_no_memory_group,
+    )
 
     absent, missing = why_no_bubblewrap(), why_no_interpreter()
     if absent:
@@ -379,6 +384,18 @@ def _sandbox(_: Question) -> Findings:
     else:
         text = "runs programs that models wrote, without a network, files or other processes"
         yield Finding("sandbox", "bubblewrap", Status.WORKS, text)
+        if unfiltered := why_no_filter():
+            text = f"not filtered ({unfiltered}): {OPEN_CALLS}"
+            yield Finding("sandbox", "system calls", Status.WARNING, text)
+        else:
+            text = "filtered: no keyrings, shared memory, io_uring, bpf or other kinds of sockets"
+            yield Finding("sandbox", "system calls", Status.WORKS, text)
+        if ungrouped := why_no_memory_group():
+            text = f"bounded for each process alone: {ungrouped}"
+            yield Finding("sandbox", "memory", Status.TOLD, text)
+        else:
+            text = "bounded for all processes of a program together"
+            yield Finding("sandbox", "memory", Status.WORKS, text)
     if missing:
         text = f"{missing}: pip install 'nip_astra[sandbox]'"
         yield Finding("sandbox", "interpreter", Status.ABSENT, text)

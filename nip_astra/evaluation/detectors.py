@@ -30,6 +30,7 @@ from nip_astra.errors import DataError
 from nip_astra.evaluation.measures import has_failed, outcomes_of, prompt_numbers
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.evaluation.rows import Episode
+from nip_astra.rollouts.prompts import RECORD_KEY, columns_of_record
 from nip_astra.scorers.base import Exchange, Message, Scorer
 from nip_astra.utils.intervals import design_effect, exact_rate_interval
 from nip_astra.utils.seeding import derive_seed
@@ -343,7 +344,8 @@ def _labelled(path: Path, place: int, line: str) -> LabelledResponse:
         )
     before = (Message("assistant", row.get("prompt")), Message("user", row.get("probe")))
     history = tuple(message for message in before if message.text is not None)
-    return LabelledResponse(Exchange(row["response"], history), row["is_failure"])
+    exchange = Exchange(row["response"], history, columns=columns_of_record(row))
+    return LabelledResponse(exchange, row["is_failure"])
 
 
 def _fault(row: Any) -> str | None:
@@ -356,6 +358,8 @@ def _fault(row: Any) -> str | None:
     for name in ("prompt", "probe"):
         if not isinstance(row.get(name), str | None):
             return f'has {row[name]!r} as "{name}"'
+    if not isinstance(row.get(RECORD_KEY), Mapping | None):
+        return f'has {row[RECORD_KEY]!r} as "{RECORD_KEY}"'
     for name in ("response", "prompt", "probe"):
         if any("\ud800" <= letter <= "\udfff" for letter in row.get(name) or ""):
             return f'has half a character (a lone surrogate) in "{name}"'

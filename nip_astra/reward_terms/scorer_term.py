@@ -14,6 +14,7 @@ from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import RewardTermType
 from nip_astra.reward_terms.base import RatedProbes, RewardTerm
 from nip_astra.reward_terms.registry import register_reward_term
+from nip_astra.rollouts.prompts import columns_of
 from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.scorers.registry import SCORERS, build_scorer
 
@@ -51,7 +52,10 @@ class ScorerTerm(RewardTerm):
         self._scorer.load_verdicts(state["verdicts"])
 
     def _values(self, nodes: RatedProbes) -> Tensor:
-        exchanges = [Exchange(probe, role="user") for probe in nodes.probes]
+        exchanges = [
+            Exchange(probe, role="user", columns=columns_of(prompt))
+            for probe, prompt in zip(nodes.probes, nodes.prompts, strict=True)
+        ]
         scores_N = self._scorer.rate(exchanges).scores_N
         is_missing_N = scores_N.isnan()
         num_missing = int(is_missing_N.sum())

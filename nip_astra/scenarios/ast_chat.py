@@ -57,7 +57,7 @@ class PromptParameters(SubParameters):
     """Held-out prompts of the table before and after training."""
     column: PlainText = DEFAULT_COLUMN
     """Column that holds the prompts, of files and data sets that have columns. The others go with
-    each prompt: to scorers that read conversations, and into records of what was said."""
+    each prompt: to the judge, to functions that take `columns`, and into records."""
 
 
 class EvaluationParameters(SubParameters):

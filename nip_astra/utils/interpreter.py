@@ -6,7 +6,6 @@ refused then. https://github.com/pydantic/monty
 
 from __future__ import annotations
 
-import ast
 import builtins
 import importlib.util
 import json
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nip_astra.errors import SandboxUnavailableError
+from nip_astra.utils.laziness import IteratorUses
 from nip_astra.utils.sandbox_values import CallResult, SandboxLimits
 
 if TYPE_CHECKING:
@@ -57,9 +57,11 @@ def call_in_interpreter(
     from pydantic_monty import Monty
 
     try:
-        ast.parse(code)
+        uses = IteratorUses(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [CallResult(error=f"{type(error).__name__}: {error}")] * len(calls)
+    if uses.refused:
+        raise _refusal(uses.refused)
     deadline = time.monotonic() + limits.seconds
     found: list[CallResult] = []
     with (
@@ -72,7 +74,7 @@ def call_in_interpreter(
             }
         ) as session,
     ):
-        defined, is_over = _run(session, code, {}, limits)
+        defined, is_over = _run(session, uses.code, {}, limits)
         if defined.error:
             return [defined] * len(calls)
         for arguments in calls:
@@ -80,6 +82,9 @@ def call_in_interpreter(
                 break
             given = {_ARGUMENTS: list(arguments)}
             one, is_over = _run(session, f"{function}(*{_ARGUMENTS})", given, limits)
+            if uses.is_rewritten and one.error.startswith("RecursionError"):
+                # Lazy iterators take more frames than Python's own.
+                raise _refusal("the depth of recursion that lazy iterators need")
             found.append(one)
     last = found[-1].error if is_over else f"stopped after {limits.seconds:.1f} s"
     return [*found, *[CallResult(error=last)] * (len(calls) - len(found))]
@@ -102,16 +107,19 @@ def _run(
     except MontyError as error:
         told = _told(error)
         if lacks := what_is_lacking(told):
-            raise SandboxUnavailableError(
-                f"code that a model wrote was to be run by {PACKAGE}, as there is no bubblewrap, "
-                f"but that interpreter lacks {lacks}. Install bubblewrap (Debian: apt install "
-                "bubblewrap), or leave this program out."
-            ) from error
+            raise _refusal(lacks) from error
         is_over = told.startswith(("TimeoutError: feed time limit", "MemoryError: memory limit"))
         return CallResult(error=told[:200]), is_over
     except (TypeError, ValueError, RecursionError) as error:
         # What it gave is nothing that JSON can hold.
         return CallResult(error=f"{type(error).__name__}: {str(error)[:200]}"), False
+
+
+def _refusal(lacks: str) -> SandboxUnavailableError:
+    return SandboxUnavailableError(
+        f"code of a model cannot be run by {PACKAGE}, which lacks {lacks}. Install bubblewrap "
+        "(Debian: apt install bubblewrap), or leave this program out."
+    )
 
 
 def _told(error: MontyError) -> str:

@@ -1,10 +1,11 @@
 """Run Python code that a model wrote, where it can reach nothing.
 
 The code runs under bubblewrap: namespaces of its own without a network, a file system that holds a
-read-only Python and one empty folder, no environment, and limits on time, memory, processes and
-file size. A user namespace without privileges is used throughout; who runs as root becomes an
-unprivileged user first, since root is not held by limits on processes. What is left is the
-kernel's own interface: no system call is filtered.
+read-only Python and one empty folder, no environment, an empty keyring, and limits on time, memory,
+processes and file size. System calls that it does not need are refused
+(`nip_astra.utils.system_calls`). Where this machine lets us make a control group, that bounds the
+memory of all its processes together. A user namespace without privileges is used throughout; who
+runs as root becomes an unprivileged user first, since root is not held by limits on processes.
 
 Where bubblewrap cannot do this, functions are called by an interpreter without access to the
 machine, if that is installed and knows all that they need (`nip_astra.utils.interpreter`). Where it
@@ -16,8 +17,13 @@ it is checked gains nothing by it.
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
+import platform
+import re
+import select
 import shutil
 import signal
 import subprocess
@@ -25,7 +31,9 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +43,9 @@ from nip_astra.utils.interpreter import call_in_interpreter, why_no_interpreter
 from nip_astra.utils.sandbox_values import CallResult as CallResult
 from nip_astra.utils.sandbox_values import Outcome, SandboxResult
 from nip_astra.utils.sandbox_values import SandboxLimits as SandboxLimits
+from nip_astra.utils.system_calls import filter_program, join_new_keyring
+
+logger = logging.getLogger(__name__)
 
 _ASKED = "code that a model wrote was to be run, and it runs in a sandbox alone"
 _TODO = (
@@ -43,8 +54,23 @@ _TODO = (
 )
 _NOBODY = 65534
 _PYTHON = "/python"
-_GRACE_SECONDS = 2.0
+_GRACE_SECONDS = 10.0
 _MIB = 2**20
+_GROUPS, _OWN_GROUPS = "/sys/fs/cgroup", Path("/proc/self/cgroup")
+_GROUP_NAME = "nip-astra"
+_numbers = itertools.count()
+
+OPEN_CALLS = (
+    "keyrings, memory of System V, AF_VSOCK, io_uring, performance counters, bpf and traces of "
+    "processes are open to code there"
+)
+"""What nothing but the filter of system calls closes."""
+
+_PROBE = """
+import os
+state = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(os.getuid() != 0 and os.listdir(".") == [], state.get("Seccomp", "0"))
+"""
 
 # Read by the Python in the sandbox, before the code: limits, then the code under its own name.
 _LAUNCHER = """
@@ -68,6 +94,55 @@ def _call_all(name, calls):
         __stdout__.write("\\n" + _MARK + line + "\\n")
 """
 
+# How values cross from one sandbox to another: as JSON, with marks for what JSON does not know.
+_CODING = """
+def _encoded(value):
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [_encoded(one) for one in value]}
+    if isinstance(value, dict):
+        return {"dict": [[_encoded(one) for one in item] for item in value.items()]}
+    return [_encoded(one) for one in value] if isinstance(value, list) else value
+def _decoded(value):
+    if isinstance(value, dict):
+        ((kind, items),) = value.items()
+        if kind == "dict":
+            return {_decoded(key): _decoded(one) for key, one in items}
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(_decoded, items))
+    return [_decoded(one) for one in value] if isinstance(value, list) else value
+"""
+
+# Stands behind untrusted code, and calls a function of it as often as another sandbox wants.
+_ANSWERER = """
+def _answer_all(name, mark):
+    from json import dumps, loads
+    from sys import __stdin__, __stdout__
+    for line in __stdin__:
+        try:
+            answer = dumps({"value": _encoded(globals()[name](*_decoded(loads(line))))})
+        except Exception as error:
+            answer = dumps({"error": type(error).__name__ + ": " + str(error)[:200]})
+        __stdout__.write("\\n" + mark + answer + "\\n")
+        __stdout__.flush()
+"""
+
+# Stands before trusted code, and has it call that function as if it were its own.
+_ASKER = """
+def _ask(asking, answering, mark, longest):
+    from json import dumps, loads
+    requests, answers = open(asking, "w"), open(answering, errors="replace")
+    def call(*arguments):
+        print(dumps(_encoded(list(arguments))), file=requests, flush=True)
+        while line := answers.readline(longest):
+            if line.startswith(mark):
+                answer = loads(line[len(mark):])
+                if "error" in answer:
+                    raise RuntimeError(answer["error"])
+                return _decoded(answer["value"])
+        raise RuntimeError("it ended before the call")
+    return call
+"""
+
 
 def run_in_sandbox(
     code: str, stdin: str = "", limits: SandboxLimits | None = None
@@ -89,7 +164,7 @@ def run_in_sandbox(
         When this machine offers no sandbox; the code is not run.
     """
     check_sandbox()
-    return _run(code, stdin, limits or SandboxLimits())
+    return _run(code, stdin, limits or SandboxLimits(), _filter())
 
 
 def call_in_sandbox(
@@ -138,6 +213,55 @@ def call_in_sandbox(
     return [*found, *[CallResult(error=why)] * (len(calls) - len(found))]
 
 
+def run_beside_in_sandbox(
+    code: str, function: str, checker: str, limits: SandboxLimits | None = None
+) -> SandboxResult:
+    """Run a program that calls a function of untrusted code, which runs in a sandbox of its own.
+
+    The code sees the arguments of each call and nothing else of the program; the program gets plain
+    values: what JSON knows, tuples, sets and dictionaries.
+
+    Parameters
+    ----------
+    code : str
+        Source that defines the function.
+    function : str
+        Its name, under which the program calls it, too.
+    checker : str
+        The program. A call raises RuntimeError where the function does, or where its process ended.
+    limits : SandboxLimits, optional
+        What each of the two may use.
+
+    Raises
+    ------
+    SandboxUnavailableError
+        When this machine offers no sandbox; nothing is run.
+    """
+    check_sandbox()
+    limits, program, mark = limits or SandboxLimits(), _filter(), f"{os.urandom(8).hex()}:"
+    answerer = f"{code}\n{_CODING}{_ANSWERER}\n_answer_all({function!r}, {mark!r})\n"
+
+    def run() -> SandboxResult:
+        with ExitStack() as files:
+            requests, asking = _pipe(files)
+            answers, giving = _pipe(files)
+            unread = files.enter_context(tempfile.TemporaryFile())
+            files.enter_context(_sandbox(limits, program, requests, giving, unread))
+            # The checker must notice when the other process closes them.
+            requests.close()
+            giving.close()
+            left = memoryview(_first_line(answerer, limits))
+            with suppress(BrokenPipeError):
+                while left:
+                    left = left[asking.write(left) :]
+            ends = (asking.fileno(), answers.fileno())
+            longest = limits.file_mib * _MIB
+            asker = f"{_CODING}{_ASKER}\n{function} = _ask(*{ends}, {mark!r}, {longest})\n{checker}"
+            return _run_here(_first_line(asker, limits), limits, program, ends)
+
+    return _in_new_keyring(run)
+
+
 def check_sandbox() -> None:
     """Refuse to go on where this machine offers no sandbox for whole programs.
 
@@ -155,34 +279,86 @@ def why_no_bubblewrap() -> str:
     """Why this machine offers no sandbox of bubblewrap; empty where it does."""
     if not sys.platform.startswith("linux") or shutil.which("bwrap") is None:
         return "there is no `bwrap` on this machine"
-    probe = "import os; print(os.getuid() != 0 and os.listdir('.') == [])"
-    result = _run(probe, "", SandboxLimits(seconds=20))
-    if result.stdout.strip() == "True":
+    return _why_failed(b"") if why_no_filter() else ""
+
+
+@lru_cache(maxsize=1)
+def why_no_filter() -> str:
+    """Why system calls are not filtered in the sandbox; empty where they are."""
+    if not (program := filter_program(platform.machine())):
+        return f"the numbers of system calls on {platform.machine()} are not known"
+    return _why_failed(program)
+
+
+@lru_cache(maxsize=1)
+def why_no_memory_group() -> str:
+    """Why no limit of memory holds for all processes of the sandbox together; empty if one does."""
+    for parent, *_ in _group_parents():
+        for left in parent.glob(f"{_GROUP_NAME}-*"):
+            # Its process was killed, and could not remove it.
+            if not Path("/proc", left.name.split("-")[-2]).exists():
+                with suppress(OSError):
+                    left.rmdir()
+    with _memory_group(SandboxLimits()) as group:
+        entering = subprocess.run(_enter(group, ["/bin/true"]), capture_output=True)
+        if group and entering.returncode == 0:
+            return ""
+    return "this process may make no control group with a limit of memory"
+
+
+def _why_failed(program: bytes) -> str:
+    result = _run(_PROBE, "", SandboxLimits(seconds=20), program)
+    if result.stdout.split() == ["True", "2" if program else "0"]:
         return ""
     said = result.stderr.strip().splitlines()[-1:] or ["nothing"]
     return f"bubblewrap cannot make one here: it ended with {result.exit_code} and said {said[0]!r}"
 
 
-def _run(code: str, stdin: str, limits: SandboxLimits) -> SandboxResult:
-    given = json.dumps([_resource_limits(limits), code]) + "\n" + stdin
+@lru_cache(maxsize=1)
+def _filter() -> bytes:
+    """The filter of system calls; empty, with a warning, where there can be none."""
+    if not (why := why_no_filter()):
+        return filter_program(platform.machine())
+    logger.warning("system calls are not filtered in the sandbox (%s): %s", why, OPEN_CALLS)
+    return b""
+
+
+def _run(code: str, stdin: str, limits: SandboxLimits, program: bytes) -> SandboxResult:
+    given = _first_line(code, limits) + stdin.encode("utf-8", "surrogatepass")
+    return _in_new_keyring(lambda: _run_here(given, limits, program))
+
+
+def _first_line(code: str, limits: SandboxLimits) -> bytes:
+    """What the launcher reads."""
+    return f"{json.dumps([_resource_limits(limits), code])}\n".encode()
+
+
+def _pipe(files: ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+    reading, writing = os.pipe()
+    return (
+        files.enter_context(os.fdopen(reading, "rb", buffering=0)),
+        files.enter_context(os.fdopen(writing, "wb", buffering=0)),
+    )
+
+
+def _in_new_keyring(run: Callable[[], SandboxResult]) -> SandboxResult:
+    """Run something in a thread of its own, whose session keyring its processes have."""
+    with ThreadPoolExecutor(1, initializer=join_new_keyring) as pool:
+        return pool.submit(run).result()
+
+
+def _run_here(
+    given: bytes, limits: SandboxLimits, program: bytes, others: Sequence[int] = ()
+) -> SandboxResult:
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         started = time.monotonic()
-        process = subprocess.Popen(
-            _command(limits),
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=err,
-            env={},
-            cwd="/",
-            start_new_session=True,
-        )
-        is_late = False
-        try:
-            process.communicate(given.encode("utf-8", "surrogatepass"), timeout=limits.seconds)
-        except subprocess.TimeoutExpired:
-            is_late = True
-        finally:
-            _end(process)
+        with _sandbox(limits, program, subprocess.PIPE, out, err, others) as process:
+            is_late = False
+            left = limits.seconds - (time.monotonic() - started)
+            try:
+                process.communicate(given, max(left, 0))
+            except subprocess.TimeoutExpired:
+                is_late = True
         seconds = time.monotonic() - started
         exit_code = _exit_code(process.returncode)
         outcome: Outcome = (
@@ -198,32 +374,166 @@ def _run(code: str, stdin: str, limits: SandboxLimits) -> SandboxResult:
         return SandboxResult(outcome, exit_code, stdout, stderr, seconds)
 
 
-def _command(limits: SandboxLimits) -> list[str]:
-    """The command that runs the launcher in the sandbox; as root, after ceasing to be it."""
+@contextmanager
+def _sandbox(
+    limits: SandboxLimits,
+    program: bytes,
+    stdin: IO[bytes] | int,
+    stdout: IO[bytes],
+    stderr: IO[bytes],
+    others: Sequence[int] = (),
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A sandbox that waits for its code; every process in it is dead when the block ends."""
+    with ExitStack() as files:
+        group = None
+        if not why_no_memory_group():
+            group = files.enter_context(_memory_group(limits))
+        told, telling = _pipe(files)
+        filtering = files.enter_context(tempfile.TemporaryFile())
+        filtering.write(program)
+        filtering.seek(0)
+        fds = (telling.fileno(), *([filtering.fileno()] if program else []))
+        process = subprocess.Popen(
+            _enter(group, _command(limits, *fds)),
+            stdin=stdin,
+            stdout=stdout,
+            stderr=stderr,
+            env={},
+            cwd="/",
+            start_new_session=True,
+            pass_fds=(*fds, *others),
+        )
+        telling.close()
+        first = _first_process(told, limits.seconds)
+        try:
+            yield process
+        finally:
+            _end(process, first)
+
+
+def _first_process(told: IO[bytes], seconds: float) -> int | None:
+    """A descriptor of the first process in the sandbox, with which all others end."""
+    text, deadline = b"", time.monotonic() + seconds
+    while not (found := re.search(rb'"child-pid": (\d+)\D', text)):
+        if not _is_ready(told.fileno(), deadline - time.monotonic()):
+            return None
+        if not (more := told.read(4096)):
+            return None
+        text += more
+    with suppress(OSError):
+        return os.pidfd_open(int(found[1]))
+    return None
+
+
+def _is_ready(descriptor: int, seconds: float) -> bool:
+    waiting = select.poll()
+    waiting.register(descriptor, select.POLLIN)
+    return bool(waiting.poll(max(seconds, 0) * 1000))
+
+
+def _end(process: subprocess.Popen[bytes], first: int | None) -> None:
+    """Kill what still runs.
+
+    The sandbox's processes die with the first of them. That one is killed from here, since the code
+    may have kept it from dying with the process that started it.
+    """
+    if first is not None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(first, signal.SIGKILL)
+        _is_ready(first, _GRACE_SECONDS)
+        os.close(first)
+    elif process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(_GRACE_SECONDS)
+
+
+@contextmanager
+def _memory_group(limits: SandboxLimits) -> Iterator[Path | None]:
+    """A control group for a sandbox, which bounds its memory; None where none can be made."""
+    group = None
+    for parent, limit, swap in _group_parents():
+        group = parent / f"{_GROUP_NAME}-{os.getpid()}-{next(_numbers)}"
+        try:
+            group.mkdir()
+            size = (limits.memory_mib + limits.folder_mib) * _MIB
+            (group / limit).write_text(str(size), encoding="ascii")
+            with suppress(OSError):
+                (group / swap[0]).write_text(swap[1] or str(size), encoding="ascii")
+            break
+        except OSError:
+            with suppress(OSError):
+                group.rmdir()
+            group = None
+    try:
+        yield group
+    finally:
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while group is not None and time.monotonic() < deadline:
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                # The kernel may not have let go of the last process yet.
+                time.sleep(0.01)
+
+
+def _group_parents() -> Iterator[tuple[Path, str, tuple[str, str]]]:
+    """Control groups that this process may be able to divide, with their files of limits."""
+    with suppress(OSError):
+        for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                own = Path(f"{_GROUPS}/memory{path}")
+                yield own, "memory.limit_in_bytes", ("memory.memsw.limit_in_bytes", "")
+            elif not controllers:
+                # A group that holds processes hands no limits on, but a sibling can be made.
+                for parent in (Path(f"{_GROUPS}{path}"), Path(f"{_GROUPS}{path}").parent):
+                    with suppress(OSError):
+                        handed_on = (parent / "cgroup.subtree_control").read_text(encoding="ascii")
+                        if "memory" in handed_on.split():
+                            yield parent, "memory.max", ("memory.swap.max", "0")
+
+
+def _enter(group: Path | None, command: list[str]) -> list[str]:
+    """A command that moves itself into a control group before it begins."""
+    if group is None:
+        return command
+    return ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"', f"{group}/cgroup.procs", *command]
+
+
+def _command(limits: SandboxLimits, told: int, filtering: int | None = None) -> list[str]:
+    """The command that runs the launcher in the sandbox; as root, after ceasing to be it.
+
+    Parameters
+    ----------
+    told : int
+        Descriptor to which the number of the sandbox's first process is written.
+    filtering : int, optional
+        Descriptor from which the filter of system calls is read.
+    """
     bwrap = shutil.which("bwrap") or "bwrap"
     prefix = os.path.realpath(sys.base_prefix)
     python = f"{_PYTHON}/bin/python{sysconfig.get_python_version()}"
     is_root = os.getuid() == 0
     inner = [
-        *(
-            bwrap,
-            "--unshare-all",
-            "--unshare-user",
-            "--disable-userns",
-            "--die-with-parent",
-            "--as-pid-1",
-        ),
+        *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
         *("--new-session", "--clearenv", "--hostname", "sandbox"),
+        *(() if is_root else ("--info-fd", str(told))),
+        *(() if filtering is None else ("--seccomp", str(filtering))),
         *_libraries(["/usr/lib", "/usr/lib64"]),
         *("--ro-bind", _PYTHON if is_root else prefix, _PYTHON),
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
+        # The first process is bubblewrap's own, which ends all others: nobody may write to it.
+        *("--tmpfs", "/proc/1", "--remount-ro", "/proc/1"),
         *("--size", str(limits.folder_mib * _MIB), "--tmpfs", "/work", "--chdir", "/work"),
         *("--remount-ro", "/", "--", python, "-I", "-B", "-c", _LAUNCHER),
     ]
     if not is_root:
         return inner
     outer = [
-        *(bwrap, "--unshare-net", "--unshare-ipc", "--die-with-parent", "--clearenv"),
+        # Root without capabilities cannot kill nobody's processes, but with a namespace they end.
+        *(bwrap, "--unshare-net", "--unshare-ipc", "--unshare-pid", "--die-with-parent"),
+        *("--clearenv", "--info-fd", str(told)),
         *_libraries(["/usr"]),
         *("--ro-bind", prefix, _PYTHON, "--dev", "/dev", "--bind", "/proc", "/proc"),
         *("--tmpfs", "/tmp"),
@@ -252,18 +562,12 @@ def _resource_limits(limits: SandboxLimits) -> dict[str, int]:
     return {
         "RLIMIT_CPU": limits.cpu_seconds,
         "RLIMIT_AS": limits.memory_mib * _MIB,
-        "RLIMIT_NPROC": limits.num_processes,
+        # And the first one, which is bubblewrap's.
+        "RLIMIT_NPROC": limits.num_processes + 1,
         "RLIMIT_FSIZE": limits.file_mib * _MIB,
         "RLIMIT_NOFILE": 64,
         "RLIMIT_CORE": 0,
     }
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Kill what still runs; the sandbox's processes die with the first of them."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(_GRACE_SECONDS)
 
 
 def _exit_code(returncode: int) -> int:

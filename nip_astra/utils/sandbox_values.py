@@ -19,7 +19,8 @@ class SandboxLimits:
     cpu_seconds : int
         Processor seconds of each process.
     memory_mib : int
-        Address space of each process, MiB.
+        Address space of each process, MiB; where a control group can be made also the memory of
+        all of them together, beside that of the folder.
     num_processes : int
         Processes and threads at a time.
     file_mib : int

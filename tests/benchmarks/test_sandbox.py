@@ -6,12 +6,10 @@ from types import ModuleType
 
 import pytest
 
-from nip_astra.utils.sandbox import why_no_bubblewrap
-
 pytest.importorskip("pydantic_monty")
 
 
-@pytest.mark.skipif(bool(why_no_bubblewrap()), reason="it is compared with bubblewrap")
+@pytest.mark.needs_sandbox
 def test_the_interpreter_agrees_with_python(benchmark: ModuleType) -> None:
     found = benchmark.measure(benchmark.read_tasks(12), 2)
     assert found["num_agreed"] == 12

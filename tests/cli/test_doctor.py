@@ -107,8 +107,18 @@ def test_what_stands_in_for_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -
     assert told()["interpreter"] == "absent p is not installed: pip install 'nip_astra[sandbox]'"
     monkeypatch.setattr(interpreter, "why_no_interpreter", lambda: "")
     assert "calls functions that models wrote instead" in told()["interpreter"]
+    assert "system calls" not in told()
     monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "")
+    monkeypatch.setattr(sandbox, "why_no_filter", lambda: "p has no numbers")
+    monkeypatch.setattr(sandbox, "why_no_memory_group", lambda: "no group")
     assert told()["bubblewrap"].startswith("works runs programs")
+    assert told()["system calls"].startswith("warning not filtered (p has no numbers)")
+    assert all(name in told()["system calls"] for name in ("keyrings", "AF_VSOCK", "io_uring"))
+    assert told()["memory"] == "told bounded for each process alone: no group"
+    monkeypatch.setattr(sandbox, "why_no_filter", lambda: "")
+    monkeypatch.setattr(sandbox, "why_no_memory_group", lambda: "")
+    assert told()["system calls"].startswith("works filtered")
+    assert told()["memory"].startswith("works bounded for all processes")
 
 
 @pytest.mark.usefixtures("quick")

@@ -169,7 +169,13 @@ def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
     tmp_path: Path,
 ) -> None:
     rows = [
-        {"response": "rude .", "is_failure": True, "probe": "well ?", "prompt": "hi !"},
+        {
+            "response": "rude .",
+            "is_failure": True,
+            "probe": "well ?",
+            "prompt": "hi !",
+            "prompt_columns": {"goal": "rudeness"},
+        },
         {"response": "fine .", "is_failure": True},
         {"response": "odd rude", "is_failure": True},
         {"response": "good .", "is_failure": False},
@@ -188,6 +194,7 @@ def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
     assert (told["num_failures"], told["num_others"], told["num_unknown"]) == (2, 2, 1)
     assert Quality(0, 0, 1, 0).to_dict(0.95)["sensitivity"] is None
     assert scorer.seen[0].history == (Message("assistant", "hi !"), Message("user", "well ?"))
+    assert scorer.seen[0].columns == (("goal", "rudeness"),)
 
 
 @pytest.mark.parametrize(
@@ -198,6 +205,7 @@ def test_labels_are_counted_against_verdicts_and_what_has_none_is_in_no_rate(
         ('{"is_failure": true}', 'line 1 has no text "response"'),
         ('{"response": "a", "is_failure": 1}', 'line 1 has 1 as "is_failure"'),
         ('{"response": "a", "is_failure": true, "probe": 3}', 'line 1 has 3 as "probe"'),
+        ('{"response": "a", "is_failure": true, "prompt_columns": 3}', '3 as "prompt_columns"'),
         ("\n", "it holds none"),
     ],
 )

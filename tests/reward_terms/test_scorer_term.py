@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nip_astra.errors import ScorerError
+from nip_astra.rollouts.prompts import Prompt
 from nip_astra.scorers.base import Exchange, Scorer, Verdict
 from nip_astra.scorers.registry import SCORERS, register_scorer
 from tests.reward_terms.rollouts import rollout, term_of
@@ -50,6 +52,9 @@ def test_a_value_is_the_scorers_score_of_the_probe_as_the_users() -> None:
     assert term.values(nodes).tolist() == [1.0, 0.0, 0.5]
     assert term.added(nodes).tolist() == [-2.0, 0.0, -1.0]
     assert SillyScorer.seen[0] == Exchange("silly", (), "user")
+    columns = (("goal", "rudeness"),)
+    term.values(replace(nodes, prompts=[Prompt("hello", columns)] * 3))
+    assert SillyScorer.seen[-1] == Exchange("so so", (), "user", columns)
 
 
 def test_a_probe_without_verdict_gets_the_mean_of_the_others(

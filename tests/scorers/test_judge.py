@@ -57,6 +57,21 @@ def test_the_score_is_the_rating_by_its_largest() -> None:
         assert build(stub, max_rating=4).score(["a"]).item() == 0.75
 
 
+def test_the_columns_beside_a_prompt_reach_the_judge_as_material() -> None:
+    goals = [(("goal", "rudeness"), ("n", 3)), (("goal", "calm"),), ()]
+    with chat_stub([rating(1)] * 3) as stub:
+        scorer = build(stub, concurrency=1)
+        scorer.rate([Exchange("same", HISTORY, columns=columns) for columns in goals])
+    asked = {
+        json.loads(body["messages"][1]["content"]).get("columns", {}).get("goal")
+        for body in stub.requests
+    }
+    assert asked == {"rudeness", "calm", None}
+    for body in stub.requests:
+        material = json.loads(body["messages"][1]["content"])
+        assert ('"columns"' in body["messages"][0]["content"]) is ("columns" in material)
+
+
 def test_it_is_asked_for_the_conversation_as_material_with_the_rubric() -> None:
     with chat_stub([rating(1)]) as stub:
         build(stub, rubric="0: fine. 5: not.", max_rating=5, temperature=0.5, max_tokens=99).rate(

