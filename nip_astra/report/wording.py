@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from nip_astra.evaluation.run_results import is_share
 from nip_astra.report.records import mapping, number
 
 NOTHING = "\N{EN DASH}"
@@ -70,6 +71,5 @@ def figure_text(name: str, value: Any) -> str:
     if number(rate.get("value")) is not None:
         return f"{percent(rate['value'])} {interval(rate.get('low'), rate.get('high'))}".strip()
     if number(value) is not None:
-        is_share = name.endswith(("rate", "share", "share_below", "recall", "fraction"))
-        return percent(value) if is_share else decimal(value)
+        return percent(value) if is_share(name) else decimal(value)
     return NOTHING if value is None else value_text(value)

@@ -180,18 +180,26 @@ class SweepRunner:
             queue.note(one)
             on_end(one)
 
-        while self._working or (self._stopped_by is None and (self._ready or not queue.is_empty)):
-            if self._stopped_by is None:
-                self._take(queue, note)
-                self._start(note)
-                self._prune(queue)
-            for one in [one for one in self._working if one.job.has_ended()]:
-                self._working.remove(one)
-                note(self._outcome(one))
-            on_poll()
-            time.sleep(POLL_SECONDS if self._working or self._ready else 0.0)
+        try:
+            while self._working or self._has_more(queue):
+                if self._stopped_by is None:
+                    self._take(queue, note)
+                    self._start(note)
+                    self._prune(queue)
+                for one in [one for one in self._working if one.job.has_ended()]:
+                    self._working.remove(one)
+                    note(self._outcome(one))
+                on_poll()
+                time.sleep(POLL_SECONDS if self._working or self._ready else 0.0)
+        finally:
+            # After an error, what is at work saves what it did.
+            for one in self._working:
+                one.job.stop()
         self._write_failures(finished)
         return finished
+
+    def _has_more(self, queue: RunQueue) -> bool:
+        return self._stopped_by is None and (bool(self._ready) or not queue.is_empty)
 
     def _take(self, queue: RunQueue, note: Told) -> None:
         while len(self._working) + len(self._ready) < self.place.num_at_once:

@@ -139,6 +139,7 @@ def paired_difference(
     clusters: Sequence[int],
     *,
     is_bounded: bool = True,
+    scale: float = 0.0,
     level: float = 0.95,
 ) -> PairedDifference:
     """Estimate the mean of paired differences.
@@ -154,6 +155,8 @@ def paired_difference(
     ----------
     is_bounded : bool
         Whether differences lie between -1 and 1.
+    scale : float
+        Largest of the values that the differences are of, whose rounding errors they contain.
     """
     array = np.asarray(differences, dtype=np.float64)
     if array.size == 0:
@@ -169,7 +172,8 @@ def paired_difference(
     else:
         centre, error = spread.mean, math.sqrt(spread.cluster_variance)
         # Below this it is what rounding leaves of values that are all alike.
-        error = error if error > ROUNDING * math.sqrt(spread.mean_square) else math.nan
+        size = max(math.sqrt(spread.mean_square), scale)
+        error = error if error > ROUNDING * size else math.nan
         method = "Student's over prompts" if error > 0.0 else "none: no spread is known"
     degrees = spread.num_clusters - 1
     half = float(stdtrit(degrees, 0.5 + level / 2.0)) * error if degrees else math.inf
