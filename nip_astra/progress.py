@@ -16,6 +16,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
@@ -66,6 +67,21 @@ SelfT = TypeVar("SelfT", bound=ProgressOwner)
 
 TEST_RUN_NUM_ITERATIONS = 1
 """How many iterations a loop has where the settings ask for a test run."""
+_cuts: list[int] = []
+"""Those of `loops_cut_to`, the innermost last."""
+
+
+@contextmanager
+def loops_cut_to(num_iterations: int | None) -> Iterator[None]:
+    """Cut every loop of the runs within the block, as a test run cuts its own; None cuts none."""
+    if num_iterations is None:
+        yield
+        return
+    _cuts.append(num_iterations)
+    try:
+        yield
+    finally:
+        _cuts.pop()
 
 
 class ProgressBar:
@@ -293,7 +309,8 @@ def _is_counted(owner: ProgressOwner, loop: Any) -> bool:
 
 
 def _capped(num_iterations: int, is_test_run: bool) -> int:
-    return min(num_iterations, TEST_RUN_NUM_ITERATIONS) if is_test_run else num_iterations
+    cuts = [*_cuts, *([TEST_RUN_NUM_ITERATIONS] if is_test_run else [])]
+    return min(num_iterations, *cuts) if cuts else num_iterations
 
 
 def _short(value: float | str) -> str:

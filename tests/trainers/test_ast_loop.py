@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nip_astra.check_resume import what_was_found
 from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.training import TrainingConfiguration
@@ -20,7 +21,6 @@ from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
-from tests.resuming import what_was_found
 from tests.tiny import experience_of
 
 QUIET = {"progress": False}

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from nip_astra.check_resume import what_was_found
 from nip_astra.checkpoints.tensors import load_state
 from nip_astra.errors import CheckpointError, StopRequested
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
@@ -22,7 +23,7 @@ from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.trainers.language_model.state import LanguageModelState
 from tests.command_line import plugins_forgotten_after
-from tests.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment, what_was_found
+from tests.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment
 from tests.tiny import make_classifier
 
 
