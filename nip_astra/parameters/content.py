@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, UnknownNameError
 
@@ -35,6 +37,10 @@ def content_root() -> Path:
 def scenario_names() -> list[str]:
     """The names of the scenarios that ship."""
     return sorted(path.parent.name for path in content_root().glob(f"scenarios/*/{SCENARIO_FILE}"))
+
+
+_MAX_PATH = 4096
+_MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def find_scenario(name_or_path: str) -> Path:
@@ -119,6 +125,23 @@ def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
         f"{reference!r} was given as a file or model, but {scheme}:// is not known. Use "
         "scenario://, package://, a path, or a hub id."
     )
+
+
+def with_absolute_paths(value: Any) -> Any:
+    """A value in which relative paths of what exists are absolute, so that any folder may read it.
+
+    A bare name is a path only where it has a suffix, or is a folder with a model: a folder may be
+    called like a protocol.
+    """
+    if isinstance(value, Mapping):
+        return {name: with_absolute_paths(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [with_absolute_paths(one) for one in value]
+    if not isinstance(value, str) or "\0" in value or len(value) > _MAX_PATH:
+        return value
+    path = Path(value)
+    is_path = "/" in value or path.suffix or any((path / name).is_file() for name in _MODEL_FILES)
+    return str(path.absolute()) if is_path and path.exists() else value
 
 
 def _inside_package(package: str, inside: str, reference: str) -> Path:

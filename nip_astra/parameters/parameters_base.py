@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from types import new_class
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
+from annotated_types import Le, Lt
 from pydantic import (
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -31,6 +34,11 @@ from nip_astra.parameters.faults import (
 from nip_astra.parameters.renamed import name_of_now
 from nip_astra.registry import Registry
 
+MAX_COUNT = 2**31 - 1
+"""Of a whole number whose field sets no bound of its own; a larger one is a slip of the pen, and
+ends somewhere in C or in memory."""
+MAX_WHOLE = 2**63 - 1
+"""For fields whose whole numbers may be larger, such as seeds."""
 MAX_LR = 100.0
 """Above this no optimizer here ends with numbers; such a learning rate is a slip of the pen."""
 
@@ -55,6 +63,15 @@ class SubParameters(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_counted(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, int) and value > MAX_COUNT:
+            field = cls.model_fields[str(info.field_name)]
+            if not any(isinstance(one, Le | Lt) for one in field.metadata):
+                raise ValueError(f"must be at most {MAX_COUNT:,}")
+        return value
 
     def __init__(self, /, **values: Any) -> None:
         """Validate the fields.

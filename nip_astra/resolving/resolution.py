@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from nip_astra.parameters.content import (
     find_scenario,
     preset_path,
     scenario_names,
+    with_absolute_paths,
 )
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.loading import (
@@ -125,7 +126,9 @@ def resolve_experiment(
         When a stored run that is not the user's own names code to run.
     """
     top = [] if hyper_params is None else [_layer_of(hyper_params)]
-    top += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
+    given_by_set = parse_overrides(overrides)
+    given_by_set = replace(given_by_set, values=with_absolute_paths(given_by_set.values))
+    top += [_named_layer(trainer, scenario, seed), given_by_set]
     stack = _Stack.of(parameter_file, top)
     given = load_all(plugins, None)
     source = _source_of(stack, given, is_trusted=is_trusted)

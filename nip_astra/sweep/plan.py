@@ -16,6 +16,7 @@ from pydantic import Field, field_validator
 
 from nip_astra.errors import ConfigurationError, ParameterError, UnknownNameError
 from nip_astra.evaluation.run_results import read_results
+from nip_astra.parameters.content import with_absolute_paths
 from nip_astra.parameters.loading import parse_overrides, read_yaml_mapping
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
@@ -374,7 +375,7 @@ def grid_of(assignments: Sequence[str]) -> dict[str, list[str]]:
                 f"{'names a parameter again' if path.strip() in grid else 'is no assignment'}. "
                 "Write --set training.lr=1e-5,1e-4."
             )
-        grid[path.strip()] = list(_divided(values))
+        grid[path.strip()] = with_absolute_paths(list(_divided(values)))
     return grid
 
 
@@ -391,7 +392,7 @@ def seeds_of(text: str) -> list[int]:
         found = _RANGE.fullmatch(part.strip())
         if found and int(found[1]) <= int(found[2]) < int(found[1]) + MAX_RUNS:
             seeds += range(int(found[1]), int(found[2]) + 1)
-        elif part.strip().isdigit():
+        elif part.strip().isdecimal():
             seeds.append(int(part))
         else:
             raise ConfigurationError(
@@ -413,7 +414,7 @@ def shard_of(runs: Sequence[PlannedRun], shard: str | None) -> list[PlannedRun]:
     if shard is None:
         return list(runs)
     number, _, count = shard.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
         raise ConfigurationError(
             f"--shard {shard!r} was to name a part of the runs. Write --shard 2/4 for the second "
             "of four."

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"(log\s+)?({_NUMBER})\.\.({_NUMBER})")
@@ -67,7 +67,7 @@ class SearchParameters(SubParameters):
     after training, and is not pruned by."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Whether more of it is better, or less."""
-    seed: int = 0
+    seed: int = Field(default=0, le=MAX_WHOLE)
     """Root of what is proposed; not the seed of the runs."""
 
 
@@ -99,4 +99,4 @@ def space_of(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 
 def _number(text: str) -> int | float:
-    return int(text) if text.lstrip("+-").isdigit() else float(text)
+    return int(text) if text.lstrip("+-").isdecimal() else float(text)

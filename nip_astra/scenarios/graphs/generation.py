@@ -33,7 +33,7 @@ from pydantic import Field, model_validator
 
 from nip_astra.errors import DataError
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
 from nip_astra.scenarios.graphs.wl import (
     BEYOND_WL,
     ISOMORPHIC,
@@ -83,7 +83,7 @@ class GraphPairParameters(SubParameters):
     isomorphic_graphs: Annotated[Literal["matched", "independent"], where("file", None)] = "matched"
     """Graphs of isomorphic pairs that are in no other pair: drawn as those of the other pairs are,
     or plain random graphs, from which alone an agent can guess that a pair is isomorphic."""
-    seed: Annotated[int, where("file", None)] = Field(default=0, ge=0)
+    seed: Annotated[int, where("file", None)] = Field(default=0, ge=0, le=MAX_WHOLE)
     """Seed of the pairs. That of the experiment leaves them as they are."""
     file: str | None = None
     """File of pairs to read instead, as `save_pairs` writes it; scenario:// is the scenario's
