@@ -37,7 +37,13 @@ from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.trainers.fitness import refuse_half_built, refuse_idle_actors, refuse_unfinished
+from nip_astra.trainers.fitness import (
+    refuse_half_built,
+    refuse_idle_actors,
+    refuse_idle_settings,
+    refuse_replaced,
+    refuse_unfinished,
+)
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import SIGNATURE, on_behalf_of, sign
 from nip_astra.utils.devices import resolve_device
@@ -113,17 +119,22 @@ def run_experiment(
 ) -> ExperimentResult:
     """Run an experiment in a new run directory.
 
-    Parameters are as in `prepare_experiment`.
+    Parameters are as in `prepare_experiment`, but for `run_directory`, `tracker` and `team`, which
+    a run makes itself.
 
     Raises
     ------
+    ConfigurationError
+        When a parameter or setting is wrong, or is one that nothing in the run reads.
     StopRequested
         When SIGINT or SIGTERM stopped the run; its work is saved.
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
+    refuse_replaced(settings)
     with _team_of(settings) as team:
         settings = settings.model_copy(update={"team": team})
+        refuse_idle_settings(settings)
         return _begin(resolved, settings) if team.is_leader else _take_part(resolved, settings)
 
 
@@ -193,8 +204,10 @@ def resume_experiment(
     stored = ExperimentSettings.from_dict(directory.read_yaml(files.SETTINGS))
     # The file by which processes met was for that start alone.
     settings = _settings(stored.model_copy(update={"process_store": None}), settings_fields)
+    refuse_replaced(settings)
     with _team_of(settings) as team:
         settings = settings.model_copy(update={"team": team})
+        refuse_idle_settings(settings, settings_fields)
         if team.is_leader:
             with run_lock(directory.path):
                 if (directory.path / files.RESULTS).exists():
@@ -291,7 +304,12 @@ def _run(
     built: list[Trainer],
 ) -> ExperimentResult:
     """Build and train; the trainer is put into `built` as soon as it is there."""
-    with log_file(directory), stop_on_signals() as stop_flag:
+    with log_file(directory), stop_on_signals() as name_of_signal:
+        asked = settings.stop_flag or (lambda: None)
+
+        def stop_flag() -> str | None:
+            return name_of_signal() or asked()
+
         _remove_leftovers(directory)
         tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
         is_done = False

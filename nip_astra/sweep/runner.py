@@ -273,6 +273,9 @@ class SweepRunner:
             "progress_path": str(progress_path),
             "runs_dir": str(self.directory.absolute()),
         }
+        if not settings.get("num_actors"):
+            # It says where the sweep's own tasks are.
+            settings.pop("ray_address", None)
         for name, value in settings.items():
             words += ["--settings", f"{name}={json.dumps(value)}"]
         return [*words, "--trust"] if self.is_trusted else words
