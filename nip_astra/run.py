@@ -28,7 +28,9 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.report.page import write_report
 from nip_astra.resolving.base_runs import RERUN_TESTS, fetch_base_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.unread_parameters import never_read
 from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.changes import note_computation, warn_of_changed_plugins
 from nip_astra.tracking.environment import describe_environment
@@ -146,7 +148,7 @@ def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Experi
 
     def write(new: RunDirectory) -> None:
         written = new.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
-        new.write_json(files.PARAMETER_SOURCES, resolved.sources)
+        new.write_json(files.PARAMETER_SOURCES, _sources_of_what_is_read(resolved))
         new.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
         signed = {"device": device, SIGNATURE: sign(written.read_bytes())}
         new.write_json(files.ENVIRONMENT, describe_environment() | signed)
@@ -163,6 +165,19 @@ def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Experi
                 # A fault of building, such as a missing model: the run id is free again.
                 directory.discard()
             raise
+
+
+def _sources_of_what_is_read(resolved: ResolvedExperiment) -> dict[str, str]:
+    """Where each parameter comes from, without groups that nothing in the run reads."""
+    scenario_class = SCENARIOS.get(resolved.kind)
+    unread = never_read(
+        resolved.sources,
+        resolved.hyper_params,
+        resolved.trainer_class,
+        scenario_class,
+        resolved.kind,
+    )
+    return {path: one for path, one in resolved.sources.items() if path not in set(unread)}
 
 
 def resume_experiment(

@@ -39,7 +39,6 @@ def scenario_names() -> list[str]:
     return sorted(path.parent.name for path in content_root().glob(f"scenarios/*/{SCENARIO_FILE}"))
 
 
-_MAX_PATH = 4096
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -61,7 +60,7 @@ def find_scenario(name_or_path: str) -> Path:
     if name_or_path in scenario_names():
         return content_root() / "scenarios" / name_or_path
     folder = Path(resolve_reference(name_or_path, None)).expanduser()
-    if name_or_path.strip() and (folder / SCENARIO_FILE).is_file():
+    if name_or_path.strip() and _is_there(folder / SCENARIO_FILE):
         return folder.resolve()
     raise UnknownNameError(
         "scenario",
@@ -110,7 +109,7 @@ def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
     if not found:
         path = Path(reference).expanduser()
         looks_like_path = reference.startswith((".", "/", "~")) or path.suffix == ".gguf"
-        return path if looks_like_path or path.exists() else reference
+        return path if looks_like_path or _is_there(path) else reference
     if scheme == "scenario":
         if scenario_dir is None:
             raise ConfigurationError(
@@ -137,11 +136,18 @@ def with_absolute_paths(value: Any) -> Any:
         return {name: with_absolute_paths(one) for name, one in value.items()}
     if isinstance(value, list):
         return [with_absolute_paths(one) for one in value]
-    if not isinstance(value, str) or "\0" in value or len(value) > _MAX_PATH:
+    if not isinstance(value, str) or not _is_there(path := Path(value)):
         return value
-    path = Path(value)
-    is_path = "/" in value or path.suffix or any((path / name).is_file() for name in _MODEL_FILES)
-    return str(path.absolute()) if is_path and path.exists() else value
+    is_path = "/" in value or path.suffix or any(_is_there(path / name) for name in _MODEL_FILES)
+    return str(path.absolute()) if is_path else value
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file or folder exists; no text that is too long or no file name does."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _inside_package(package: str, inside: str, reference: str) -> Path:

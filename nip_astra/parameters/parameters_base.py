@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import new_class
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from urllib.parse import urlsplit
 
 from annotated_types import Le, Lt
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
@@ -41,6 +43,22 @@ MAX_WHOLE = 2**63 - 1
 """For fields whose whole numbers may be larger, such as seeds."""
 MAX_LR = 100.0
 """Above this no optimizer here ends with numbers; such a learning rate is a slip of the pen."""
+
+
+def _checked_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        # Reading the port checks it.
+        is_right = parts.port != 0 and parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_right = False
+    if not is_right or not url.isprintable() or " " in url:
+        raise ValueError("must be an address such as http://127.0.0.1:8000/v1")
+    return url
+
+
+Url = Annotated[str, AfterValidator(_checked_url)]
+"""The address of a service."""
 
 
 class SubParameters(BaseModel):

@@ -9,6 +9,7 @@ from typing import Any
 from nip_astra.report.charts import Whisker, whisker
 from nip_astra.report.provenance import times
 from nip_astra.report.records import RunRecord, items, mapping, number
+from nip_astra.report.task_answers import is_task_run
 from nip_astra.report.wording import (
     NOTHING,
     count,
@@ -103,11 +104,12 @@ def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
     shown = [(heading, mapping(run.results.get(name))) for name, heading in COLUMNS]
     shown = [(heading, report) for heading, report in shown if report]
     reports = [report for _, report in shown]
+    unit = "an answer" if is_task_run(run) else "a turn"
     writers: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("conversations with a failure", rate_text),
         ("held-out problems answered right", accuracy_text),
         ("mean score of a response", lambda one: decimal(one.get("mean_score"))),
-        ("mean reward of a turn", lambda one: decimal(one.get("mean_reward"))),
+        (f"mean reward of {unit}", lambda one: decimal(one.get("mean_reward"))),
         ("probe NLL, nats per token", lambda one: decimal(one.get("probe_nll"))),
         ("successful probes", lambda one: count(one.get("num_successful_probes"))),
         ("distinct among them", lambda one: percent(one.get("distinct_share"), 0)),

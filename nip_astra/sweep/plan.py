@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -20,7 +19,7 @@ from nip_astra.parameters.content import with_absolute_paths
 from nip_astra.parameters.loading import parse_overrides, read_yaml_mapping
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.sweep.search_space import Choice, Range, SearchParameters
+from nip_astra.sweep.search_space import Choice, Range, SearchParameters, whole_number
 from nip_astra.trainers.registry import TRAINERS
 from nip_astra.trainers.trainer_base import Trainer
 
@@ -28,7 +27,6 @@ MAX_RUNS = 10_000
 """More combinations are taken for a slip of the pen."""
 DEV = "dev/"
 """How the names of dev evaluations' figures begin."""
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,14 @@ class SweepPlan(SubParameters):
     """Files or modules with code of one's own."""
     search: SearchParameters | None = None
     """Search for the best values in place of running all combinations; null runs all."""
+
+    @field_validator("trainers")
+    @classmethod
+    def _are_names(cls, trainers: list[str]) -> list[str]:
+        for name in trainers:
+            if not name.isidentifier():
+                raise ValueError(f"gives {name!r}, which is no name of a trainer")
+        return trainers
 
     @field_validator("trainers", "scenarios", "seeds")
     @classmethod
@@ -389,11 +395,12 @@ def seeds_of(text: str) -> list[int]:
     """
     seeds: list[int] = []
     for part in text.split(","):
-        found = _RANGE.fullmatch(part.strip())
-        if found and int(found[1]) <= int(found[2]) < int(found[1]) + MAX_RUNS:
-            seeds += range(int(found[1]), int(found[2]) + 1)
-        elif part.strip().isdecimal():
-            seeds.append(int(part))
+        low, _, high = part.partition("..")
+        first, last = whole_number(low), whole_number(high)
+        if first is not None and last is not None and first <= last < first + MAX_RUNS:
+            seeds += range(first, last + 1)
+        elif (seed := whole_number(part)) is not None:
+            seeds.append(seed)
         else:
             raise ConfigurationError(
                 f"--seeds {text!r} was to name seeds, but {part!r} is neither a number nor a "
@@ -413,13 +420,13 @@ def shard_of(runs: Sequence[PlannedRun], shard: str | None) -> list[PlannedRun]:
     """
     if shard is None:
         return list(runs)
-    number, _, count = shard.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
+    number, count = map(whole_number, shard.partition("/")[::2])
+    if number is None or count is None or not 1 <= number <= count:
         raise ConfigurationError(
             f"--shard {shard!r} was to name a part of the runs. Write --shard 2/4 for the second "
             "of four."
         )
-    return list(runs)[int(number) - 1 :: int(count)]
+    return list(runs)[number - 1 :: count]
 
 
 def _divided(values: str) -> Iterator[str]:

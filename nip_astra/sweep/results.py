@@ -333,8 +333,11 @@ def read_stored_plan(directory: Path) -> SweepPlan:
         When the folder holds none.
     """
     try:
-        return SweepPlan.from_dict(json.loads((directory / PLAN_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        stored = json.loads((directory / PLAN_FILE).read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError(f"it holds {type(stored).__name__} and no object")
+        return SweepPlan.from_dict(stored)
+    except (OSError, ValueError, RecursionError) as error:
         raise RunDirectoryError(
             f"the sweep {directory} was to be read, but its {PLAN_FILE} is missing or broken: "
             f"{error}. Give the folder of a sweep."

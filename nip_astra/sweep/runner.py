@@ -325,6 +325,7 @@ class SweepRunner:
 def read_failures(directory: Path) -> dict[str, str]:
     """What the failed runs of a sweep said last, by run id."""
     try:
-        return dict(json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        stored = json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8"))
+        return {run_id: str(message) for run_id, message in stored.items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
