@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import (
     CheckpointError,
+    ConfigurationError,
     LostProcessError,
     NipAstraError,
     RunDirectoryError,
@@ -100,7 +104,7 @@ def prepare_experiment(
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
     refuse_idle_actors(resolved.trainer_class, settings)
-    with on_behalf_of(resolved.source):
+    with on_behalf_of(resolved.source), _within_memory():
         instance = build_scenario_instance(
             resolved.hyper_params,
             settings,
@@ -112,6 +116,24 @@ def prepare_experiment(
         trainer = resolved.trainer_class(resolved.hyper_params, instance, settings)
         refuse_half_built(trainer)
     return PreparedExperiment(instance, trainer, trainer.get_total_num_iterations())
+
+
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """Say of components that memory cannot hold that they are too large."""
+    try:
+        yield
+    except NipAstraError:
+        raise
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        said = str(error).strip().partition("\n")[0]
+        is_size = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError)
+        if not is_size and not re.search("allocate memory|overflow", said):
+            raise
+        raise ConfigurationError(
+            f"the models and data of this experiment do not fit into memory: {said}. Make them "
+            "smaller, for instance their layers, sizes and numbers of datapoints."
+        ) from error
 
 
 def run_experiment(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nip_astra.check_resume import ResumeCheck, check_resume
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resume_check import ResumeCheck, check_resume
 from tests.command_line import CommandLine, Said, plugins_forgotten_after, refused
 from tests.resuming import SHORT_TRAINERS, short_experiment
 from tests.toy_scenario import toy_scenario_in

@@ -17,10 +17,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nip_astra.check_resume import difference_of, go_on, in_a_fork, what_was_found
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.openai_fine_tuning import OpenAIFineTuning
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resume_check import difference_of, go_on, in_a_fork, what_was_found
 from nip_astra.run import run_experiment
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.serve.completions import CompletionStore

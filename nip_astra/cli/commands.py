@@ -13,8 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from nip_astra import check_resume as checking
-from nip_astra.check_resume import KilledRun
+from nip_astra import resume_check as checking
 from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import NipAstraError, UnknownNameError, WorkerProcessError
@@ -23,6 +22,7 @@ from nip_astra.plugins import load_plugin
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.report.terminal import print_dry_run, print_results
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resume_check import KilledRun
 from nip_astra.run import (
     ExperimentResult,
     prepare_experiment,

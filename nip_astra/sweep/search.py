@@ -289,7 +289,8 @@ def read_trials(directory: Path, plan: SweepPlan) -> list[TrialRecord]:
 
 def _stored_arm(stored: Mapping[str, Any], plan: SweepPlan) -> Arm:
     trainer, scenario = stored["trainer"], stored["scenario"]
-    if trainer not in plan.trainers or scenario not in (plan.scenarios or [None]):
+    scenarios: list[str | None] = [*plan.scenarios] or [None]
+    if trainer not in plan.trainers or scenario not in scenarios:
         raise ValueError(f"a trial of {trainer!r} on {scenario!r} is none of the sweep's")
     values = {str(path): str(value) for path, value in stored["values"].items()}
     return Arm(trainer, scenario, values, plan.fixed)

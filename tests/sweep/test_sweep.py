@@ -32,6 +32,7 @@ from nip_astra.sweep.plan import (
 )
 from nip_astra.sweep.results import SweepResults, read_sweep
 from nip_astra.sweep.runner import RunStatus, SweepRunner
+from nip_astra.sweep.sweeping import write_findings
 from tests.command_line import plugins_forgotten_after
 
 ROOT = Path(__file__).parents[2]
@@ -275,3 +276,37 @@ def _stored(directory: Path) -> SweepPlan:
         assert time.monotonic() < until
         time.sleep(0.05)
     return SweepPlan.from_dict(json.loads((directory / "sweep.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("sweep.json", b"3"),
+        ("sweep.json", b"[" * 100_000),
+        ("sweep.json", b'{"trainers": ["../../elsewhere"]}'),
+        ("sweep.json", b'{"trainers": ["ast_dpo"], "seeds": [' + b"9" * 5000 + b"]}"),
+        ("trials.json", b"[" * 100_000),
+        ("trials.json", b'[{"number": 0, "state": "complete", "value": "x"}]'),
+        (
+            "trials.json",
+            b'[{"number": 0, "state": "fail", "value": null, "trainer": "../x",'
+            b' "scenario": null, "values": {}}]',
+        ),
+    ],
+)
+def test_broken_files_of_a_sweep_are_told(file: str, content: bytes, tmp_path: Path) -> None:
+    search = {"space": {"training.lr": [1e-3, 1e-2]}}
+    plan = SweepPlan.from_dict({"trainers": ["ast_dpo"], "search": search})
+    (tmp_path / "sweep.json").write_text(json.dumps(plan.to_dict()))
+    (tmp_path / "failures.json").write_bytes(b"[1]")
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(RunDirectoryError, match=file):
+        write_findings(read_sweep(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["\N{SUPERSCRIPT TWO}", "0..\N{SUPERSCRIPT TWO}", "9" * 5000])
+def test_digits_that_are_no_number_are_no_seeds_and_shards(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="--seeds"):
+        seeds_of(text)
+    with pytest.raises(ConfigurationError, match="--shard"):
+        shard_of([], f"{text}/4")

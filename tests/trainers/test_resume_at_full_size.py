@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from nip_astra.check_resume import what_was_found
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resume_check import what_was_found
 from nip_astra.run import resume_experiment, run_experiment
 from tests.resuming import copy_as_killed_after
 

@@ -62,9 +62,9 @@ _BATCH = 2048
 class GraphPairParameters(SubParameters):
     """Pairs of graphs, made from a seed."""
 
-    num_train: Annotated[int, where("file", None)] = Field(default=10_000, ge=1)
+    num_train: Annotated[int, where("file", None)] = Field(default=10_000, ge=1, le=100_000_000)
     """Pairs to train on."""
-    num_test: Annotated[int, where("file", None)] = Field(default=1_000, ge=1)
+    num_test: Annotated[int, where("file", None)] = Field(default=1_000, ge=1, le=100_000_000)
     """Pairs to test on. Larger measures more exactly."""
     sizes: Annotated[list[int], where("file", None)] = Field(
         default=[7, 8, 9, 10, 11], min_length=1

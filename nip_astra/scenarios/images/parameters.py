@@ -90,7 +90,7 @@ class ImageClassificationAgentParameters(HeadParameters):
     """What stands between layers."""
     building_block_type: Literal["conv", "residual"] = "conv"
     """conv: one convolution and activation. residual: two of them, added to what went in."""
-    num_blocks_per_group: int = Field(default=2, ge=1)
+    num_blocks_per_group: int = Field(default=2, ge=1, le=1000)
     """Blocks before each halving of the image. Larger sees more around a pixel and is slower."""
     kernel_size: int = Field(default=3, ge=1)
     """Width and height of convolutions in pixels; odd. Larger sees more and is slower."""
@@ -101,7 +101,7 @@ class ImageClassificationAgentParameters(HeadParameters):
         Field(default=16, ge=1)
     )
     """Width of the hidden layers of what chooses a latent pixel."""
-    num_latent_pixel_selector_layers: int = Field(default=2, ge=1)
+    num_latent_pixel_selector_layers: int = Field(default=2, ge=1, le=1000)
     """Linear layers of what chooses a latent pixel; 1 has no hidden layer."""
     pretrained_embeddings_model: PretrainedModelParameters | None = None  # type: ignore[valid-type]
     """A trained model whose view of the image the body reads beside the pixels; null for none."""

@@ -53,7 +53,7 @@ class RolloutParameters(SubParameters):
     num_episodes_per_experience says how many problems an iteration has.
     """
 
-    num_runs: int = Field(default=8, ge=1)
+    num_runs: int = Field(default=8, ge=1, le=10_000)
     """Runs of each problem, which are compared with one another. More tell better from worse more
     surely, on fewer problems for the same cost."""
     max_resampling_rounds: int = Field(default=0, ge=0)

@@ -16,9 +16,9 @@ import torch
 
 pytest.importorskip("fastapi")
 
-from nip_astra.check_resume import what_was_found
 from nip_astra.errors import ModelLoadError, ServiceBusyError, ServiceUnreachableError
 from nip_astra.resolving.resolution import ResolvedExperiment
+from nip_astra.resume_check import what_was_found
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.serve.api_errors import ApiError
 from nip_astra.serve.settings import TrainingProtocol

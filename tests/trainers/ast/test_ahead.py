@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.check_resume import what_was_found
 from nip_astra.errors import ConfigurationError, StopRequested
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resume_check import what_was_found
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.samplers import parts

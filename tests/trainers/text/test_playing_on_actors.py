@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nip_astra.check_resume import what_was_found
+from nip_astra.resume_check import what_was_found
 from nip_astra.run import run_experiment
 from tests import actors_here
 from tests.resuming import short_experiment

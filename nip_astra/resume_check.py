@@ -175,7 +175,7 @@ def _can_be_forked(resolved: ResolvedExperiment, settings: Mapping[str, Any]) ->
 
     Neither a device nor threads nor a connection to Ray outlive a fork.
     """
-    one = ExperimentSettings.from_dict(resolved.settings.to_dict() | settings)
+    one = ExperimentSettings.from_dict({**resolved.settings.to_dict(), **settings})
     return resolve_device(one.device).type == "cpu" and one.num_threads == 1 and not one.num_actors
 
 
@@ -414,14 +414,14 @@ def _named(file: str, content: bytes) -> dict[str, Any]:
     """The values of a file by name; of lines of JSON, by line and name."""
     if file.endswith(".safetensors"):
         return _tensors(content)
-    lines = content.decode(errors="replace").splitlines() if file.endswith(".jsonl") else [content]
-    values = {}
-    for number, line in enumerate(lines, start=1):
+    text, has_lines = content.decode(errors="replace"), file.endswith(".jsonl")
+    values: dict[str, Any] = {}
+    for number, line in enumerate(text.splitlines() if has_lines else [text], start=1):
         try:
             read = json.loads(line)
         except ValueError:
-            read = str(line)
-        head = f"line {number}, " if file.endswith(".jsonl") else ""
+            read = line
+        head = f"line {number}, " if has_lines else ""
         of_line = dict(flatten(read)) if isinstance(read, dict) else {"": read}
         values |= {f"{head}{name}": json.dumps(value) for name, value in of_line.items()}
     return values
@@ -429,6 +429,7 @@ def _named(file: str, content: bytes) -> dict[str, Any]:
 
 def _tensors(content: bytes) -> dict[str, Any]:
     try:
-        return {name: (one["shape"], bytes(one["data"])) for name, one in deserialize(content)}
+        found = deserialize(content)  # type: ignore[no-untyped-call]  # of safetensors
+        return {name: (one["shape"], bytes(one["data"])) for name, one in found}
     except SafetensorError:
         return {}
