@@ -77,6 +77,8 @@ def check_resume(
     try:
         found = checking.check_resume(resolved, kept, num_kills=num_kills, on_kill=tell, **settings)
     except NipAstraError:
+        if runs_dir is None:
+            shutil.rmtree(kept)
         raise
     except Exception as error:
         raise WorkerProcessError(

@@ -124,8 +124,8 @@ class SweepResults:
         if self.selected_by is not None:
             found.append(
                 f"The search selected by {self.selected_by} on the test data, so the figures of "
-                "the best trials are too good. Measure the selected one anew: nip-astra evaluate "
-                "RUN --seed NUMBER."
+                "the best trials are too good. Search by a dev figure, or measure the selected one "
+                "on other data."
             )
         means = [self.over_seeds(arm, name) for name in names for arm in self.arms]
         num_seeds = min((len(one.values) for one in means if one is not None), default=FEW_SEEDS)
