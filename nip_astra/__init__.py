@@ -114,6 +114,7 @@ if TYPE_CHECKING:
     from nip_astra.resolving.analysing import analyse_run as analyse_run
     from nip_astra.resolving.resolution import ResolvedExperiment as ResolvedExperiment
     from nip_astra.resolving.resolution import resolve_experiment as resolve_experiment
+    from nip_astra.resume_check import check_resume as check_resume
     from nip_astra.reward_terms.base import RatedProbes as RatedProbes
     from nip_astra.reward_terms.base import RewardTerm as RewardTerm
     from nip_astra.reward_terms.registry import register_reward_term as register_reward_term
@@ -434,6 +435,7 @@ _HOMES = {
     "build_scenario_instance": "nip_astra.factory",
     "build_scorer": "nip_astra.scorers.registry",
     "call_in_sandbox": "nip_astra.utils.sandbox",
+    "check_resume": "nip_astra.resume_check",
     "collate": "nip_astra.rollouts.samples",
     "compute_grpo_advantage_for_trajectories": "nip_astra.rollouts.trajectory_advantages",
     "compute_position_id_with_mask": "nip_astra.rollouts.padding",

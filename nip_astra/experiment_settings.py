@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
 
@@ -88,10 +88,10 @@ class ExperimentSettings(SubParameters):
     dump_period: int = Field(default=0, ge=0)
     """Iterations from one dump to the next of what a trainer on trajectories does, stage by stage,
     for `compare-dumps`; 0 writes none. Dumps take as much room as the weights do."""
-    max_service_requests: int | None = Field(default=None, ge=0)
+    max_service_requests: int | None = Field(default=None, ge=0, le=MAX_WHOLE)
     """Most requests of the run to chat models, attempts that fail included; then it stops, and can
     be resumed with more. null for no bound."""
-    max_service_tokens: int | None = Field(default=None, ge=0)
+    max_service_tokens: int | None = Field(default=None, ge=0, le=MAX_WHOLE)
     """Most tokens that chat models may read and say for the run; then it stops, and can be resumed
     with more. null for no bound."""
     max_service_cost: float | None = Field(default=None, ge=0)

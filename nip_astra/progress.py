@@ -70,6 +70,21 @@ SelfT = TypeVar("SelfT", bound=ProgressOwner)
 
 TEST_RUN_NUM_ITERATIONS = 1
 """How many iterations a loop has where the settings ask for a test run."""
+_cuts: list[int] = []
+"""Those of `loops_cut_to`, the innermost last."""
+
+
+@contextmanager
+def loops_cut_to(num_iterations: int | None) -> Iterator[None]:
+    """Cut every loop of the runs within the block, as a test run cuts its own; None cuts none."""
+    if num_iterations is None:
+        yield
+        return
+    _cuts.append(num_iterations)
+    try:
+        yield
+    finally:
+        _cuts.pop()
 
 
 class ProgressBar:
@@ -212,13 +227,17 @@ def open_progress(
     return bar
 
 
+class _LoopIsCut(BaseException):
+    """Ends a loop that goes on after the last of its iterations."""
+
+
 class IterationContext:
     """What a decorated loop knows and says about its iterations.
 
-    Attributes
+    Parameters
     ----------
-    num_iterations : int
-        How many iterations the loop has; capped where the settings ask for a test run.
+    is_cut : bool
+        Whether the loop has fewer iterations than it asked for.
     """
 
     def __init__(
@@ -226,12 +245,22 @@ class IterationContext:
         num_iterations: int,
         progress: ProgressBar,
         step_func: Callable[[], None] | None = None,
+        *,
+        is_cut: bool = False,
     ) -> None:
-        self.num_iterations = num_iterations
+        self._num_iterations = num_iterations
+        self._is_cut = is_cut
+        self._is_read = False
         self._progress = progress
         self._step_func = step_func
         self._num_done = 0
         self._is_described = False
+
+    @property
+    def num_iterations(self) -> int:
+        """How many iterations the loop has; capped where the settings ask for a test run."""
+        self._is_read = True
+        return self._num_iterations
 
     def set_description(self, description: str) -> None:
         """Show what is being done, for instance "train"."""
@@ -244,7 +273,16 @@ class IterationContext:
         self._progress.set_postfix(values)
 
     def step(self, num_iterations: int = 1) -> None:
-        """Count iterations that were just done."""
+        """Count iterations that were just done.
+
+        The last one ends a loop that is cut, by a test run for instance, and does not know of it.
+        """
+        self._step(num_iterations)
+        # A loop that has read how many there are is to end by itself.
+        if self._is_cut and self._num_done >= self._num_iterations + self._is_read:
+            raise _LoopIsCut
+
+    def _step(self, num_iterations: int) -> None:
         self._count(num_iterations)
         self._progress.step(num_iterations)
         self._call_step_func(num_iterations)
@@ -257,19 +295,19 @@ class IterationContext:
         start : int
             The first index; those before it were done by an earlier process and count as done.
         """
-        num_skipped = min(start, self.num_iterations)
+        num_skipped = min(start, self._num_iterations)
         if num_skipped > 0:
             self._count(num_skipped)
             self._progress.skip(num_skipped)
             self._call_step_func(num_skipped)
-        for index in range(start, self.num_iterations):
+        for index in range(start, self._num_iterations):
             yield index
-            self.step()
+            self._step(1)
 
     def _count(self, num_iterations: int) -> None:
         self._num_done += num_iterations
         if self._is_described:
-            self._progress.set_position(self._num_done, self.num_iterations)
+            self._progress.set_position(self._num_done, self._num_iterations)
 
     def _call_step_func(self, num_iterations: int) -> None:
         if self._step_func is not None:
@@ -316,16 +354,24 @@ def attach_progress_bar(
         @functools.wraps(loop)
         def run_loop(self: SelfT, /, *args: P.args, **kwargs: P.kwargs) -> R:
             settings = self.settings
-            num_iterations = _capped(num_iterations_func(self), settings.test_run)
+            asked = num_iterations_func(self)
+            num_iterations = _capped(asked, settings.test_run)
             shared: ProgressBar | None = getattr(self, "progress", None)
             if shared is not None and not _is_counted(self, run_loop):
                 shared.lengthen(num_iterations)
             progress = shared or open_progress(
                 num_iterations, settings.progress, settings.tqdm_func
             )
-            context = IterationContext(num_iterations, progress, settings.global_tqdm_step_fn)
+            context = IterationContext(
+                num_iterations,
+                progress,
+                settings.global_tqdm_step_fn,
+                is_cut=num_iterations < asked,
+            )
             try:
                 return loop(self, context, *args, **kwargs)
+            except _LoopIsCut:
+                return cast(R, None)
             finally:
                 if shared is None:
                     progress.close()
@@ -352,7 +398,8 @@ def _is_counted(owner: ProgressOwner, loop: Any) -> bool:
 
 
 def _capped(num_iterations: int, is_test_run: bool) -> int:
-    return min(num_iterations, TEST_RUN_NUM_ITERATIONS) if is_test_run else num_iterations
+    cuts = [*_cuts, *([TEST_RUN_NUM_ITERATIONS] if is_test_run else [])]
+    return min(num_iterations, *cuts) if cuts else num_iterations
 
 
 def _short(value: float | str) -> str:

@@ -172,14 +172,24 @@ class Registry(Generic[T]):
         return None
 
     def _import_built_in(self, key: str) -> None:
+        module = f"{self.package}.{key}"
         try:
-            importlib.import_module(f"{self.package}.{key}")
-        except BaseException:
+            importlib.import_module(module)
+        except BaseException as error:
             # Python forgets a module that failed, so its names go too: it can be tried again.
             self._entries.pop(key, None)
             self._places.pop(key, None)
+            if isinstance(error, ModuleNotFoundError) and error.name == module:
+                raise self._has_no_module(key, module, "does not exist") from error
             raise
-        assert key in self._entries, f"{self.package}.{key} does not register {key!r}"
+        if key not in self._entries:
+            raise self._has_no_module(key, module, "does not register it")
+
+    def _has_no_module(self, key: str, module: str, problem: str) -> PluginError:
+        return PluginError(
+            f"the {self._words} {key!r} is listed as built-in, but the module {module} {problem}. "
+            "Register it there, or remove its member from the enum."
+        )
 
     def _entry_points(self) -> Sequence[metadata.EntryPoint]:
         places = tuple((path, _changed_at(path)) for path in map(os.path.abspath, sys.path))

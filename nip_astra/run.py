@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import (
     CheckpointError,
+    ConfigurationError,
     LostProcessError,
     NipAstraError,
     RunDirectoryError,
@@ -29,7 +33,9 @@ from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.report.page import write_report
 from nip_astra.resolving.base_runs import RERUN_TESTS, fetch_base_run
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resolving.unread_parameters import never_read
 from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking import run_directory as files
 from nip_astra.tracking.changes import note_computation, warn_of_changed_plugins
 from nip_astra.tracking.environment import describe_environment
@@ -38,7 +44,13 @@ from nip_astra.tracking.opening import open_tracker
 from nip_astra.tracking.run_directory import RunDirectory, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker
-from nip_astra.trainers.fitness import refuse_half_built, refuse_idle_actors, refuse_unfinished
+from nip_astra.trainers.fitness import (
+    refuse_half_built,
+    refuse_idle_actors,
+    refuse_idle_settings,
+    refuse_replaced,
+    refuse_unfinished,
+)
 from nip_astra.trainers.service_use import services_used
 from nip_astra.trainers.trainer_base import Trainer
 from nip_astra.trust import (
@@ -101,7 +113,7 @@ def prepare_experiment(
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
     refuse_idle_actors(resolved.trainer_class, settings)
-    with on_behalf_of(resolved.source):
+    with on_behalf_of(resolved.source), _within_memory():
         instance = build_scenario_instance(
             resolved.hyper_params,
             settings,
@@ -115,6 +127,24 @@ def prepare_experiment(
     return PreparedExperiment(instance, trainer, trainer.get_total_num_iterations())
 
 
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """Say of components that memory cannot hold that they are too large."""
+    try:
+        yield
+    except NipAstraError:
+        raise
+    except (MemoryError, OverflowError, RuntimeError) as error:
+        said = str(error).strip().partition("\n")[0]
+        is_size = not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError)
+        if not is_size and not re.search("allocate memory|overflow", said):
+            raise
+        raise ConfigurationError(
+            f"the models and data of this experiment do not fit into memory: {said}. Make them "
+            "smaller, for instance their layers, sizes and numbers of datapoints."
+        ) from error
+
+
 def run_experiment(
     experiment: HyperParameters | ResolvedExperiment,
     settings: ExperimentSettings | None = None,
@@ -122,17 +152,22 @@ def run_experiment(
 ) -> ExperimentResult:
     """Run an experiment in a new run directory.
 
-    Parameters are as in `prepare_experiment`.
+    Parameters are as in `prepare_experiment`, but for `run_directory`, `tracker` and `team`, which
+    a run makes itself.
 
     Raises
     ------
+    ConfigurationError
+        When a parameter or setting is wrong, or is one that nothing in the run reads.
     StopRequested
         When SIGINT or SIGTERM stopped the run; its work is saved.
     """
     resolved = _resolved(experiment)
     settings = _settings(settings or resolved.settings, settings_fields)
+    refuse_replaced(settings)
     with _team_of(settings) as team:
         settings = settings.model_copy(update={"team": team})
+        refuse_idle_settings(settings)
         return _begin(resolved, settings) if team.is_leader else _take_part(resolved, settings)
 
 
@@ -144,7 +179,7 @@ def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Experi
 
     def write(new: RunDirectory) -> None:
         written = new.write_yaml(files.HYPER_PARAMETERS, hyper_params.to_dict())
-        new.write_json(files.PARAMETER_SOURCES, resolved.sources)
+        new.write_json(files.PARAMETER_SOURCES, _sources_of_what_is_read(resolved))
         chosen = new.write_yaml(files.SETTINGS, settings.to_dict() | {"run_id": run_id})
         signed = {
             "device": device,
@@ -165,6 +200,19 @@ def _begin(resolved: ResolvedExperiment, settings: ExperimentSettings) -> Experi
                 # A fault of building, such as a missing model: the run id is free again.
                 directory.discard()
             raise
+
+
+def _sources_of_what_is_read(resolved: ResolvedExperiment) -> dict[str, str]:
+    """Where each parameter comes from, without groups that nothing in the run reads."""
+    scenario_class = SCENARIOS.get(resolved.kind)
+    unread = never_read(
+        resolved.sources,
+        resolved.hyper_params,
+        resolved.trainer_class,
+        scenario_class,
+        resolved.kind,
+    )
+    return {path: one for path, one in resolved.sources.items() if path not in set(unread)}
 
 
 def resume_experiment(
@@ -209,8 +257,10 @@ def resume_experiment(
     if not is_trusted:
         _check_settings(directory, stored, {"runs_dir": runs_dir} | settings_fields)
     settings = _settings(stored, settings_fields)
+    refuse_replaced(settings)
     with _team_of(settings) as team:
         settings = settings.model_copy(update={"team": team})
+        refuse_idle_settings(settings, settings_fields)
         if team.is_leader:
             with run_lock(directory.path):
                 if directory.has_ended:
@@ -305,7 +355,12 @@ def _run(
     built: list[Trainer],
 ) -> ExperimentResult:
     """Build and train; the trainer is put into `built` as soon as it is there."""
-    with log_file(directory), stop_on_signals() as stop_flag:
+    with log_file(directory), stop_on_signals() as name_of_signal:
+        asked = settings.stop_flag or (lambda: None)
+
+        def stop_flag() -> str | None:
+            return name_of_signal() or asked()
+
         _remove_leftovers(directory)
         tracker = open_tracker(settings, directory, resolved.hyper_params.to_dict())
         is_done = False

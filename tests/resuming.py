@@ -75,14 +75,3 @@ def copy_as_killed_after(run: Path, checkpoint: Path, copy: Path) -> None:
         if later.name > checkpoint.name:
             shutil.rmtree(later)
     (copy / "checkpoints" / "latest").write_text(f"{checkpoint.name}\n")
-
-
-def what_was_found(run: Path) -> dict[str, bytes]:
-    """What must not depend on whether a run was stopped: metrics, conversations, weights."""
-    files = [run / "metrics.jsonl", *run.glob("rollouts/*.jsonl"), *run.glob("model/*.safetensors")]
-    results = json.loads((run / RESULTS).read_text())
-    # Where models are, what jobs are called and how long services took is each run's own.
-    for name in ("model_dir", "models", "groups", "services"):
-        results.pop(name, None)
-    found = {str(file.relative_to(run)): file.read_bytes() for file in sorted(files)}
-    return found | {RESULTS: json.dumps(results).encode()}

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from nip_astra.errors import ParameterError
+from nip_astra.distributed.team import Team
+from nip_astra.errors import ConfigurationError, ParameterError, StopRequested
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
 
@@ -63,6 +66,38 @@ def test_a_wrong_setting_is_told(values: dict[str, Any], message: str) -> None:
         with pytest.raises(ParameterError) as caught:
             make(values)
         assert [str(fault) for fault in caught.value.faults] == [message]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"tracker": Tracker()}, "tracker"),
+        ({"run_directory": RunDirectory(Path("x"))}, "run_directory"),
+        ({"team": Team()}, "team"),
+        ({"sharding": "fsdp"}, "sharding=fsdp"),
+        ({"process_store": "meet"}, "process_store=meet"),
+        ({"ray_address": "auto"}, "ray_address=auto"),
+        ({"actor_cpus": 2.0}, r"actor_cpus=2\.0"),
+        ({"actor_gpus": 1.0}, r"actor_gpus=1\.0"),
+    ],
+)
+def test_what_nothing_in_a_run_reads_is_refused_by_name(
+    toy: Path, tmp_path: Path, given: dict[str, Any], named: str
+) -> None:
+    resolved = resolve_experiment(trainer="toy_trainer", scenario=str(toy))
+    runs_dir = tmp_path / "runs"
+    with pytest.raises(ConfigurationError, match=named):
+        run_experiment(resolved, runs_dir=str(runs_dir), progress=False, **given)
+    assert not runs_dir.exists()
+
+
+def test_a_stop_flag_stops_a_run_after_its_work_is_saved(toy: Path, tmp_path: Path) -> None:
+    resolved = resolve_experiment(trainer="toy_trainer", scenario=str(toy))
+    settings = {"runs_dir": str(tmp_path), "run_id": "one", "progress": False}
+    with pytest.raises(StopRequested, match="notebook"):
+        run_experiment(resolved, stop_flag=lambda: "notebook", **settings)
+    assert len((tmp_path / "one" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert resume_experiment(tmp_path / "one", progress=False).results["last"] == 4.5
 
 
 def test_a_runtime_field_is_what_its_name_says() -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.command_line import plugins_forgotten_after
-from tests.killing import killed_runs
-from tests.resuming import SHORT_TRAINERS
+from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resume_check import ResumeCheck, check_resume
+from tests.command_line import CommandLine, Said, plugins_forgotten_after, refused
+from tests.resuming import SHORT_TRAINERS, short_experiment
+from tests.toy_scenario import toy_scenario_in
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked")
 
@@ -19,45 +20,115 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 class Killing:
     """Kills runs in forks of this process, which has imported what they need."""
 
-    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.capfd = folder, capfd
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-    def __call__(self, trainer: str, every: int) -> dict[str, Any]:
+    def __call__(self, trainer: str, every: int) -> ResumeCheck:
         """What became of runs that were killed at every so many-th of their file operations."""
-        with plugins_forgotten_after():
-            num_faults = killed_runs(trainer, self.folder / trainer, every)
-        said = self.capfd.readouterr()
-        assert num_faults == 0, f"{said.out}\n{said.err[-4000:]}"
-        found: dict[str, Any] = json.loads(said.out.splitlines()[-1])
+        folder = self.folder / trainer
+        with plugins_forgotten_after(), ExitStack() as stack:
+            if trainer == "toy_trainer":
+                scenario = stack.enter_context(toy_scenario_in(folder / "scenario"))
+                resolved = resolve_experiment(trainer=trainer, scenario=str(scenario))
+            else:
+                resolved = short_experiment(trainer, folder / "scenario", num_iterations=2)
+            found = check_resume(
+                resolved,
+                folder,
+                places=lambda count: range(1, count + 1, every),
+                max_iterations=None,
+            )
+        assert found.is_equal, found
         return found
 
 
 @pytest.fixture
-def killed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Killing:
-    return Killing(tmp_path, capfd)
+def killed(tmp_path: Path) -> Killing:
+    return Killing(tmp_path)
 
 
 def test_a_run_of_no_model_is_killed_all_over(killed: Killing) -> None:
     toy = killed("toy_trainer", 14)
     # The run directory, four checkpoints, results and report.
-    assert toy["operations"] > 100
-    assert toy["kills"] > 8
+    assert toy.num_operations > 100
+    assert len(toy.kills) > 8
 
 
 @pytest.mark.parametrize("trainer", ["ast_dpo", "vanilla_ppo", "solo_agent"])
 def test_a_run_of_each_family_is_killed_here_and_there(trainer: str, killed: Killing) -> None:
-    assert killed(trainer, 60)["kills"] >= 2
+    assert len(killed(trainer, 60).kills) >= 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["toy_trainer", *SHORT_TRAINERS])
 def test_a_run_is_killed_at_every_file_operation(trainer: str, killed: Killing) -> None:
     found = killed(trainer, 1)
-    assert found["kills"] == found["operations"]
+    assert len(found.kills) == found.num_operations
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trainer", ["pure_text_ei", "pure_text_malt"])
 def test_a_run_of_chat_models_is_killed_all_over(trainer: str, killed: Killing) -> None:
     """Models and jobs are in its own process; behind a service, see `test_text_kills`."""
-    assert killed(trainer, 10)["kills"] > 20
+    assert len(killed(trainer, 10).kills) > 20
+
+
+FORGETFUL = """
+import json, random
+from pathlib import Path
+
+from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.trainers.registry import register_trainer
+from nip_astra.trainers.trainer_base import Trainer, attach_progress_bar
+
+
+@register_trainer("forgetful")
+class Forgetful(Trainer):
+    start = total = 0
+
+    def train(self):
+        with self._open_progress_bar():
+            self._count()
+        self.results["after"] = {"total": self.total + random.SystemRandom().random() * NOISE}
+
+    @attach_progress_bar(lambda self: 9)
+    def _count(self, iteration_context):
+        for index in iteration_context.iterate(self.start):
+            self.total += 1
+            state = {"done": index + 1, "at": self.tracker.position()}
+            write = lambda folder: save_state(folder / "own", state)
+            self._checkpoint_store().save(index + 1, write, metadata={})
+
+    def resume(self, checkpoint):
+        state = load_state(checkpoint / "own")
+        self.start = state["done"]
+        self.tracker.rewind(state["at"])
+
+NOISE = 0.0
+"""
+
+
+def test_the_command_says_what_a_trainer_forgets(cli: CommandLine) -> None:
+    """Exit codes: 0 where all are equal, 1 where one differs, 2 where nothing could be run."""
+    plugin = cli.write("forgetful.py", FORGETFUL)
+    noisy = cli.write("noisy.py", FORGETFUL.replace("NOISE = 0.0", "NOISE = 1.0"))
+    kept = cli.folder / "kept"
+
+    def check(folder: str, trainer: str, *more: str) -> Said:
+        with plugins_forgotten_after(), toy_scenario_in(cli.folder / folder) as scenario:
+            if trainer == "forgetful":
+                (scenario / "scenario.yaml").write_text("kind: toy_kind\n")
+            words = ["check-resume", "--trainer", trainer, "--scenario", str(scenario)]
+            return cli(*words, "--kills", "6", *more)
+
+    equal = check("a", "toy_trainer")
+    assert (equal.code, equal.out.count(": equal")) == (0, 6)
+    unequal = check("b", "forgetful", "--plugin", plugin, "--runs-dir", str(kept))
+    assert unequal.code == 1
+    assert "results.json: after.total" in unequal.out
+    assert (kept / "whole" / "run" / "results.json").exists()
+    unlike = check("c", "forgetful", "--plugin", noisy)
+    assert unlike.code == 1
+    assert "two uninterrupted runs differ: results.json: after.total" in unlike.out
+    refused(check("d", "toy_trainer", "--settings", "checkpoint_period=5"))
+    refused(check("e", "toy_trainer", "--set", "toy_trainer.offset=none"))

@@ -14,6 +14,7 @@ from nip_astra.progress import (
     IterationContext,
     ProgressBar,
     attach_progress_bar,
+    loops_cut_to,
     open_progress,
     read_progress,
     total_num_iterations,
@@ -104,6 +105,34 @@ def test_a_test_run_caps_every_loop_at_one_iteration() -> None:
     loops.train()
     assert loops.seen == [0]
     assert total_num_iterations(loops) == 2
+
+
+@pytest.mark.parametrize(("reads", "num_run"), [(False, 1), (True, 2)])
+def test_a_test_run_cuts_a_loop_that_counts_by_step(reads: bool, num_run: int) -> None:
+    """One that has read its number, and goes on all the same, is ended one iteration later."""
+
+    class Counting(Loops):
+        @attach_progress_bar(lambda self: 7)
+        def count(self, iteration_context: IterationContext) -> None:
+            assert not reads or iteration_context.num_iterations in (1, 7)
+            for index in range(7):
+                self.seen.append(index)
+                iteration_context.step()
+
+    loops = Counting(Settings(test_run=True, progress=False))
+    loops.count()
+    assert loops.seen == list(range(num_run))
+    whole = Counting(Settings(progress=False))
+    whole.count()
+    assert whole.seen == list(range(7))
+
+
+def test_a_loop_that_keeps_to_its_cut_number_runs_to_its_end() -> None:
+    loops = Loops(Settings(progress=False), num_train=7)
+    with loops_cut_to(2):
+        assert loops.train() == "trained"
+        assert total_num_iterations(loops) == 4
+    assert loops.seen == [0, 1]
 
 
 def test_a_test_run_does_not_lengthen_an_empty_loop() -> None:

@@ -18,6 +18,7 @@ from nip_astra.errors import (
     UnknownNameError,
 )
 from nip_astra.registry import ALL_REGISTRIES, Registry
+from nip_astra.trainers.registry import TRAINERS, register_trainer
 from tests.messages import says
 
 MakeModule = Callable[[str, str], Path]
@@ -174,11 +175,25 @@ def test_a_built_in_whose_import_fails_can_be_tried_again(tools: Any) -> None:
     assert registry.get("saw").__module__ == "toolbox.saw"
 
 
-def test_a_built_in_that_does_not_register_itself_is_our_own_bug(tools: Any) -> None:
+def test_a_member_without_a_module_or_whose_module_does_not_register_it(tools: Any) -> None:
     registry, make_module = tools
-    make_module("toolbox.saw", "")
-    with pytest.raises(AssertionError, match=r"toolbox\.saw does not register 'saw'"):
+    make_module("toolbox.saw", "").unlink()
+    with pytest.raises(PluginError, match=r"'saw'.*toolbox\.saw"):
         registry.get("saw")
+    make_module("toolbox.saw", "")
+    with pytest.raises(PluginError, match=r"'saw'.*toolbox\.saw"):
+        registry.get("saw")
+    make_module("toolbox.saw", "import no_such_module\n# of another length\n")
+    sys.modules.pop("toolbox.saw")
+    with pytest.raises(ModuleNotFoundError, match="no_such_module"):
+        registry.get("saw")
+
+
+@pytest.mark.parametrize("wrong", [int, "a trainer", lambda: None])
+def test_what_is_no_trainer_is_not_registered_as_one(wrong: Any) -> None:
+    with pytest.raises(PluginError, match=r"'own_trainer'.*Trainer"):
+        register_trainer("own_trainer")(wrong)
+    assert "own_trainer" not in TRAINERS.names()
 
 
 @pytest.mark.parametrize("name", ["", "my-tool", "3d", "a.b", "a b"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from typing import Any
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.openai_fine_tuning import OpenAIFineTuning
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resume_check import difference_of, go_on, in_a_fork, what_was_found
 from nip_astra.run import run_experiment
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.serve.completions import CompletionStore
@@ -28,7 +28,6 @@ from nip_astra.serve.job_store import JobStore
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
-from tests.killing import go_on, in_a_fork
 
 SETTINGS: dict[str, Any] = {"progress": False}
 SMALL = (
@@ -109,33 +108,6 @@ class Log:
         }
 
 
-def what_was_left(run: Path) -> dict[str, Any]:
-    """What must not depend on whether a run was killed; its own names of jobs are out."""
-    latest = (run / "checkpoints" / "latest").read_text().strip()
-    state = json.loads((run / "checkpoints" / latest / "state.json").read_text())
-    files = [run / "metrics.jsonl", *run.glob("rollouts/*/rollouts.json")]
-    texts = {str(file.relative_to(run)): file.read_text() for file in sorted(files)}
-    # How long services took is measured.
-    results = json.loads((run / "results.json").read_text())
-    texts["results"] = json.dumps(results | {"services": None, "model_dir": None})
-    texts["state"] = json.dumps(state, sort_keys=True)
-    # A process cannot know in which order answers come in.
-    for journal in sorted(run.glob("rollouts/*/answers.jsonl")):
-        lines = sorted(journal.read_text().splitlines())
-        texts[str(journal.relative_to(run))] = "\n".join(lines)
-    key = _find(r'"run_key": "(\w+)"', texts["state"])
-    return {
-        name: re.sub(rf"{key}|ftjob-\w+|(?<=ft:player:)[\w:-]+", "NAME", text)
-        for name, text in texts.items()
-    }
-
-
-def _find(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    assert found, f"{pattern} is not in {text[:500]}"
-    return found[1]
-
-
 def kill_at_points(
     resolved: ResolvedExperiment, folder: Path, log: Log, points: list[str]
 ) -> list[dict[str, Any]]:
@@ -146,7 +118,7 @@ def kill_at_points(
 
     with watched() as operations:
         run("whole")
-    expected, done = what_was_left(folder / "whole" / "run"), log.since()
+    expected, done = what_was_found(folder / "whole" / "run"), log.since()
     assert done["repeated"] == 0
     found = []
     for number in sorted({place for point in points for place in _places(operations, point)}):
@@ -162,9 +134,9 @@ def kill_at_points(
         if (status, again) != (-signal.SIGKILL, 0):
             told["faults"].append(f"ended with {status}, and going on with {again}")
         else:
-            left = what_was_left(folder / str(number) / "run")
-            others = sorted(one for one in expected | left if left.get(one) != expected.get(one))
-            told["faults"] += [f"others: {others}"] if others else []
+            left = what_was_found(folder / str(number) / "run")
+            difference = difference_of(left, expected)
+            told["faults"] += [difference] if difference else []
         told["service"] = log.since()
         if told["service"] != done:
             told["faults"].append(f"the service did {told['service']} and not {done}")

@@ -204,6 +204,37 @@ def resume(
     commands.resume(run, given, plugins=plugin or [], is_trusted=trust)
 
 
+@app.command(name="check-resume")
+def check_resume(
+    kills: Annotated[
+        int, typer.Option(metavar="NUMBER", min=1, max=100_000, help="Runs that are killed.")
+    ] = 10,
+    trainer: Trainer = None,
+    scenario: ScenarioName = None,
+    parameters: ParameterFile = None,
+    overrides: Overrides = None,
+    seed: Seed = None,
+    plugin: Plugins = None,
+    trust: Trust = False,
+    device: Device = None,
+    runs_dir: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Keep the runs there, also if all are equal.")
+    ] = None,
+    num_threads: Threads = None,
+    settings: Settings = None,
+    debug: Debug = False,
+) -> None:
+    """Kill short runs at random file operations, resume them, and compare; 1: they differ."""
+    from nip_astra.cli import commands
+
+    commands.check_resume(
+        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
+        settings_of(settings, device=device, num_threads=num_threads),
+        num_kills=kills,
+        runs_dir=runs_dir,
+    )
+
+
 @app.command(name="list")
 def list_names(
     kind: Annotated[

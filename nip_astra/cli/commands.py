@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import transformers
+import typer
 from rich.console import Console
 from rich.text import Text
 
-from nip_astra.cli.terminal import open_console, plain_table
+from nip_astra import resume_check as checking
+from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.distributed.launch import rank_of_process
-from nip_astra.errors import NipAstraError, UnknownNameError
+from nip_astra.errors import NipAstraError, UnknownNameError, WorkerProcessError
 from nip_astra.parameters.content import find_scenario, scenario_names
 from nip_astra.plugins import load_plugin
 from nip_astra.registry import ALL_REGISTRIES, Registry
 from nip_astra.report.terminal import print_dry_run, print_results
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resume_check import KilledRun
 from nip_astra.run import (
     ExperimentResult,
     prepare_experiment,
@@ -34,6 +40,8 @@ REGISTRY_MODULES = (
     "trainers",
 )
 """Packages of nip_astra with a registry; plug-ins may add registries of their own."""
+RUNS_DIFFER = 1
+"""Exit code where a resumed run differs from an uninterrupted one."""
 
 
 def run(experiment: dict[str, Any], settings: dict[str, Any], *, dry_run: bool) -> None:
@@ -53,6 +61,43 @@ def resume(path: str, settings: dict[str, Any], *, plugins: list[str], is_truste
     """Go on with a run."""
     quieten_libraries()
     _report(resume_experiment(path, plugins=plugins, is_trusted=is_trusted, **settings))
+
+
+def check_resume(
+    experiment: dict[str, Any], settings: dict[str, Any], *, num_kills: int, runs_dir: str | None
+) -> None:
+    """Kill short runs, resume and compare them; exit with 1 where one differs."""
+    quieten_libraries()
+    resolved = resolve_experiment(**experiment)
+    kept = Path(runs_dir or tempfile.mkdtemp(prefix="check-resume-"))
+
+    def tell(one: KilledRun) -> None:
+        say(f"killed before {one.operation}: {one.difference or 'equal'}")
+
+    try:
+        found = checking.check_resume(resolved, kept, num_kills=num_kills, on_kill=tell, **settings)
+    except NipAstraError:
+        if runs_dir is None:
+            shutil.rmtree(kept)
+        raise
+    except Exception as error:
+        raise WorkerProcessError(
+            f"an uninterrupted run failed: {type(error).__name__}: {error}. Its folder is in "
+            f"{kept}; run it without check-resume first."
+        ) from error
+    if found.is_equal:
+        say(f"{len(found.kills)} killed runs of {found.num_operations} file operations: all equal")
+        if runs_dir is None:
+            shutil.rmtree(kept)
+        return
+    num_unlike = sum(bool(one.difference) for one in found.kills)
+    say(
+        f"two uninterrupted runs differ: {found.unlike}"
+        if found.unlike
+        else f"{num_unlike} of {len(found.kills)} killed runs differ"
+    )
+    say(f"runs       {kept}")
+    raise typer.Exit(RUNS_DIFFER)
 
 
 def list_names(kind: str | None, plugins: list[str]) -> None:

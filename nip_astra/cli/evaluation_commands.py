@@ -28,11 +28,12 @@ from nip_astra.cli.terminal import open_console
 from nip_astra.cli.text_attackers import is_text_attacker, num_turns_of, openings_of, place_of
 from nip_astra.errors import ConfigurationError, NothingMeasuredError
 from nip_astra.evaluation.cards import model_card, text_card
+from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.playing import EvaluationOptions, Player
 from nip_astra.evaluation.reuse import reuse_conversations
 from nip_astra.evaluation.rows import Episode
 from nip_astra.evaluation.storage import EVALUATIONS, EvaluationFolder, text_hash
-from nip_astra.evaluation.summary import VERSION
+from nip_astra.evaluation.summary import VERSION, summarise
 from nip_astra.evaluation.tables import matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.asking import close_all
@@ -210,6 +211,7 @@ def _evaluate_cell(
     folder = EvaluationFolder.of_run(attacker.run, _name(request, attacker, target, judges))
     configuration = _configuration(request, attacker, target, judges, prompts, options)
     is_new = folder.open(configuration, is_overwritten=request.judged.is_overwritten)
+    check_condition(request.judged.fail_if, _shape_of_figures(options, judges))
     services = _services(sampler, judges, settings)
     asked.extend(services.values())
     open_accounts(services, f"evaluation {folder.path.name}", is_new=is_new)
@@ -242,6 +244,13 @@ def _evaluate_cell(
         folder.forget_rows()
         raise
     return figures, folder
+
+
+def _shape_of_figures(options: EvaluationOptions, judges: Judges) -> dict[str, Any]:
+    """The names of the figures that an evaluation will have, for `check_condition`."""
+    texts = dict.fromkeys(("name", "attacker", "target", "scorer", "split"), "")
+    figures = summarise([], [], options, embed=judges.embedder.embed, scorers=list(judges.scorers))
+    return {**texts, **figures, "services": {}, "cards": [], "version": VERSION}
 
 
 def _place_of(spec: str) -> Path:

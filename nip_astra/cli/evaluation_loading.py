@@ -166,6 +166,31 @@ def run_of(path: str | Path) -> tuple[Path, Path | None]:
     return found, None
 
 
+def refuse_unread_overrides(overrides: Sequence[str], readable: tuple[str, ...], path: str) -> None:
+    """Refuse assignments to parameters that an evaluation does not read.
+
+    Parameters
+    ----------
+    readable : tuple of str
+        Groups that are read, each with its dot, and single parameters.
+
+    Raises
+    ------
+    ConfigurationError
+        Before anything is played.
+    """
+    for one in overrides:
+        name = one.partition("=")[0].strip()
+        if not any(f"{name}.".startswith(f"{group.removesuffix('.')}.") for group in readable):
+            known = " and ".join(
+                f"{group}*" if group.endswith(".") else group for group in readable
+            )
+            raise ConfigurationError(
+                f"--set {one} was given to evaluate {path}, but nothing is trained: only {known} "
+                "are read. Leave it out."
+            )
+
+
 def load_attacker(
     path: str,
     settings: ExperimentSettings,
@@ -208,6 +233,7 @@ def load_attacker(
         if is_run
         else resolve_around(run, surroundings, overrides, code.plugins, is_trusted=code.is_trusted)
     )
+    refuse_unread_overrides(overrides, (f"{resolved.kind}.", "seed"), path)
     instance = _scenario_of(run, resolved, settings)
     section = section_of(resolved)
     name = RunDirectory(run).run_id

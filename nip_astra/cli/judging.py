@@ -13,7 +13,7 @@ from nip_astra.cli.scorer_loading import load_scorers
 from nip_astra.cli.terminal import complain, open_console, say
 from nip_astra.errors import ConfigurationError
 from nip_astra.evaluation.cards import scorer_card
-from nip_astra.evaluation.conditions import holds
+from nip_astra.evaluation.conditions import check_condition, holds
 from nip_astra.evaluation.detectors import (
     LabelledResponse,
     Quality,
@@ -60,6 +60,7 @@ class JudgingRequest:
     as_json: bool
 
     def __post_init__(self) -> None:
+        check_condition(self.fail_if)
         # NaN is in no range.
         if self.threshold is not None and not 0.0 < self.threshold <= 1.0:
             raise ConfigurationError(

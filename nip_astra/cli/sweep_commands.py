@@ -113,7 +113,6 @@ def sweep(
     directory: Path,
     options: SweepOptions,
     *,
-    metrics: Sequence[str],
     is_dry: bool,
     as_json: bool,
 ) -> None:
@@ -130,7 +129,7 @@ def sweep(
     failed = [one for one in finished if one.status is RunStatus.FAILED]
     found = read_sweep(directory)
     if found.rows:
-        _tell(found, metrics, as_json=as_json)
+        _tell(found, options.metrics, as_json=as_json)
     if failed:
         raise NipAstraError(
             f"{len(failed)} of {len(finished)} runs failed; their logs are in "
@@ -197,6 +196,8 @@ def _tell(found: SweepResults, metrics: Sequence[str], *, as_json: bool) -> None
     console = open_console()
     for name in names:
         console.print(_table(found, name), "")
+    for caution in found.cautions(names):
+        say(f"caution    {caution}")
     say(f"table      {directory / TABLE}")
     say(f"summary    {directory / SUMMARY}")
     say(f"report     {directory / REPORT}")
@@ -206,12 +207,12 @@ def _table(found: SweepResults, name: str) -> Table:
     arms = found.arms
     table = plain_table(
         f"{name}, means over seeds with 95 % intervals of Student's t",
-        *("arm", "seeds", "before", "after", "interval", "less the first", "p"),
+        *("arm", "seeds", "before", "after", "interval", "each seed", "less the first", "p"),
     )
     for arm in arms:
         after, before = found.over_seeds(arm, name), found.over_seeds(arm, name, "before")
         if after is None:
-            table.add_row(safe_text(arm.name), "0", "", "", "", "", "")
+            table.add_row(safe_text(arm.name), "0", *[""] * 6)
             continue
         beside = found.difference(arm, arms[0], name) if arm != arms[0] else None
         table.add_row(
@@ -220,6 +221,7 @@ def _table(found: SweepResults, name: str) -> Table:
             "" if before is None else f"{before.mean:.3g}",
             f"{after.mean:.3g}",
             _interval(after.low, after.high),
+            " ".join(f"{value:.3g}" for value in after.values.values()),
             "" if beside is None else f"{beside.mean:+.3g} {_interval(beside.low, beside.high)}",
             "" if beside is None or beside.p is None else f"{beside.p:.2g}",
         )
@@ -236,6 +238,7 @@ def _as_plain(found: SweepResults, names: Sequence[str]) -> list[dict[str, Any]]
         {"arm": arm.name, "trainer": arm.trainer, "values": dict(arm.values), "figure": name}
         | mean._asdict()
         | {"less_first_arm": None if beside is None else beside._asdict()}
+        | {"selected_by": found.selected_by}
         for name in names
         for arm in arms
         if (mean := found.over_seeds(arm, name)) is not None

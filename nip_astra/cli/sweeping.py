@@ -115,8 +115,8 @@ def sweep(
             num_cpus=cpus_per_run,
             num_gpus=gpus_per_run,
             is_trusted=trust,
+            metrics=metric or [],
         ),
-        metrics=metric or [],
         is_dry=dry_run,
         as_json=as_json,
     )

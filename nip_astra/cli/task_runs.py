@@ -12,10 +12,15 @@ from rich.text import Text
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.cli.commands import quieten_libraries
 from nip_astra.cli.evaluation_commands import EvaluateRequest, refuse_unread
-from nip_astra.cli.evaluation_loading import run_of, with_service_files
+from nip_astra.cli.evaluation_loading import (
+    refuse_unread_overrides,
+    run_of,
+    with_service_files,
+)
 from nip_astra.cli.judging import distinct_labels, gate, show_comparison
 from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.errors import ConfigurationError
+from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.rows import read_rows
 from nip_astra.evaluation.storage import (
     FIGURES,
@@ -43,6 +48,7 @@ from nip_astra.safe_text import to_json
 from nip_astra.scenario_base.tasks.base import Split
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 from nip_astra.trainers.service.evaluation import evaluation_of, play_task_evaluation
+from nip_astra.trainers.service.measuring import Tally
 from nip_astra.trainers.service_base import ServiceTrainer
 from nip_astra.trainers.service_use import services_used
 
@@ -84,6 +90,8 @@ def evaluate_task_runs(request: EvaluateRequest, settings_fields: Mapping[str, A
     """Let the policy of each run answer held-out problems, and tell how it did."""
     quieten_libraries()
     _check(request)
+    for path in request.runs:
+        _check_condition(path, request)
     everything = []
     for path in request.runs:
         figures, folder = _evaluate(path, request, dict(settings_fields))
@@ -114,6 +122,18 @@ def _check(request: EvaluateRequest) -> None:
             f"the split {request.played.split!r} was asked for, but a task has "
             f"{', '.join(SPLITS)}. Give one of them as --split."
         )
+
+
+def _check_condition(path: str, request: EvaluateRequest) -> None:
+    """Refuse a condition on figures that the evaluation of a run will not have."""
+    if request.judged.fail_if is None:
+        return
+    resolved = _resolve(run_of(path)[0], request)
+    options = getattr(resolved.hyper_params, KIND).evaluation
+    is_dev = SPLITS[request.played.split] == "dev"
+    num_runs = options.num_dev_runs if is_dev else options.num_runs
+    figures = Tally(1.0, [0] * num_runs, [1.0] * num_runs, num_runs).report(num_runs)
+    check_condition(request.judged.fail_if, conditions_of({"figures": figures}))
 
 
 def _policy_of(path: str, *, is_untrained: bool) -> _Policy:
@@ -147,13 +167,7 @@ def _resolve(run: Path, request: EvaluateRequest) -> ResolvedExperiment:
     """The experiment of a run, with what changes how its policy is measured."""
     directory = RunDirectory.open(run)
     trainer = str(directory.read_yaml(HYPER_PARAMETERS).get("trainer"))
-    readable = (f"{KIND}.", f"{trainer}.train_service.")
-    for one in request.overrides:
-        if not one.startswith(readable):
-            raise ConfigurationError(
-                f"--set {one} was given to evaluate {run}, but nothing is trained: only "
-                f"{' and '.join(f'{name}*' for name in readable)} are read. Leave it out."
-            )
+    refuse_unread_overrides(request.overrides, (f"{KIND}.", f"{trainer}.train_service."), str(run))
     size = request.played.batch_size
     batches = [] if size is None else [f"{KIND}.evaluation.batch_size={size}"]
     return resolve_experiment(

@@ -15,6 +15,7 @@ from nip_astra.cli.evaluation_commands import EvaluateRequest, refuse_unread
 from nip_astra.cli.judging import distinct_labels, gate, show_comparison
 from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder
 from nip_astra.evaluation.tables import as_text
 from nip_astra.evaluation.text_comparison import TextContender, compare_text_rollouts
@@ -63,6 +64,8 @@ def evaluate_text_runs(request: EvaluateRequest, settings_fields: Mapping[str, A
             f"the split {split!r} was asked for, but scenarios in words have train and test. Give "
             "one of them as --split."
         )
+    for path in request.runs:
+        check_condition(request.judged.fail_if, _shape_of_figures(path))
     everything = []
     for path in request.runs:
         figures, folder = _evaluate(path, request, dict(settings_fields))
@@ -76,6 +79,17 @@ def evaluate_text_runs(request: EvaluateRequest, settings_fields: Mapping[str, A
         everything.append(figures)
     for figures in everything:
         gate(request.judged.fail_if, conditions_of(figures))
+
+
+def _shape_of_figures(path: str) -> dict[str, Any]:
+    """The names of the figures that an evaluation of a run will have: those of its results."""
+    run = RunDirectory.open(path)
+    results = run.read_json(RESULTS) if (run.path / RESULTS).is_file() else {}
+    known = results.get("after") or results.get("before")
+    if not known:
+        return {}
+    depending_on_data = ("accuracy_of_negatives", "accuracy_of_positives", "accuracy_of_accepting")
+    return dict.fromkeys((*depending_on_data, "mean_decision")) | conditions_of({"figures": known})
 
 
 def _evaluate(

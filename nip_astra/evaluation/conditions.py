@@ -50,12 +50,38 @@ def holds(condition: str, values: Mapping[str, Any]) -> bool:
     return _Reader(condition, values).result()
 
 
-class _Reader:
-    """Reads a condition from left to right, and works it out on the way."""
+def check_condition(condition: str | None, shape: Mapping[str, Any] | None = None) -> None:
+    """Check a condition before there are figures.
 
-    def __init__(self, condition: str, values: Mapping[str, Any]) -> None:
+    Parameters
+    ----------
+    condition : str or None
+        None is right.
+    shape : Mapping, optional
+        The names that the figures will have, nested; below what is None or empty any are allowed.
+        None allows all names.
+
+    Raises
+    ------
+    ConfigurationError
+        When it cannot be read, or names a figure that there will not be.
+    """
+    if condition is not None:
+        _Reader(condition, shape or {}, is_shape=True).result()
+
+
+class _Reader:
+    """Reads a condition from left to right, and works it out on the way.
+
+    With `is_shape` the values say which names there will be, and numbers mean nothing.
+    """
+
+    def __init__(
+        self, condition: str, values: Mapping[str, Any], *, is_shape: bool = False
+    ) -> None:
         self.condition = condition
         self.values = values
+        self.is_shape = is_shape
         self._tokens = self._split()
         self._depth = 0
         self._next = next(self._tokens, "")
@@ -119,7 +145,9 @@ class _Reader:
         while sign := self._take("*", "/"):
             right = self._number(self._value())
             if sign == "/" and right == 0.0:
-                raise self._fault("it divides by zero")
+                if not self.is_shape:
+                    raise self._fault("it divides by zero")
+                right = 1.0
             found = self._number(found) * (right if sign == "*" else 1.0 / right)
         return found
 
@@ -149,6 +177,8 @@ class _Reader:
         value: Any = self.values
         parts = path.split(".")
         for index, name in enumerate(parts):
+            if self.is_shape and (value is None or value == {} or value == []):
+                return 1.0
             known = _children(value)
             if name not in known:
                 above = "".join(f"{part}." for part in parts[:index])
@@ -162,6 +192,8 @@ class _Reader:
             value = known[name]
         if isinstance(value, float) and math.isnan(value):
             value = None
+        if self.is_shape and value is None:
+            return 1.0
         if isinstance(value, bool) or not isinstance(value, int | float):
             shown = "it has no value" if value is None else f"it is {type(value).__name__}"
             raise ConfigurationError(

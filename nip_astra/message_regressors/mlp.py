@@ -31,9 +31,9 @@ class MlpMessageRegressor(MessageRegressor):
     class Parameters(MessageRegressor.Parameters):
         """Size of the network, and how long it learns."""
 
-        d_hidden: int = Field(default=64, ge=1)
+        d_hidden: int = Field(default=64, ge=1, le=1_000_000)
         """Width of the hidden layers. Larger reads more intricate codes."""
-        num_layers: int = Field(default=2, ge=0)
+        num_layers: int = Field(default=2, ge=0, le=1000)
         """Hidden layers. More read more intricate codes; without any, each symbol for itself."""
         activation: Literal["relu", "tanh", "gelu", "sigmoid"] = "relu"
         """What stands between layers."""

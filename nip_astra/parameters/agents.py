@@ -84,15 +84,19 @@ class AgentsParameters(dict[str, AgentParameters]):
 class HeadParameters(AgentParameters):
     """An agent whose heads are perceptrons; a scenario adds its body and what chooses messages."""
 
-    d_decider: Annotated[int, where_above("num_decider_layers", 1)] = Field(default=16, ge=1)
+    d_decider: Annotated[int, where_above("num_decider_layers", 1)] = Field(
+        default=16, ge=1, le=1_000_000
+    )
     """Width of the hidden layers that decide, and that tell the label alone."""
-    num_decider_layers: int = Field(default=2, ge=1)
+    num_decider_layers: int = Field(default=2, ge=1, le=1000)
     """Linear layers that decide, and that tell the label alone."""
     include_round_in_decider: bool = True
     """Whether what decides sees the number of the round."""
-    d_value: Annotated[int, where_above("num_value_layers", 1)] = Field(default=16, ge=1)
+    d_value: Annotated[int, where_above("num_value_layers", 1)] = Field(
+        default=16, ge=1, le=1_000_000
+    )
     """Width of the hidden layers of the value function."""
-    num_value_layers: int = Field(default=2, ge=1)
+    num_value_layers: int = Field(default=2, ge=1, le=1000)
     """Linear layers of the value function."""
     include_round_in_value: bool = True
     """Whether the value function sees the number of the round."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, UnknownNameError
 
@@ -37,6 +39,9 @@ def scenario_names() -> list[str]:
     return sorted(path.parent.name for path in content_root().glob(f"scenarios/*/{SCENARIO_FILE}"))
 
 
+_MODEL_FILES = ("config.json", "adapter_config.json")
+
+
 def find_scenario(name_or_path: str) -> Path:
     """A scenario's folder.
 
@@ -55,7 +60,7 @@ def find_scenario(name_or_path: str) -> Path:
     if name_or_path in scenario_names():
         return content_root() / "scenarios" / name_or_path
     folder = Path(resolve_reference(name_or_path, None)).expanduser()
-    if name_or_path.strip() and (folder / SCENARIO_FILE).is_file():
+    if name_or_path.strip() and _is_there(folder / SCENARIO_FILE):
         return folder.resolve()
     raise UnknownNameError(
         "scenario",
@@ -104,7 +109,7 @@ def resolve_reference(reference: str, scenario_dir: Path | None) -> Path | str:
     if not found:
         path = Path(reference).expanduser()
         looks_like_path = reference.startswith((".", "/", "~")) or path.suffix == ".gguf"
-        return path if looks_like_path or path.exists() else reference
+        return path if looks_like_path or _is_there(path) else reference
     if scheme == "scenario":
         if scenario_dir is None:
             raise ConfigurationError(
@@ -125,6 +130,30 @@ def is_inside_content(reference: str) -> bool:
     """Whether a reference stays in the scenario's folder or an installed package."""
     scheme, found, rest = reference.partition("://")
     return bool(found) and scheme in ("scenario", "package") and ".." not in Path(rest).parts
+
+
+def with_absolute_paths(value: Any) -> Any:
+    """A value in which relative paths of what exists are absolute, so that any folder may read it.
+
+    A bare name is a path only where it has a suffix, or is a folder with a model: a folder may be
+    called like a protocol.
+    """
+    if isinstance(value, Mapping):
+        return {name: with_absolute_paths(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [with_absolute_paths(one) for one in value]
+    if not isinstance(value, str) or not _is_there(path := Path(value)):
+        return value
+    is_path = "/" in value or path.suffix or any(_is_there(path / name) for name in _MODEL_FILES)
+    return str(path.absolute()) if is_path else value
+
+
+def _is_there(path: Path) -> bool:
+    """Whether a file or folder exists; no text that is too long or no file name does."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _inside_package(package: str, inside: str, reference: str) -> Path:

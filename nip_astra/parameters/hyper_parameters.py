@@ -15,7 +15,7 @@ from nip_astra.parameters.conditions import where
 from nip_astra.parameters.conversion import convert, is_newer, release_of
 from nip_astra.parameters.given import differences, merged, plain_values
 from nip_astra.parameters.message_regression import MessageRegressionParameters
-from nip_astra.parameters.parameters_base import CheckedName, PlainText, SubParameters
+from nip_astra.parameters.parameters_base import MAX_WHOLE, CheckedName, PlainText, SubParameters
 from nip_astra.parameters.protocols import (
     BaseRunParameters,
     CommonProtocolParameters,
@@ -55,7 +55,7 @@ class HyperParameters(SubParameters):
     """Registered name of the trainer."""
     scenario: str
     """Name of a folder in scenarios/, or the path of a folder with a scenario.yaml."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Root of all randomness; 0 is a seed like any other."""
     training: TrainingConfiguration = TrainingConfiguration()
     """Optimisation of language models."""

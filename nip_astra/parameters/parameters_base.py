@@ -15,13 +15,18 @@ from typing import (
     get_args,
     get_origin,
 )
+from urllib.parse import urlsplit
 
+from annotated_types import Le, Lt
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_serializer,
     model_validator,
 )
@@ -54,8 +59,29 @@ run of others may set it; see `nip_astra.trust`.
 """
 CheckedName = Annotated[str, _Inside()]
 """A registered name or code, which is checked where it is looked up or loaded."""
+MAX_COUNT = 2**31 - 1
+"""Of a whole number whose field sets no bound of its own; a larger one is a slip of the pen, and
+ends somewhere in C or in memory."""
+MAX_WHOLE = 2**63 - 1
+"""For fields whose whole numbers may be larger, such as seeds."""
 MAX_LR = 100.0
 """Above this no optimizer here ends with numbers; such a learning rate is a slip of the pen."""
+
+
+def _checked_url(url: str) -> str:
+    try:
+        parts = urlsplit(url)
+        # Reading the port checks it.
+        is_right = parts.port != 0 and parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        is_right = False
+    if not is_right or not url.isprintable() or " " in url:
+        raise ValueError("must be an address such as http://127.0.0.1:8000/v1")
+    return url
+
+
+Url = Annotated[str, AfterValidator(_checked_url)]
+"""The address of a service."""
 
 
 class SubParameters(BaseModel):
@@ -78,6 +104,15 @@ class SubParameters(BaseModel):
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_counted(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, int) and value > MAX_COUNT:
+            field = cls.model_fields[str(info.field_name)]
+            if not any(isinstance(one, Le | Lt) for one in field.metadata):
+                raise ValueError(f"must be at most {MAX_COUNT:,}")
+        return value
 
     def __init__(self, /, **values: Any) -> None:
         """Validate the fields.

@@ -26,9 +26,9 @@ FORCED_DECISIONS = {"zero": REJECT, "one": ACCEPT}
 class MessageRounds(SubParameters):
     """How long the conversations of a protocol are."""
 
-    max_message_rounds: int = Field(default=8, ge=1)
+    max_message_rounds: int = Field(default=8, ge=1, le=10_000)
     """Rounds after which a conversation ends without a decision. Larger lets agents say more."""
-    min_message_rounds: int = Field(default=1, ge=1)
+    min_message_rounds: int = Field(default=1, ge=1, le=10_000)
     """Rounds that must be played, that of the decision included, before a decision counts."""
 
 

@@ -41,7 +41,7 @@ class MultiChannelTestProtocol(DeterministicSingleVerifierProtocolHandler):
     class Parameters(MessageRounds):
         """How long conversations are."""
 
-        min_message_rounds: int = Field(default=2, ge=1)
+        min_message_rounds: int = Field(default=2, ge=1, le=10_000)
         """Rounds that must be played, that of the decision included, before a decision counts."""
 
     def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:

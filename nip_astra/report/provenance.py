@@ -28,10 +28,11 @@ class Parameter:
 
 
 def parameters(run: RunRecord) -> list[Parameter]:
-    """Every hyper-parameter with its source."""
+    """Every hyper-parameter that the run reads, with its source; all where sources are unknown."""
     return [
         Parameter(path, value_text(value), run.sources.get(path, ""))
         for path, value in flatten(run.hyper_params)
+        if not run.sources or path in run.sources
     ]
 
 

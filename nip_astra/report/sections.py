@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -259,66 +259,88 @@ def _environment(run: RunRecord) -> Context | None:
         "commands": provenance.commands(run),
         "is_dirty": mapping(run.environment.get("git")).get("is_dirty") is True,
         "times": times,
-        "has_target": not is_protocol_run(run),
+        "has_target": not is_protocol_run(run) and not task_answers.is_task_run(run),
         "longest": max((seconds for _, seconds in times), default=0.0) or 1.0,
     }
 
 
 def _overview(groups: Sequence[RunGroup], anchors: dict[int, str]) -> Context:
+    columns = _columns(groups)
     warnings = []
     blocks = []
     for group in groups:
         rows = []
         for run in group.runs:
             label = run_label(run, group)
-            rows.append(_overview_row(run, label, anchors[id(run)], group.color))
+            rows.append(_overview_row(run, label, anchors[id(run)], group.color, columns))
             lines = [f"{label}: {line}" for line in provenance.all_warnings(run)]
             warnings += _warnings(run, lines)
         if len(group.runs) > 1:
-            rows.append(_mean_row(group))
+            rows.append(_mean_row(group, columns))
         blocks.append({"legend": _group_title(group), "color": group.color, "rows": rows})
-    headings = ["before", "after", "probe NLL", "distinct", "plants found", "target queries"]
-    return {"headings": headings, "blocks": blocks, "warnings": warnings}
+    return {"headings": list(columns), "blocks": blocks, "warnings": warnings}
+
+
+_Column = tuple[str, Callable[[Mapping[str, Any]], str], str, Callable[[Any], str]]
+"""Part of the results, cell of a run, and for a mean over seeds the figure and its form."""
+
+
+def _share(value: Any) -> str:
+    return percent(value, 0)
+
+
+_OF_ATTACKS: dict[str, _Column] = {
+    "before": ("before", summary.rate_text, "failure_rate", percent),
+    "after": ("after", summary.rate_text, "failure_rate", percent),
+    "probe NLL": ("after", lambda one: decimal(one.get("probe_nll")), "probe_nll", decimal),
+    "distinct": ("after", summary.distinct_text, "distinct_share", _share),
+    "plants found": ("after", summary.plants_text, "plants_found", decimal),
+    "target queries": (
+        "training",
+        lambda one: count(one.get("target_queries")),
+        "target_queries",
+        decimal,
+    ),
+}
+_OF_TASKS: dict[str, _Column] = {
+    "right before": ("before", summary.accuracy_text, "accuracy", percent),
+    "right after": ("after", summary.accuracy_text, "accuracy", percent),
+    "mean reward": ("after", lambda one: decimal(one.get("mean_reward")), "mean_reward", decimal),
+    "problems": ("after", lambda one: count(one.get("num_problems")), "num_problems", decimal),
+}
+
+
+def _columns(groups: Sequence[RunGroup]) -> dict[str, _Column]:
+    """The columns of the kinds of runs that there are."""
+    are_tasks = {task_answers.is_task_run(run) for group in groups for run in group.runs}
+    return (_OF_ATTACKS if False in are_tasks else {}) | (_OF_TASKS if True in are_tasks else {})
 
 
 def _group_title(group: RunGroup) -> str:
     return f"{group.name}: {group.label}" if group.name else group.label
 
 
-def _overview_row(run: RunRecord, label: str, anchor: str, color: int) -> Context:
-    before, after = mapping(run.results.get("before")), mapping(run.results.get("after"))
+def _overview_row(
+    run: RunRecord, label: str, anchor: str, color: int, columns: Mapping[str, _Column]
+) -> Context:
     return {
         "label": label,
         "anchor": anchor,
-        "cells": [
-            summary.rate_text(before),
-            summary.rate_text(after),
-            decimal(after.get("probe_nll")),
-            summary.distinct_text(after),
-            summary.plants_text(after),
-            count(mapping(run.results.get("training")).get("target_queries")),
-        ],
-        "whisker": summary.rate_whisker(after, color),
+        "cells": [write(mapping(run.results.get(part))) for part, write, *_ in columns.values()],
+        "whisker": summary.rate_whisker(mapping(run.results.get("after")), color),
     }
 
 
-def _mean_row(group: RunGroup) -> Context:
+def _mean_row(group: RunGroup, columns: Mapping[str, _Column]) -> Context:
     """The means over the seeds of a group, each with its lowest and highest."""
     known = _values(group, "after", "failure_rate")
     mean = sum(known) / len(known) if known else None
     ends = (min(known), max(known)) if known else (None, None)
-    reports = [mapping(run.results.get("after")) for run in group.runs]
-    found = [number for one in reports if (number := summary.plants_found(one)) is not None]
     return {
         "label": f"mean of {len(group.runs)}",
         "anchor": "",
         "cells": [
-            _spread(_values(group, "before", "failure_rate"), percent),
-            _spread(known, percent),
-            _spread(_values(group, "after", "probe_nll"), decimal),
-            _spread(_values(group, "after", "distinct_share"), lambda value: percent(value, 0)),
-            _spread(found, decimal),
-            _spread(_values(group, "training", "target_queries"), count),
+            _spread(_values(group, part, name), write) for part, _, name, write in columns.values()
         ],
         "whisker": whisker(mean, *ends, limit=1.0, color=group.color),
     }

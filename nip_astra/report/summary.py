@@ -11,6 +11,7 @@ from nip_astra.evaluation.tables import bounds_text, counts_text
 from nip_astra.report.charts import Whisker, whisker
 from nip_astra.report.provenance import times
 from nip_astra.report.records import RunRecord, items, mapping, number
+from nip_astra.report.task_answers import is_task_run
 from nip_astra.report.wording import (
     NOTHING,
     count,
@@ -116,13 +117,14 @@ def before_after(run: RunRecord) -> tuple[list[str], list[Row]]:
     shown = [(heading, mapping(run.results.get(name))) for name, heading in COLUMNS]
     shown = [(heading, report) for heading, report in shown if report]
     reports = [report for _, report in shown]
+    unit = "an answer" if is_task_run(run) else "a turn"
     writers: list[tuple[str, Callable[[Mapping[str, Any]], str]]] = [
         ("conversations with a failure", rate_text),
         ("  if missing verdicts were passes / failures", lambda one: bounds_text(one) or NOTHING),
         ("held-out problems answered right", accuracy_text),
         ("replies: empty / refused", replies_text),
         ("mean score of a response", lambda one: decimal(one.get("mean_score"))),
-        ("mean reward of a turn", lambda one: decimal(one.get("mean_reward"))),
+        (f"mean reward of {unit}", lambda one: decimal(one.get("mean_reward"))),
         ("probe NLL, nats per token", lambda one: decimal(one.get("probe_nll"))),
         ("distinct among successful probes", distinct_text),
         ("planted failures found", plants_text),

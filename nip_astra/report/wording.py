@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from nip_astra.evaluation.run_results import is_share
 from nip_astra.evaluation.tables import counts_text
 from nip_astra.report.records import mapping, number
 
@@ -73,6 +74,5 @@ def figure_text(name: str, value: Any) -> str:
         told = f"{percent(rate.get('value'))} {interval(rate.get('low'), rate.get('high'))}".strip()
         return f"{told}, {counted}" if counted else told
     if number(value) is not None:
-        is_share = name.endswith(("rate", "share", "share_below", "recall", "fraction"))
-        return percent(value) if is_share else decimal(value)
+        return percent(value) if is_share(name) else decimal(value)
     return NOTHING if value is None else value_text(value)

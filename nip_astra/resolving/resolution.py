@@ -15,6 +15,7 @@ from nip_astra.parameters.content import (
     is_inside_content,
     preset_path,
     scenario_names,
+    with_absolute_paths,
 )
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.loading import (
@@ -129,7 +130,9 @@ def resolve_experiment(
         folder. What else it names is refused where it is used.
     """
     top = [] if hyper_params is None else [_layer_of(hyper_params)]
-    top += [_named_layer(trainer, scenario, seed), parse_overrides(overrides)]
+    given_by_set = parse_overrides(overrides)
+    given_by_set = replace(given_by_set, values=with_absolute_paths(given_by_set.values))
+    top += [_named_layer(trainer, scenario, seed), given_by_set]
     stack = _Stack.of(parameter_file, top)
     given = load_all(plugins, None)
     source = _source_of(stack, given, is_trusted=is_trusted)

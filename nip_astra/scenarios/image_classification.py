@@ -53,9 +53,9 @@ class ImageClassificationScenario(TensorDictScenario):
         """Agents by name; what stands under `default` holds for all that do not say otherwise."""
         dataset: ImageDatasetParameters = ImageDatasetParameters()
         """The images and their labels."""
-        num_block_groups: int = Field(default=1, ge=1)
+        num_block_groups: int = Field(default=1, ge=1, le=1000)
         """Times that the image is halved. Larger gives fewer symbols, of larger parts."""
-        initial_num_channels: int = Field(default=16, ge=1)
+        initial_num_channels: int = Field(default=16, ge=1, le=1_000_000)
         """Width of the first group of blocks; each further one has twice as many. Larger learns
         more and is slower."""
 

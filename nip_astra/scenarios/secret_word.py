@@ -43,9 +43,9 @@ class SecretWordScenario(PureTextScenario):
     class Parameters(PureTextScenario.Parameters):
         """How many datapoints there are."""
 
-        num_train: int = Field(default=256, ge=2)
+        num_train: int = Field(default=256, ge=2, le=100_000_000)
         """Datapoints to train on, half of them with a true claim."""
-        num_test: int = Field(default=200, ge=2)
+        num_test: int = Field(default=200, ge=2, le=100_000_000)
         """Datapoints to test on, of other words."""
 
     @classmethod

@@ -38,10 +38,10 @@ class TaskEvaluationParameters(SubParameters):
     """Held-out problems before and after training; of a data set at most all it has."""
     num_dev_problems: int = Field(default=100, ge=1)
     """Problems of a dev evaluation."""
-    num_dev_runs: int = Field(default=1, ge=1)
+    num_dev_runs: int = Field(default=1, ge=1, le=10_000)
     """Runs of each problem of a dev evaluation; with more than one, pass@k is logged for k up to
     this."""
-    num_runs: int = Field(default=1, ge=1)
+    num_runs: int = Field(default=1, ge=1, le=10_000)
     """Runs of each problem; with more than one, pass@k is told for k up to this."""
     success_reward: float = 1.0
     """Reward from which a run counts as right."""

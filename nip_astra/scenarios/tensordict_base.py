@@ -85,15 +85,15 @@ class TensorDictScenario(Scenario):
 
         agents: Mapping[str, AgentParameters] = {}
         """Agents by name; what stands under `default` holds for all that do not say otherwise."""
-        message_size: int = Field(default=1, ge=1)
+        message_size: int = Field(default=1, ge=1, le=1_000_000)
         """Symbols that an agent sends in a channel at once."""
         include_linear_message_space: bool = False
         """Whether a symbol without a meaning in the scenario is sent beside each other symbol."""
         d_linear_message_space: Annotated[int, where("include_linear_message_space", True)] = Field(
-            default=2, ge=2
+            default=2, ge=2, le=1_000_000
         )
         """Number of such symbols. Larger lets agents agree on more."""
-        d_representation: int = Field(default=16, ge=1)
+        d_representation: int = Field(default=16, ge=1, le=1_000_000)
         """Width of what a body gives to its heads."""
 
         @model_validator(mode="before")

@@ -27,7 +27,7 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
 from nip_astra.language_models.services.patience import PatientChatModel, make_patient
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import PlainText
+from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ScorerType
 from nip_astra.scorers.base import Exchange, Scorer, Verdict
 from nip_astra.scorers.registry import register_scorer
@@ -65,7 +65,7 @@ class JudgeScorer(Scorer):
     class Parameters(Scorer.Parameters):
         """Which judge, what it is asked, and how patiently."""
 
-        base_url: Annotated[str | None, where("service", "address")] = Field(
+        base_url: Annotated[Url | None, where("service", "address")] = Field(
             default=None, pattern=r"^https?://"
         )
         """Address of the service up to `/chat/completions`, for instance

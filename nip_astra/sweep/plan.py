@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, field_validator
 
-from nip_astra.errors import ConfigurationError
-from nip_astra.parameters.loading import read_yaml_mapping
+from nip_astra.errors import ConfigurationError, ParameterError, UnknownNameError
+from nip_astra.evaluation.run_results import read_results
+from nip_astra.parameters.content import with_absolute_paths
+from nip_astra.parameters.loading import parse_overrides, read_yaml_mapping
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
-from nip_astra.sweep.search_space import Choice, Range, SearchParameters
+from nip_astra.sweep.search_space import Choice, Range, SearchParameters, whole_number
+from nip_astra.trainers.registry import TRAINERS
+from nip_astra.trainers.trainer_base import Trainer
 
 MAX_RUNS = 10_000
 """More combinations are taken for a slip of the pen."""
 DEV = "dev/"
 """How the names of dev evaluations' figures begin."""
-_RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 @dataclass(frozen=True)
@@ -98,20 +101,45 @@ class SweepPlan(SubParameters):
     search: SearchParameters | None = None
     """Search for the best values in place of running all combinations; null runs all."""
 
-    @field_validator("seeds")
+    @field_validator("trainers")
     @classmethod
-    def _are_different(cls, seeds: list[int]) -> list[int]:
-        if len(set(seeds)) < len(seeds):
-            raise ValueError("names a seed twice, whose runs would be the same")
-        return seeds
+    def _are_names(cls, trainers: list[str]) -> list[str]:
+        for name in trainers:
+            if not name.isidentifier():
+                raise ValueError(f"gives {name!r}, which is no name of a trainer")
+        return trainers
+
+    @field_validator("trainers", "scenarios", "seeds")
+    @classmethod
+    def _are_different(cls, given: list[Any]) -> list[Any]:
+        _refuse_repeated(given)
+        return given
 
     @field_validator("grid")
     @classmethod
     def _has_values(cls, grid: Mapping[str, list[Any]]) -> Mapping[str, list[Any]]:
         for path, values in grid.items():
+            _refuse_own_parameter(path)
             if not values:
                 raise ValueError(f"gives no value of {path}")
+            _refuse_repeated(values, f" of {path}")
         return grid
+
+    @field_validator("overrides")
+    @classmethod
+    def _are_of_all_runs(cls, overrides: list[str]) -> list[str]:
+        for assignment in overrides:
+            _refuse_own_parameter(assignment.partition("=")[0])
+        return overrides
+
+    @field_validator("search")
+    @classmethod
+    def _has_different_values(cls, search: SearchParameters | None) -> SearchParameters | None:
+        for path, choice in search.space.items() if search else ():
+            _refuse_own_parameter(path)
+            if isinstance(choice, list):
+                _refuse_repeated(choice, f" of {path}")
+        return search
 
     @property
     def arms(self) -> list[Arm]:
@@ -183,8 +211,16 @@ class SweepPlan(SubParameters):
                 f"a sweep of {num_runs:,} runs was asked for, and {MAX_RUNS:,} are the most. Give "
                 "fewer values, or parts of it by --shard."
             )
+        known: dict[str, Arm] = {}
         for arm in self.arms:
-            self.resolve(arm)
+            resolved = self.resolve(arm)
+            values = resolved.hyper_params.to_dict() | {"scenario": str(resolved.scenario_dir)}
+            other = known.setdefault(json.dumps(values, sort_keys=True), arm)
+            if other is not arm:
+                raise ConfigurationError(
+                    f"the arms {other.name!r} and {arm.name!r} are one experiment, and would "
+                    "count as two. Leave out one of them."
+                )
 
     def resolve(self, arm: Arm) -> ResolvedExperiment:
         """The parameters of an arm with the first seed."""
@@ -228,6 +264,95 @@ class SweepPlan(SubParameters):
         return [*self.overrides, *(f"{path}={value}" for path, value in values.items())]
 
 
+def _refuse_own_parameter(path: str) -> None:
+    """Refuse to vary as a parameter what a sweep varies by fields of its own."""
+    option = {"seed": "--seeds", "trainer": "--trainer", "scenario": "--scenario"}.get(path.strip())
+    if option is not None:
+        raise ValueError(f"gives {path.strip()}, which a sweep varies by {option}; use that")
+
+
+def _refuse_repeated(values: Sequence[Any], of: str = "") -> None:
+    """Refuse two values that are one, as 1e-4 and 0.0001 are."""
+    known: list[Any] = []
+    for value in values:
+        try:
+            (read,) = parse_overrides([f"value={as_text(value)}"]).values.values()
+        except ParameterError:
+            # Whoever resolves the run says what is wrong with it.
+            continue
+        read = isinstance(read, bool), read
+        if read in known:
+            raise ValueError(f"gives {as_text(value)}{of} twice, whose runs would be the same")
+        known.append(read)
+
+
+class RequestedFigures:
+    """Figures that a sweep shows or searches by, checked against those that its trainers report.
+
+    Parameters
+    ----------
+    metrics : Sequence[str]
+        Figures after training that are shown.
+
+    Raises
+    ------
+    UnknownNameError
+        When no trainer of the sweep reports one of them.
+    """
+
+    def __init__(self, plan: SweepPlan, metrics: Sequence[str] = ()) -> None:
+        self._undeclared: dict[str, set[str]] = {}
+        trainers = {}
+        requested = dict.fromkeys(metrics)
+        for arm in plan.first_arms:
+            resolved = plan.resolve(arm)
+            trainers[arm.trainer] = resolved.trainer_class
+            if plan.search is not None:
+                requested[plan.objective_of(resolved)] = None
+        declared = {name: _declared_figures(name, one) for name, one in trainers.items()}
+        for name in requested:
+            silent = {trainer for trainer, figures in declared.items() if figures is None}
+            known = [pattern for figures in declared.values() for pattern in figures or ()]
+            if any(fnmatchcase(name, pattern) for pattern in known):
+                continue
+            if not silent:
+                raise _unknown_figure(name, known)
+            self._undeclared[name] = silent
+
+    def note(self, run: PlannedRun, folder: Path) -> None:
+        """Check the names that trainers had not declared against a run that has ended.
+
+        Raises
+        ------
+        UnknownNameError
+            When it was the last trainer that might have reported one of them.
+        """
+        for name, trainers in list(self._undeclared.items()):
+            if run.arm.trainer not in trainers:
+                continue
+            found = read_results(folder)
+            reported = {*(found.results.get("after") or {}), *(one.name for one in found.figures)}
+            reported |= {one for row in found.metrics for one in row if one.startswith(DEV)}
+            if name in reported:
+                del self._undeclared[name]
+                continue
+            trainers.discard(run.arm.trainer)
+            if not trainers:
+                raise _unknown_figure(name, reported)
+
+
+def _declared_figures(name: str, trainer: type[Trainer]) -> tuple[str, ...] | None:
+    """What a trainer declares; a plug-in's may report more than the base that it inherits from."""
+    owner = next(one for one in trainer.__mro__ if "figures" in vars(one))
+    is_inherited = owner.__module__.startswith("nip_astra.") and not TRAINERS.is_built_in(name)
+    return None if is_inherited else trainer.figures
+
+
+def _unknown_figure(name: str, known: Iterable[str]) -> UnknownNameError:
+    advice = "Name one that a trainer of the sweep reports, by --metric or --objective."
+    return UnknownNameError("figure", name, sorted(set(known)), advice)
+
+
 def read_plan(path: str | Path) -> SweepPlan:
     """The plan that a YAML file holds.
 
@@ -256,7 +381,7 @@ def grid_of(assignments: Sequence[str]) -> dict[str, list[str]]:
                 f"{'names a parameter again' if path.strip() in grid else 'is no assignment'}. "
                 "Write --set training.lr=1e-5,1e-4."
             )
-        grid[path.strip()] = list(_divided(values))
+        grid[path.strip()] = with_absolute_paths(list(_divided(values)))
     return grid
 
 
@@ -270,11 +395,12 @@ def seeds_of(text: str) -> list[int]:
     """
     seeds: list[int] = []
     for part in text.split(","):
-        found = _RANGE.fullmatch(part.strip())
-        if found and int(found[1]) <= int(found[2]) < int(found[1]) + MAX_RUNS:
-            seeds += range(int(found[1]), int(found[2]) + 1)
-        elif part.strip().isdigit():
-            seeds.append(int(part))
+        low, _, high = part.partition("..")
+        first, last = whole_number(low), whole_number(high)
+        if first is not None and last is not None and first <= last < first + MAX_RUNS:
+            seeds += range(first, last + 1)
+        elif (seed := whole_number(part)) is not None:
+            seeds.append(seed)
         else:
             raise ConfigurationError(
                 f"--seeds {text!r} was to name seeds, but {part!r} is neither a number nor a "
@@ -294,13 +420,13 @@ def shard_of(runs: Sequence[PlannedRun], shard: str | None) -> list[PlannedRun]:
     """
     if shard is None:
         return list(runs)
-    number, _, count = shard.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+    number, count = map(whole_number, shard.partition("/")[::2])
+    if number is None or count is None or not 1 <= number <= count:
         raise ConfigurationError(
             f"--shard {shard!r} was to name a part of the runs. Write --shard 2/4 for the second "
             "of four."
         )
-    return list(runs)[int(number) - 1 :: int(count)]
+    return list(runs)[number - 1 :: count]
 
 
 def _divided(values: str) -> Iterator[str]:

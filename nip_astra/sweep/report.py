@@ -54,6 +54,8 @@ def write_sweep_report(found: SweepResults, path: Path) -> None:
         ("arms", str(len(found.arms))),
         ("seeds", ", ".join(map(str, found.plan.seeds))),
     ]
+    if found.selected_by is not None:
+        facts.append(("selected by", f"{found.selected_by} on the test data"))
     page = render_sections(f"Sweep {found.directory.absolute().name}", facts, specs)
     write_atomically(path, page)
 
@@ -67,7 +69,9 @@ def headline_figures(found: SweepResults) -> list[str]:
 def _arms(found: SweepResults) -> Context | None:
     if not found.rows:
         return None
-    return {"tables": [_table_of(found, name) for name in headline_figures(found)]}
+    names = headline_figures(found)
+    tables = [_table_of(found, name) for name in names]
+    return {"tables": tables, "cautions": found.cautions(names)}
 
 
 def _table_of(found: SweepResults, name: str) -> Context:

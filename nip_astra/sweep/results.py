@@ -8,29 +8,36 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 from scipy import stats
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
-from nip_astra.evaluation.run_results import import_pandas, read_results
-from nip_astra.sweep.plan import Arm, PlannedRun, SweepPlan
+from nip_astra.evaluation.run_results import import_pandas, is_share, read_results
+from nip_astra.sweep.plan import DEV, Arm, PlannedRun, SweepPlan
 from nip_astra.sweep.runner import PLAN_FILE
 from nip_astra.sweep.search import TrialRecord, best_first, read_trials
 from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.utils.intervals import PairedDifference, paired_difference
 from nip_astra.utils.statistics import holm
 
 if TYPE_CHECKING:
     import pandas as pd
 
 LEVEL = 0.95
-HEADLINES = ("failure_rate", "mean_accuracy", "accuracy", "pass@1", "mean_reward")
+HEADLINES = ("failure_rate", "mean_accuracy", "accuracy", "pass_at_1", "mean_reward")
 """Figures that a table shows unless it is told which; the first of them that there is."""
+
+
+FEW_SEEDS = 5
+"""With fewer, the interval of a mean covers it far less often than it says where some seeds do not
+learn."""
 
 
 class SeedMean(NamedTuple):
@@ -43,8 +50,8 @@ class SeedMean(NamedTuple):
     mean : float
         Over the seeds that have ended.
     low, high : float or None
-        Ends of Student's interval of the mean; None for one seed, and where all seeds gave the
-        same, of which no spread can be told.
+        Ends of Student's interval of the mean, within the values that the figure can have; None for
+        one seed, and where all seeds gave the same, of which no spread can be told.
     """
 
     values: dict[int, float]
@@ -102,6 +109,35 @@ class SweepResults:
         return list({one.arm.run_id(0): one.arm for one in ranked}.values())
 
     @property
+    def selected_by(self) -> str | None:
+        """The figure after training by which a search chose; None where it chose by none.
+
+        What is best by it was chosen on the data that it is measured on, so that its figure is too
+        good.
+        """
+        objective = self.plan.search.objective if self.plan.search else None
+        return None if objective is None or objective.startswith(DEV) else objective
+
+    def cautions(self, names: Sequence[str]) -> list[str]:
+        """What a reader of these figures must know, one sentence each."""
+        found = []
+        if self.selected_by is not None:
+            found.append(
+                f"The search selected by {self.selected_by} on the test data, so the figures of "
+                "the best trials are too good. Search by a dev figure, or measure the selected one "
+                "on other data."
+            )
+        means = [self.over_seeds(arm, name) for name in names for arm in self.arms]
+        num_seeds = min((len(one.values) for one in means if one is not None), default=FEW_SEEDS)
+        if num_seeds < FEW_SEEDS:
+            found.append(
+                f"Intervals over {num_seeds} {'seeds' if num_seeds > 1 else 'seed'} are unreliable "
+                f"where some seeds do not learn. Compare the seeds' values, or run at least "
+                f"{FEW_SEEDS} seeds."
+            )
+        return found
+
+    @property
     def num_ended(self) -> int:
         """Runs that have ended."""
         return len({row["run_id"] for row in self.rows})
@@ -145,7 +181,9 @@ class SweepResults:
         }
         if not values:
             return None
-        return SeedMean(values, *_mean_with_interval(np.array(list(values.values()))))
+        found = _student(list(values.values()))
+        low, high = (0.0, 1.0) if is_share(name) else (-math.inf, math.inf)
+        return SeedMean(values, found.estimate.value, *_ends(found, low, high))
 
     def difference(self, arm: Arm, other: Arm, name: str) -> Difference | None:
         """How much more an arm has of a figure than another; None without a common seed."""
@@ -153,9 +191,13 @@ class SweepResults:
         seeds = sorted(one.values.keys() & two.values.keys()) if one and two else []
         if one is None or two is None or not seeds:
             return None
-        differences_S = np.array([one.values[seed] - two.values[seed] for seed in seeds])
-        mean, low, high = _mean_with_interval(differences_S)
-        p = None if low is None else float(stats.ttest_1samp(differences_S, 0.0).pvalue)
+        pairs_S = [(one.values[seed], two.values[seed]) for seed in seeds]
+        found = _student([a - b for a, b in pairs_S], scale=max(map(abs, chain(*pairs_S))))
+        mean, bound = found.estimate.value, 1.0 if is_share(name) else math.inf
+        low, high = _ends(found, -bound, bound)
+        p = None
+        if low is not None:
+            p = float(2 * stats.t.sf(abs(mean) / found.standard_error, len(seeds) - 1))
         return Difference(mean, low, high, p, len(seeds))
 
     def summary(self, names: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -187,10 +229,12 @@ class SweepResults:
                 {**_about(arm), "name": name, "num_seeds": len(mean.values)}
                 | {"before": before.mean if before else None}
                 | {"mean": mean.mean, "low": mean.low, "high": mean.high}
+                | {"values": " ".join(f"{one:.6g}" for one in mean.values.values())}
                 | {"less_first": beside.mean if beside else None}
                 | {"less_first_low": beside.low if beside else None}
                 | {"less_first_high": beside.high if beside else None}
                 | {"p": beside.p if beside else None, "p_holm": None}
+                | _selection(self.selected_by)
             )
         tested = [row for row in rows if row["p"] is not None]
         for row, adjusted in zip(tested, holm([row["p"] for row in tested]), strict=True):
@@ -264,7 +308,10 @@ def read_sweep(directory: str | Path) -> SweepResults:
             continue
         about = {**_about(run.arm), "seed": run.seed, "run_id": run.run_id}
         rows += [{**about, **figure._asdict()} for figure in read_results(folder).figures]
-    return SweepResults(plan, directory, rows, trials)
+    found = SweepResults(plan, directory, rows, trials)
+    for row in rows:
+        row |= _selection(found.selected_by)
+    return found
 
 
 def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -286,12 +333,20 @@ def read_stored_plan(directory: Path) -> SweepPlan:
         When the folder holds none.
     """
     try:
-        return SweepPlan.from_dict(json.loads((directory / PLAN_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+        stored = json.loads((directory / PLAN_FILE).read_text(encoding="utf-8"))
+        if not isinstance(stored, dict):
+            raise ValueError(f"it holds {type(stored).__name__} and no object")
+        return SweepPlan.from_dict(stored)
+    except (OSError, ValueError, RecursionError) as error:
         raise RunDirectoryError(
             f"the sweep {directory} was to be read, but its {PLAN_FILE} is missing or broken: "
             f"{error}. Give the folder of a sweep."
         ) from error
+
+
+def _selection(selected_by: str | None) -> dict[str, str]:
+    """The column that says by which test figure a search selected."""
+    return {} if selected_by is None else {"selected_by": selected_by}
 
 
 def _about(arm: Arm) -> dict[str, Any]:
@@ -304,12 +359,18 @@ def _about(arm: Arm) -> dict[str, Any]:
     }
 
 
-def _mean_with_interval(
-    values_S: Sequence[float] | Any,
-) -> tuple[float, float | None, float | None]:
-    mean, count = float(np.mean(values_S)), len(values_S)
-    error = float(stats.sem(values_S)) if count > 1 else 0.0
-    if error == 0.0:
-        return mean, None, None
-    low, high = stats.t.interval(LEVEL, count - 1, loc=mean, scale=error)
-    return mean, float(low), float(high)
+def _student(values_S: Sequence[float], *, scale: float = 0.0) -> PairedDifference:
+    """Student's interval of a mean over seeds."""
+    return paired_difference(
+        values_S, range(len(values_S)), is_bounded=False, scale=scale, level=LEVEL
+    )
+
+
+def _ends(
+    found: PairedDifference, lowest: float, highest: float
+) -> tuple[float, float] | tuple[None, None]:
+    """Both ends within the values that are possible; None where no spread is known."""
+    low, high = found.estimate.low, found.estimate.high
+    if math.isnan(low) or math.isnan(high):
+        return None, None
+    return max(low, lowest), min(high, highest)

@@ -183,18 +183,26 @@ class SweepRunner:
             queue.note(one)
             on_end(one)
 
-        while self._working or (self._stopped_by is None and (self._ready or not queue.is_empty)):
-            if self._stopped_by is None:
-                self._take(queue, note)
-                self._start(note)
-                self._prune(queue)
-            for one in [one for one in self._working if one.job.has_ended()]:
-                self._working.remove(one)
-                note(self._outcome(one))
-            on_poll()
-            time.sleep(POLL_SECONDS if self._working or self._ready else 0.0)
+        try:
+            while self._working or self._has_more(queue):
+                if self._stopped_by is None:
+                    self._take(queue, note)
+                    self._start(note)
+                    self._prune(queue)
+                for one in [one for one in self._working if one.job.has_ended()]:
+                    self._working.remove(one)
+                    note(self._outcome(one))
+                on_poll()
+                time.sleep(POLL_SECONDS if self._working or self._ready else 0.0)
+        finally:
+            # After an error, what is at work saves what it did.
+            for one in self._working:
+                one.job.stop()
         self._write_failures(finished)
         return finished
+
+    def _has_more(self, queue: RunQueue) -> bool:
+        return self._stopped_by is None and (bool(self._ready) or not queue.is_empty)
 
     def _take(self, queue: RunQueue, note: Told) -> None:
         while len(self._working) + len(self._ready) < self.place.num_at_once:
@@ -271,6 +279,9 @@ class SweepRunner:
             "progress_path": str(progress_path),
             "runs_dir": str(self.directory.absolute()),
         }
+        if not settings.get("num_actors"):
+            # It says where the sweep's own tasks are.
+            settings.pop("ray_address", None)
         for name, value in settings.items():
             words += ["--settings", f"{name}={json.dumps(value)}"]
         return [*words, "--trust"] if self.is_trusted else words
@@ -330,6 +341,7 @@ def is_own_sweep(directory: Path) -> bool:
 def read_failures(directory: Path) -> dict[str, str]:
     """What the failed runs of a sweep said last, by run id."""
     try:
-        return dict(json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+        stored = json.loads((directory / FAILURES_FILE).read_text(encoding="utf-8"))
+        return {run_id: str(message) for run_id, message in stored.items()}
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}

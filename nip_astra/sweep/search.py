@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,13 +197,19 @@ class StudyQueue:
     def _open_study(self) -> Study:
         optuna = self._optuna
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        study: Study = optuna.create_study(
-            storage=f"sqlite:///{(self.directory / STUDY_FILE).absolute()}",
-            study_name="sweep",
-            direction=self.search.direction,
-            pruner=self._pruner(),
-            load_if_exists=True,
-        )
+        try:
+            study: Study = optuna.create_study(
+                storage=f"sqlite:///{(self.directory / STUDY_FILE).absolute()}",
+                study_name="sweep",
+                direction=self.search.direction,
+                pruner=self._pruner(),
+                load_if_exists=True,
+            )
+        except Exception as error:
+            raise RunDirectoryError(
+                f"the study {self.directory / STUDY_FILE} cannot be read: "
+                f"{str(error).splitlines()[0]}. Restore the file, or give another --sweep-dir."
+            ) from error
         asked = _identity(self.plan, self.search)
         before = study.user_attrs.get("asked")
         if before is None:
@@ -266,18 +273,27 @@ def read_trials(directory: Path, plan: SweepPlan) -> list[TrialRecord]:
     try:
         return [
             TrialRecord(
-                number=one["number"],
-                state=one["state"],
-                value=one["value"],
-                arm=Arm(one["trainer"], one["scenario"], one["values"], plan.fixed),
+                number=int(one["number"]),
+                state=str(one["state"]),
+                value=None if one["value"] is None else float(one["value"]),
+                arm=_stored_arm(one, plan),
             )
             for one in json.loads(path.read_text(encoding="utf-8"))
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunDirectoryError(
             f"the trials of {directory} were to be read, but {TRIALS_FILE} is broken: {error}. "
             "Going on with the sweep writes it again."
         ) from error
+
+
+def _stored_arm(stored: Mapping[str, Any], plan: SweepPlan) -> Arm:
+    trainer, scenario = stored["trainer"], stored["scenario"]
+    scenarios: list[str | None] = [*plan.scenarios] or [None]
+    if trainer not in plan.trainers or scenario not in scenarios:
+        raise ValueError(f"a trial of {trainer!r} on {scenario!r} is none of the sweep's")
+    values = {str(path): str(value) for path, value in stored["values"].items()}
+    return Arm(trainer, scenario, values, plan.fixed)
 
 
 def import_optuna() -> Any:

@@ -9,9 +9,10 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
 
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_MAX_DIGITS = 19
 _RANGE = re.compile(rf"(log\s+)?({_NUMBER})\.\.({_NUMBER})")
 
 
@@ -67,7 +68,7 @@ class SearchParameters(SubParameters):
     after training, and is not pruned by."""
     direction: Literal["maximize", "minimize"] = "maximize"
     """Whether more of it is better, or less."""
-    seed: int = 0
+    seed: int = Field(default=0, le=MAX_WHOLE)
     """Root of what is proposed; not the seed of the runs."""
 
 
@@ -98,5 +99,12 @@ def space_of(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
     return space
 
 
+def whole_number(text: str) -> int | None:
+    """The number that a text of digits is, 0 or more; None for any other text."""
+    digits = text.strip()
+    return int(digits) if digits.isdecimal() and len(digits) < _MAX_DIGITS else None
+
+
 def _number(text: str) -> int | float:
-    return int(text) if text.lstrip("+-").isdigit() else float(text)
+    whole = whole_number(text.lstrip("+-"))
+    return float(text) if whole is None else -whole if text.startswith("-") else whole

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,9 +12,9 @@ from nip_astra.errors import ConfigurationError, MissingDependencyError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.plugins import load_plugin
 from nip_astra.sweep.bar import SweepBar
-from nip_astra.sweep.orders import FinishedRun
+from nip_astra.sweep.orders import FinishedRun, RunStatus
 from nip_astra.sweep.places import LocalProcesses, Place, RayTasks
-from nip_astra.sweep.plan import SweepPlan, shard_of
+from nip_astra.sweep.plan import RequestedFigures, SweepPlan, shard_of
 from nip_astra.sweep.report import write_sweep_report
 from nip_astra.sweep.results import SweepResults, as_csv, read_sweep
 from nip_astra.sweep.runner import GivenRuns, RunQueue, SweepRunner
@@ -44,6 +44,8 @@ class SweepOptions:
         What a run takes of a machine on Ray.
     is_trusted : bool
         Whether code that the runs name is loaded.
+    metrics : Sequence[str]
+        Figures that are shown; one that no trainer reports is refused.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -53,6 +55,7 @@ class SweepOptions:
     num_cpus: float = 1
     num_gpus: float = 0
     is_trusted: bool = False
+    metrics: Sequence[str] = ()
 
 
 def run_sweep(
@@ -105,7 +108,7 @@ def do_sweep(
     on_end: Callable[[FinishedRun], object] = lambda _: None,
 ) -> list[FinishedRun]:
     """Do what has not ended, and write the tables and the report of all that has."""
-    check(plan, options)
+    figures = check(plan, options)
     runner = runner_of(plan, directory, options, place=_place(options))
     runs = [] if plan.search else shard_of(plan.runs, options.shard)
     with runner.opened():
@@ -116,6 +119,8 @@ def do_sweep(
         def note(one: FinishedRun) -> None:
             bar.note(one)
             on_end(one)
+            if one.status is RunStatus.ENDED:
+                figures.note(one.run, directory / one.run.run_id)
 
         def poll() -> None:
             bar.poll(runner.at_work)
@@ -128,13 +133,13 @@ def do_sweep(
     return finished
 
 
-def check(plan: SweepPlan, options: SweepOptions) -> None:
-    """Check everything that can be before anything runs.
+def check(plan: SweepPlan, options: SweepOptions) -> RequestedFigures:
+    """Check everything that can be before anything runs, and return what is left to check.
 
     Raises
     ------
     ConfigurationError
-        When a setting or a combination is wrong.
+        When a setting, a combination or the name of a figure is wrong.
     """
     for plugin in plan.plugins:
         load_plugin(plugin)
@@ -146,6 +151,7 @@ def check(plan: SweepPlan, options: SweepOptions) -> None:
             "those before it. Leave --shard out, or do the search --on ray."
         )
     plan.check()
+    return RequestedFigures(plan, options.metrics)
 
 
 def runner_of(

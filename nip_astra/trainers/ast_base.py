@@ -13,6 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.distributed.team import Handler, Team
 from nip_astra.errors import ConfigurationError
+from nip_astra.evaluation.failures import FailureReport
 from nip_astra.evaluation.measured import Known, Replies, known_turns
 from nip_astra.language_models.base import (
     LanguageModel,
@@ -95,6 +97,11 @@ class AstTrainer(LanguageModelTrainer):
     plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "probe"
     policy_role: ClassVar[str] = "attacker"
+    figures: ClassVar[tuple[str, ...] | None] = (
+        *(one.name for one in fields(FailureReport)),
+        "plants_found_held_out",
+        *(f"dev/{name}" for name in DEV_FIGURES),
+    )
     compares_with_sampler: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from nip_astra.errors import ConfigurationError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.trainers.trainer_base import Trainer
@@ -25,6 +27,52 @@ def refuse_idle_actors(trainer_class: type[Trainer], settings: ExperimentSetting
             "language models (ast_*, self_hosted_*, ...) in one process play on actors; leave "
             "num_actors 0 for others."
         )
+
+
+def refuse_replaced(settings: ExperimentSettings) -> None:
+    """Refuse objects that a run makes itself, in place of which a caller's would be lost.
+
+    Raises
+    ------
+    ConfigurationError
+        With their names. `prepare_experiment` takes them.
+    """
+    given = [name for name in ("run_directory", "tracker", "team") if getattr(settings, name)]
+    if given:
+        raise ConfigurationError(
+            f"a run makes its own {' and '.join(given)}. Leave out {', '.join(given)}: set "
+            "runs_dir, run_id and wandb, or build by prepare_experiment, which takes them."
+        )
+
+
+def refuse_idle_settings(settings: ExperimentSettings, given: Container[str] | None = None) -> None:
+    """Refuse settings that nothing in this run reads.
+
+    Parameters
+    ----------
+    given : Container of str, optional
+        Names that were given now, where others are those of a stored run; None for all.
+
+    Raises
+    ------
+    ConfigurationError
+        With their names and what they need.
+    """
+    is_alone = settings.team is None or settings.team.size == 1
+    needs_processes = ("several processes", ("sharding", "process_store")) if is_alone else ("", ())
+    needs_actors = ("num_actors above 0", ("ray_address", "actor_cpus", "actor_gpus"))
+    for need, names in (needs_processes, needs_actors if not settings.num_actors else ("", ())):
+        idle = [
+            f"{name}={getattr(settings, name)}"
+            for name in names
+            if (given is None or name in given)
+            and getattr(settings, name) != ExperimentSettings.model_fields[name].default
+        ]
+        if idle:
+            raise ConfigurationError(
+                f"the settings {', '.join(idle)} need {need}, and nothing here reads them. Leave "
+                "them out."
+            )
 
 
 def refuse_unfinished(trainer_class: type[Trainer]) -> None:

@@ -30,7 +30,7 @@ class PureTextMaltTrainer(PureTextRlTrainer):
     class Parameters(SubParameters):
         """Trees of responses, and learning from their pairs."""
 
-        num_responses_per_timestep: int = Field(default=2, ge=2)
+        num_responses_per_timestep: int = Field(default=2, ge=2, le=10_000)
         """Ways in which each conversation goes on from each round. A conversation of R rounds has
         up to this to the power of R ends."""
         dpo_beta: float | None = Field(default=None, gt=0)

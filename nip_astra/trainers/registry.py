@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from nip_astra.errors import PluginError
 from nip_astra.parameters.types import TrainerType
 from nip_astra.registry import Registry
 from nip_astra.trainers.trainer_base import Trainer
@@ -19,9 +20,20 @@ def register_trainer(name: str) -> Callable[[TrainerClass], TrainerClass]:
     """Register a `Trainer` subclass under the name by which `--trainer` selects it.
 
     `name` is a `TrainerType` member or, for a trainer of your own, any string.
+
+    Raises
+    ------
+    PluginError
+        When what it decorates is no subclass of `Trainer`.
     """
 
     def decorate(cls: TrainerClass) -> TrainerClass:
+        if not (isinstance(cls, type) and issubclass(cls, Trainer)):
+            raise PluginError(
+                f"{getattr(cls, '__name__', cls)!r} was registered as the trainer {str(name)!r}, "
+                "but is no subclass of nip_astra.trainers.trainer_base.Trainer. Derive it from "
+                "that, or from the base of a family."
+            )
         TRAINERS.register(str(name))(cls)
         return cls
 

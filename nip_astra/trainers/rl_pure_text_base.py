@@ -82,6 +82,11 @@ class PureTextRlTrainer(Trainer):
 
     State: ClassVar[type[RunState]] = TextRunState
     trainer_type: ClassVar[str] = PURE_TEXT
+    figures: ClassVar[tuple[str, ...] | None] = (
+        *("mean_accuracy", "accuracy_of_*", "accuracy_where_*", "worst_datapoint_accuracy"),
+        *("share_undecided", "mean_episode_length", "mean_decision", "num_*"),
+        *("*/mean_episode_reward", "*/std_episode_reward", "*/share_*"),
+    )
     plays_on_actors: ClassVar[bool] = True
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("text_rl",)
     num_branches: int = 1

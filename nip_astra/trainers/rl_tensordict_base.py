@@ -93,6 +93,11 @@ class TensorDictRlTrainer(TensorDictTrainer):
 
     State: ClassVar[type[RunState]] = RlState
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "message_regression")
+    figures: ClassVar[tuple[str, ...] | None] = (
+        *("mean_accuracy", "std_accuracy", "worst_datapoint_accuracy", "share_undecided"),
+        *("mean_episode_length", "num_*"),
+        *("*/mean_*", "*/std_*", "*/worst_*", "*/residual_critic_variance"),
+    )
     learns_in_processes: ClassVar[bool] = True
     divides_weights: ClassVar[bool] = True
     sections_of_others: ClassVar[tuple[str, ...]] = ("solo_agent",)

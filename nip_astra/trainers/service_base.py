@@ -88,6 +88,10 @@ class ServiceTrainer(LanguageModelTrainer):
     plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "trained"
     samples_in_training: ClassVar[bool] = True
+    figures: ClassVar[tuple[str, ...] | None] = (
+        *("accuracy", "mean_reward", "pass_at_*", "num_*"),
+        *("dev/accuracy*", "dev/mean_reward*", "dev/pass_at_*"),
+    )
     """Whether what is learnt from is sampled."""
     learns_from_rewards: ClassVar[bool] = True
     """Whether groups of equal rewards may be replaced (`max_resampling_rounds`)."""

@@ -63,6 +63,7 @@ class SoloAgentTrainer(TensorDictTrainer):
 
     State: ClassVar[type[RunState]] = SoloState
     trainer_type: ClassVar[str] = "solo_agent"
+    figures: ClassVar[tuple[str, ...] | None] = ("*/test_*",)
     parameter_groups: ClassVar[tuple[str, ...] | None] = ()
     never_reads: ClassVar[tuple[str, ...]] = (
         "rl",

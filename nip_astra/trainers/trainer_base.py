@@ -114,6 +114,10 @@ class Trainer(ABC):
     needed."""
     plays_on_actors: ClassVar[bool] = False
     """Whether actors of Ray may play its rollouts."""
+    figures: ClassVar[tuple[str, ...] | None] = None
+    """Figures that `results.json` may hold after training, and dev evaluations as `dev/<name>`; `*`
+    stands for any text. A sweep refuses to show or search by others. None, as for a class of one's
+    own that sets none, refuses nothing before a run has ended."""
     never_reads: ClassVar[tuple[str, ...]] = ()
     """Groups or parameters that no run of this trainer reads, though its scenario may name them;
     `*` stands for any name."""

@@ -196,6 +196,7 @@ def paired_difference(
     *,
     is_bounded: bool = True,
     largest: float = 1.0,
+    scale: float = 0.0,
     level: float = 0.95,
 ) -> PairedDifference:
     """Estimate the mean of paired differences.
@@ -213,6 +214,8 @@ def paired_difference(
         Whether differences have a bound.
     largest : float
         That bound: differences lie between -largest and largest.
+    scale : float
+        Largest of the values that the differences are of, whose rounding errors they contain.
     """
     array = np.asarray(differences, dtype=np.float64)
     if array.size == 0:
@@ -228,7 +231,8 @@ def paired_difference(
     else:
         centre, error = spread.mean, math.sqrt(spread.cluster_variance)
         # Below this it is what rounding leaves of values that are all alike.
-        error = error if error > ROUNDING * math.sqrt(spread.mean_square) else math.nan
+        size = max(math.sqrt(spread.mean_square), scale)
+        error = error if error > ROUNDING * size else math.nan
         method = "Student's over prompts" if error > 0.0 else "none: no spread is known"
     degrees = spread.num_clusters - 1
     half = float(stdtrit(degrees, 0.5 + level / 2.0)) * error if degrees else math.inf

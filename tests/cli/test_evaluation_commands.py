@@ -407,6 +407,10 @@ def test_a_condition_fails_the_job_with_exit_code_one(cli: CommandLine, run: Pat
     assert cli("compare", "runs/one", "runs/one", *high).code == 1
     message = refused(cli("compare", "runs/one", "runs/one", "--fail-if", "failure_rte.high > 0"))
     assert "Did you mean 'failure_rate'?" in message
+    # Before the first conversation, in syntax and in names.
+    for wrong in ("failure_rate.high >", "failure_rte.high > 0", "failure_rate.hgh > 0"):
+        refused(cli("evaluate", "runs/one", "--name", "gated", "--fail-if", wrong))
+    assert not (run / "evaluations" / "gated" / "rows.jsonl").exists()
 
 
 def test_a_run_is_compared_by_its_own_table_where_it_was_not_evaluated(
@@ -454,6 +458,7 @@ def test_what_cannot_be_evaluated_is_refused(cli: CommandLine, run: Path) -> Non
     )
     assert "Give two or more runs" in refused(cli("compare", "runs/one"))
     assert "does not exist" in refused(cli("evaluate", "runs/one", "--target", "./nowhere"))
+    assert "training.lr=1" in refused(cli("evaluate", "runs/one", "--set", "training.lr=1"))
     assert "it has no _type" in refused(
         cli("evaluate", "runs/one", "--scorer", cli.write("s.yaml", "label: rude\n"))
     )

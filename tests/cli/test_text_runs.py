@@ -84,6 +84,9 @@ def test_an_evaluation_may_be_a_gate(runs: tuple[Path, Path], type_command: Comm
     assert type_command(*typed, "--fail-if", "accuracy.low > 0.9").code == 0
     assert type_command(*typed, "--fail-if", "verifier.mean_episode_reward < 0.9").code == 1
     assert type_command(*typed, "--untrained", "--overwrite").code == 0
+    for wrong in ("accuracy.low >", "acuracy.low > 0", "verifer.mean_episode_reward > 0"):
+        refused(type_command("evaluate", str(runs[0]), "--name", "early", "--fail-if", wrong))
+    assert not (runs[0] / "evaluations" / "early" / "answers.jsonl").exists()
 
 
 def test_options_about_attackers_are_refused(

@@ -9,9 +9,16 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from pydantic import Field
 
 from nip_astra.errors import ParameterError
-from nip_astra.parameters.parameters_base import SubParameters, claim_parameters
+from nip_astra.parameters.parameters_base import (
+    MAX_COUNT,
+    MAX_WHOLE,
+    SubParameters,
+    Url,
+    claim_parameters,
+)
 from tests.parameters.groups import Blob, Circle, Drawing, Paint, Ring, Shape
 
 DRAWING: dict[str, Any] = {
@@ -172,3 +179,26 @@ def test_what_omegaconf_reads_is_what_the_group_holds() -> None:
     assert isinstance(values, dict)
     paint = Paint.from_dict({str(key): value for key, value in values.items()})
     assert (paint.gloss, paint.layers, paint.thinner, paint.is_dry) == (0.001, 3, None, False)
+
+
+class Sizes(SubParameters):
+    """Whole numbers with bounds and without."""
+
+    free: int = 1
+    own: int = Field(default=1, le=MAX_WHOLE)
+    url: Url | None = None
+
+
+def test_a_whole_number_without_a_bound_of_its_own_ends_before_c_does() -> None:
+    assert Sizes(free=MAX_COUNT, own=MAX_WHOLE).own == MAX_WHOLE
+    with pytest.raises(ParameterError, match=f"free.*{MAX_COUNT:,}"):
+        Sizes(free=MAX_COUNT + 1)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "x", "ftp://a", "http://", "http://[", "http://a:x", "http://a\0b", "http://a b"]
+)
+def test_what_is_no_address_is_refused_as_a_parameter(url: str) -> None:
+    assert Sizes(url="https://a.example:8000/v1").url
+    with pytest.raises(ParameterError, match="url"):
+        Sizes(url=url)

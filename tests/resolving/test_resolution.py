@@ -17,6 +17,7 @@ from nip_astra.protocols.adp import AdpProtocol
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.registry import SCENARIOS
+from nip_astra.sweep.plan import grid_of
 from nip_astra.tracking.run_directory import to_yaml
 from tests.command_line import plugins_forgotten_after
 
@@ -146,3 +147,29 @@ def test_a_section_is_given_as_a_mapping_from_python() -> None:
 def test_an_experiment_is_not_made_of_a_name() -> None:
     with pytest.raises(ConfigurationError, match=r"made of 'ast_dpo', but that is str\. Give"):
         resolve_experiment(hyper_params="ast_dpo")  # type: ignore[arg-type]
+
+
+def test_paths_that_an_option_gives_mean_the_same_in_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a bare folder with a model; a folder that is called like a name is left alone."""
+    (tmp_path / "mine.txt").write_text("hello\n")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "adamw").mkdir()
+    monkeypatch.chdir(tmp_path)
+    resolved = resolve_experiment(
+        trainer="ast_dpo",
+        overrides=[
+            "ast_chat.prompts.test=mine.txt",
+            "ast_chat.prompts.dev=./none.txt",
+            "ast_chat.target.language_model.model=model",
+            "training.optimizer=adamw",
+        ],
+    )
+    get = resolved.hyper_params.get
+    assert get("ast_chat.prompts.test") == str(tmp_path / "mine.txt")
+    assert get("ast_chat.prompts.dev") == "./none.txt"
+    assert get("ast_chat.target.language_model.model") == str(tmp_path / "model")
+    assert get("training.optimizer") == "adamw"
+    assert grid_of(["a=mine.txt,other"]) == {"a": [str(tmp_path / "mine.txt"), "other"]}

@@ -166,7 +166,8 @@ def test_runs_on_any_number_of_actors_write_the_same_metrics(
     )
     written = {}
     for num_actors in counts:
-        settings = {"num_actors": num_actors, "actor_cpus": 0.25, "progress": False}
+        settings = {"num_actors": num_actors, "progress": False}
+        settings |= {"actor_cpus": 0.25} if num_actors else {}
         run = run_experiment(
             resolved, runs_dir=str(tmp_path), run_id=f"actors-{num_actors}", **settings
         )

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
+from nip_astra.cli import sweep_commands
 from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
 from nip_astra.sweep.orders import FinishedRun, RunOrder, RunStatus
 from nip_astra.sweep.places import Job
@@ -134,10 +135,28 @@ def test_a_search_finds_what_is_best_and_says_so(tmp_path: Path) -> None:
     best = max(trials, key=lambda one: one.value or -math.inf)
     assert found.arms[0] == best.arm
     assert abs(math.log10(float(best.arm.values["training.lr"])) + 3) < 0.5
+    assert found.selected_by is None
     write_findings(found)
     page = (tmp_path / "report.html").read_text()
     assert "Trials" in page
     assert best.arm.name in page
+
+
+def test_a_search_by_a_test_figure_says_so_wherever_its_figures_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_of(objective="mean_reward", num_trials=2)
+    search(plan, tmp_path, Stage(peak))
+    found = read_sweep(tmp_path)
+    assert found.selected_by == "mean_reward"
+    assert {row["selected_by"] for row in (*found.rows, *found.summary())} == {"mean_reward"}
+    write_findings(found)
+    assert "mean_reward on the test data" in (tmp_path / "report.html").read_text()
+    capsys.readouterr()
+    sweep_commands._tell(found, [], as_json=False)
+    assert "selected by mean_reward" in capsys.readouterr().out
+    sweep_commands._tell(found, [], as_json=True)
+    assert '"selected_by": "mean_reward"' in capsys.readouterr().out
 
 
 def test_a_killed_search_goes_on_with_the_trials_that_it_would_have_made(tmp_path: Path) -> None:

@@ -16,10 +16,24 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from nip_astra.errors import ConfigurationError, ParameterError, RunDirectoryError
-from nip_astra.sweep.plan import SweepPlan, grid_of, read_plan, seeds_of, shard_of
+from nip_astra.errors import (
+    ConfigurationError,
+    ParameterError,
+    RunDirectoryError,
+    UnknownNameError,
+)
+from nip_astra.sweep.plan import (
+    RequestedFigures,
+    SweepPlan,
+    grid_of,
+    read_plan,
+    seeds_of,
+    shard_of,
+)
 from nip_astra.sweep.results import SweepResults, read_sweep
 from nip_astra.sweep.runner import RunStatus, SweepRunner
+from nip_astra.sweep.sweeping import write_findings
+from tests.command_line import plugins_forgotten_after
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -63,8 +77,69 @@ def test_seeds_are_ranges_and_numbers() -> None:
     for wrong in ("x", "2..0", "", "1.5"):
         with pytest.raises(ConfigurationError, match="--seeds"):
             seeds_of(wrong)
-    with pytest.raises(ParameterError, match="twice"):
-        SweepPlan.from_dict({"trainers": ["ast_dpo"], "seeds": [1, 1]})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"seeds": [1, 1]}, "1"),
+        ({"trainers": ["ast_dpo", "ast_dpo"]}, "ast_dpo"),
+        ({"scenarios": ["pocket_chat", "pocket_chat"]}, "pocket_chat"),
+        ({"grid": {"training.lr": ["1e-4", "0.0001"]}}, r"training\.lr"),
+        ({"search": {"space": {"training.lr": [0.001, "1e-3"]}}}, r"training\.lr"),
+        ({"grid": {"seed": [1, 2]}}, "--seeds"),
+        ({"grid": {" trainer": ["ast_ipo"]}}, "--trainer"),
+        ({"overrides": ["scenario=pocket_chat"]}, "--scenario"),
+        ({"search": {"space": {"seed": {"low": 0, "high": 9}}}}, "--seeds"),
+    ],
+)
+def test_copies_of_a_run_do_not_count_as_seeds_or_arms(wrong: dict[str, Any], named: str) -> None:
+    with pytest.raises(ParameterError, match=named):
+        SweepPlan.from_dict({"trainers": ["ast_dpo"]} | wrong)
+
+
+def test_arms_that_resolve_to_one_experiment_are_refused() -> None:
+    scenarios = ["pocket_chat", str(ROOT / "scenarios" / "pocket_chat")]
+    with pytest.raises(ConfigurationError, match="ast_dpo pocket_chat"):
+        SweepPlan(trainers=["ast_dpo"], scenarios=scenarios).check()
+
+
+def test_figures_that_no_trainer_reports_are_refused_before_the_first_run() -> None:
+    plan = SweepPlan(trainers=["ast_dpo", "solo_agent"], seeds=[0])
+    RequestedFigures(plan, ["failure_rate", "verifier/test_accuracy"])
+    with pytest.raises(UnknownNameError, match="failure_rate"):
+        RequestedFigures(plan, ["failur_rate"])
+    search = {"space": {"training.lr": {"low": 1e-5, "high": 1e-3}}, "objective": "dev/failure"}
+    overrides = ["training.eval_period=1"]
+    searching = SweepPlan.from_dict(
+        {"trainers": ["ast_dpo"], "overrides": overrides, "search": search}
+    )
+    with pytest.raises(UnknownNameError, match="dev/failure_rate"):
+        RequestedFigures(searching)
+
+
+def test_figures_of_a_plug_in_are_checked_after_its_first_run(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "from nip_astra.trainers.ast_dpo import AstDpoTrainer\n"
+        "from nip_astra.trainers.registry import register_trainer\n"
+        "@register_trainer('mine')\n"
+        "class Mine(AstDpoTrainer):\n"
+        "    pass\n"
+    )
+    with plugins_forgotten_after():
+        plan = SweepPlan(
+            trainers=["mine"],
+            seeds=[0],
+            plugins=[str(plugin)],
+        )
+        figures = RequestedFigures(plan, ["wonders", "nothing", "failur_rate"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "hyper_parameters.yaml").write_text("")
+    results = {"after": {"wonders": 3.0, "nothing": None, "failure_rate": 0.5}}
+    (tmp_path / "run" / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UnknownNameError, match="failure_rate"):
+        figures.note(plan.runs[0], tmp_path / "run")
 
 
 def test_shards_hold_every_run_once() -> None:
@@ -100,7 +175,13 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     mean = found.over_seeds(one, "failure_rate")
     assert mean is not None
     low, high = stats.t.interval(0.95, 2, loc=0.5, scale=stats.sem(values["ast_dpo"]))
-    assert (mean.mean, mean.low, mean.high) == pytest.approx((0.5, low, high))
+    # A rate is at least 0 and at most 1.
+    assert (low, high) < (0.0, 1.5)
+    assert (mean.mean, mean.low, mean.high) == pytest.approx((0.5, 0.0, 1.0))
+    rewards = SweepResults(plan, tmp_path, [row | {"name": "mean_reward"} for row in rows])
+    assert rewards.over_seeds(one, "mean_reward")[1:] == pytest.approx((0.5, low, high))  # type: ignore[index]
+    assert "3 seeds" in found.cautions(["failure_rate"])[0]
+    assert rewards.summary()[0]["values"] == "0.2 0.4 0.9"
     beside = found.difference(two, one, "failure_rate")
     assert beside is not None
     assert beside.mean == pytest.approx(0.1)
@@ -108,6 +189,23 @@ def test_means_and_differences_are_those_of_student(tmp_path: Path) -> None:
     assert beside.p == pytest.approx(float(expected))
     same = SweepResults(plan, tmp_path, [row | {"value": 0.5} for row in rows])
     assert same.over_seeds(one, "failure_rate")[1:] == (0.5, None, None)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("values", [(0.1, 0.3), (0.7, 12345.1)])
+def test_differences_that_are_equal_up_to_rounding_are_no_evidence(
+    values: tuple[float, float], tmp_path: Path
+) -> None:
+    plan = SweepPlan(trainers=["ast_dpo", "ast_ipo"], seeds=[0, 1])
+    rows = [
+        {"run_id": run.run_id, "when": "after", "name": "mean_reward"}
+        | {"value": values[run.seed] + (0.1 if run.arm.name == "ast_ipo" else 0.0)}
+        for run in plan.runs
+    ]
+    one, two = plan.arms
+    found = SweepResults(plan, tmp_path, rows).difference(two, one, "mean_reward")
+    assert found is not None
+    assert found.mean == pytest.approx(0.1)
+    assert (found.low, found.high, found.p) == (None, None, None)
 
 
 @pytest.mark.slow
@@ -178,3 +276,37 @@ def _stored(directory: Path) -> SweepPlan:
         assert time.monotonic() < until
         time.sleep(0.05)
     return SweepPlan.from_dict(json.loads((directory / "sweep.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("sweep.json", b"3"),
+        ("sweep.json", b"[" * 100_000),
+        ("sweep.json", b'{"trainers": ["../../elsewhere"]}'),
+        ("sweep.json", b'{"trainers": ["ast_dpo"], "seeds": [' + b"9" * 5000 + b"]}"),
+        ("trials.json", b"[" * 100_000),
+        ("trials.json", b'[{"number": 0, "state": "complete", "value": "x"}]'),
+        (
+            "trials.json",
+            b'[{"number": 0, "state": "fail", "value": null, "trainer": "../x",'
+            b' "scenario": null, "values": {}}]',
+        ),
+    ],
+)
+def test_broken_files_of_a_sweep_are_told(file: str, content: bytes, tmp_path: Path) -> None:
+    search = {"space": {"training.lr": [1e-3, 1e-2]}}
+    plan = SweepPlan.from_dict({"trainers": ["ast_dpo"], "search": search})
+    (tmp_path / "sweep.json").write_text(json.dumps(plan.to_dict()))
+    (tmp_path / "failures.json").write_bytes(b"[1]")
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(RunDirectoryError, match=file):
+        write_findings(read_sweep(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["\N{SUPERSCRIPT TWO}", "0..\N{SUPERSCRIPT TWO}", "9" * 5000])
+def test_digits_that_are_no_number_are_no_seeds_and_shards(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="--seeds"):
+        seeds_of(text)
+    with pytest.raises(ConfigurationError, match="--shard"):
+        shard_of([], f"{text}/4")

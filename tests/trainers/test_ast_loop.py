@@ -16,11 +16,11 @@ from nip_astra.errors import ConfigurationError, NonFiniteLossError, StopRequest
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resume_check import what_was_found
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
-from tests.resuming import what_was_found
 from tests.tiny import experience_of
 
 QUIET = {"progress": False}

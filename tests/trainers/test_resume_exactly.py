@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ import torch
 
 from nip_astra.checkpoints.tensors import load_state
 from nip_astra.errors import CheckpointError, StopRequested
+from nip_astra.evaluation.run_results import read_results
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.resume_check import what_was_found
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.scorers.base import Exchange, Scorer
 from nip_astra.tracking.local import LocalTracker
 from nip_astra.trainers.language_model.state import LanguageModelState
 from tests.command_line import plugins_forgotten_after
-from tests.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment, what_was_found
+from tests.resuming import SHORT_TRAINERS, copy_as_killed_after, short_experiment
 from tests.tiny import make_classifier
 
 
@@ -68,6 +71,12 @@ def test_every_trainer_goes_on_from_any_checkpoint(trainer: str, tmp_path: Path)
     with plugins_forgotten_after():
         resolved = short_experiment(trainer, tmp_path / "scenario", num_iterations=3)
         run = check_checkpoints(resolved, tmp_path)
+        found = read_results(run)
+    reported = {one.name for one in found.figures if one.when == "after"}
+    reported |= {name for row in found.metrics for name in row if name.startswith("dev/")}
+    declared = resolved.trainer_class.figures or ()
+    undeclared = {name for name in reported if not any(fnmatchcase(name, one) for one in declared)}
+    assert not undeclared, "a sweep would refuse to show them"
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for name in ("torch", "numpy", "normal", "python", "gauss"):
         drawn = [line[f"drawn/{name}"] for line in lines]

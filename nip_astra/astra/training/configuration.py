@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from nip_astra.errors import ParameterError
 from nip_astra.parameters.faults import faults_of
+from nip_astra.parameters.parameters_base import MAX_WHOLE
 from nip_astra.parameters.training import TrainingConfiguration as SharedConfiguration
 
 NAMES_OF_ASTRA = {"training_steps": "num_iterations", "batch_size": "minibatch_size"}
@@ -25,7 +26,7 @@ class TrainingConfiguration(SharedConfiguration):
 
     model_config = ConfigDict(frozen=False, validate_assignment=True)
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Root of all randomness of training; 0 is a seed like any other."""
 
     def __init__(self, /, **values: Any) -> None:

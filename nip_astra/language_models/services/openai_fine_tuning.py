@@ -23,7 +23,7 @@ from nip_astra.language_models.services.fine_tuning import (
 )
 from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.openai_client import OpenAIConnection, read_key
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import SubParameters, Url
 from nip_astra.progress import waiting_for
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ STATUSES = {
 class FineTuningParameters(SubParameters):
     """A service that trains models by jobs."""
 
-    base_url: str = Field(default="https://api.openai.com/v1", pattern=r"^https?://")
+    base_url: Url = Field(default="https://api.openai.com/v1", pattern=r"^https?://")
     """Address of the service up to `/fine_tuning/jobs`."""
     api_key_variable: str | None = None
     """Environment variable that holds the key; null sends none. The key is written nowhere."""

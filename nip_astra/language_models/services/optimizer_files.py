@@ -68,7 +68,7 @@ def put_together(
         into: dict[str, Tensor] = {}
         for name in sizes_in(shards):
             number, _, key = name.partition(".")
-            if not number.isdigit() or int(number) >= len(weights):
+            if not number.isdecimal() or int(number) >= len(weights):
                 raise CheckpointError(
                     f"the optimizer in {shards} was to be read, but it is of another one: it has "
                     f"{name}, and there are {len(weights)} weights. Resume with the parameters "

@@ -85,7 +85,7 @@ def value_of(text: str) -> tuple[int, list[int]] | None:
         value = _Parser(terms).whole()
     except (ValueError, IndexError, RecursionError):
         return None
-    return value, [int(term) for term in terms if term.isdigit()]
+    return value, [int(term) for term in terms if term.isdecimal()]
 
 
 class _Parser:

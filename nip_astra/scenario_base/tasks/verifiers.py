@@ -106,11 +106,11 @@ class VerifiersTask(Task):
         imported, which runs it."""
         options: dict[str, JsonValue] = {}
         """Fields of the taskset's own configuration."""
-        num_test: int = Field(default=100, ge=1)
+        num_test: int = Field(default=100, ge=1, le=100_000_000)
         """Tasks held out, the first ones."""
         num_dev: int = Field(default=20, ge=1)
         """Tasks for development, those that follow."""
-        num_train: int | None = Field(default=None, ge=1)
+        num_train: int | None = Field(default=None, ge=1, le=100_000_000)
         """Tasks to learn from, those that follow; null for all, of which there must be an end."""
 
     def __init__(

@@ -33,7 +33,7 @@ from pydantic import Field, model_validator
 
 from nip_astra.errors import DataError
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
 from nip_astra.scenarios.graphs.wl import (
     BEYOND_WL,
     ISOMORPHIC,
@@ -62,9 +62,9 @@ _BATCH = 2048
 class GraphPairParameters(SubParameters):
     """Pairs of graphs, made from a seed."""
 
-    num_train: Annotated[int, where("file", None)] = Field(default=10_000, ge=1)
+    num_train: Annotated[int, where("file", None)] = Field(default=10_000, ge=1, le=100_000_000)
     """Pairs to train on."""
-    num_test: Annotated[int, where("file", None)] = Field(default=1_000, ge=1)
+    num_test: Annotated[int, where("file", None)] = Field(default=1_000, ge=1, le=100_000_000)
     """Pairs to test on. Larger measures more exactly."""
     sizes: Annotated[list[int], where("file", None)] = Field(
         default=[7, 8, 9, 10, 11], min_length=1
@@ -83,7 +83,7 @@ class GraphPairParameters(SubParameters):
     isomorphic_graphs: Annotated[Literal["matched", "independent"], where("file", None)] = "matched"
     """Graphs of isomorphic pairs that are in no other pair: drawn as those of the other pairs are,
     or plain random graphs, from which alone an agent can guess that a pair is isomorphic."""
-    seed: Annotated[int, where("file", None)] = Field(default=0, ge=0)
+    seed: Annotated[int, where("file", None)] = Field(default=0, ge=0, le=MAX_WHOLE)
     """Seed of the pairs. That of the experiment leaves them as they are."""
     file: str | None = None
     """File of pairs to read instead, as `save_pairs` writes it; scenario:// is the scenario's

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from nip_astra.parameters.agents import HeadParameters
 from nip_astra.parameters.conditions import where, where_above, where_given
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import MAX_WHOLE, SubParameters
 from nip_astra.scenarios.images.pretrained.registry import PretrainedModelParameters
 
 
@@ -43,7 +43,7 @@ class ImageDatasetParameters(SubParameters):
     rest 1. select_two: two classes are 0 and 1, all others are left out. random: each image has a
     label of its own that never changes, so that it can only be learned by heart."""
     binarification_seed: Annotated[int, where("binarification_method", "merge", "random")] = Field(
-        default=0, ge=0
+        default=0, ge=0, le=MAX_WHOLE
     )
     """Root of what merge and random draw."""
     selected_classes: list[int] | None = None
@@ -54,7 +54,7 @@ class ImageDatasetParameters(SubParameters):
     """Most images to train on; null takes all. Larger generalises better."""
     test_share: float = Field(default=0.2, gt=0, lt=1)
     """Share of the images to test on, where the source has no test images of its own."""
-    split_seed: int = Field(default=0, ge=0)
+    split_seed: int = Field(default=0, ge=0, le=MAX_WHOLE)
     """Root of what is drawn to split the source and to leave images out."""
 
     @model_validator(mode="after")
@@ -90,7 +90,7 @@ class ImageClassificationAgentParameters(HeadParameters):
     """What stands between layers."""
     building_block_type: Literal["conv", "residual"] = "conv"
     """conv: one convolution and activation. residual: two of them, added to what went in."""
-    num_blocks_per_group: int = Field(default=2, ge=1)
+    num_blocks_per_group: int = Field(default=2, ge=1, le=1000)
     """Blocks before each halving of the image. Larger sees more around a pixel and is slower."""
     kernel_size: int = Field(default=3, ge=1)
     """Width and height of convolutions in pixels; odd. Larger sees more and is slower."""
@@ -101,7 +101,7 @@ class ImageClassificationAgentParameters(HeadParameters):
         Field(default=16, ge=1)
     )
     """Width of the hidden layers of what chooses a latent pixel."""
-    num_latent_pixel_selector_layers: int = Field(default=2, ge=1)
+    num_latent_pixel_selector_layers: int = Field(default=2, ge=1, le=1000)
     """Linear layers of what chooses a latent pixel; 1 has no hidden layer."""
     pretrained_embeddings_model: PretrainedModelParameters | None = None  # type: ignore[valid-type]
     """A trained model whose view of the image the body reads beside the pixels; null for none."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.parameters.conditions import where, where_above
-from nip_astra.parameters.parameters_base import SubParameters
+from nip_astra.parameters.parameters_base import SubParameters, Url
 from nip_astra.rl_objectives.advantages import Baseline
 from nip_astra.rl_objectives.importance import CorrectionMode, ImportanceLevel
 from nip_astra.rl_objectives.kl import KlKind
@@ -26,7 +26,7 @@ class TrainServiceParameters(SubParameters):
     --train` runs, which has the weights of the policy's model. tinker: at Tinker, or at what
     `nip-astra serve --tinker` runs; it trains adapters (lora.alpha 32) and samples without
     min_new_tokens."""
-    base_url: Annotated[str | None, where("backend", "http", "tinker")] = None
+    base_url: Annotated[Url | None, where("backend", "http", "tinker")] = None
     """Address of the service, for instance http://127.0.0.1:8000; null for that of Tinker."""
     model: Annotated[str | None, where("backend", "http", "tinker")] = None
     """Name of the policy's model at the service; null for the path by which the policy names it."""
@@ -58,7 +58,7 @@ class RolloutParameters(SubParameters):
     num_episodes_per_experience says how many problems an iteration has.
     """
 
-    num_runs: int = Field(default=8, ge=1)
+    num_runs: int = Field(default=8, ge=1, le=10_000)
     """Runs of each problem, which are compared with one another. More tell better from worse more
     surely, on fewer problems for the same cost."""
     max_resampling_rounds: int = Field(default=0, ge=0)

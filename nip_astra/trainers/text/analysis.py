@@ -68,7 +68,7 @@ def stored_samplings(run: RunDirectory) -> list[Sampling]:
     found = []
     for path in sorted(run.rollouts_dir.glob(f"*/{ROLLOUTS}")):
         split, _, number = path.parent.name.rpartition("_")
-        if number.isdigit():
+        if number.isdecimal():
             found.append(Sampling(split, int(number), path))
     return found
 

@@ -18,11 +18,12 @@ pytest.importorskip("fastapi")
 
 from nip_astra.errors import ModelLoadError, ServiceBusyError, ServiceUnreachableError
 from nip_astra.resolving.resolution import ResolvedExperiment
+from nip_astra.resume_check import what_was_found
 from nip_astra.run import resume_experiment, run_experiment
 from nip_astra.serve.api_errors import ApiError
 from nip_astra.serve.settings import TrainingProtocol
 from nip_astra.serve.training.work import WorkQueue
-from tests.resuming import short_experiment, what_was_found
+from tests.resuming import short_experiment
 from tests.serve.training.dying import DEATHS, dying_server
 from tests.serve.training.running import POLICY, Server, training_server
 from tests.serve.training.test_tinker_training import trainer_at

@@ -12,6 +12,7 @@ import torch
 
 from nip_astra.errors import ConfigurationError, StopRequested
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.resume_check import what_was_found
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.samplers import parts
@@ -19,7 +20,7 @@ from nip_astra.trainers.ast import ahead
 from nip_astra.trainers.ast.ahead import CorrectedAheadParameters, correct_for_staleness
 from nip_astra.trainers.language_model.state import LanguageModelState
 from tests import actors_here
-from tests.resuming import copy_as_killed_after, short_experiment, what_was_found
+from tests.resuming import copy_as_killed_after, short_experiment
 from tests.tiny import write_scenario
 
 TRAINERS = ("ast_reinforce", "ast_grpo", "ast_ppo", "ast_dpo", "ast_sft")

@@ -39,7 +39,8 @@ def written(folder: Path, num_actors: int, *more: str) -> Any:
     resolved = resolve_experiment(
         trainer="self_hosted_grpo", scenario="guess_number", overrides=[*SMALL, *more]
     )
-    settings = {"num_actors": num_actors, "actor_cpus": 0.25, "progress": False}
+    settings = {"num_actors": num_actors, "progress": False}
+    settings |= {"actor_cpus": 0.25} if num_actors else {}
     run = run_experiment(resolved, runs_dir=str(folder), run_id=f"by-{num_actors}", **settings)
     path = run.run_directory.path
     files = [path / "metrics.jsonl", *sorted(path.glob("rollouts/*.jsonl"))]

@@ -30,7 +30,7 @@ from nip_astra.language_models.services.service_process import OwnService, diges
 from nip_astra.language_models.services.texts import guess_usage
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where
-from nip_astra.parameters.parameters_base import PlainText
+from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.utils.seeding import derive_seed
 
@@ -54,7 +54,7 @@ class OpenAIChatModel(ChatModel):
         weights: Annotated[str | None, where("service", "local")] = None
         """What the local service serves under the name `model`: a folder, hub id or `.gguf` file,
         `scenario://x` in the scenario's folder or `package://name/x`."""
-        base_url: Annotated[str, where("service", "address")] = Field(
+        base_url: Annotated[Url, where("service", "address")] = Field(
             default="https://api.openai.com/v1", pattern=r"^https?://"
         )
         """Address of the service up to `/chat/completions`."""

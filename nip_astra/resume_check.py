@@ -1,0 +1,435 @@
+"""Check that a killed run goes on as if nothing had happened: kill it, resume it, compare it.
+
+A kill comes before one of the run's file operations: opening for writing, fsync, rename, mkdir,
+unlink, truncate. Processes are forked from one that has run once, so that a kill costs a run.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import json
+import os
+import random
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, deserialize
+
+from nip_astra.errors import ConfigurationError, RunDirectoryError, WorkerProcessError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.loading import flatten
+from nip_astra.progress import loops_cut_to
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.run import resume_experiment, run_experiment
+from nip_astra.tracking.run_directory import HAS_CHECKPOINTS, REPORT, RESULTS
+from nip_astra.tracking.run_lock import LOCK
+from nip_astra.utils.devices import resolve_device
+from nip_astra.utils.seeding import derive_seed
+
+MAX_ITERATIONS = 2
+"""To so many every loop of the run is cut."""
+SETTINGS: Mapping[str, Any] = {"progress": False, "wandb": "disabled", "checkpoint_period": 1}
+"""Settings of all runs of a check."""
+RUN = "run"
+"""Name of every run, each in a folder of its own."""
+_WATCHED = ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir", "truncate", "ftruncate")
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+_OWN_NAMES = re.compile(r"\bjob-[0-9a-f]{16}\b|\bftjob-\w+|\bft:[\w.:/-]+")
+"""Names that services give to jobs and models."""
+_OWN_KEYS = ("services", "run_key", "timings.jsonl")
+"""What depends on the time and on the process: what services took, and sizes of files of times."""
+
+Places = Callable[[int], Iterable[int]]
+
+
+class KilledRun(NamedTuple):
+    """What became of a run that was killed and resumed.
+
+    Attributes
+    ----------
+    number : int
+        Place of the file operation that the kill came before, from 1.
+    operation : str
+        That operation.
+    difference : str
+        The first file and name that differ from the uninterrupted run; empty where all are equal.
+    """
+
+    number: int
+    operation: str
+    difference: str
+
+
+class ResumeCheck(NamedTuple):
+    """What a check gave.
+
+    Attributes
+    ----------
+    num_operations : int
+        File operations of the uninterrupted run.
+    unlike : str
+        The first file and name that differ between two uninterrupted runs; then nothing is killed.
+    """
+
+    num_operations: int
+    unlike: str
+    kills: list[KilledRun]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every run gave the same."""
+        return not self.unlike and not any(one.difference for one in self.kills)
+
+
+def random_places(num_kills: int, seed: int) -> Places:
+    """So many different operations, drawn from all."""
+
+    def places(count: int) -> list[int]:
+        draw = random.Random(derive_seed(seed, "kills"))
+        return sorted(draw.sample(range(1, count + 1), min(num_kills, count)))
+
+    return places
+
+
+def check_resume(
+    experiment: HyperParameters | ResolvedExperiment,
+    folder: str | Path,
+    *,
+    num_kills: int = 10,
+    places: Places | None = None,
+    max_iterations: int | None = MAX_ITERATIONS,
+    on_kill: Callable[[KilledRun], object] = lambda _: None,
+    **settings_fields: Any,
+) -> ResumeCheck:
+    """Kill short runs of an experiment at random file operations, resume and compare them.
+
+    Metrics, results without seconds, rollouts, models and the contents of the newest checkpoint
+    must equal those of two uninterrupted runs.
+
+    Parameters
+    ----------
+    folder : str or Path
+        Gets a folder a run, `whole` for the uninterrupted one and its number for each kill, and
+        what the process wrote in `<number>.txt`.
+    places : Callable, optional
+        The operations to kill at, of so many, in place of random ones.
+    max_iterations : int or None
+        Iterations to which every loop is cut; None cuts none.
+    on_kill : Callable
+        Given each killed run as soon as it was compared.
+    **settings_fields
+        Settings of all runs, but those that a check sets itself.
+
+    Raises
+    ------
+    ConfigurationError
+        When processes cannot be forked here, or a setting is one that a check sets itself.
+    WorkerProcessError
+        When an uninterrupted run fails in a process of its own.
+    """
+    taken = sorted(settings_fields.keys() & {*SETTINGS, "run_id", "runs_dir", "test_run"})
+    if taken:
+        raise ConfigurationError(f"check-resume sets {', '.join(taken)} itself. Leave it out.")
+    if not hasattr(os, "fork"):
+        raise ConfigurationError(
+            f"check-resume forks processes, which {sys.platform} cannot. Run it on Linux."
+        )
+    resolved = experiment
+    if isinstance(resolved, HyperParameters):
+        resolved = resolve_experiment(hyper_params=resolved)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {"num_threads": 1, **settings_fields, **SETTINGS}
+    run = partial(_run, resolved, settings, folder)
+    with loops_cut_to(max_iterations):
+        in_process = _can_be_forked(resolved, settings)
+        for name in ("first", "whole"):
+            _uninterrupted(partial(run, name), folder / f"{name}.txt", in_process=in_process)
+        operations: list[str] = json.loads((folder / "whole.json").read_text())
+        expected = what_was_found(folder / "whole" / RUN)
+        unlike = difference_of(what_was_found(folder / "first" / RUN), expected)
+        kills: list[KilledRun] = []
+        places = places or random_places(num_kills, resolved.hyper_params.seed)
+        for number in () if unlike else places(len(operations)):
+            killed = partial(run, str(number), number)
+            resume = partial(go_on, resolved, folder / str(number), settings)
+            difference = _kill(killed, resume, folder, number, expected)
+            kills.append(KilledRun(number, operations[number - 1], difference))
+            on_kill(kills[-1])
+    return ResumeCheck(len(operations), unlike, kills)
+
+
+def _can_be_forked(resolved: ResolvedExperiment, settings: Mapping[str, Any]) -> bool:
+    """Whether this process may run once itself, and be forked then.
+
+    Neither a device nor threads nor a connection to Ray outlive a fork.
+    """
+    one = ExperimentSettings.from_dict({**resolved.settings.to_dict(), **settings})
+    return resolve_device(one.device).type == "cpu" and one.num_threads == 1 and not one.num_actors
+
+
+def _run(
+    resolved: ResolvedExperiment,
+    settings: Mapping[str, Any],
+    folder: Path,
+    name: str,
+    number: int = 0,
+) -> None:
+    """Run to the end and keep the names of operations, or be killed before one of them."""
+    with killed_at(number) as operations:
+        run_experiment(resolved, runs_dir=str(folder / name), run_id=RUN, **settings)
+    (folder / f"{name}.json").write_text(json.dumps(operations))
+
+
+def _uninterrupted(run: Callable[[], None], log: Path, *, in_process: bool) -> None:
+    if in_process:
+        _seed_generators()
+        # What it imports, later ones have.
+        run()
+    elif status := in_a_fork(run, log):
+        raise WorkerProcessError(
+            f"an uninterrupted run ended with {status}: {_last_line(log)}. Run it without "
+            "check-resume first."
+        )
+
+
+def _kill(
+    run: Callable[[], None],
+    resume: Callable[[], None],
+    folder: Path,
+    number: int,
+    expected: Mapping[str, bytes],
+) -> str:
+    """Kill a run, go on with it, and say what differs."""
+    log = folder / f"{number}.txt"
+    status, again = in_a_fork(run, log), in_a_fork(resume, log)
+    difference = fault_of(folder / str(number), expected)
+    if again:
+        difference = f"the resumed run ended with {again}: {_last_line(log)}"
+    elif status != -signal.SIGKILL:
+        difference = f"the run ended with {status} and was not killed. {difference}"
+    return difference
+
+
+@contextmanager
+def killed_at(number: int) -> Iterator[list[str]]:
+    """Note this process's file operations, and end it without a word before one of them.
+
+    Parameters
+    ----------
+    number : int
+        Place of that operation, from 1; 0 for none.
+    """
+    process = os.getpid()
+    done: list[str] = []
+    before: list[tuple[Any, str, Any]] = []
+
+    def watch(module: Any, name: str, counts: Callable[..., bool]) -> None:
+        call = getattr(module, name)
+        before.append((module, name, call))
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            # Processes that were forked from this one inherit the watch.
+            if os.getpid() == process and counts(*args, **kwargs):
+                done.append(f"{name} {args[:2]}")
+                if len(done) == number:
+                    os.kill(process, signal.SIGKILL)
+            return call(*args, **kwargs)
+
+        setattr(module, name, watched)
+
+    for name in _WATCHED:
+        watch(os, name, lambda *_, **__: True)
+    watch(os, "open", lambda _path, flags, *_, **__: bool(flags & _WRITING))
+    for module in (io, builtins):
+        watch(module, "open", _writes)
+    try:
+        yield done
+    finally:
+        for module, name, call in before:
+            setattr(module, name, call)
+
+
+def _writes(_file: object, mode: str = "r", *_: object, **__: object) -> bool:
+    return any(letter in mode for letter in "wax+")
+
+
+def in_a_fork(work: Callable[[], object], log: Path | None = None) -> int:
+    """The exit status of a process that does the work; what it prints goes to the file, if any."""
+    sys.stdout.flush()
+    process = os.fork()
+    if not process:
+        try:
+            _seed_generators()
+            if log is not None:
+                with log.open("ab") as file:
+                    os.dup2(file.fileno(), 1)
+                    os.dup2(file.fileno(), 2)
+            work()
+            os._exit(0)
+        except BaseException:
+            os.write(2, traceback.format_exc().encode(errors="replace"))
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+
+
+def _seed_generators() -> None:
+    """Begin every process alike: a fork seeds Python's generator anew, for a trainer to inherit."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def _last_line(log: Path) -> str:
+    return log.read_text(errors="replace").strip().rpartition("\n")[2] if log.exists() else ""
+
+
+def go_on(
+    resolved: ResolvedExperiment, runs_dir: Path, settings: Mapping[str, Any] = SETTINGS
+) -> None:
+    """Resume a killed run; where it has no directory yet, start it again."""
+    path = runs_dir / RUN
+    if not path.exists():
+        run_experiment(resolved, runs_dir=str(runs_dir), run_id=RUN, **settings)
+        return
+    has_ended = (path / RESULTS).exists() and (path / REPORT).exists()
+    try:
+        resume_experiment(path, progress=False)
+    except RunDirectoryError:
+        if not has_ended:
+            raise
+
+
+def fault_of(runs_dir: Path, expected: Mapping[str, bytes]) -> str:
+    """Say what is not as if the run had never been killed; empty where all is."""
+    path = runs_dir / RUN
+    if not (path / REPORT).exists():
+        return f"{REPORT} is missing"
+    if difference := difference_of(what_was_found(path), expected):
+        return difference
+    hidden = {file.relative_to(runs_dir).as_posix() for file in runs_dir.rglob(".*")}
+    left = sorted(hidden - {f"{RUN}/{LOCK}", f"{RUN}/{HAS_CHECKPOINTS}"})
+    return f"left over: {', '.join(left)}" if left else ""
+
+
+def what_was_found(run: Path) -> dict[str, bytes]:
+    """What must not depend on whether a run was killed, by file.
+
+    Metrics, results without seconds, rollouts, models and the newest checkpoint; names that
+    processes and services give are replaced by numbers, in the order in which they occur.
+    """
+    texts = _Texts(run)
+    latest = run / "checkpoints" / "latest"
+    checkpoint = run / "checkpoints" / (latest.read_text().strip() if latest.is_file() else "none")
+    found = {
+        RESULTS: texts.plain_json(run / RESULTS),
+        f"{checkpoint.name}/state.json": texts.plain_json(checkpoint / "state.json"),
+    }
+    files = [run / "metrics.jsonl", *run.glob("model/**/*.safetensors")]
+    files += [file for end in ("jsonl", "json") for file in run.glob(f"rollouts/**/*.{end}")]
+    files += [file for file in checkpoint.rglob("*") if file.name not in _OF_A_CHECKPOINT]
+    files += [file for one in texts.jobs for file in run.glob(f"jobs/{one}/model/*.safetensors")]
+    for file in sorted(one for one in files if one.is_file()):
+        content = file.read_bytes()
+        if file.name == "answers.jsonl":
+            # A process cannot know in which order answers come in.
+            content = b"".join(sorted(content.splitlines(keepends=True)))
+        if file.suffix in (".json", ".jsonl"):
+            content = texts.neutral(content.decode(errors="replace")).encode()
+        found[texts.neutral(str(file.relative_to(run)))] = content
+    return {name: content for name, content in found.items() if content}
+
+
+_OF_A_CHECKPOINT = ("state.json", "manifest.json")
+"""The first is compared apart; the other holds digests of all."""
+
+
+class _Texts:
+    """The texts of a run, without what is its own.
+
+    Attributes
+    ----------
+    jobs : dict[str, str]
+        Names that services gave, and what stands for them.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.places = sorted({str(run), str(run.absolute()), str(run.resolve())}, key=len)[::-1]
+        self.jobs: dict[str, str] = {}
+        self.key = ""
+
+    def plain_json(self, path: Path) -> bytes:
+        """The content of a JSON file without times and without what services took."""
+        if not path.is_file():
+            return b""
+        content = json.loads(path.read_text())
+        key = content.get("run", {}).get("run_key") if isinstance(content, dict) else None
+        self.key = key or self.key
+        return self.neutral(json.dumps(_without_own(content), indent=1)).encode()
+
+    def neutral(self, text: str) -> str:
+        """A text without the run's place and the names of its jobs."""
+        for place in self.places:
+            text = text.replace(place, "RUN")
+        text = text.replace(self.key, "KEY") if self.key else text
+        return _OWN_NAMES.sub(
+            lambda found: self.jobs.setdefault(found[0], f"NAME-{len(self.jobs)}"), text
+        )
+
+
+def _without_own(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if k not in _OWN_KEYS and "seconds" not in k}
+        return {name: _without_own(one) for name, one in kept.items()}
+    return [_without_own(one) for one in value] if isinstance(value, list) else value
+
+
+def difference_of(found: Mapping[str, bytes], expected: Mapping[str, bytes]) -> str:
+    """The first file that differs, and the first name in it; empty where all are equal."""
+    for file in sorted(found.keys() | expected.keys()):
+        one, other = found.get(file), expected.get(file)
+        if one == other:
+            continue
+        if one is None or other is None:
+            return f"{file} is {'missing' if one is None else 'only in this run'}"
+        mine, theirs = _named(file, one), _named(file, other)
+        names = sorted(mine.keys() | theirs.keys())
+        name = next((name for name in names if mine.get(name) != theirs.get(name)), "")
+        return f"{file}: {name}" if name else file
+    return ""
+
+
+def _named(file: str, content: bytes) -> dict[str, Any]:
+    """The values of a file by name; of lines of JSON, by line and name."""
+    if file.endswith(".safetensors"):
+        return _tensors(content)
+    text, has_lines = content.decode(errors="replace"), file.endswith(".jsonl")
+    values: dict[str, Any] = {}
+    for number, line in enumerate(text.splitlines() if has_lines else [text], start=1):
+        try:
+            read = json.loads(line)
+        except ValueError:
+            read = line
+        head = f"line {number}, " if has_lines else ""
+        of_line = dict(flatten(read)) if isinstance(read, dict) else {"": read}
+        values |= {f"{head}{name}": json.dumps(value) for name, value in of_line.items()}
+    return values
+
+
+def _tensors(content: bytes) -> dict[str, Any]:
+    try:
+        found = deserialize(content)  # type: ignore[no-untyped-call]  # of safetensors
+        return {name: (one["shape"], bytes(one["data"])) for name, one in found}
+    except SafetensorError:
+        return {}
