@@ -48,6 +48,8 @@ BUILTINS = {
     "WorkerProcessError": RuntimeError,
     "UnexpectedExitError": RuntimeError,
     "ServiceError": ConnectionError,
+    "AnswerTooLargeError": ConnectionError,
+    "NothingMeasuredError": RuntimeError,
     "BudgetExhaustedError": RuntimeError,
     "TrackingError": RuntimeError,
     "StopRequested": RuntimeError,
