@@ -253,6 +253,10 @@ class ServiceRequestError(ServiceError, ValueError):
     """A service refuses a request as it stands; what it holds is as it was."""
 
 
+class AnswerTooLargeError(ServiceError):
+    """An answer is larger than its bound, or compressed so that no bound would hold."""
+
+
 class ServiceConflictError(ServiceError):
     """Another client works on what a service holds for this one."""
 

@@ -48,6 +48,8 @@ BUILTINS = {
     "WorkerProcessError": RuntimeError,
     "UnexpectedExitError": RuntimeError,
     "ServiceError": ConnectionError,
+    "AnswerTooLargeError": ConnectionError,
+    "NothingMeasuredError": RuntimeError,
     "BudgetExhaustedError": RuntimeError,
     "TaskError": RuntimeError,
     "TrackingError": RuntimeError,

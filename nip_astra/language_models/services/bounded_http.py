@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from nip_astra.errors import ConfigurationError, ServiceError
+from nip_astra.errors import AnswerTooLargeError, ConfigurationError
 
 if TYPE_CHECKING:
     import httpx
@@ -14,10 +14,6 @@ MIB = 2**20
 ENCODINGS = ("gzip", "deflate")
 """Compressions that answers may have. A piece of one grows by at most a factor of 1,000, so that
 the bound holds; several on top of each other, or others, may grow without limit."""
-
-
-class AnswerTooLargeError(ServiceError):
-    """An answer is larger than its bound, or compressed so that no bound would hold."""
 
 
 def check_address(address: str, what: str) -> SplitResult:

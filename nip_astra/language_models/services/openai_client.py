@@ -12,13 +12,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nip_astra.errors import (
+    AnswerTooLargeError,
     BudgetExhaustedError,
     ConfigurationError,
     MissingDependencyError,
 )
 from nip_astra.language_models.services.bounded_http import (
     MIB,
-    AnswerTooLargeError,
     bounded,
     check_address,
 )

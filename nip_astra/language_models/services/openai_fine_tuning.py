@@ -11,8 +11,12 @@ from typing import Any, TypeVar
 
 from pydantic import Field
 
-from nip_astra.errors import BudgetExhaustedError, ConfigurationError, ServiceError
-from nip_astra.language_models.services.bounded_http import AnswerTooLargeError
+from nip_astra.errors import (
+    AnswerTooLargeError,
+    BudgetExhaustedError,
+    ConfigurationError,
+    ServiceError,
+)
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,

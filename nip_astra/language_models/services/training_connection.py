@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nip_astra.errors import (
+    AnswerTooLargeError,
     ConfigurationError,
     MissingDependencyError,
     ServiceBusyError,
@@ -22,7 +23,6 @@ from nip_astra.errors import (
 from nip_astra.language_models.services.asking import wait_for
 from nip_astra.language_models.services.bounded_http import (
     MIB,
-    AnswerTooLargeError,
     bounded,
     check_address,
 )
