@@ -8,5 +8,7 @@ Replace the root of imports: `from nip.utils.experiments import ...` becomes
 from nip_astra.lazy import lazy_exports
 from nip_astra.nip.modules import MODULES, offer_modules
 
+__all__ = [*MODULES[""]]
+
 offer_modules()
 __getattr__, __dir__ = lazy_exports(__name__, MODULES[""])

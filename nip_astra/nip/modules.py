@@ -27,25 +27,25 @@ _SCHEDULES = {
     "AgentUpdateSchedule": "nip_astra.parameters.update_schedule:UpdateSchedule",
 }
 _AGENTS = _at(
-    f"{PACKAGE}.parameters",
+    f"{PACKAGE}.hyper_params",
     "LrFactors RandomAgentParameters GraphIsomorphismAgentParameters AgentsParameters "
     "ImageClassificationAgentParameters PureTextAgentParameters CodeValidationAgentParameters",
 )
 _TRAINERS = _at(
-    f"{PACKAGE}.parameters",
+    f"{PACKAGE}.hyper_params",
     "RlTrainerParameters CommonPpoParameters VanillaPpoParameters SpgParameters "
     "ReinforceParameters SoloAgentParameters TextRlParameters PureTextEiParameters "
     "PureTextMaltParameters",
 )
 _PROTOCOLS = _at(
-    f"{PACKAGE}.parameters",
+    f"{PACKAGE}.hyper_params",
     "CommonProtocolParameters NipProtocolParameters DebateProtocolParameters "
     "MnipProtocolParameters ZkProtocolParameters",
 )
-_SCENARIOS = _at(f"{PACKAGE}.parameters", "ImageClassificationParameters CodeValidationParameters")
-_DATASET = _at(f"{PACKAGE}.parameters", "DatasetParameters")
-_REGRESSION = _at(f"{PACKAGE}.parameters", "MessageRegressionParameters")
-_BASE_RUN = _at(f"{PACKAGE}.parameters", "BaseRunParameters")
+_SCENARIOS = _at(f"{PACKAGE}.hyper_params", "ImageClassificationParameters CodeValidationParameters")
+_DATASET = _at(f"{PACKAGE}.hyper_params", "DatasetParameters")
+_REGRESSION = _at(f"{PACKAGE}.hyper_params", "MessageRegressionParameters")
+_BASE_RUN = _at(f"{PACKAGE}.hyper_params", "BaseRunParameters")
 _TYPES = _at(
     f"{PACKAGE}.types",
     "ScenarioType SpgVariantType IhvpVariantType GuessType TrainerType TestSchemeType "
@@ -55,7 +55,7 @@ _TYPES = _at(
 _GROUPS = {
     **(_AGENTS | _TRAINERS | _PROTOCOLS | _SCENARIOS | _DATASET | _REGRESSION | _BASE_RUN),
     **(_SCHEDULES | _TYPES),
-    **_at(f"{PACKAGE}.parameters", "HyperParameters SubParameters"),
+    **_at(f"{PACKAGE}.hyper_params", "HyperParameters SubParameters"),
 }
 _SETTINGS = _at(f"{PACKAGE}.running", "ExperimentSettings")
 _RUN = _at(f"{PACKAGE}.running", "run_experiment prepare_experiment PreparedExperimentInfo")
@@ -117,12 +117,12 @@ MODULES: dict[str, dict[str, str]] = {
     ),
     "experiment_settings": _SETTINGS,
     "factory": _FACTORY,
-    "parameters": {},
+    "parameters": _GROUPS,
     "parameters.agents": _AGENTS,
     "parameters.base_run": _BASE_RUN,
     "parameters.dataset": _DATASET,
     "parameters.message_regression": _REGRESSION,
-    "parameters.parameters_base": _at(f"{PACKAGE}.parameters", "SubParameters"),
+    "parameters.parameters_base": _at(f"{PACKAGE}.hyper_params", "SubParameters"),
     "parameters.protocol": _PROTOCOLS,
     "parameters.scenario": _SCENARIOS,
     "parameters.trainers": _TRAINERS,

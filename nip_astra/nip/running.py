@@ -21,7 +21,7 @@ import nip_astra.run
 from nip_astra import factory
 from nip_astra.errors import ConfigurationError, MissingDependencyError
 from nip_astra.experiment_settings import ExperimentSettings as OurSettings
-from nip_astra.nip.parameters import HyperParameters, ours
+from nip_astra.nip.hyper_params import HyperParameters, ours
 from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperParameters
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.scenario_instance import ScenarioInstance

@@ -39,13 +39,13 @@ def view_of(hyper_params: HyperParameters, *, kind: str, is_text: bool) -> Any:
             num_iterations=text.num_iterations,
             rollouts_per_iteration=text.rollouts_per_iteration,
         )
-    section = getattr(ours, kind)
+    agents = getattr(getattr(ours, kind, None), "agents", {})
     names = {"nip_protocol": "nip", "debate_protocol": "debate", "mnip_protocol": "mnip"}
     return View(
         ours,
         rl=rl,
         ppo=View(ours.ppo, entropy_eps=ours.ppo.entropy_coef),
-        agents=section.agents,
+        agents=agents,
         functionalize_modules=False,
         pretrain_agents=ours.rl.pretrain_agents,
         **{name: getattr(ours, here) for name, here in names.items() if hasattr(ours, here)},

@@ -311,15 +311,15 @@ class TensorDictRlTrainer(TensorDictTrainer):
         are played on, and played again in the next iteration.
         """
         batch = self.sampler.collect(self._num_steps)
-        if self._reads_episodes:
-            batch[EPISODE_KEY] = episode_numbers(batch["next", "done"].squeeze(-1))
         if self.gae is not None:
             self.gae(batch)
-            return batch
-        parts, num_left = [batch], self.train_environment.protocol.max_message_rounds - 1
-        if num_left:
-            parts.append(self.sampler.look_ahead(num_left))
-        batch["agents", "reward_to_go"] = reward_to_go_of(parts, gamma=self.reward_to_go_gamma)
+        else:
+            parts, num_left = [batch], self.train_environment.protocol.max_message_rounds - 1
+            if num_left:
+                parts.append(self.sampler.look_ahead(num_left))
+            batch["agents", "reward_to_go"] = reward_to_go_of(parts, gamma=self.reward_to_go_gamma)
+        if self._reads_episodes:
+            batch[EPISODE_KEY] = episode_numbers(batch["next", "done"].squeeze(-1))
         return batch
 
     def _finish_iteration(

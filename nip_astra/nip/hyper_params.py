@@ -24,8 +24,6 @@ from nip_astra.scenarios.images.pretrained.registry import PRETRAINED_MODELS
 
 logger = logging.getLogger(__name__)
 
-__path__: list[str] = []  # nip's `parameters` has modules of its own; see `nip_astra.nip.modules`
-
 _AGENT: dict[str, Any] = {
     "agent_lr_factor": None,
     "body_lr_factor": None,
@@ -333,10 +331,6 @@ def _class_of(name: str, fields: Mapping[str, Any]) -> type[SubParameters]:
 
 _CLASSES = {name: _class_of(name, fields) for name, fields in DEFAULTS.items()}
 globals().update(_CLASSES)
-
-
-def __getattr__(name: str) -> Any:
-    raise AttributeError(f"nip has no parameters {name!r}; it has {', '.join(DEFAULTS)}")
 
 
 class AgentsParameters(dict[str, Any]):
@@ -685,14 +679,15 @@ def _text_agent(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _ours_of(value: Any) -> Any:
     """Learning-rate factors and update schedules as they are here; nip's dictionaries as well."""
     if isinstance(value, SubParameters):
-        return vars(value)
+        return dict(vars(value))
     if isinstance(value, UpdateSchedule):
         return value
     if isinstance(value, Mapping) and "_type" in value:
         name = value["_type"]
         make: Callable[..., Any] = getattr(_schedules(), name)
         return make(**value.get(name, {}))
-    return value
+    # A copy: scripts share mappings among agents, and keep them in their grids.
+    return dict(value) if isinstance(value, Mapping) else value
 
 
 def _schedules() -> Any:
