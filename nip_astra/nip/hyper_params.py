@@ -21,6 +21,7 @@ from nip_astra.parameters.update_schedule import UpdateSchedule
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.protocols.zero_knowledge import ADVERSARIAL_VERIFIER, SIMULATOR
 from nip_astra.scenarios.images.pretrained.registry import PRETRAINED_MODELS
+from nip_astra.trainers.registry import TRAINERS
 
 logger = logging.getLogger(__name__)
 
@@ -491,7 +492,7 @@ def _values(given: HyperParameters) -> dict[str, Any]:
     is_text = given.scenario == "code_validation"
     protocol = given.interaction_protocol
     own = {given.trainer, given.scenario, "rl", "ppo", "text_rl", "protocol_common", "zk_protocol"}
-    own |= {protocol, "solo_agent"} if given.pretrain_agents else {protocol}
+    own |= {protocol, *TRAINERS.get(given.trainer).sections_of_others}
     for group in GROUPS:
         if group in _BY_HAND or (group == "rl" and is_text):
             continue

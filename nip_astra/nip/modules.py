@@ -42,7 +42,9 @@ _PROTOCOLS = _at(
     "CommonProtocolParameters NipProtocolParameters DebateProtocolParameters "
     "MnipProtocolParameters ZkProtocolParameters",
 )
-_SCENARIOS = _at(f"{PACKAGE}.hyper_params", "ImageClassificationParameters CodeValidationParameters")
+_SCENARIOS = _at(
+    f"{PACKAGE}.hyper_params", "ImageClassificationParameters CodeValidationParameters"
+)
 _DATASET = _at(f"{PACKAGE}.hyper_params", "DatasetParameters")
 _REGRESSION = _at(f"{PACKAGE}.hyper_params", "MessageRegressionParameters")
 _BASE_RUN = _at(f"{PACKAGE}.hyper_params", "BaseRunParameters")
