@@ -12,6 +12,7 @@ import pytest
 
 from nip_astra.parameters import HyperParameters
 from nip_astra.resolving.resolution import resolve_experiment
+from nip_astra.scenario_base.text.parameters import TextAgentParameters
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.documents import ROOT
 from tests.nip_scripts import ei_cv, ppo_gi, solo_agents_gi
@@ -135,9 +136,14 @@ def default_of(path: str) -> Any:
     trainer = path.partition(".")[0] if path.startswith(("spg.", "reinforce.")) else "vanilla_ppo"
     trainer = "solo_agent" if path.startswith("solo_agent.") else trainer
     scenario = "image_classification" if path.startswith("image_") else "graph_isomorphism"
+    if path.startswith(("text_rl.", "pure_text_ei.", "code_validation.")):
+        trainer, scenario = "pure_text_ei", "code_validation"
     model = type(HyperParameters(trainer=trainer, scenario=scenario))
     value: Any = model
     for name in path.split("."):
+        if value == {}:
+            value = TextAgentParameters
+            continue
         if isinstance(value, dict) or not hasattr(value, "model_fields"):
             value = value[name]
         else:

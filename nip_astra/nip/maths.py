@@ -20,7 +20,7 @@ def set_seed(seed: int) -> None:
 
 def logit_entropy(logits: Tensor) -> Tensor:
     """The entropy, in nats, of the distributions of the last dimension's logits."""
-    return torch.distributions.Categorical(logits=logits).entropy()
+    return torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)
 
 
 def aggregate_mean_grouped_by_class(

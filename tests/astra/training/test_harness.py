@@ -374,7 +374,7 @@ def test_a_harness_that_is_replaced_or_wrapped_is_what_trains() -> None:
 
     trainer, problem = trained(wrap)
     assert seen == list(range(1, trainer._global_step_counter + 1))
-    plain, same = trained(lambda trainer: None)
+    _, same = trained(lambda trainer: None)
     assert all(
         torch.equal(a, b) for a, b in zip(problem.parameters(), same.parameters(), strict=True)
     )
