@@ -5,10 +5,6 @@ Replace the root of imports: `from nip.utils.experiments import ...` becomes
 `nip_astra.nip.modules`.
 """
 
-from nip_astra.lazy import lazy_exports
-from nip_astra.nip.modules import MODULES, offer_modules
+from nip_astra.lazy import lazy_modules
 
-__all__ = [*MODULES[""]]
-
-offer_modules()
-__getattr__, __dir__ = lazy_exports(__name__, MODULES[""])
+__getattr__, __dir__ = lazy_modules(__name__, "nip_astra.nip.modules:MODULES")

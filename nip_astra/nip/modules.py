@@ -1,22 +1,13 @@
-"""Which of nip's modules and names are which of ours: a table, and what imports by it."""
+"""Which of nip's modules and names are which of ours: a table; see `lazy.lazy_modules`."""
 
 from __future__ import annotations
-
-import sys
-from collections.abc import Iterable
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any
-
-from nip_astra.lazy import lazy_exports
 
 PACKAGE = "nip_astra.nip"
 
 
-def _at(module: str, names: str | Iterable[str]) -> dict[str, str]:
+def _at(module: str, names: str) -> dict[str, str]:
     """Names that a module of ours defines."""
-    return dict.fromkeys(names.split() if isinstance(names, str) else names, module)
+    return dict.fromkeys(names.split(), module)
 
 
 _SCHEDULES = {
@@ -192,29 +183,3 @@ MODULES: dict[str, dict[str, str]] = {
 }
 """For each module of nip's, its names and where they are; after a colon what they are called there.
 The empty name is the package itself."""
-
-
-class _Finder(MetaPathFinder, Loader):
-    """Makes the modules of the table; files of the package come first."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        root, _, name = fullname.partition(f"{PACKAGE}.")
-        if root or name not in MODULES:
-            return None
-        is_package = any(other.startswith(f"{name}.") for other in MODULES)
-        return ModuleSpec(fullname, self, is_package=is_package)
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        name = module.__name__.removeprefix(f"{PACKAGE}.")
-        module.__doc__ = f"nip's `{name}`, mapped onto ours."
-        module.__getattr__, module.__dir__ = lazy_exports(module.__name__, MODULES[name])  # type: ignore[method-assign]  # PEP 562
-        module.__all__ = [*MODULES[name]]  # type: ignore[attr-defined]  # of a module
-
-
-def offer_modules() -> None:
-    """Let the modules of the table be imported."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
