@@ -345,6 +345,9 @@ def test_a_trainer_of_ones_own_learns_what_the_shipped_one_learns(
             **{**groups, "rl": rl | groups.get("rl", {})},
         )
         built = prepare_experiment(ours(given), progress=False).trainer
+        if trainer == own:
+            assert built.scenario_instance.combined_policy_head is built.agents
+            assert len(built.scenario_instance.train_dataset) == 20
         before = [p.detach().clone() for p in built.agents.parameters()]
         built.train()
         after = list(built.agents.parameters())
@@ -458,6 +461,8 @@ def test_what_agents_say_may_be_changed_before_a_step(tmp_path: Path) -> None:
     trainer._prepare_groups()
     environment, agents = trainer.train_environment, trainer.combined_agent
     environment.begin(trainer.episodes("train", 0), ("test",), trainer.files.journal("train", 0))
+    assert trainer.scenario_instance.combined_whole is agents
+    assert len(trainer.scenario_instance.test_dataset) == 8
     state = environment.step(agents.forward(environment.reset(), environment))
     state = agents.forward(environment.get_next_state_from_state(state), environment)
     label = int(state["y"][0])

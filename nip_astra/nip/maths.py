@@ -20,7 +20,8 @@ def set_seed(seed: int) -> None:
 
 def logit_entropy(logits: Tensor) -> Tensor:
     """The entropy, in nats, of the distributions of the last dimension's logits."""
-    return torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)
+    entropy: Tensor = torch.special.entr(logits.softmax(dim=-1)).sum(dim=-1)
+    return entropy
 
 
 def aggregate_mean_grouped_by_class(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import yaml
@@ -416,11 +416,14 @@ def _get_openrouter_response(
     asks_logprobs = get_log_probs or get_top_logprobs is not None
     key = api_key or get_env_var("OPENROUTER_API_KEY")
     with OpenAI(base_url=OPENROUTER, api_key=key) as client:
-        asked = {"logprobs": True} if asks_logprobs else {}
+        asked: dict[str, Any] = {"logprobs": True} if asks_logprobs else {}
         asked |= {} if get_top_logprobs is None else {"top_logprobs": get_top_logprobs}
         choices = [
-            client.chat.completions.create(  # type: ignore[call-overload]  # messages are plain
-                model=model, messages=list(messages), temperature=temperature, **asked
+            client.chat.completions.create(
+                model=model,
+                messages=cast(Any, messages),
+                temperature=temperature,
+                **asked,
             ).choices[0]
             for _ in range(num_responses)
         ]

@@ -239,12 +239,14 @@ class SpgLoss(_Keys, SpgObjective):
             critic_coef=critic_coef,
             normalize_advantage=normalize_advantage,
         )
-        parameters = SpgParameters(
-            variant=variant,
-            additional_lola_term=additional_lola_term,
-            sos_scaling_factor=sos_scaling_factor,
-            sos_threshold_factor=sos_threshold_factor,
-            **{f"ihvp_{name}": value for name, value in ihvp_arguments.items()},
+        parameters = SpgParameters.from_dict(
+            {
+                "variant": variant,
+                "additional_lola_term": additional_lola_term,
+                "sos_scaling_factor": sos_scaling_factor,
+                "sos_threshold_factor": sos_threshold_factor,
+                **{f"ihvp_{name}": value for name, value in ihvp_arguments.items()},
+            }
         )
         super().__init__(
             actor,
@@ -279,8 +281,9 @@ class TensorDictRlTrainer(OurTrainer):
         super().__init__(view, scenario_instance, Settings.of(settings))
         whole = scenario_instance.combined_agents
         parts = ("body", "policy_body", "value_body", "policy_head", "value_head")
-        combined = {f"combined_{part}": whole for part in parts}
-        self.scenario_instance = View(scenario_instance, **combined)  # type: ignore[assignment]
+        names = {f"combined_{part}": whole for part in parts}
+        names["message_regressor"] = self.message_regression
+        self.scenario_instance = View(scenario_instance, **names)  # type: ignore[assignment]
 
     @property
     def policy_operator(self) -> Any:

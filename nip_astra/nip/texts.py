@@ -119,7 +119,8 @@ def _completed(rows: NestedArrayDict) -> NestedArrayDict:
     rows["next", "agents", "reward"] = rows["agents", "reward"]
     rows["agents", "done"] = np.repeat(padding_NR[..., None], active_NRA.shape[-1], axis=-1)
     said_NRC, sender_NRC = _by_channel(message_NRAC)
-    raw_NRA = np.where(active_NRA, rows["agents", "raw_message"], None)
+    raw_NRA = rows["agents", "raw_message"].astype(object)
+    raw_NRA[~active_NRA] = None
     for key, array in (
         ("message_history", said_NRC),
         ("message_agent_id", sender_NRC),
@@ -446,7 +447,8 @@ class PureTextRlTrainer(OurTrainer):
             Rollouts [R].
         """
         _, protocol, environment, agents, batch = args
-        state, rows = environment.reset(batch), []
+        state = environment.reset(batch)
+        rows: list[NestedArrayDict] = []
         for _ in range(protocol.max_message_rounds):
             if "next" not in state.keys():  # noqa: SIM118  # names alone, not a lookup
                 is_over = bool(rows) and bool(
@@ -538,8 +540,8 @@ class _Analysed:
             )
             logger.warning("the analysers would ask %s", counts)
             return
-        judge = CHAT_MODELS.get("openai").Parameters(
-            model=model_name, api_key_variable="OPENAI_API_KEY"
+        judge = CHAT_MODELS.get("openai").Parameters.from_dict(
+            {"model": model_name, "api_key_variable": "OPENAI_API_KEY"}
         )
         analyse_run(run, names, judge, split="train", is_overwritten=overwrite)
 
