@@ -92,18 +92,28 @@ class _Keys(Objective):
             )
 
 
-def _check(functional: bool) -> None:
-    if functional:
-        raise ConfigurationError("functional=True: weights stay in their modules. Leave it out.")
+KL_NAMES = {
+    "dtarg": "kl_target",
+    "beta": "kl_beta",
+    "increment": "kl_increment",
+    "decrement": "kl_decrement",
+}
+"""What nip calls the parameters of the charge for divergence."""
 
 
 def _parameters(
-    loss_critic_type: str, clip_value: float | bool | None, clip_epsilon: float = 0.2, **ppo: Any
+    functional: bool,
+    loss_critic_type: str = "smooth_l1",
+    clip_value: float | bool | None = None,
+    **ppo: Any,
 ) -> tuple[CommonPpoParameters, RlTrainerParameters]:
     """What objectives read of the groups `ppo` and `rl`; True clips values like ratios."""
-    clip = clip_epsilon if clip_value is True else clip_value or None
+    if functional:
+        raise ConfigurationError("functional=True: weights stay in their modules. Leave it out.")
+    of_ppo = CommonPpoParameters.from_dict({"entropy_coef": 0.01, **ppo})
+    clip = of_ppo.clip_epsilon if clip_value is True else clip_value or None
     rl = RlTrainerParameters.from_dict({"loss_critic_type": loss_critic_type, "clip_value": clip})
-    return CommonPpoParameters(clip_epsilon=clip_epsilon, **ppo), rl
+    return of_ppo, rl
 
 
 class ClipPPOLossImproved(_Keys, IppoObjective):
@@ -113,66 +123,29 @@ class ClipPPOLossImproved(_Keys, IppoObjective):
     ----------
     actor, critic : CombinedAgents
         The trainer's `policy_operator` and `value_operator`: all agents.
+    **options
+        `clip_epsilon`, `entropy_coef`, `critic_coef`, `normalize_advantage`, `loss_critic_type`
+        and `clip_value`.
     """
 
     def __init__(
-        self,
-        actor: Any,
-        critic: Any = None,
-        *,
-        clip_epsilon: float = 0.2,
-        entropy_coef: float = 0.01,
-        critic_coef: float = 1.0,
-        normalize_advantage: bool = True,
-        functional: bool = False,
-        loss_critic_type: str = "smooth_l1",
-        clip_value: float | bool | None = None,
+        self, actor: Any, critic: Any = None, *, functional: bool = False, **options: Any
     ) -> None:
-        _check(functional)
-        ppo, rl = _parameters(
-            loss_critic_type,
-            clip_value,
-            clip_epsilon,
-            entropy_coef=entropy_coef,
-            critic_coef=critic_coef,
-            normalize_advantage=normalize_advantage,
-        )
-        super().__init__(actor, ppo, rl)
+        super().__init__(actor, *_parameters(functional, **options))
 
 
-class KLPENPPOLossImproved(_Keys, IppoObjective):
-    """The same with a charge for the divergence in place of the clip."""
+class KLPENPPOLossImproved(ClipPPOLossImproved):
+    """The same with a charge for the divergence in place of the clip.
 
-    def __init__(
-        self,
-        actor: Any,
-        critic: Any = None,
-        *,
-        dtarg: float = 0.01,
-        beta: float = 1.0,
-        increment: float = 2.0,
-        decrement: float = 0.5,
-        entropy_coef: float = 0.01,
-        critic_coef: float = 1.0,
-        normalize_advantage: bool = True,
-        functional: bool = False,
-        loss_critic_type: str = "smooth_l1",
-        clip_value: float | bool | None = None,
-    ) -> None:
-        _check(functional)
-        ppo, rl = _parameters(
-            loss_critic_type,
-            clip_value,
-            loss_type="kl_penalty",
-            kl_target=dtarg,
-            kl_beta=beta,
-            kl_increment=increment,
-            kl_decrement=decrement,
-            entropy_coef=entropy_coef,
-            critic_coef=critic_coef,
-            normalize_advantage=normalize_advantage,
-        )
-        super().__init__(actor, ppo, rl)
+    Parameters
+    ----------
+    **options
+        Also `dtarg`, `beta`, `increment` and `decrement`.
+    """
+
+    def __init__(self, actor: Any, critic: Any = None, **options: Any) -> None:
+        ours = {KL_NAMES.get(name, name): value for name, value in options.items()}
+        super().__init__(actor, critic, loss_type="kl_penalty", **ours)
 
 
 class ReinforceLossImproved(_Keys, ReinforceObjective):
@@ -186,11 +159,10 @@ class ReinforceLossImproved(_Keys, ReinforceObjective):
         loss_weighting_type: Literal["advantage", "reward_to_go"] = "reward_to_go",
         gamma: float = 0.99,
         functional: bool = False,
-        loss_critic_type: Any = "smooth_l1",
+        loss_critic_type: str = "smooth_l1",
         clip_value: float | bool | None = None,
     ) -> None:
-        _check(functional)
-        _, rl = _parameters(loss_critic_type, clip_value)
+        _, rl = _parameters(functional, loss_critic_type, clip_value)
         super().__init__(
             actor_network,
             weight=loss_weighting_type,
@@ -204,7 +176,15 @@ class ReinforceLossImproved(_Keys, ReinforceObjective):
 
 
 class SpgLoss(_Keys, SpgObjective):
-    """`SpgObjective` by nip's name, for a learning rate that stays as it is."""
+    """`SpgObjective` by nip's name, for a learning rate that stays as it is.
+
+    Parameters
+    ----------
+    agents, device
+        Those of the actor, which has both.
+    **options
+        As of `ClipPPOLossImproved`.
+    """
 
     def __init__(
         self,
@@ -221,24 +201,10 @@ class SpgLoss(_Keys, SpgObjective):
         sos_threshold_factor: float = 0.1,
         agent_lr_factors: Mapping[str, Any],
         lr: float,
-        clip_epsilon: float = 0.2,
-        entropy_coef: float = 0.01,
-        critic_coef: float = 1.0,
-        normalize_advantage: bool = True,
         functional: bool = False,
-        loss_critic_type: str = "smooth_l1",
-        clip_value: float | bool | None = None,
         device: torch.device | str | None = None,
+        **options: Any,
     ) -> None:
-        _check(functional)
-        ppo, rl = _parameters(
-            loss_critic_type,
-            clip_value,
-            clip_epsilon,
-            entropy_coef=entropy_coef,
-            critic_coef=critic_coef,
-            normalize_advantage=normalize_advantage,
-        )
         parameters = SpgParameters.from_dict(
             {
                 "variant": variant,
@@ -250,8 +216,7 @@ class SpgLoss(_Keys, SpgObjective):
         )
         super().__init__(
             actor,
-            ppo,
-            rl,
+            *_parameters(functional, **options),
             policy_parameters={name: policy_weights(actor[name]) for name in agent_names},
             groups=check_sequence(stackelberg_sequence, agent_names),
             rule=update_rule(
