@@ -65,8 +65,8 @@ ROLLOUT_ANALYSERS = {
 }
 """Analysers by scenario and nip's name."""
 
-OF_ROLLOUT = ("datapoint_id", "seed", "y", "stance", "num_rounds", "decision", "datapoint")
-"""Our entries of a whole rollout."""
+OF_ROLLOUT = ("datapoint_id", "seed", "y", "stance", "datapoint")
+"""Our entries of a whole rollout, which nip has in each round."""
 NIP_ONLY = (
     *("round", "done", "next", "message_history", "message_agent_id", "raw_message_history"),
     *(("agents", "done"), ("agents", "retry_count"), ("agents", "token_limit")),
@@ -80,10 +80,9 @@ def as_nip(rollouts: NestedArrayDict) -> NestedArrayDict:
     found = NestedArrayDict(batch_size=size)
     for key, array in rollouts.items(True, True):
         name = key if isinstance(key, str) else key[0]
-        if name in OF_ROLLOUT and name not in ("num_rounds", "decision"):
-            found[key] = np.repeat(array[:, None], size[1], axis=1)
-        elif name not in ("num_rounds", "decision"):
-            found[key] = array
+        if name not in ("num_rounds", "decision"):
+            is_whole = name in OF_ROLLOUT
+            found[key] = np.repeat(array[:, None], size[1], axis=1) if is_whole else array
     is_last_NR = np.arange(size[1]) == (rollouts["num_rounds"] - 1)[:, None]
     found["round_decision"] = np.where(is_last_NR, rollouts["decision"][:, None], CONTINUE)
     return _completed(found)
@@ -105,17 +104,15 @@ def as_ours(rollouts: NestedArrayDict) -> NestedArrayDict:
 def _completed(rows: NestedArrayDict) -> NestedArrayDict:
     """Add nip's entries to ours of whole rollouts [N, R]."""
     padding_NR, decided_NR = rows["padding"], rows["round_decision"] != CONTINUE
-    num_rollouts, num_rounds = padding_NR.shape
+    num_rounds = padding_NR.shape[1]
     counts_N = (~padding_NR).sum(axis=1)
     is_last_NR = np.arange(num_rounds) == (counts_N - 1)[:, None]
     active_NRA, message_NRAC = rows["agents", "is_active"], rows["agents", "message"]
     num_channels = message_NRAC.shape[-1]
     rows["round"] = np.minimum(np.arange(num_rounds), counts_N[:, None])
     rows["done"] = padding_NR
-    rows["next", "done"], rows["next", "terminated"] = (
-        padding_NR | decided_NR,
-        is_last_NR & ~decided_NR,
-    )
+    rows["next", "done"] = padding_NR | decided_NR
+    rows["next", "terminated"] = is_last_NR & ~decided_NR
     rows["next", "agents", "reward"] = rows["agents", "reward"]
     rows["agents", "done"] = np.repeat(padding_NR[..., None], active_NRA.shape[-1], axis=-1)
     said_NRC, sender_NRC = _by_channel(message_NRAC)
@@ -129,7 +126,6 @@ def _completed(rows: NestedArrayDict) -> NestedArrayDict:
         rows[key] = np.stack([_before(array, number) for number in range(num_rounds)], axis=1)
     for name, ours in (("retry_count", "num_retries"), ("token_limit", "is_cut")):
         rows["agents", name] = np.repeat(rows["agents", ours][..., None], num_channels, axis=-1)
-    assert num_rollouts == len(rows)
     return rows
 
 
