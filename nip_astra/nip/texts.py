@@ -217,21 +217,16 @@ class PureTextEnvironment:
 
     def step(self, env_state: NestedArrayDict) -> NestedArrayDict:
         """Write what a round led to under `next`; it is that of the `raw_message` of agents."""
-        child = self.nodes[env_state["node", "id"][0]]
-        raw_A, turns = env_state["agents", "raw_message"][0], self.game.turns(child.parent.episode)  # type: ignore[union-attr]  # it was played
-        numbers = {turn.agent: self.game.protocol.agent_names.index(turn.agent) for turn in turns}
-        changed = {
-            turn.agent: child.moves[turn.agent]._replace(
-                answer=raw_A[numbers[turn.agent]],
-                parsed=self.game.read(turn, raw_A[numbers[turn.agent]]),
-            )
-            for turn in turns
-            if raw_A[numbers[turn.agent]] != child.moves[turn.agent].answer
-        }
-        if changed:
-            child = self._played(
-                self.node_before(env_state), child.node_id, {**child.moves, **changed}
-            )
+        before, child = self.node_before(env_state), self.nodes[env_state["node", "id"][0]]
+        turns = {turn.agent: turn for turn in self.game.turns(before.episode)}
+        moves = dict(child.moves)
+        for number, agent in enumerate(self.game.protocol.agent_names):
+            text = env_state["agents", "raw_message"][0, number]
+            if agent in moves and text != moves[agent].answer:
+                parsed = self.game.read(turns[agent], text)
+                moves[agent] = moves[agent]._replace(answer=text, parsed=parsed, is_filled=False)
+        if moves != child.moves:
+            child = self._played(before, child.node_id, moves)
         for key, value in self._row(child).items(True, True):
             env_state[key] = value
         return env_state
