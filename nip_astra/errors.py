@@ -95,6 +95,10 @@ class ParameterError(ConfigurationError):
         return type(self), (self.faults,)
 
 
+class UnreadParameterError(ParameterError):
+    """Parameters were given that nothing in the run reads."""
+
+
 class UnknownNameError(ConfigurationError, LookupError):
     """A name is in no registry.
 

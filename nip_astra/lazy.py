@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from operator import attrgetter
+from types import ModuleType
 from typing import Any
 
 
@@ -33,6 +36,56 @@ def lazy_exports(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names
+
+
+class _Modules(MetaPathFinder, Loader):
+    """Makes modules of names that stand elsewhere; files of the package come first."""
+
+    def __init__(self, package: str, table: str) -> None:
+        self.package, self._table = package, table
+
+    @property
+    def table(self) -> Mapping[str, Mapping[str, str]]:
+        """Homes of names, by module."""
+        module, _, name = self._table.partition(":")
+        found: Mapping[str, Mapping[str, str]] = getattr(import_module(module), name)
+        return found
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        root, _, name = fullname.partition(f"{self.package}.")
+        if root or not name or name not in self.table:
+            return None
+        is_package = any(other.startswith(f"{name}.") for other in self.table)
+        return ModuleSpec(fullname, self, is_package=is_package)
+
+    def exec_module(self, module: ModuleType) -> None:
+        name = module.__name__.removeprefix(f"{self.package}.")
+        module.__doc__ = f"The names of `{name}`, which stand elsewhere."
+        homes = self.table[name]
+        vars(module)["__all__"] = [*homes]
+        vars(module)["__getattr__"], vars(module)["__dir__"] = lazy_exports(module.__name__, homes)
+
+
+def lazy_modules(package: str, table: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__`, where its modules are a table and no files.
+
+    Parameters
+    ----------
+    package : str
+        The package's `__name__`.
+    table : str
+        `package.module:NAME` of a mapping: for each module below the package, by its dotted path,
+        the homes of its names as `lazy_exports` takes them; those of the package itself under "".
+    """
+    modules = _Modules(package, table)
+    sys.meta_path.append(modules)
+
+    def get(name: str) -> Any:
+        if name == "__all__":
+            return [*modules.table[""]]
+        return lazy_exports(package, modules.table[""])[0](name)
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *modules.table[""]})
 
 
 _PROVIDED: dict[str, str] = {}

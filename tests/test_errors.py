@@ -14,6 +14,7 @@ from nip_astra.errors import (
     ParameterFault,
     StopRequested,
     UnknownNameError,
+    UnreadParameterError,
     nearest_names,
 )
 
@@ -21,6 +22,7 @@ BUILTINS = {
     "ConfigurationError": ValueError,
     "MissingPartError": AttributeError,
     "ParameterError": ValueError,
+    "UnreadParameterError": ValueError,
     "UnknownNameError": LookupError,
     "DuplicateNameError": ValueError,
     "PluginError": ImportError,
@@ -61,6 +63,7 @@ FAULTS = [
 ]
 EXAMPLES = {
     "ParameterError": ParameterError(FAULTS),
+    "UnreadParameterError": UnreadParameterError(FAULTS),
     "UnknownNameError": UnknownNameError("scorer", "detoxfy", ["profanity", "detoxify"]),
     "DuplicateNameError": DuplicateNameError("trainer", "mine", "a.py:3", "b.py:7"),
     "StopRequested": StopRequested("SIGTERM", "runs/one"),

@@ -32,7 +32,7 @@ FLOORS = [
     ["protocols", "scenario_base", "samplers"],
     ["factory", "scenario_instance", "scenarios"],
     ["trainers", "evaluation", "report"],
-    ["run", "resume_check", "resolving", "sweep", "cli", "serve", "astra", "__main__"],
+    ["run", "resume_check", "resolving", "sweep", "cli", "serve", "astra", "nip", "__main__"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # The package itself offers names of every floor, so only the top may import from it.

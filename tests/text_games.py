@@ -218,9 +218,10 @@ def build_text_parts(
         Values of the hyper-parameters.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    read = (trainer, *TRAINERS.get(trainer).sections_of_others)
     sections = {
         protocol: PROTOCOL_HANDLERS.get(protocol).Parameters,
-        trainer: TRAINERS.get(trainer).Parameters,
+        **{name: TRAINERS.get(name).Parameters for name in read},
     }
     values = {"trainer": trainer, "scenario": "none", "interaction_protocol": protocol}
     small = {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic_core import PydanticUndefined
 
-from nip_astra.errors import NipAstraError, ParameterError, ParameterFault
+from nip_astra.errors import NipAstraError, ParameterFault, UnreadParameterError
 from nip_astra.parameters.agents import DEFAULT_AGENT
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.faults import TYPE_KEY, show
@@ -63,7 +63,7 @@ def check_that_all_are_read(
 
     Raises
     ------
-    ParameterError
+    UnreadParameterError
         With every such value.
     """
     if trainer_class.parameter_groups is None:
@@ -80,7 +80,7 @@ def check_that_all_are_read(
         for reason in run.reasons_against(leaf)
     ]
     if faults:
-        raise ParameterError(faults)
+        raise UnreadParameterError(faults)
 
 
 def never_read(

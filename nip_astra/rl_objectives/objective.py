@@ -10,7 +10,7 @@ import inspect
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDict
@@ -28,6 +28,9 @@ from nip_astra.rl_objectives.playing_agents import frames_of as frames_of
 
 LOSS_PREFIX = "loss_"
 """Entries of a loss module's output whose names begin with this are summed and minimised."""
+
+EPISODE_KEY = "episode"
+"""Entry of a batch, long: which episode a frame is of."""
 
 
 AgentLosses = Callable[[str, Frames], dict[str, Tensor]]
@@ -66,6 +69,8 @@ class Objective(LossModule):
         terminated: Any = "terminated"
 
     default_value_estimator = ValueEstimators.GAE
+    reads_episodes: ClassVar[bool] = False
+    """Whether minibatches must be of whole episodes, told apart by `EPISODE_KEY`."""
     unread_keys: tuple[Any, ...] = (
         "next",
         ("agents", "message_logits"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDict
@@ -18,6 +18,7 @@ from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParamete
 from nip_astra.rl_objectives.distances import value_losses
 from nip_astra.rl_objectives.ippo import normalise
 from nip_astra.rl_objectives.objective import (
+    EPISODE_KEY,
     Frames,
     Objective,
     PlayingAgents,
@@ -30,8 +31,6 @@ from nip_astra.rl_objectives.stackelberg import AgentUpdate, agent_updates
 from nip_astra.rl_objectives.stackelberg_variants import UpdateRule
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
-EPISODE_KEY = "episode"
-"""Entry of a batch, long: which episode a frame is of."""
 _OF_POLICY = ("loss_policy", "loss_entropy", "loss_logits")
 """Losses of an agent that others foresee."""
 
@@ -72,6 +71,7 @@ class SpgObjective(Objective):
         Path of names that the random numbers of Nystrom's method derive from.
     """
 
+    reads_episodes: ClassVar[bool] = True
     num_updates: Tensor
 
     def __init__(

@@ -188,19 +188,24 @@ class TextRolloutSampler:
         """The ways in which an episode goes on; itself where it has ended."""
         if node.episode.is_done:
             return [node]
-        turns = self.game.turns(node.episode)
-        by_turn = await _all(
-            [self._moves(node, turn, num_branches, key, journal) for turn in turns]
-        )
+        by_agent = await self.moves(node, num_branches, key, journal)
         children = []
         # Where nobody has a turn all branches would be one.
-        for branch in range(num_branches if turns else 1):
-            moves = {turn.agent: found[branch] for turn, found in zip(turns, by_turn, strict=True)}
+        for branch in range(num_branches if by_agent else 1):
+            moves = {agent: found[branch] for agent, found in by_agent.items()}
             answered = {agent: (move.answer, move.parsed) for agent, move in moves.items()}
             outcome = self.game.play(node.episode, answered)
             name = f"{node.node_id}.{branch}"
             children.append(TextNode(name, outcome.episode, node, moves, outcome))
         return children
+
+    async def moves(
+        self, node: TextNode, num_branches: int, key: tuple[str | int, ...], journal: AnswerJournal
+    ) -> dict[str, list[TextMove]]:
+        """What agents do in the next round, in each branch, by agent; see `sample`."""
+        turns = self.game.turns(node.episode)
+        found = await _all([self._moves(node, turn, num_branches, key, journal) for turn in turns])
+        return {turn.agent: moves for turn, moves in zip(turns, found, strict=True)}
 
     async def _moves(
         self,

@@ -15,6 +15,7 @@ import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -122,8 +123,15 @@ class PureTextRlTrainer(Trainer):
         num_branches = self.num_branches if split == "train" else 1
         return self._play(split, iteration, num_branches=num_branches)
 
-    def _get_log_stats(self, rollouts: NestedArrayDict) -> dict[str, float]:
-        """What is logged of rollouts, of training as of tests."""
+    def _get_log_stats(self, rollouts: NestedArrayDict, *, train: bool = True) -> dict[str, float]:
+        """Figures to log of rollouts.
+
+        Parameters
+        ----------
+        train : bool
+            Whether they are of training, for a subclass that logs more of these. Names are the
+            same either way: `test_` is put before those of a test when they are logged.
+        """
         return rollout_statistics(rollouts, self.agent_names, self.instance.groupings)
 
     @abstractmethod
@@ -192,7 +200,7 @@ class PureTextRlTrainer(Trainer):
 
     def _run_stage(self, stage: Stage, iteration: int, *, is_last: bool, trains: bool) -> None:
         if stage == Stage.SAMPLE_ROLLOUTS:
-            self._rollouts = self._sample_rollouts("train", iteration)
+            self._rollouts = self._sampled("train", iteration)
             self._keep(self._rollouts, "train", iteration)
         elif stage == Stage.LOG_STATS:
             self._stage_log_stats(iteration)
@@ -201,7 +209,7 @@ class PureTextRlTrainer(Trainer):
                 self._stage_test(iteration)
         elif stage == Stage.CREATE_FINE_TUNE_JOBS:
             if trains:
-                self._stage_create_fine_tune_jobs(self._rollouts_of(iteration))
+                self._stage_create_fine_tune_jobs(self._rollouts_to_learn_from(iteration))
                 self._note_groups()
         elif trains:
             if self._may_have_dead_jobs:
@@ -212,7 +220,7 @@ class PureTextRlTrainer(Trainer):
 
     def _stage_log_stats(self, iteration: int) -> None:
         rollouts = self._rollouts_of(iteration)
-        self.state.last = plain_numbers(self._get_log_stats(rollouts))
+        self.state.last = self._statistics_of(rollouts, train=True)
         if self.instance.analysis is not None and self.instance.analysis.are_train_rollouts_judged:
             self.state.last |= self._analyse(rollouts, "train", iteration)
         figures = cost_metrics(self.state.costs(), self.services())
@@ -228,7 +236,7 @@ class PureTextRlTrainer(Trainer):
         return scheme == "all" or (scheme == "last" and is_last)
 
     def _stage_test(self, iteration: int) -> None:
-        rollouts = self._sample_rollouts("test", iteration)
+        rollouts = self._sampled("test", iteration)
         self._keep(rollouts, "test", iteration)
         report = self.figures_of(rollouts) | self._analyse(rollouts, "test", iteration)
         self.tracker.log_metrics(as_of_test(report), step=iteration + 1)
@@ -264,11 +272,27 @@ class PureTextRlTrainer(Trainer):
         logger.warning("jobs of %s have died and are submitted again", [one.name for one in dead])
         for group in groups:
             group.is_waiting = group not in dead
-        self._stage_create_fine_tune_jobs(self._rollouts_of(iteration))
+        self._stage_create_fine_tune_jobs(self._rollouts_to_learn_from(iteration))
         self._note_groups()
         self._save_checkpoint()
 
     # ---- rollouts
+
+    # ---- how hooks are called, for a base class whose hooks have other signatures
+
+    def _sampled(self, split: Split, iteration: int) -> NestedArrayDict:
+        """The rollouts that the hook `_sample_rollouts` gives."""
+        return self._sample_rollouts(split, iteration)
+
+    def _statistics_of(self, rollouts: NestedArrayDict, *, train: bool) -> dict[str, Any]:
+        """The figures that the hook `_get_log_stats` gives; it may be without `train`."""
+        takes_train = "train" in signature(self._get_log_stats).parameters
+        asked = {"train": train} if takes_train else {}
+        return plain_numbers(self._get_log_stats(rollouts, **asked))
+
+    def _rollouts_to_learn_from(self, iteration: int) -> NestedArrayDict:
+        """The rollouts that the hook `_stage_create_fine_tune_jobs` is given."""
+        return self._rollouts_of(iteration)
 
     def _play(self, split: Split, iteration: int, *, num_branches: int = 1) -> NestedArrayDict:
         """Play rollouts; what is in the journal of this sampling is not asked for again."""
@@ -282,11 +306,15 @@ class PureTextRlTrainer(Trainer):
             journal=journal,
             num_branches=num_branches,
         )
+        self._count_requests(journal)
+        return rollouts_of(self.game, ends)
+
+    def _count_requests(self, journal: AnswerJournal) -> None:
+        """Add what a sampling has asked for to the costs."""
         prompt_tokens, completion_tokens = journal.tokens()
         self.state.num_requests += len(journal)
         self.state.prompt_tokens += prompt_tokens
         self.state.completion_tokens += completion_tokens
-        return rollouts_of(self.game, ends)
 
     def sample_text(
         self,
@@ -369,7 +397,7 @@ class PureTextRlTrainer(Trainer):
     def figures_of(self, rollouts: NestedArrayDict) -> dict[str, Any]:
         """What results say of rollouts: what is logged of them, with an interval."""
         measured = statistics_with_interval(rollouts, self.agent_names, self.instance.groupings)
-        return measured | plain_numbers(self._get_log_stats(rollouts))
+        return measured | self._statistics_of(rollouts, train=False)
 
     def _analyse(self, rollouts: NestedArrayDict, split: Split, iteration: int) -> dict[str, float]:
         """Figures of what the judge says of rollouts; nothing where none is asked."""

@@ -26,7 +26,7 @@ from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.rl_objectives.episode_gae import reward_to_go_of
-from nip_astra.rl_objectives.objective import Objective
+from nip_astra.rl_objectives.objective import EPISODE_KEY, Objective
 from nip_astra.samplers.episodes import EpisodeSampler
 from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.tracking.groups import summary_of
@@ -37,6 +37,7 @@ from nip_astra.trainers.protocol.agent_files import (
     load_agents_from_runs,
     save_agents,
 )
+from nip_astra.trainers.protocol.episode_minibatches import EpisodeMinibatchBuffer, episode_numbers
 from nip_astra.trainers.protocol.episode_samples import episode_rows, num_samples
 from nip_astra.trainers.protocol.learning import Learner
 from nip_astra.trainers.protocol.message_regression import MessageRegression
@@ -87,6 +88,8 @@ class TensorDictRlTrainer(TensorDictTrainer):
         Gives minibatches.
     optimizers : AgentOptimizers
         Of each agent.
+    reward_to_go_gamma : float
+        Discount of rewards to go, where there is no `gae`.
     state : RlState
         How far the run has come.
     """
@@ -121,6 +124,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
         by_name = {name: self.agents[name] for name in self.agents.names}
         if not self._has_checkpoint():
             load_agents_from_runs(by_name.values(), self.settings.runs_dir)
+        self.reward_to_go_gamma = self.rl.gamma
         self.loss_module, self.gae = self._get_loss_module_and_gae()
         self.optimizers = AgentOptimizers(by_name, self.rl, self.loss_module.parameters())
         self.buffer = self._get_replay_buffer()
@@ -152,8 +156,13 @@ class TensorDictRlTrainer(TensorDictTrainer):
         """
 
     def _get_replay_buffer(self) -> ReplayBuffer:
-        """What turns an iteration's frames into minibatches."""
-        return MinibatchBuffer(self.rl.minibatch_size, self.hyper_params.seed, "minibatches")
+        """What turns an iteration's frames into minibatches, of whole episodes where the loss
+        reads these.
+        """
+        size, key = self.rl.minibatch_size, (self.hyper_params.seed, "minibatches")
+        if self._reads_episodes:
+            return EpisodeMinibatchBuffer(size, *key, episode_key=EPISODE_KEY)
+        return MinibatchBuffer(size, *key)
 
     def _extra_metrics(self, batch: TensorDict, iteration: int) -> dict[str, float]:
         """More to log of an iteration, from its batch [E, T]; nothing here."""
@@ -293,6 +302,11 @@ class TensorDictRlTrainer(TensorDictTrainer):
         """Frames that all environments play an iteration."""
         return self.train_environment.num_environments * self._num_steps
 
+    @property
+    def _reads_episodes(self) -> bool:
+        """Whether minibatches must be of whole episodes."""
+        return isinstance(self.loss_module, Objective) and self.loss_module.reads_episodes
+
     @torch.no_grad()
     def collect(self) -> TensorDict:
         """Play a training batch [E, T], with advantages, or with rewards to go where no `gae` is.
@@ -303,11 +317,13 @@ class TensorDictRlTrainer(TensorDictTrainer):
         batch = self.sampler.collect(self._num_steps)
         if self.gae is not None:
             self.gae(batch)
-            return batch
-        parts, num_left = [batch], self.train_environment.protocol.max_message_rounds - 1
-        if num_left:
-            parts.append(self.sampler.look_ahead(num_left))
-        batch["agents", "reward_to_go"] = reward_to_go_of(parts, gamma=self.rl.gamma)
+        else:
+            parts, num_left = [batch], self.train_environment.protocol.max_message_rounds - 1
+            if num_left:
+                parts.append(self.sampler.look_ahead(num_left))
+            batch["agents", "reward_to_go"] = reward_to_go_of(parts, gamma=self.reward_to_go_gamma)
+        if self._reads_episodes:
+            batch[EPISODE_KEY] = episode_numbers(batch["next", "done"].squeeze(-1))
         return batch
 
     def _finish_iteration(

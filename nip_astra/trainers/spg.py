@@ -6,15 +6,12 @@ import logging
 from collections.abc import Mapping
 from typing import ClassVar
 
-import torch
-from tensordict import TensorDict
 from torchrl.objectives import ValueEstimators
 
 from nip_astra.parameters.conditions import ReadWhere, where
 from nip_astra.parameters.types import TrainerType
-from nip_astra.rl_objectives.spg import EPISODE_KEY, SpgObjective
+from nip_astra.rl_objectives.spg import SpgObjective
 from nip_astra.rl_objectives.stackelberg_variants import VARIANTS
-from nip_astra.trainers.protocol.episode_minibatches import EpisodeMinibatchBuffer, episode_numbers
 from nip_astra.trainers.protocol.opponent_shaping import (
     SpgParameters,
     check_sequence,
@@ -100,18 +97,3 @@ class SpgTrainer(TensorDictRlTrainer):
             ValueEstimators.GAE, gamma=self.rl.gamma, lmbda=self.rl.lmbda
         )
         return loss_module, loss_module.value_estimator
-
-    def _get_replay_buffer(self) -> EpisodeMinibatchBuffer:
-        return EpisodeMinibatchBuffer(
-            self.rl.minibatch_size,
-            self.hyper_params.seed,
-            "minibatches",
-            episode_key=EPISODE_KEY,
-        )
-
-    @torch.no_grad()
-    def collect(self) -> TensorDict:
-        """Play a training batch [E, T], and tell its episodes apart."""
-        batch = super().collect()
-        batch[EPISODE_KEY] = episode_numbers(batch["next", "done"].squeeze(-1))
-        return batch

@@ -55,6 +55,26 @@ class NestedArrayDict:
         for key, value in (source or {}).items():
             self[key] = value
 
+    @classmethod
+    def from_arrays_and_scalars(
+        cls,
+        arrays_and_scalars: Sequence[Any],
+        tuple_keys: Sequence[tuple[str, ...]],
+        batch_size: int | Sequence[int] = (),
+    ) -> NestedArrayDict:
+        """Make one of arrays and, without batch dimensions, scalars, each with its key.
+
+        Raises
+        ------
+        DataError
+            For another number of keys than of arrays, and as the constructor does.
+        """
+        if len(arrays_and_scalars) != len(tuple_keys):
+            raise DataError(
+                f"{len(arrays_and_scalars)} arrays have {len(tuple_keys)} keys; give each one key"
+            )
+        return cls(dict(zip(map(tuple, tuple_keys), arrays_and_scalars, strict=True)), batch_size)
+
     def __getitem__(self, index: Any) -> Any:
         if _is_key(index):
             return self._find(names_of(index))

@@ -282,7 +282,10 @@ def test_a_sweep_of_others_runs_nothing_without_approval(
     code = cli.write("theirs.py", f"import pathlib\npathlib.Path({str(marker)!r}).touch()\n")
     folder = tmp_path / "sweep"
     plan = SweepPlan(
-        trainers=["ast_dpo"], seeds=[0], plugins=[code], overrides=[f"ast_dpo.beta=${{oc.env:{CANARY}}}"]
+        trainers=["ast_dpo"],
+        seeds=[0],
+        plugins=[code],
+        overrides=[f"ast_dpo.beta=${{oc.env:{CANARY}}}"],
     )
     SweepRunner(plan, folder)._prepare_folder()
     (folder / "sweep.signature").write_text("another key")

@@ -268,3 +268,12 @@ def test_all_that_is_saved_is_json_and_nothing_is_pickled(tmp_path: Path) -> Non
     assert {leaf["dtype"] for leaf in body["leaves"]} == {"int64", "float64", "bool", "str"}
     with pytest.raises(DataError, match="Convert it, or keep it elsewhere"):
         NestedArrayDict({"x": np.array([object()])}, 1)
+
+
+def test_arrays_and_scalars_are_found_under_their_keys() -> None:
+    keys = [("agents", "reward"), ("y",)]
+    found = NestedArrayDict.from_arrays_and_scalars([np.eye(2), [0, 1]], keys, (2,))
+    assert found == NestedArrayDict({"agents": {"reward": np.eye(2)}, "y": [0, 1]}, 2)
+    assert NestedArrayDict.from_arrays_and_scalars([3], [("seed",)], ())["seed"] == 3
+    with pytest.raises(DataError, match="2"):
+        NestedArrayDict.from_arrays_and_scalars([np.eye(2), [0, 1]], keys[:1], (2,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,17 @@ class AlgorithmAdapter:
         """One batch of samples."""
         return CountedBatch(self.algorithm.collate_fn(list(samples)), len(samples))
 
-    def step(self, batch: CountedBatch) -> LossOutput:
-        """The loss of a batch, and those of its numbers that are numbers."""
-        loss, logs = self.algorithm.step(batch.content)
+    def step(
+        self, batch: CountedBatch, step: Callable[[Any], tuple[Tensor, Mapping[Any, Any]]]
+    ) -> LossOutput:
+        """The loss of a batch, and those of its numbers that are numbers.
+
+        Parameters
+        ----------
+        step : callable
+            The algorithm's `step`, or what stands for it.
+        """
+        loss, logs = step(batch.content)
         return LossOutput(
             loss,
             {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -26,8 +26,11 @@ from nip_astra.scenario_instance import ConversationInstance
 from nip_astra.scenarios.ast_chat import EvaluationParameters
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.language_model.experience import Experience
 from nip_astra.trainers.optimization import build_optimizer
 
+NUM_BATCHES = "num_batches"
+"""Entry of a checkpoint's state, beside those of the algorithm."""
 KIND = "own_objects"
 """Name of the section of what a scenario would say."""
 
@@ -58,6 +61,14 @@ class OwnObjectsLoop(AstTrainer):
         Where checkpoints to resume from are kept; None for nowhere.
     on_save : Callable, optional
         Called with `is_best` whenever the loop saves.
+
+    Attributes
+    ----------
+    harness : Harness
+        The trainer's. Where `experience` or `step` is no longer what it was when the loop was made,
+        it is called: its batches are taken as they are, and its losses.
+    num_batches : int
+        Batches whose loss was asked for so far, those of the step in progress among them.
     """
 
     scenario_kinds = ()
@@ -76,6 +87,9 @@ class OwnObjectsLoop(AstTrainer):
         show_progress: bool = False,
     ) -> None:
         check_dev_prompts(config, dev_prompts)
+        self.num_batches = 0
+        self.harness: Any = harness
+        self._first_harness = harness
         self.algorithm = harness.algorithm
         self.adapter = harness.adapter
         self.state_dir = state_dir
@@ -130,7 +144,23 @@ class OwnObjectsLoop(AstTrainer):
         self.optimizer = optimizer
         self.service = self.build_service()
 
-    # ---- the hooks, given by the algorithm
+    def _calls(self, method: str) -> bool:
+        """Whether a method of the harness is another than this loop stands for."""
+        harness = self.harness
+        is_own = getattr(type(harness), method, None) is getattr(Harness, method)
+        return harness is not self._first_harness or not is_own or method in vars(harness)
+
+    # ---- the hooks, given by the harness and the algorithm
+
+    def collect(self, iteration: int) -> Experience:
+        if not self._calls("experience"):
+            return super().collect(iteration)
+        return Experience([CountedBatch(batch, 1) for batch in self.harness.experience()])  # type: ignore[misc]  # ready batches stand for samples
+
+    def batches(self, samples: Sequence[Any], *, iteration: int, epoch: int) -> Iterator[Any]:
+        if samples and isinstance(samples[0], CountedBatch):
+            return iter(samples)
+        return super().batches(samples, iteration=iteration, epoch=epoch)
 
     def flatten(self, tree: RolloutTree) -> list[Any]:
         samples = self.adapter.flatten(tree)
@@ -141,7 +171,9 @@ class OwnObjectsLoop(AstTrainer):
         return self.adapter.collate_fn(samples)
 
     def loss(self, batch: Any) -> LossOutput:
-        return self.adapter.step(batch)
+        self.num_batches += 1
+        step = self.harness.step if self._calls("step") else self.algorithm.step
+        return self.adapter.step(batch, step)
 
     def _write_step_totals(self, batches: Sequence[Any]) -> None:
         parts: Sequence[CountedBatch] = batches
@@ -167,11 +199,16 @@ class OwnObjectsLoop(AstTrainer):
     def modules_lr_factor(self) -> float:
         return float(self.algorithm.modules_lr_factor)
 
+    def progress_figures(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        # Of experience that a harness has collected nothing but the loss is known.
+        return super().progress_figures(metrics) if "mean_reward" in metrics else {}
+
     def trainer_state(self) -> dict[str, Any]:
-        return self.algorithm.state()
+        return {**self.algorithm.state(), NUM_BATCHES: self.num_batches}
 
     def load_trainer_state(self, state: Mapping[str, Any]) -> None:
-        self.algorithm.load_state(state)
+        self.num_batches = int(state.get(NUM_BATCHES, 0))
+        self.algorithm.load_state({k: v for k, v in state.items() if k != NUM_BATCHES})
 
     # ---- the job
 

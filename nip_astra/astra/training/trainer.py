@@ -33,12 +33,12 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
     algorithm : Algorithm
         Turns episodes into losses.
     use_wandb : bool
-        Whether `harness.log_current_step` sends to W&B.
+        Whether `harness.log_current_step` sends to W&B, which is told the configuration.
 
     Attributes
     ----------
     harness : Harness
-        Gives experience and losses.
+        Gives experience and losses. It may be replaced before `train`, or its methods wrapped.
     """
 
     def __init__(
@@ -61,13 +61,22 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
             algorithm,
             config.num_episodes_per_experience,
             use_wandb,
+            {"config": config.to_dict()},
             config=config,
         )
         self._loop = self._make_loop()
-        self._global_step_counter = 0
 
     def _make_loop(self) -> OwnObjectsLoop:
         return OwnObjectsLoop(self.config, self.harness)
+
+    @property
+    def _global_step_counter(self) -> int:
+        """Batches so far; a batch is counted before its step."""
+        return self._loop.num_batches
+
+    @_global_step_counter.setter
+    def _global_step_counter(self, count: int) -> None:
+        self._loop.num_batches = count
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -90,5 +99,5 @@ class Trainer(Generic[StateT, ActionT, Step, Batch]):
                 self._loop.state.iteration,
                 self.config.num_iterations,
             )
+        self._loop.harness = self.harness
         self._loop.train()
-        self._global_step_counter = self._loop.state.num_optimizer_steps

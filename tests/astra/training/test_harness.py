@@ -323,3 +323,80 @@ def test_a_configuration_of_another_kind_is_refused() -> None:
     problem = WordProblem()
     with pytest.raises(ConfigurationError, match="was given a dict as its configuration"):
         Trainer({"lr": 1.0}, ASTSampler(problem, PROMPTS), DPO(problem))
+
+
+def small(**changes: Any) -> TrainingConfiguration:
+    values = {"training_steps": 2, "num_episodes_per_experience": 2, "batch_size": 4}
+    return TrainingConfiguration(**{**values, **changes})
+
+
+def test_a_harness_that_is_replaced_or_wrapped_is_what_trains() -> None:
+    def trained(change: Any) -> tuple[Trainer, WordProblem]:
+        problem = WordProblem(ppl_weight=0.0)
+        trainer = Trainer(
+            small(lr=0.3, training_steps=4), ASTSampler(problem, PROMPTS), DPO(problem)
+        )
+        change(trainer)
+        trainer.train()
+        return trainer, problem
+
+    class Counting(Harness):
+        num_experiences = num_steps = 0
+
+        def experience(self, seed: int | None = None) -> Any:
+            self.num_experiences += 1
+            return super().experience(seed)
+
+        def step(self, batch: Any) -> Any:
+            self.num_steps += 1
+            loss, logs = super().step(batch)
+            return 0.0 * loss, logs
+
+    def replace(trainer: Trainer) -> None:
+        trainer.harness = Counting(
+            trainer.harness.sampler, trainer.harness.algorithm, 2, config=trainer.config
+        )
+
+    weights = [p.detach().clone() for p in WordProblem(ppl_weight=0.0).parameters()]
+    trainer, problem = trained(replace)
+    assert trainer.harness.num_experiences == 4
+    assert trainer.harness.num_steps == trainer._global_step_counter > 4
+    # The loss of the replaced one has no gradient, so nothing was learnt.
+    assert all(torch.equal(a, b) for a, b in zip(weights, problem.parameters(), strict=True))
+
+    seen: list[int] = []
+
+    def wrap(trainer: Trainer) -> None:
+        step = trainer.harness.step
+        trainer.harness.step = lambda batch: (  # type: ignore[method-assign]
+            seen.append(trainer._global_step_counter) or step(batch)
+        )
+
+    trainer, problem = trained(wrap)
+    assert seen == list(range(1, trainer._global_step_counter + 1))
+    _, same = trained(lambda trainer: None)
+    assert all(
+        torch.equal(a, b) for a, b in zip(problem.parameters(), same.parameters(), strict=True)
+    )
+
+
+def test_batches_are_counted_before_their_step_also_where_several_make_one() -> None:
+    problem = WordProblem()
+    config = TrainingConfiguration(batch_size=1, training_steps=2, gradient_accumulation_steps=3)
+    trainer = Trainer(config, ASTSampler(problem, PROMPTS), DPO(problem))
+    trainer.train()
+    steps = trainer._loop.state.num_optimizer_steps
+    assert 3 * steps - 4 <= trainer._global_step_counter <= 3 * steps
+    assert trainer._global_step_counter > steps
+
+
+def test_a_trainer_tells_w_and_b_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    started: list[dict[str, Any]] = []
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(wandb, "init", lambda **options: started.append(options))
+    problem = WordProblem()
+    Trainer(small(lr=0.25), ASTSampler(problem, PROMPTS), DPO(problem), use_wandb=True)
+    assert started[0]["config"]["lr"] == 0.25
+    assert started[0]["config"]["num_episodes_per_experience"] == 2

@@ -551,3 +551,22 @@ def test_statistics_are_those_of_a_hand_worked_table(tmp_path: Path) -> None:
     assert found["prover/mean_episode_reward"] == pytest.approx((rollouts["decision"] == 1).mean())
     assert found["share_undecided"] == 0.0
     assert len(CLAIMS) == 12
+
+
+def test_figures_of_tests_are_asked_for_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    trainer = build_text_trainer(_build(tmp_path))
+    trainer._prepare_groups()
+    rollouts = trainer._sample_rollouts("test", 0)
+
+    def statistics(self: Any, rollouts: NestedArrayDict, *, train: bool = True) -> dict[str, float]:
+        asked.append(train)
+        return {"own": 1.0}
+
+    monkeypatch.setattr(type(trainer), "_get_log_stats", statistics)
+    assert trainer.figures_of(rollouts)["own"] == 1.0
+    monkeypatch.setattr(type(trainer), "_get_log_stats", lambda self, rollouts: {"own": 2.0})
+    assert trainer.figures_of(rollouts)["own"] == 2.0
+    assert asked == [False]

@@ -1,0 +1,185 @@
+"""Which of nip's modules and names are which of ours: a table; see `lazy.lazy_modules`."""
+
+from __future__ import annotations
+
+PACKAGE = "nip_astra.nip"
+
+
+def _at(module: str, names: str) -> dict[str, str]:
+    """Names that a module of ours defines."""
+    return dict.fromkeys(names.split(), module)
+
+
+_SCHEDULES = {
+    **_at(
+        "nip_astra.parameters.update_schedule",
+        "ConstantUpdateSchedule ContiguousPeriodicUpdateSchedule AlternatingPeriodicUpdateSchedule",
+    ),
+    "AgentUpdateSchedule": "nip_astra.parameters.update_schedule:UpdateSchedule",
+}
+_AGENTS = _at(
+    f"{PACKAGE}.hyper_params",
+    "LrFactors RandomAgentParameters GraphIsomorphismAgentParameters AgentsParameters "
+    "ImageClassificationAgentParameters PureTextAgentParameters CodeValidationAgentParameters",
+)
+_TRAINERS = _at(
+    f"{PACKAGE}.hyper_params",
+    "RlTrainerParameters CommonPpoParameters VanillaPpoParameters SpgParameters "
+    "ReinforceParameters SoloAgentParameters TextRlParameters PureTextEiParameters "
+    "PureTextMaltParameters",
+)
+_PROTOCOLS = _at(
+    f"{PACKAGE}.hyper_params",
+    "CommonProtocolParameters NipProtocolParameters DebateProtocolParameters "
+    "MnipProtocolParameters ZkProtocolParameters",
+)
+_SCENARIOS = _at(
+    f"{PACKAGE}.hyper_params", "ImageClassificationParameters CodeValidationParameters"
+)
+_DATASET = _at(f"{PACKAGE}.hyper_params", "DatasetParameters")
+_REGRESSION = _at(f"{PACKAGE}.hyper_params", "MessageRegressionParameters")
+_BASE_RUN = _at(f"{PACKAGE}.hyper_params", "BaseRunParameters")
+_TYPES = _at(
+    f"{PACKAGE}.types",
+    "ScenarioType SpgVariantType IhvpVariantType GuessType TrainerType TestSchemeType "
+    "PpoLossType BinarificationMethodType ActivationType InteractionProtocolType "
+    "ImageBuildingBlockType MessageRegressionMethodType BaseRunType",
+)
+_GROUPS = {
+    **(_AGENTS | _TRAINERS | _PROTOCOLS | _SCENARIOS | _DATASET | _REGRESSION | _BASE_RUN),
+    **(_SCHEDULES | _TYPES),
+    **_at(f"{PACKAGE}.hyper_params", "HyperParameters SubParameters"),
+}
+_SETTINGS = _at(f"{PACKAGE}.running", "ExperimentSettings")
+_RUN = _at(f"{PACKAGE}.running", "run_experiment prepare_experiment PreparedExperimentInfo")
+_FACTORY = _at(f"{PACKAGE}.running", "build_scenario_instance")
+_INSTANCE = _at("nip_astra.scenario_instance", "ScenarioInstance")
+_TRAINER_BASE = _at(
+    "nip_astra.trainers.trainer_base",
+    "Trainer TensorDictTrainer IterationContext attach_progress_bar",
+)
+_REGISTRY = {
+    **_at("nip_astra.trainers.registry", "register_trainer"),
+    "TRAINER_REGISTRY": "nip_astra.trainers.registry:TRAINERS",
+}
+_TENSORS = _at(f"{PACKAGE}.tensors", "TensorDictRlTrainer")
+_TEXTS = _at(f"{PACKAGE}.texts", "PureTextRlTrainer")
+_EI = _at(f"{PACKAGE}.texts", "PureTextEiTrainer")
+_MALT = _at(f"{PACKAGE}.texts", "PureTextMaltTrainer")
+_ANALYSERS = _at(f"{PACKAGE}.texts", "ROLLOUT_ANALYSERS")
+_OURS = {
+    name: _at(f"nip_astra.trainers.{name}", cls)
+    for name, cls in (
+        ("vanilla_ppo", "VanillaPpoTrainer"),
+        ("reinforce", "ReinforceTrainer"),
+        ("spg", "SpgTrainer"),
+        ("solo_agent", "SoloAgentTrainer"),
+    )
+}
+_TEXT_AGENTS = _at(f"{PACKAGE}.texts", "PureTextSharedModelGroup PureTextCombinedWhole")
+_ENVIRONMENT = {
+    **_at(f"{PACKAGE}.texts", "PureTextEnvironment"),
+    "TensorDictEnvironment": "nip_astra.scenario_base.protocol.environment:ProtocolEnvironment",
+    "PromptMessage": "nip_astra.language_models.services.chat:ChatMessage",
+}
+_DATA = {
+    "Dataset": "tensordict:TensorDict",
+    "TensorDictDataset": "tensordict:TensorDict",
+    "NestedArrayDictDataset": "nip_astra.utils.nested_array_dict:NestedArrayDict",
+}
+_PROTOCOL_BASE = _at(
+    "nip_astra.protocols.protocol_base",
+    "ProtocolHandler DeterministicSingleVerifierProtocolHandler",
+)
+_PROTOCOL_REGISTRY = _at(
+    "nip_astra.protocols.registry", "build_protocol_handler register_protocol_handler"
+)
+_MATHS = _at(
+    f"{PACKAGE}.maths",
+    "mean_for_unique_keys aggregate_mean_grouped_by_class logit_entropy set_seed",
+)
+MODULES: dict[str, dict[str, str]] = {
+    "": _GROUPS | _RUN | _SETTINGS | _at("nip_astra.version", "__version__"),
+    "code_validation": {},
+    "code_validation.dataset_generation": _at(f"{PACKAGE}.running", "_get_openrouter_response"),
+    "code_validation.rollout_analysis": _ANALYSERS,
+    "constants": _at(
+        f"{PACKAGE}.types",
+        "CHECKPOINT_STATE_ARTIFACT_PREFIX CHECKPOINT_STATE_ARTIFACT_TYPE ROLLOUTS_ARTIFACT_PREFIX "
+        "ROLLOUTS_ARTIFACT_TYPE HF_BUGGY_APPS_REPO SEEDS",
+    ),
+    "experiment_settings": _SETTINGS,
+    "factory": _FACTORY,
+    "parameters": _GROUPS,
+    "parameters.agents": _AGENTS,
+    "parameters.base_run": _BASE_RUN,
+    "parameters.dataset": _DATASET,
+    "parameters.message_regression": _REGRESSION,
+    "parameters.parameters_base": _at(f"{PACKAGE}.hyper_params", "SubParameters"),
+    "parameters.protocol": _PROTOCOLS,
+    "parameters.scenario": _SCENARIOS,
+    "parameters.trainers": _TRAINERS,
+    "parameters.types": _TYPES,
+    "parameters.update_schedule": _SCHEDULES,
+    "protocols": _PROTOCOL_BASE | _PROTOCOL_REGISTRY,
+    "protocols.main_protocols": _at(
+        "nip_astra.protocols.main_protocols", "NipProtocol DebateProtocol MnipProtocol"
+    ),
+    "protocols.protocol_base": _PROTOCOL_BASE,
+    "protocols.registry": _PROTOCOL_REGISTRY,
+    "protocols.zero_knowledge": _at("nip_astra.protocols.zero_knowledge", "ZeroKnowledgeProtocol"),
+    "rl_objectives": {
+        **_at("nip_astra.rl_objectives.objective", "Objective"),
+        **_at(
+            f"{PACKAGE}.tensors",
+            "ClipPPOLossImproved KLPENPPOLossImproved ReinforceLossImproved SpgLoss",
+        ),
+    },
+    "run": _RUN,
+    "scenario_base": _ANALYSERS | _ENVIRONMENT | _TEXT_AGENTS | _DATA,
+    "scenario_base.agents": {
+        **_TEXT_AGENTS,
+        "Agent": "nip_astra.scenario_base.protocol.tensordict_agents",
+        "PureTextWholeAgent": "nip_astra.scenario_base.text.model_groups:TextAgent",
+    },
+    "scenario_base.data": _DATA,
+    "scenario_base.environment": _ENVIRONMENT,
+    "scenario_base.rollout_analysis": _ANALYSERS,
+    "scenario_instance": _INSTANCE,
+    "trainers": {
+        **(_TRAINER_BASE | _REGISTRY | _TENSORS | _TEXTS | _EI | _MALT),
+        **{name: home for names in _OURS.values() for name, home in names.items()},
+        **_at(f"{PACKAGE}.texts", "build_trainer get_trainer_class"),
+    },
+    "trainers.ei_pure_text": _EI,
+    "trainers.malt_pure_text": _MALT,
+    "trainers.registry": _REGISTRY,
+    "trainers.rl_pure_text_base": _TEXTS,
+    "trainers.rl_tensordict_base": _TENSORS,
+    "trainers.trainer_base": _TRAINER_BASE,
+    **{f"trainers.{name}": names for name, names in _OURS.items()},
+    "utils": {},
+    "utils.bugfix": _at(f"{PACKAGE}.tensors", "Reward2GoTransform"),
+    "utils.env": _at(
+        f"{PACKAGE}.running",
+        "get_env_var env_var_default_factory load_env_once EnvironmentVariableDoesNotExistError",
+    ),
+    "utils.experiments": _at(
+        f"{PACKAGE}.running",
+        "ExperimentFunctionArguments HyperparameterExperiment SequentialHyperparameterExperiment "
+        "MultiprocessHyperparameterExperiment",
+    ),
+    "utils.maths": _MATHS,
+    "utils.nested_array_dict": {
+        **_at(
+            "nip_astra.utils.nested_array_dict",
+            "NestedArrayDict stack_nested_array_dicts concatenate_nested_array_dicts",
+        ),
+        **_at(
+            "nip_astra.utils.array_specs",
+            "IntArraySpec FloatArraySpec BoolArraySpec StringArraySpec CompositeSpec",
+        ),
+    },
+}
+"""For each module of nip's, its names and where they are; after a colon what they are called there.
+The empty name is the package itself."""

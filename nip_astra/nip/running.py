@@ -1,0 +1,443 @@
+"""nip's `run_experiment` and its kin, its grids of experiments, and what else its scripts call."""
+
+from __future__ import annotations
+
+import logging
+import os
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import yaml
+from tqdm import tqdm
+
+import nip_astra.run
+from nip_astra import factory
+from nip_astra.errors import ConfigurationError, MissingDependencyError
+from nip_astra.experiment_settings import ExperimentSettings as OurSettings
+from nip_astra.nip.hyper_params import HyperParameters, ours
+from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperParameters
+from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
+from nip_astra.scenario_instance import ScenarioInstance
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+
+logger = logging.getLogger(__name__)
+
+WITHOUT_EFFECT = (
+    *("ignore_cache", "allow_auto_generated_run_id", "allow_overriding_wandb_config"),
+    *("print_wandb_run_url", "num_dataset_threads", "num_rollout_workers", "pin_memory"),
+    *("dataset_on_device", "enable_efficient_attention", "logger", "do_not_load_checkpoint"),
+    *("stat_logger", "wandb_run", "base_wandb_run", "pretrained_embeddings_batch_size"),
+    *("num_api_generation_timeouts", "num_api_connection_errors"),
+)
+"""Settings of nip's that change no result, and that nothing reads here."""
+OPENROUTER = "https://openrouter.ai/api/v1"
+HYPER_PARAMS_FILE = "hyper_params.json"
+"""File of hyper-parameters in a run's folder, as nip's scripts look for it."""
+
+
+def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are here; those that are ours already pass."""
+    settings = {name: value for name, value in given.items() if name not in WITHOUT_EFFECT}
+    if settings.pop("profiler", None) is not None:
+        raise ConfigurationError(
+            "profiler: a run profiles itself, in timings.jsonl. Leave it out, or use "
+            "`nip-astra time`."
+        )
+    if "device" in settings:
+        settings["device"] = _device(settings["device"])
+    if "use_wandb" in settings:
+        settings["wandb"] = "online" if settings.pop("use_wandb") else "disabled"
+    for name in ("wandb_project", "wandb_entity", "wandb_group"):
+        settings[name] = settings.get(name) or None
+    return settings
+
+
+def _device(device: str | torch.device) -> str:
+    """The device as it is here; nip's scripts name a GPU whether there is one or not."""
+    asked = torch.device(device) if device != "auto" else torch.device("cpu")
+    if asked.type != "cuda":
+        return str(device)
+    if not torch.cuda.is_available():
+        logger.warning("there is no GPU for device=%s; the run takes the CPU", device)
+        return "cpu"
+    if asked.index is not None:
+        torch.cuda.set_device(asked.index)
+    return "cuda"
+
+
+def ExperimentSettings(**settings: Any) -> OurSettings:  # noqa: N802  # nip's name of a class
+    """Settings by nip's names."""
+    return OurSettings(**_settings(settings))
+
+
+def run_experiment(
+    hyper_params: HyperParameters | OurHyperParameters,
+    *,
+    allow_resuming_wandb_run: bool = False,
+    **settings: Any,
+) -> nip_astra.run.ExperimentResult:
+    """Run an experiment, in `runs/<run_id>`; see `nip_astra.run_experiment`.
+
+    Parameters
+    ----------
+    allow_resuming_wandb_run : bool
+        Whether a run of this `run_id` that is there already goes on.
+    **settings
+        nip's, and ours.
+    """
+    fields = _settings(settings)
+    run_id = fields.get("run_id")
+    run = Path(fields.get("runs_dir", "runs")) / str(run_id)
+    if allow_resuming_wandb_run and run_id is not None and run.is_dir():
+        del fields["run_id"]
+        return nip_astra.run.resume_experiment(run, **fields)
+    return nip_astra.run.run_experiment(ours(hyper_params), **fields)
+
+
+@dataclass
+class PreparedExperimentInfo:
+    """What is known of an experiment before it is run."""
+
+    total_num_iterations: int
+
+
+def prepare_experiment(
+    hyper_params: HyperParameters | OurHyperParameters, **settings: Any
+) -> PreparedExperimentInfo:
+    """Build everything once, and count the iterations of all loops."""
+    prepared = nip_astra.run.prepare_experiment(ours(hyper_params), **_settings(settings))
+    return PreparedExperimentInfo(prepared.total_num_iterations)
+
+
+def resolved_of(hyper_params: HyperParameters | OurHyperParameters) -> ResolvedExperiment:
+    """The experiment of nip's hyper-parameters, or of ours."""
+    return resolve_experiment(hyper_params=ours(hyper_params))
+
+
+def build_scenario_instance(
+    hyper_params: HyperParameters | OurHyperParameters, settings: OurSettings
+) -> ScenarioInstance:
+    """The components that the hyper-parameters describe."""
+    resolved = resolved_of(hyper_params)
+    return factory.build_scenario_instance(
+        resolved.hyper_params,
+        settings,
+        kind=resolved.kind,
+        scenario_dir=resolved.scenario_dir,
+        trainer_type=resolved.trainer_class.trainer_type,
+    )
+
+
+def checkpoint_base_dir(run_id: str) -> Path:
+    """A run's folder, with its hyper-parameters also in the file that nip's scripts read."""
+    directory = Path("runs") / run_id
+    stored = directory / HYPER_PARAMETERS
+    if stored.is_file() and not (directory / HYPER_PARAMS_FILE).exists():
+        values = yaml.safe_load(stored.read_text(encoding="utf-8"))
+        RunDirectory.open(directory).write_json(HYPER_PARAMS_FILE, values)
+    return directory
+
+
+# ---- grids of experiments
+
+
+@dataclass
+class ExperimentFunctionArguments:
+    """What is given to the function that runs one experiment of a grid.
+
+    Attributes
+    ----------
+    combo : dict
+        One combination of the grid's values.
+    run_id, common_run_name : str
+        Of the run, and of the whole grid.
+    cmd_args : Namespace
+        The options of the command line.
+    tqdm_func : callable
+        Makes progress bars.
+    child_logger_adapter : LoggerAdapter
+        To log with.
+    global_tqdm_step_fn : callable
+        Called once an iteration.
+    """
+
+    combo: dict[str, Any]
+    run_id: str
+    cmd_args: Namespace
+    common_run_name: str
+    tqdm_func: Callable[..., Any]
+    child_logger_adapter: _Logger
+    global_tqdm_step_fn: Callable[[], None]
+
+
+class _Logger(logging.LoggerAdapter[logging.Logger]):
+    """A logger that begins its messages with the place of the run in its grid."""
+
+    def process(self, msg: Any, kwargs: Any) -> tuple[str, Any]:
+        return f"{(self.extra or {})['prefix']}{msg}", kwargs
+
+    @property
+    def level(self) -> int:
+        """Of the logger."""
+        return self.logger.level
+
+
+def _no_step() -> None:
+    """Stand for a bar that the processes of a grid do not share."""
+
+
+class HyperparameterExperiment:
+    """Runs a function once for each combination of a grid's values.
+
+    Options of a script's own are added to `parser` before `run` reads them.
+
+    Parameters
+    ----------
+    param_grid : Mapping of sequences
+        Values by name.
+    experiment_fn : callable
+        Takes `ExperimentFunctionArguments`, and runs one experiment.
+    run_id_fn : callable, optional
+        `(number or None, options) -> run id`; of the whole grid for None.
+    run_preparer_fn : callable, optional
+        `(combination, options) -> PreparedExperimentInfo`; called for all before the first run.
+    """
+
+    def __init__(
+        self,
+        param_grid: Mapping[str, Sequence[Any]],
+        experiment_fn: Callable[[ExperimentFunctionArguments], None],
+        run_id_fn: Callable[[int | None, Namespace], str] | None = None,
+        run_preparer_fn: Callable[[dict[str, Any], Namespace], Any] | None = None,
+        experiment_name: str = "EXPERIMENT",
+        arg_parser_description: str = "Run experiments over a grid of hyper-parameters",
+        default_wandb_project: str | None = None,
+        allow_resuming_wandb_run: bool = False,
+        add_run_infix_argument: bool = True,
+        default_num_workers: int = 1,
+        output_width: int = 70,
+    ) -> None:
+        self.param_grid, self.experiment_fn = param_grid, experiment_fn
+        self.run_id_fn, self.run_preparer_fn = run_id_fn or self._run_id, run_preparer_fn
+        self.experiment_name = experiment_name
+        self.allow_resuming_wandb_run = allow_resuming_wandb_run
+        self.parser = ArgumentParser(
+            description=arg_parser_description, formatter_class=ArgumentDefaultsHelpFormatter
+        )
+        add = self.parser.add_argument
+        add("-d", "--debug", action="store_true", help="Log everything")
+        add("-v", "--verbose", action="store_true", help="Log more")
+        add("-q", "--quiet", action="store_true", help="Log less")
+        if add_run_infix_argument:
+            add("--run-infix", default="a", help="Middle of the run ids")
+        add("--use-wandb", action="store_true", help="Log to W&B")
+        project = default_wandb_project or get_env_var("WANDB_PROJECT", "")
+        add("--wandb-project", default=project, help="W&B project")
+        add("--wandb-entity", default=get_env_var("WANDB_ENTITY", ""), help="W&B user or team")
+        add("--tag", default="", help="Tag of the W&B runs")
+        add("--gpu-num", type=int, default=0, help="Number of the GPU")
+        add("--ignore-cache", action="store_true", help="Has no effect: caches are never stale")
+        add("--no-pretrain", dest="no_pretrain", action="store_true", help="Pretrain no agents")
+        add("--num-skip", type=int, default=0, help="Combinations to leave out at the start")
+        self._add_arguments(default_num_workers)
+        self.cmd_args: Namespace | None = None
+
+    def _add_arguments(self, default_num_workers: int) -> None:
+        """Options of one kind of grid."""
+
+    def _run_id(self, number: int | None, cmd_args: Namespace) -> str:
+        name = self.experiment_name.lower()
+        return name if number is None else f"{name}_{number}"
+
+    @property
+    def combinations(self) -> Iterator[dict[str, Any]]:
+        """The combinations; the value of the name that is last in the alphabet changes fastest."""
+        names = sorted(self.param_grid)
+        for values in product(*(self.param_grid[name] for name in names)):
+            yield dict(zip(names, values, strict=True))
+
+    @property
+    def common_run_name(self) -> str:
+        """Name of the whole grid."""
+        return self.run_id_fn(None, self._options)
+
+    @property
+    def _options(self) -> Namespace:
+        if self.cmd_args is None:
+            raise ConfigurationError("the options were not read yet. Call run().")
+        return self.cmd_args
+
+    def _chosen(self) -> list[tuple[int, dict[str, Any]]]:
+        """The combinations that this call runs, with their numbers."""
+        return list(enumerate(self.combinations))[self._options.num_skip :]
+
+    def run(self) -> None:
+        """Read the options, prepare all runs, and run them."""
+        options = self.cmd_args = self.parser.parse_args()
+        level = logging.INFO if options.verbose else logging.WARNING
+        logging.getLogger(__name__).setLevel(logging.DEBUG if options.debug else level)
+        chosen = self._chosen()
+        if self.run_preparer_fn is not None:
+            for _, combo in chosen:
+                self.run_preparer_fn(combo, options)
+        self._run(chosen)
+
+    def _run(self, chosen: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        """Run the experiments one after the other; the first that fails ends all."""
+        for number, combo in chosen:
+            self.experiment_fn(self._arguments(number, combo))
+
+    def _arguments(self, number: int, combo: dict[str, Any]) -> ExperimentFunctionArguments:
+        options = self._options
+        run_id = self.run_id_fn(number, options)
+        log = logging.getLogger(f"{__name__}.{run_id}")
+        return ExperimentFunctionArguments(
+            combo,
+            run_id,
+            options,
+            self.common_run_name,
+            tqdm,
+            _Logger(log, {"prefix": f"[{run_id}] "}),
+            _no_step,
+        )
+
+
+class SequentialHyperparameterExperiment(HyperparameterExperiment):
+    """Runs the combinations of a grid one after the other."""
+
+    def _add_arguments(self, default_num_workers: int) -> None:
+        add = self.parser.add_argument
+        add("--combo-groups", type=int, default=1, help="Parts into which the grid is divided")
+        add("--combo-num", type=int, default=0, help="Number of the part to run")
+
+    def _chosen(self) -> list[tuple[int, dict[str, Any]]]:
+        options = self._options
+        mine = [
+            one
+            for one in enumerate(self.combinations)
+            if one[0] % options.combo_groups == options.combo_num
+        ]
+        return mine[options.num_skip :]
+
+
+class MultiprocessHyperparameterExperiment(HyperparameterExperiment):
+    """Runs several combinations of a grid at a time, each in a process of its own."""
+
+    def _add_arguments(self, default_num_workers: int) -> None:
+        add = self.parser.add_argument
+        add("--num-workers", type=int, default=default_num_workers, help="Runs at a time")
+        add("--max-tasks-per-child", type=int, default=1, help="Runs of one process")
+
+    def _run(self, chosen: Sequence[tuple[int, dict[str, Any]]]) -> None:
+        options = self._options
+        if options.num_workers <= 1:
+            super()._run(chosen)
+            return
+        with ProcessPoolExecutor(
+            options.num_workers,
+            mp_context=get_context("spawn"),
+            max_tasks_per_child=options.max_tasks_per_child,
+        ) as pool:
+            runs = [pool.submit(self.experiment_fn, self._arguments(*one)) for one in chosen]
+            for run in tqdm(as_completed(runs), total=len(runs), desc=self.experiment_name):
+                run.result()
+
+
+# ---- environment variables and hosted models
+
+
+class EnvironmentVariableDoesNotExistError(ConfigurationError):
+    """An environment variable is not set."""
+
+
+_NOT_GIVEN = object()
+
+
+def get_env_var(var_name: str, default: Any = _NOT_GIVEN) -> Any:
+    """The value of an environment variable; `.env` files are not read."""
+    value = os.environ.get(var_name, default)
+    if value is _NOT_GIVEN:
+        raise EnvironmentVariableDoesNotExistError(
+            f"the environment variable {var_name} is not set. Export it before the script starts."
+        )
+    return value
+
+
+def env_var_default_factory(var_name: str, default: Any = _NOT_GIVEN) -> Callable[[], Any]:
+    """A function that gives `get_env_var` of these arguments."""
+    return lambda: get_env_var(var_name, default)
+
+
+def load_env_once() -> None:
+    """Do nothing: variables are those of the process."""
+
+
+def _get_openrouter_response(
+    model: str,
+    messages: Sequence[Mapping[str, str]],
+    api_key: str | None = None,
+    *,
+    temperature: float = 1.0,
+    get_log_probs: bool = False,
+    get_top_logprobs: int | None = None,
+    num_responses: int = 1,
+    force_multiple_generations: bool = False,
+) -> list[dict[str, Any]]:
+    """Answers of a model of OpenRouter, with the log-probabilities of their tokens where asked.
+
+    Parameters
+    ----------
+    api_key : str, optional
+        That of `OPENROUTER_API_KEY` where it is not given.
+    get_top_logprobs : int, optional
+        Alternatives of each token.
+    force_multiple_generations : bool
+        Has no effect: each answer is a request of its own, as OpenRouter demands.
+
+    Returns
+    -------
+    list of dict
+        `message`, `log_probs` (a list of `token` and `logprob`, or None) and `top_logprobs` (such
+        a list for each token).
+    """
+    try:
+        from openai import OpenAI
+    except ImportError as error:
+        raise MissingDependencyError(
+            "models of OpenRouter need the package openai: pip install nip_astra[api]"
+        ) from error
+    asks_logprobs = get_log_probs or get_top_logprobs is not None
+    key = api_key or get_env_var("OPENROUTER_API_KEY")
+    with OpenAI(base_url=OPENROUTER, api_key=key) as client:
+        asked: dict[str, Any] = {"logprobs": True} if asks_logprobs else {}
+        asked |= {} if get_top_logprobs is None else {"top_logprobs": get_top_logprobs}
+        choices = [
+            client.chat.completions.create(
+                model=model,
+                messages=cast(Any, messages),
+                temperature=temperature,
+                **asked,
+            ).choices[0]
+            for _ in range(num_responses)
+        ]
+    return [_response(choice, asks_logprobs=asks_logprobs) for choice in choices]
+
+
+def _response(choice: Any, *, asks_logprobs: bool) -> dict[str, Any]:
+    tokens = choice.logprobs.content if choice.logprobs and asks_logprobs else None
+    response: dict[str, Any] = {"message": choice.message.content, "log_probs": None}
+    if tokens is not None:
+        response["log_probs"] = [_token(one) for one in tokens]
+        response["top_logprobs"] = [[_token(other) for other in one.top_logprobs] for one in tokens]
+    return response
+
+
+def _token(token: Any) -> dict[str, Any]:
+    return {"token": token.token, "logprob": token.logprob}

@@ -1,0 +1,473 @@
+"""Code that was written for nip runs with its import root renamed, and means what it meant."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nip_astra.errors import ConfigurationError, ParameterError
+from nip_astra.language_models.services.chat import ChatRequest
+from nip_astra.nip import HyperParameters, RlTrainerParameters, running
+from nip_astra.nip import hyper_params as nip_parameters
+from nip_astra.nip.hyper_params import DEFAULTS, ours
+from nip_astra.nip.modules import MODULES
+from nip_astra.nip.tensors import KEYS, Reward2GoTransform
+from nip_astra.nip.texts import PureTextRlTrainer, as_nip, as_ours
+from nip_astra.run import prepare_experiment
+from nip_astra.tracking.run_directory import RunDirectory
+from nip_astra.trainers.text.statistics import episode_returns
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+from tests.nip_scripts.uses import uses
+from tests.test_names_of_nip import find
+from tests.text_games import Script, TextParts, build_text_parts, build_text_trainer
+
+SCRIPTS = Path(__file__).parent / "nip_scripts"
+NAMES: dict[str, list[str]] = json.loads((SCRIPTS / "names.json").read_text(encoding="utf-8"))
+"""By file of nip's, what it uses of nip."""
+PROGRAM_OF = {
+    "ppo_gi": "ppo",
+    "ppo_ic": "ppo",
+    "solo_agents_gi": "solo",
+    "solo_agents_ic": "solo",
+    "ei_cv": "expert_iteration",
+    "cv_benchmark": "benchmark",
+    "analyse_cv_rollouts": "analyse",
+    "vanilla_ppo": "tensor_trainers",
+    "reinforce": "tensor_trainers",
+    "spg": "tensor_trainers",
+    "ei_pure_text": "text_trainers",
+    "malt_pure_text": "text_trainers",
+}
+"""Programs of our own that use all of it."""
+FURTHER = [
+    *("AgentUpdateSchedule", "DatasetParameters", "PreparedExperimentInfo", "TestSchemeType"),
+    *("scenario_base.data.Dataset", "scenario_base.agents.PureTextSharedModelGroup"),
+    *("parameters.types.SpgVariantType", "parameters.update_schedule.ConstantUpdateSchedule"),
+    *("rl_objectives.KLPENPPOLossImproved", "utils.maths.aggregate_mean_grouped_by_class"),
+    *("trainers.trainer_base.attach_progress_bar", "protocols.main_protocols.DebateProtocol"),
+]
+
+
+@functools.cache
+def program(name: str) -> ModuleType:
+    """A program with its import root renamed; it registers its trainers once."""
+    text = (SCRIPTS / f"{name}.nip.txt").read_text(encoding="utf-8")
+    module = sys.modules[f"nip_{name}"] = ModuleType(f"nip_{name}")
+    exec(compile(_renamed(text), name, "exec"), vars(module))
+    return module
+
+
+def _renamed(text: str) -> str:
+    for start in ("from", "import"):
+        for end in (" ", "."):
+            text = text.replace(f"{start} nip{end}", f"{start} nip_astra.nip{end}")
+    return text
+
+
+def run_script(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> None:
+    """Run a program that is no grid as a script."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    text = (SCRIPTS / f"{name}.nip.txt").read_text(encoding="utf-8")
+    exec(compile(_renamed(text), name, "exec"), {"__name__": "__main__"})
+
+
+def run_grid(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    *options: str,
+    **grid: list[Any],
+) -> dict[str, RunDirectory]:
+    """Run a program over its grid, with some values changed."""
+    module = program(name)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [name, *options])
+    monkeypatch.setattr(module.experiment, "param_grid", {**module.param_grid, **grid})
+    module.experiment.run()
+    paths = [path.parent for path in (folder / "runs").glob("*/results.json")]
+    return {path.name: RunDirectory.open(path) for path in paths}
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("file", NAMES)
+def test_a_program_uses_all_that_nips_file_uses(file: str) -> None:
+    text = (SCRIPTS / f"{PROGRAM_OF[file]}.nip.txt").read_text(encoding="utf-8")
+    assert set(NAMES[file]) - uses(text) == set()
+
+
+def test_every_name_is_found_where_nip_has_it() -> None:
+    asked = {use.split()[1] for file in NAMES.values() for use in file if use.startswith("import")}
+    for path in sorted({name.removeprefix("nip.") for name in asked} | set(FURTHER)):
+        assert find(f"nip_astra.nip.{path}") is not None
+    for module, names in MODULES.items():
+        found = importlib.import_module(f"nip_astra.nip.{module}".rstrip("."))
+        assert [name for name in names if getattr(found, name) is None] == []
+    with pytest.raises(ImportError):
+        importlib.import_module("nip_astra.nip.utils.nothing")
+
+
+# ---- scripts
+
+
+@pytest.mark.parametrize(
+    ("changes", "provers"),
+    [
+        ({"scenario": ["image_classification"], "random_prover": [True]}, ["prover"]),
+        (
+            {"protocol": ["debate"], "update_spec": [(1, 1, 1)], "pretrain_agents": [True]},
+            ["prover0", "prover1"],
+        ),
+    ],
+)
+def test_the_scripts_for_ppo_run(
+    changes: dict[str, Any],
+    provers: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runs = run_grid("ppo", monkeypatch, tmp_path, "--num-workers", "1", "-q", **changes)
+    assert list(runs) == ["ppo_a_0"]
+    run = runs["ppo_a_0"]
+    assert {path.stem for path in (run.path / "model").iterdir()} == {"verifier", *provers}
+    recorded = run.read_yaml("hyper_parameters.yaml")
+    assert recorded["rl"]["num_iterations"] == 2
+    assert recorded["ppo"]["entropy_coef"] == 0.002
+    agents = recorded[changes.get("scenario", ["graph_isomorphism"])[0]]["agents"]
+    assert all(agents[name]["is_random"] is ("random_prover" in changes) for name in provers)
+
+
+def test_the_scripts_for_agents_alone_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = run_grid("solo", monkeypatch, tmp_path)
+    assert sorted(runs) == ["solo_a_0", "solo_a_1"]
+    graphs, images = (runs[name].read_yaml("hyper_parameters.yaml") for name in sorted(runs))
+    assert graphs["solo_agent"]["num_epochs"] == 2
+    body = graphs["graph_isomorphism"]["agents"]["verifier"]["body_lr_factor"]
+    assert body["actor"] == 0.01
+    assert images["image_classification"]["dataset"]["selected_classes"] == [0, 1]
+
+
+def test_the_scripts_for_chat_models_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    runs = run_grid("expert_iteration", monkeypatch, tmp_path, "test", "--dummy")
+    assert sorted(runs) == ["ei_test_0", "ei_test_1"]
+    results = runs["ei_test_1"].read_json("results.json")
+    assert sorted(results["groups"]) == ["provers_group", "verifier"]
+
+    class Api:
+        def artifact(self, name: str, type: str) -> Any:  # noqa: A002  # W&B's name
+            raise wandb.errors.CommError(f"artifact '{name}' not found")
+
+    monkeypatch.setattr(wandb, "Api", Api)
+    for name in ("WANDB_ENTITY", "WANDB_CV_PROJECT"):
+        monkeypatch.setenv(name, "mine")
+    counted: list[Any] = []
+    monkeypatch.setattr(
+        "nip_astra.nip.texts.count_analysis",
+        lambda run, names, model, split: counted.append((Path(run).name, names)),
+    )
+    options = ("ei_test_0", "--dry-run", "--analysers", "follow_up", "prover_direct_quotation")
+    run_script("analyse", monkeypatch, tmp_path, *options)
+    assert counted == [("ei_test_0", ["follow_up", "direct_quotation"])]
+    assert not (tmp_path / "runs" / "ei_test_0" / "analyses").exists()
+
+
+def test_the_script_that_asks_hosted_models_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    import openai
+
+    asked: list[dict[str, Any]] = []
+
+    def create(**request: Any) -> Any:
+        asked.append(request)
+        token = SimpleNamespace(token="yes", logprob=-0.5, top_logprobs=[])
+        token.top_logprobs = [token, SimpleNamespace(token="no", logprob=-1.0)]
+        logprobs = SimpleNamespace(content=[token])
+        message = SimpleNamespace(content="yes")
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, logprobs=logprobs)])
+
+    class Client:
+        def __init__(self, **options: Any) -> None:
+            assert options == {"base_url": running.OPENROUTER, "api_key": "secret"}
+            completions = SimpleNamespace(create=create)
+            self.chat = SimpleNamespace(completions=completions)
+
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *error: object) -> None: ...
+
+    row = {"apps_split": "train", "difficulty": "interview", "question": "?"}
+    row |= {"solutions": [{"solution": "a"}], "buggy_solutions": [{"solution": "b"}]}
+    monkeypatch.setattr(openai, "OpenAI", Client)
+    monkeypatch.setattr(datasets, "load_dataset", lambda repository, split: [row])
+    with pytest.raises(running.EnvironmentVariableDoesNotExistError, match="OPENROUTER_API_KEY"):
+        run_script("benchmark", monkeypatch, tmp_path, "some/model")
+    monkeypatch.setenv("OPENROUTER_API_KEY", "secret")
+    run_script("benchmark", monkeypatch, tmp_path, "some/model", "--check_probs")
+    assert json.loads((tmp_path / "shares.json").read_text()) == [0.5]
+    assert len(asked) == 4
+    assert asked[0]["top_logprobs"] == 2
+
+
+def test_grids_are_divided_and_skip_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[tuple[str, dict[str, Any]]] = []
+    experiment = running.SequentialHyperparameterExperiment(
+        {"b": [1, 2], "a": [3, 4]},
+        lambda arguments: ran.append((arguments.run_id, arguments.combo)),
+        experiment_name="GRID",
+    )
+    monkeypatch.setattr(sys, "argv", ["grid"])
+    experiment.run()
+    assert ran[1] == ("grid_1", {"a": 3, "b": 2})
+    assert len(ran) == 4
+    ran.clear()
+    options = ["--combo-groups", "2", "--combo-num", "1", "--num-skip", "1"]
+    monkeypatch.setattr(sys, "argv", ["grid", *options])
+    experiment.run()
+    assert [name for name, _ in ran] == ["grid_3"]
+
+
+# ---- hyper-parameters
+
+
+def test_defaults_are_nips() -> None:
+    found = ours(HyperParameters("graph_isomorphism", "vanilla_ppo", "eru10000"))
+    given = DEFAULTS["RlTrainerParameters"]
+    for name in ("num_iterations", "lr", "gamma", "minibatch_size", "use_shared_body"):
+        assert getattr(found.rl, name) == given[name]
+    assert (found.seed, found.interaction_protocol) == (6198, "nip")
+    assert (found.rl.grad_clipping, found.rl.clip_value) == ("joint", None)
+    prover = found.graph_isomorphism.agents["prover"]
+    assert (prover.num_transformer_layers, prover.use_dual_gnn) == (4, True)
+    text = ours(
+        HyperParameters("code_validation", "pure_text_ei", "lrhammond/buggy-apps", "debate")
+    )
+    assert text.text_rl.rollouts_per_iteration == 1000 // 8
+    assert (text.text_rl.test_scheme, text.text_rl.min_fine_tune_examples) == ("none", 10)
+    verifier = text.code_validation.agents["verifier"]
+    assert (verifier.fine_tune_from_scratch, verifier.max_tokens) == (True, 225)
+    assert text.code_validation.levels == [2]
+
+
+def test_values_that_nothing_reads_are_left_alone_and_mappings_stay_as_they_are() -> None:
+    shared = {"actor": 0.5, "critic": 0.25}
+    agents = {name: {"body_lr_factor": shared} for name in ("prover", "verifier")}
+    given = HyperParameters(
+        *("graph_isomorphism", "reinforce", "test"),
+        agents=agents,
+        rl={"lmbda": 0.5, "clip_value": True, "num_epochs": 1},
+        ppo={"kl_beta": 7.0},
+        spg={"variant": "sos"},
+    )
+    found = ours(given)
+    assert found.graph_isomorphism.agents["verifier"].body_lr_factor.actor == 0.5
+    assert found.ppo.kl_beta != 7.0
+    assert shared == {"actor": 0.5, "critic": 0.25}
+    assert HyperParameters.from_dict(given.to_dict()) == given
+    assert given.get("rl.lmbda") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "fact"),
+    [
+        ({"agents": {"prover": {"use_manual_architecture": True}}}, ConfigurationError, "prover"),
+        ({"rl": {"lr": -1.0}}, ParameterError, "rl.lr"),
+        ({"rl": {"learning_rate": 1.0}}, TypeError, "learning_rate"),
+    ],
+)
+def test_what_has_no_counterpart_or_is_wrong_is_refused(
+    change: dict[str, Any], error: type[Exception], fact: str
+) -> None:
+    with pytest.raises(error, match=fact):
+        ours(HyperParameters("graph_isomorphism", "vanilla_ppo", "test", **change))
+    with pytest.raises(ConfigurationError, match="nothing"):
+        HyperParameters.from_dict({"nothing": 1})
+
+
+def test_parameter_classes_are_dataclasses_with_test_values() -> None:
+    changed = dataclasses.replace(RlTrainerParameters(lr=0.1), gamma=0.5)  # type: ignore[type-var]
+    assert (changed.lr, changed.gamma) == (0.1, 0.5)
+    for name in ("GraphIsomorphismAgentParameters", "CodeValidationAgentParameters"):
+        cls = getattr(nip_parameters, name)
+        assert cls.construct_test_params() != cls()
+
+
+# ---- trainers of agents with networks
+
+
+@pytest.mark.parametrize(
+    ("own", "shipped", "groups"),
+    [
+        ("own_ppo", "vanilla_ppo", {"rl": {"clip_value": True}}),
+        ("own_ppo", "vanilla_ppo", {"ppo": {"loss_type": "kl_penalty"}}),
+        ("own_reinforce", "reinforce", {}),
+        ("own_reinforce", "reinforce", {"reinforce": {"use_advantage_and_critic": True}}),
+        ("own_spg", "spg", {"spg": {"variant": "lola"}}),
+        (
+            "own_spg",
+            "spg",
+            {"spg": {"variant": "psos", "stackelberg_sequence": (("prover",), ("verifier",))}},
+        ),
+    ],
+)
+def test_a_trainer_of_ones_own_learns_what_the_shipped_one_learns(
+    own: str, shipped: str, groups: dict[str, Any]
+) -> None:
+    program("tensor_trainers")
+
+    def weights(trainer: str) -> list[torch.Tensor]:
+        small = {"num_gnn_layers": 1, "num_transformer_layers": 1, "use_batch_norm": False}
+        rl = {"frames_per_batch": 32, "minibatch_size": 16, "num_iterations": 1, "num_epochs": 1}
+        rl |= {"num_test_iterations": 1, "lr": 0.01, "normalize_observations": False}
+        given = HyperParameters(
+            *("graph_isomorphism", trainer, "test"),
+            agents={"_default": small},
+            nip_protocol={"max_message_rounds": 4},
+            dataset_options={"max_train_size": 20},
+            **{**groups, "rl": rl | groups.get("rl", {})},
+        )
+        built = prepare_experiment(ours(given), progress=False).trainer
+        if trainer == own:
+            assert built.scenario_instance.combined_policy_head is built.agents
+            assert len(built.scenario_instance.train_dataset) == 20
+        before = [p.detach().clone() for p in built.agents.parameters()]
+        built.train()
+        after = list(built.agents.parameters())
+        assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return after
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(own), weights(shipped), strict=True))
+
+
+def test_keys_and_transforms_that_would_not_be_read_are_refused() -> None:
+    program("tensor_trainers")
+    with pytest.raises(ConfigurationError, match="next"):
+        Reward2GoTransform(gamma=0.5, in_keys=("next", "reward"))
+    with pytest.raises(ConfigurationError, match="elsewhere"):
+        importlib.import_module("nip_astra.nip.tensors")._Keys.set_keys(
+            SimpleNamespace(), value="elsewhere"
+        )
+    assert KEYS["done"] == ("agents", "done")
+
+
+# ---- trainers of chat models
+
+
+def _always_accepts(name: str) -> Script:
+    def script(request: ChatRequest, number: int) -> str:
+        is_last = "Last turn" in request.messages[-1]["content"]
+        decision = ("reject", "accept")[(request.seed or 0) % 2 if name == "base" else 1]
+        return f"Decision: {decision}" if is_last else f"said {(request.seed or 0) % 97}"
+
+    return script
+
+
+def _parts(folder: Path, trainer: str, **options: Any) -> TextParts:
+    program("text_trainers")
+    return build_text_parts(folder / "prompts", _always_accepts, trainer=trainer, **options)
+
+
+@pytest.mark.parametrize("method", ["threshold", "weighted_sampling"])
+def test_expert_iteration_of_ones_own_submits_supervised_jobs(method: str, tmp_path: Path) -> None:
+    groups = {
+        "pure_text_ei": {"rollout_selection_method": method},
+        "text_rl": {"verifier_guess_replacement_proportion": 0.5},
+    }
+    parts = _parts(tmp_path, "own_ei", groups=groups)
+    build_text_trainer(parts, RunDirectory.create(tmp_path, "run")).train()
+    jobs = {key: examples for key, _, examples, options in parts.service.submitted}
+    assert list(jobs) == ["run/prover/0", "run/verifier/0"]
+    assert all(one.messages[-1]["role"] == "assistant" for one in jobs["run/prover/0"])
+    # Three of six rollouts are replaced: those of false claims end with a rejection.
+    assert len(jobs["run/verifier/0"]) >= 3
+
+
+def test_trees_of_ones_own_make_pairs_and_tables(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "run")
+    groups = {
+        "nip": {"max_message_rounds": 4},
+        "text_rl": {"rollouts_per_iteration": 4, "test_scheme": "none"},
+    }
+    parts = _parts(tmp_path, "own_malt", protocol="nip", groups=groups)
+    trainer = build_text_trainer(parts, run)
+    trainer.train()
+    assert {options.method for *_, options in parts.service.submitted} == {"dpo"}
+    for key, _, pairs, _ in parts.service.submitted:
+        assert pairs, key
+        assert all(pair.preferred != pair.rejected for pair in pairs)
+        assert all(pair.messages[-1]["role"] == "user" for pair in pairs)
+    assert (run.path / "rollouts" / "expected_reward_by_round.jsonl").exists()
+    kept = NestedArrayDict.load(run.path / "rollouts" / "train_0000" / "rollouts.json")
+    # Two ways in each of four rounds, fewer where a conversation ended.
+    assert 4 < len(kept) <= 4 * 2**4
+    returns_NA = episode_returns(kept)
+    assert set(np.unique(returns_NA[:, 0])) <= {0.0, 1.0}
+
+
+def test_a_state_is_played_as_a_whole_conversation_is(tmp_path: Path) -> None:
+    def fixed(name: str) -> Script:
+        return lambda request, number: (
+            "Decision: accept"
+            if "Last turn" in request.messages[-1]["content"]
+            else f"after {len(request.messages)}"
+        )
+
+    program("text_trainers")
+    groups = {"nip": {"max_message_rounds": 4}}
+    parts = build_text_parts(tmp_path, fixed, trainer="own_ei", protocol="nip", groups=groups)
+    trainer = build_text_trainer(parts)
+    assert isinstance(trainer, PureTextRlTrainer)
+    trainer._prepare_groups()
+    whole = trainer._sample_rollouts(trainer.train_environment, 0)
+
+    class Stepwise(type(trainer)):  # type: ignore[misc]  # made while the test runs
+        @staticmethod
+        def _sample_rollouts_for_single_environment(args: Any) -> list[NestedArrayDict]:
+            return PureTextRlTrainer._sample_rollouts_for_single_environment(args)
+
+    trainer.__class__ = Stepwise
+    stepwise = trainer._sample_rollouts(trainer.train_environment, 0)
+    names = {("node", "id"), ("node", "parent")}
+    for key, array in whole.items(True, True):
+        if key not in names:
+            assert array.tolist() == stepwise[key].tolist(), key
+    again = as_ours(as_nip(as_ours(whole)))
+    assert again == as_ours(whole)
+    assert whole["next", "done"][0].tolist() == [False, False, True, True]
+    assert whole["message_history"][0, 2, :, 0].tolist() == ["after 2", "after 2", None, None]
+
+
+def test_what_agents_say_may_be_changed_before_a_step(tmp_path: Path) -> None:
+    parts = _parts(tmp_path, "own_ei")
+    trainer = build_text_trainer(parts)
+    trainer._prepare_groups()
+    environment, agents = trainer.train_environment, trainer.combined_agent
+    environment.begin(trainer.episodes("train", 0), ("test",), trainer.files.journal("train", 0))
+    assert trainer.scenario_instance.combined_whole is agents
+    assert len(trainer.scenario_instance.test_dataset) == 8
+    state = environment.step(agents.forward(environment.reset(), environment))
+    state = agents.forward(environment.get_next_state_from_state(state), environment)
+    label = int(state["y"][0])
+    state["agents", "raw_message"][0, 1] = f"Decision: {('reject', 'accept')[label]}"
+    state = environment.step(state)
+    assert state["agents", "decision"][0, 1] == label
+    assert state["next", "agents", "reward"][0, 1] == 1.0
+    assert bool(state["next", "done"][0])
