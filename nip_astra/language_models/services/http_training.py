@@ -6,6 +6,7 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position.
 from __future__ import annotations
 
 import tempfile
+import threading
 import uuid
 import weakref
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ from nip_astra.language_models.services.training_wire import (
     vocabulary_digest,
     weights_digest,
 )
+
+SECONDS_BETWEEN_REPORTS = 20.0
+"""By which a service knows a client that computes by itself from one that is dead."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,11 @@ class HttpTrainingService(TrainingService):
         self.model_id = str(connection.post_json(ROUTE, body, key=f"{self._client}:model")["id"])
         # A run that ends, however it ends, leaves nothing behind at the service.
         path = f"{ROUTE}/{self.model_id}"
-        self._forget = weakref.finalize(self, connection.forget, path)
+        ended = threading.Event()
+        self._forget = weakref.finalize(self, _leave, connection, path, ended)
+        threading.Thread(
+            target=_report, args=(connection, path, ended), name="training report", daemon=True
+        ).start()
         if module is not None and lora is not None:
             with tempfile.TemporaryDirectory() as folder:
                 policy.save(Path(folder))
@@ -165,3 +173,14 @@ class HttpTrainingService(TrainingService):
         result: dict[str, Any] = unpack_state(answer.result())
         self.policy.token_count.add(TokenCount(**result.pop("tokens", {})))
         return result
+
+
+def _report(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
+    connection.report(path)
+    while not ended.wait(SECONDS_BETWEEN_REPORTS):
+        connection.report(path)
+
+
+def _leave(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
+    ended.set()
+    connection.forget(path)

@@ -35,7 +35,12 @@ from nip_astra.errors import (
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
 from nip_astra.language_models.services.adapter_shapes import tinker_shape
 from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
-from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
+from nip_astra.language_models.services.training import (
+    Loss,
+    OptimizerFigures,
+    TrainingService,
+    check_step,
+)
 
 ADDRESS = "tinker.json"
 """Name of the file that says where the service keeps what was saved."""
@@ -133,6 +138,7 @@ class TinkerTrainingService(TrainingService):
         return found
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
+        check_step(lr, max_grad_norm)
         # The rest are torch's defaults, as of the local service.
         params = self._tinker.AdamParams(
             learning_rate=lr,

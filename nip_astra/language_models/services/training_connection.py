@@ -143,6 +143,11 @@ class TrainingConnection:
         with suppress(self._httpx.HTTPError):
             self._client.delete(path, timeout=SECONDS_TO_FORGET)
 
+    def report(self, path: str) -> None:
+        """Tell the service once that the client of a model is there."""
+        with suppress(self._httpx.HTTPError):
+            self._client.get(path, timeout=SECONDS_TO_FORGET)
+
     def _patiently(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
         """Ask again where the service does not answer or is full, up to the end of patience."""
         deadline = time.monotonic() + self.patience_seconds
