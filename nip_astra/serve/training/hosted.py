@@ -117,7 +117,8 @@ class HostedModel:
         given = message["options"]
         if not isinstance(given, dict) or any(isinstance(one, Tensor) for one in given.values()):
             raise wrong("sampling options are no dictionary of numbers. Send one.")
-        options = SamplingOptions(**given)
+        end_ids = tuple(operator.index(token) for token in given.get("end_ids", ()))
+        options = SamplingOptions(**{**given, "end_ids": end_ids})
         contexts = [[operator.index(token) for token in one] for one in message["contexts"]]
         uniforms_BT = message["uniforms"]
         count = int(message["rows_per_context"])
