@@ -13,11 +13,11 @@ from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import (
     CheckpointError,
-    LostProcessError,
     NipAstraError,
     RunDirectoryError,
     StopRequested,
     UnexpectedExitError,
+    WorkerProcessError,
 )
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.experiment_settings import ExperimentSettings
@@ -323,9 +323,9 @@ def _run(
             raise StopRequested(
                 stop_flag() or name, str(directory.path), is_saved, is_at_once=is_at_once
             ) from None
-        except LostProcessError as error:
+        except WorkerProcessError as error:
             logger.error("the run failed: %s", error)
-            raise LostProcessError(f"{error} {_how_to_go_on(directory)}") from error
+            raise type(error)(f"{error} {_how_to_go_on(directory)}") from error
         except SystemExit as error:
             logger.error("the run failed: sys.exit(%r) was called", error.code)
             raise UnexpectedExitError(error.code) from error

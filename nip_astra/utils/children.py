@@ -13,7 +13,7 @@ from contextlib import suppress
 from nip_astra.errors import WorkerProcessError
 
 PERIOD = 0.05
-"""Seconds between looks at a process that is waited for."""
+"""Most seconds between looks at a process that is waited for."""
 SECONDS_TO_END = 5.0
 """How long a process may take to end whose connections are closed already."""
 _SIGNAL_OF_PARENTS_DEATH = 1
@@ -67,10 +67,12 @@ class Child:
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, and say whether it has."""
         until = None if seconds is None else time.monotonic() + seconds
+        pause = PERIOD / 100
         while self.code is None:
             if until is not None and time.monotonic() > until:
                 return False
-            time.sleep(PERIOD)
+            time.sleep(pause)
+            pause = min(2 * pause, PERIOD)
         return True
 
     def kill(self) -> None:
@@ -109,6 +111,6 @@ def ended_early(child: Child) -> WorkerProcessError:
     child.wait(SECONDS_TO_END)
     child.kill()
     return WorkerProcessError(
-        f"{child.name} (process {child.pid}) {child.ending} before its work was done. Resume the "
-        "run from its latest checkpoint, with --num-threads 1 if this happens again."
+        f"{child.name} (process {child.pid}) {child.ending} before its work was done. "
+        "Run with --num-threads 1 if this happens again."
     )

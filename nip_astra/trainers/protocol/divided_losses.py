@@ -315,6 +315,6 @@ def _gradient(weight: Tensor) -> Tensor:
 
 def _failure(fault: str) -> WorkerProcessError:
     return WorkerProcessError(
-        "losses were to be computed by several processes at once, but one of them failed. Resume "
-        f"the run from its latest checkpoint, with --num-threads 1 if it happens again.\n{fault}"
+        "losses were to be computed by several processes at once, but one of them failed. Run "
+        f"with --num-threads 1 if this happens again.\n{fault}"
     )
