@@ -304,7 +304,7 @@ def team_on_this_machine(
     before = os.environ.get(_INTERFACE)
     os.environ[_INTERFACE] = "lo"
     try:
-        file = dist.FileStore(store, size)
+        file = dist.FileStore(store, size)  # type: ignore[attr-defined]  # torch exports it so
         # The library would wait for one that has ended as long as for one that is busy.
         file.set(f"here/{rank}", "")
         while not all(file.check([f"here/{one}"]) for one in range(size)):

@@ -344,6 +344,9 @@ def test_wrong_names_and_options_are_refused_at_once(client: Any) -> None:
     params = tinker.SamplingParams(max_tokens=9999)
     with pytest.raises(tinker.BadRequestError, match="window"):
         sampler(client).sample(tinker.ModelInput.from_ints(PROMPT), 1, params).result()
+    prompt, params = tinker.ModelInput.from_ints(PROMPT), tinker.SamplingParams(max_tokens=1)
+    with pytest.raises(tinker.BadRequestError, match="num_samples"):
+        sampler(client).sample(prompt, 30_000_000, params).result()
     with pytest.raises(tinker.BadRequestError, match="other tokens than those"):
         sampler(client).compute_logprobs(tinker.ModelInput.from_ints([999])).result()
     training = training_client(client)

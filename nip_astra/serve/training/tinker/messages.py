@@ -171,7 +171,7 @@ def _datum(number: int, message: Any) -> Datum:
 def read_tensor(message: Any, name: str) -> Tensor:
     """A tensor of a request; sparse rows become dense ones with zeros."""
     pb = schema()
-    kinds = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
+    kinds: dict[int, type[np.generic]] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
     if message.dtype not in kinds:
         raise wrong(f"{name} is neither float32 nor int64. Send one of these.")
     shape, kind = list(message.shape), kinds[message.dtype]
