@@ -17,12 +17,12 @@ from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import (
     CheckpointError,
     ConfigurationError,
-    LostProcessError,
     NipAstraError,
     RunDirectoryError,
     StopRequested,
     TrackingError,
     UnexpectedExitError,
+    WorkerProcessError,
 )
 from nip_astra.evaluation.run_results import RunResults, read_results
 from nip_astra.experiment_settings import ExperimentSettings
@@ -392,9 +392,9 @@ def _run(
             raise StopRequested(
                 stop_flag() or name, str(directory.path), is_saved, is_at_once=is_at_once
             ) from None
-        except LostProcessError as error:
+        except WorkerProcessError as error:
             logger.error("the run failed: %s", error)
-            raise LostProcessError(f"{error} {_how_to_go_on(directory)}") from error
+            raise type(error)(f"{error} {_how_to_go_on(directory)}") from error
         except SystemExit as error:
             logger.error("the run failed: sys.exit(%r) was called", error.code)
             raise UnexpectedExitError(error.code) from error
@@ -451,7 +451,7 @@ def _train(trainer: Trainer, directory: RunDirectory, checkpoint: Path | None) -
             trainer.rerun_tests(fetch_base_run(base_run, directory.path / "base_run"))
         else:
             trainer.train()
-    except (StopRequested, LostProcessError, CheckpointError, TrackingError):
+    except (StopRequested, WorkerProcessError, CheckpointError, TrackingError):
         # The run stands as its last checkpoint has it.
         raise
     except Exception as error:

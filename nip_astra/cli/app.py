@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Annotated, Any, NoReturn
 
@@ -35,6 +35,7 @@ from nip_astra.cli.options import (
 )
 from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import (
+    ConfigurationError,
     LostProcessError,
     NipAstraError,
     StopRequested,
@@ -386,7 +387,9 @@ def main() -> None:
         if "--debug" in sys.argv:
             sys.stderr.write(safe_text(traceback.format_exc()))
         is_stop = isinstance(error, StopRequested)
-        rank = rank_of_process()
+        rank = 0
+        with suppress(ConfigurationError):  # perhaps the error itself
+            rank = rank_of_process()
         # Of several processes of a run, the one that leads tells why it ends.
         if rank == 0 or not (is_stop or isinstance(error, LostProcessError)):
             head = f"process {rank}: " if rank else ""

@@ -2,19 +2,55 @@
 
 from __future__ import annotations
 
-import os
+from nip_astra.errors import ConfigurationError
+from nip_astra.trust import read_variable
 
 
 def is_one_of_several() -> bool:
     """Say whether a launcher has started this process as one of a run's."""
-    return int(os.environ.get("WORLD_SIZE") or 1) > 1 and "RANK" in os.environ
+    return num_processes() > 1 and read_variable("RANK") is not None
+
+
+def num_processes() -> int:
+    """How many processes train the run, as the launcher says."""
+    return _number("WORLD_SIZE", default=1, least=1)
 
 
 def rank_of_process() -> int:
-    """Which process of its run this is, as the launcher says; 0 where there is none."""
-    return int(os.environ["RANK"]) if is_one_of_several() else 0
+    """Which process of its run this is, as the launcher says; 0 where there is none.
+
+    Raises
+    ------
+    ConfigurationError
+        When it is none of those that there are.
+    """
+    if not is_one_of_several():
+        return 0
+    rank, size = _number("RANK", default=0), num_processes()
+    if rank >= size:
+        raise ConfigurationError(
+            f"RANK is {rank}, but WORLD_SIZE is {size}. Give each process a RANK from 0 to "
+            f"{size - 1}, or start all of them by torchrun."
+        )
+    return rank
+
+
+def local_rank() -> int:
+    """Which of the run's processes on its machine this is."""
+    return _number("LOCAL_RANK", default=0)
 
 
 def processes_on_this_machine() -> int:
     """How many processes of the run share the cores of this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if is_one_of_several() else 1
+    return _number("LOCAL_WORLD_SIZE", default=1, least=1) if is_one_of_several() else 1
+
+
+def _number(name: str, *, default: int, least: int = 0) -> int:
+    given = read_variable(name) or str(default)
+    # A launcher's numbers have few digits; more are none that Python reads.
+    if not (given.isascii() and given.isdigit() and len(given) < 10 and int(given) >= least):
+        raise ConfigurationError(
+            f"the environment variable {name} is {given[:40]!r}. Give a whole number from {least}, "
+            "or unset it to train in one process."
+        )
+    return int(given)

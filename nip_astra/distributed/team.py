@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +21,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from nip_astra.checkpoints.tensors import pack_state, unpack_state
-from nip_astra.distributed.launch import is_one_of_several, rank_of_process
+from nip_astra.distributed.launch import (
+    is_one_of_several,
+    local_rank,
+    num_processes,
+    rank_of_process,
+)
 from nip_astra.errors import ConfigurationError, LostProcessError, StopRequested
+from nip_astra.trust import read_variable
 
 T = TypeVar("T")
 Handler = Callable[[Any], Any]
@@ -32,8 +39,12 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 LOST = r"(?i)gloo|nccl|connection (closed|reset)|broken pipe"
 """What the failures of exchanges say of themselves."""
 _SILENCE = timedelta(days=14)
-"""How long a process waits for another: one that measures says nothing meanwhile. That one has
-ended is seen at once, by its connections."""
+"""How long a process waits for another once they have met: one that measures says nothing
+meanwhile. That one has ended is seen at once, by its connections."""
+_MEETING = timedelta(minutes=30)
+"""How long a process that a launcher started waits for the others to come."""
+_CONNECTING = timedelta(seconds=30)
+"""How long forked processes that have all come take at most to connect."""
 
 
 class Team:
@@ -262,27 +273,49 @@ def open_team(device: torch.device, store: str | None = None) -> Iterator[Team]:
     if not is_one_of_several():
         yield Team()
         return
-    rank, size = rank_of_process(), int(os.environ["WORLD_SIZE"])
+    rank, size = rank_of_process(), num_processes()
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(local_rank())
     method = "env://" if store is None else f"file://{Path(store).absolute()}"
-    with _meeting(method, rank, size):
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(_group(rank, size, timeout=_MEETING, init_method=method))
+        except (RuntimeError, ValueError, OSError) as error:
+            raise ConfigurationError(
+                f"process {rank} of {size} was to meet the others by {method}, but: {error}. Start "
+                "all of them by `torchrun --nproc-per-node N run.py ...`, or give each RANK and "
+                "WORLD_SIZE and all the same new file with --settings process_store=FILE."
+            ) from error
         yield ProcessTeam(dist.new_group(backend="nccl") if device.type == "cuda" else None)
 
 
 @contextmanager
-def team_on_this_machine(store: str, rank: int, size: int) -> Iterator[ProcessTeam]:
+def team_on_this_machine(
+    store: str, rank: int, size: int, watch: Callable[[], None] = lambda: None
+) -> Iterator[ProcessTeam]:
     """Meet processes that this one has forked, or was forked with, within the block.
 
     Parameters
     ----------
     store : str
         A new file by which they find each other.
+    watch : Callable
+        Called again and again until all are there; raises an error where one has ended.
     """
-    before = os.environ.get(_INTERFACE)
+    before = read_variable(_INTERFACE)
     os.environ[_INTERFACE] = "lo"
     try:
-        with _meeting(f"file://{store}", rank, size):
+        file = dist.FileStore(store, size)  # type: ignore[attr-defined]  # torch exports it so
+        # The library would wait for one that has ended as long as for one that is busy.
+        file.set(f"here/{rank}", "")
+        while not all(file.check([f"here/{one}"]) for one in range(size)):
+            watch()
+            time.sleep(0.002)
+        with ExitStack() as stack:
+            forked = Team()
+            forked.rank, forked.size = rank, size
+            with told_as_lost(forked):
+                stack.enter_context(_group(rank, size, timeout=_CONNECTING, store=file))
             yield ProcessTeam()
     finally:
         if before is None:
@@ -292,18 +325,11 @@ def team_on_this_machine(store: str, rank: int, size: int) -> Iterator[ProcessTe
 
 
 @contextmanager
-def _meeting(method: str, rank: int, size: int) -> Iterator[None]:
+def _group(rank: int, size: int, **how: Any) -> Iterator[None]:
+    """Be one of the processes that exchange tensors within the block."""
+    dist.init_process_group("gloo", rank=rank, world_size=size, **how)
     try:
-        dist.init_process_group(
-            "gloo", init_method=method, rank=rank, world_size=size, timeout=_SILENCE
-        )
-    except (RuntimeError, ValueError, OSError) as error:
-        raise ConfigurationError(
-            f"process {rank} of {size} was to meet the others by {method}, but: {error}. Start "
-            "all of them by `torchrun --nproc-per-node N run.py ...`, or give each RANK and "
-            "WORLD_SIZE and all the same new file with --settings process_store=FILE."
-        ) from error
-    try:
+        dist.distributed_c10d._set_pg_timeout(_SILENCE)
         yield
     finally:
         dist.destroy_process_group()

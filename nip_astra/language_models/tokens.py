@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.drawn import KeptTokens
 
 
@@ -28,6 +29,23 @@ class SamplingOptions:
     top_p: float = 1.0
     end_ids: tuple[int, ...] = ()
     """Tokens that end a turn besides the model's own."""
+
+    def __post_init__(self) -> None:
+        is_right = {
+            "max_new_tokens": self.max_new_tokens >= 1,
+            "min_new_tokens": self.min_new_tokens >= 0,
+            # Float32 logits divided by less are infinite.
+            "temperature": self.temperature == 0 or 1e-6 <= self.temperature <= 1e6,
+            "top_k": self.top_k is None or self.top_k >= 1,
+            "top_p": 0 < self.top_p <= 1,
+        }
+        for name, is_fine in is_right.items():
+            if not is_fine:
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)}. Give max_new_tokens and top_k from 1, "
+                    "min_new_tokens from 0, temperature 0 or from 1e-6 to 1e6, and top_p above 0 "
+                    "and up to 1."
+                )
 
     @property
     def cuts(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -26,6 +25,7 @@ from nip_astra.parameters.hyper_parameters import HyperParameters as OurHyperPar
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.trust import read_variable
 
 logger = logging.getLogger(__name__)
 
@@ -362,7 +362,8 @@ _NOT_GIVEN = object()
 
 def get_env_var(var_name: str, default: Any = _NOT_GIVEN) -> Any:
     """The value of an environment variable; `.env` files are not read."""
-    value = os.environ.get(var_name, default)
+    value = read_variable(var_name)
+    value = default if value is None else value
     if value is _NOT_GIVEN:
         raise EnvironmentVariableDoesNotExistError(
             f"the environment variable {var_name} is not set. Export it before the script starts."

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from fastapi import APIRouter, FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -67,6 +68,13 @@ def guarded_app(routers: Sequence[APIRouter], settings: ServiceSettings, *, abou
     @app.exception_handler(ApiError)
     async def refuse(_: Request, error: ApiError) -> Response:
         return to_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_value(_: Request, error: RequestValidationError) -> Response:
+        fault = error.errors()[0]
+        name, given = str(fault["loc"][-1])[:100], ascii(fault.get("input"))[:80]
+        text = f"{name} is {given}: {fault['msg']}. Give another value."
+        return to_response(wrong(text, name, "invalid_value"))
 
     @app.exception_handler(HTTPException)
     async def refuse_route(request: Request, error: HTTPException) -> Response:

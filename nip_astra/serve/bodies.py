@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
@@ -40,17 +41,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _encodable(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("holds half of a surrogate pair, which is no text") from error
-    return text
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-"""Text that can be written as UTF-8."""
 AnyBody = TypeVar("AnyBody", bound=Body)
+MAX_LISTED = 10_000
+"""Most entries of one page of a list."""
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
@@ -65,19 +58,31 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
 
 
 def parse_json(body: bytes) -> Any:
-    """Read JSON, which knows no NaN."""
+    """Read JSON: without NaN or infinite numbers, and with text that can be written as UTF-8.
 
-    def refuse(name: str) -> Any:
-        raise ValueError(f"{name} is no JSON")
-
+    Raises
+    ------
+    ApiError
+        When it is anything else.
+    """
     try:
-        return json.loads(body, parse_constant=refuse)
+        text = body.decode()
+        found = json.loads(text, parse_constant=_finite, parse_float=_finite)
+        if "\\u" in text:
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
     except (ValueError, RecursionError) as error:
         raise wrong(
-            f"the body of the request could not be read as JSON: {error}. Send one JSON object, "
-            "encoded as UTF-8.",
+            f"this is not JSON: {error}. Send one JSON object, encoded as UTF-8.",
             code="invalid_json",
         ) from error
+
+
+def _finite(number: str) -> float:
+    found = float(number)
+    if not math.isfinite(found):
+        raise ValueError(f"{number[:40]} is not a finite number")
+    return found
 
 
 def check_body(given: Any, kind: type[AnyBody]) -> AnyBody:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from nip_astra.serve.bodies import Body, Text, check_body
+from nip_astra.serve.bodies import Body, check_body
 
 MAX_STOPS = 4
-Stop = Annotated[Text, Field(min_length=1, max_length=256)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class StreamOptions(Body):
@@ -52,14 +52,14 @@ class TextPart(Body):
     """A part of a message."""
 
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class Message(Body):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
 
     def plain(self) -> dict[str, str]:
         """The message as chat templates read it."""
@@ -90,13 +90,15 @@ class ChatBody(SamplingBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+Part = TypeVar("Part")
+AtLeastOne = Annotated[list[Part], Field(min_length=1)]
+Ids = AtLeastOne[Annotated[int, Field(ge=0)]]
 
 
 class CompletionBody(SamplingBody):
     """A request of /v1/completions."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1)] | Ids | list[Ids]
+    prompt: str | AtLeastOne[str] | Ids | AtLeastOne[Ids]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
 

@@ -62,7 +62,9 @@ class Guard:
             else:
                 _check_site(headers)
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > limit:
+        # Python reads no number of thousands of digits.
+        is_count = length.isascii() and length.isdigit() and len(length) < 20
+        if not is_count or int(length) > limit:
             raise _too_large(limit)
 
     def _check_token(self, headers: Headers) -> None:
@@ -84,7 +86,7 @@ class Guard:
 def _check_site(headers: Headers) -> None:
     """Refuse what a page of another site makes a browser on this machine send."""
     origin = headers.get("origin")
-    hosts = [headers.get("host", ""), *([] if origin is None else [urlsplit(origin).netloc])]
+    hosts = [f"//{headers.get('host', '')}", *([] if origin is None else [origin])]
     if not all(_is_local(host) for host in hosts):
         raise ApiError(
             403,
@@ -96,9 +98,9 @@ def _check_site(headers: Headers) -> None:
         )
 
 
-def _is_local(host: str) -> bool:
+def _is_local(address: str) -> bool:
     try:
-        name = urlsplit(f"//{host}").hostname or ""
+        name = urlsplit(address).hostname or ""
         return name == "localhost" or ipaddress.ip_address(name).is_loopback
     except ValueError:
         return False

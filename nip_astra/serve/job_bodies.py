@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nip_astra.serve.bodies import Body, Text
+from nip_astra.serve.bodies import Body
 from nip_astra.serve.job_store import Job, Status
 
 Auto = Literal["auto"]
@@ -51,7 +51,7 @@ class MethodBody(Body):
 
 
 Metadata = Annotated[
-    dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]],
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=16),
 ]
 

@@ -53,7 +53,7 @@ def serve(
         raise ConfigurationError(
             "a service was to be started without a model. Name one or several: --model NAME=PATH."
         )
-    with _open_socket(settings) as listening:
+    with open_socket(settings) as listening:
         settings = settings.model_copy(update={"port": listening.getsockname()[1]})
         with _open_app(models, settings, protocols) as app:
             listening.listen(_BACKLOG)
@@ -91,7 +91,14 @@ def _new_shelf(settings: ServiceSettings) -> Shelf:
     return Shelf(device=resolve_device(settings.device), dtype=settings.dtype, limits=limits)
 
 
-def _open_socket(settings: ServiceSettings) -> socket.socket:
+def open_socket(settings: ServiceSettings) -> socket.socket:
+    """A socket at the address of a service, which does not listen yet.
+
+    Raises
+    ------
+    ConfigurationError
+        When the address cannot be had.
+    """
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # Only where the protocol is named does asyncio send parts at once. Otherwise an answer's body
     # waits for its head to be acknowledged, which takes the other side 40 ms.

@@ -63,7 +63,8 @@ class ServiceSettings(SubParameters):
     """Models that may be in training at once by the training routes; each takes the memory of its
     adapter, or of all its weights, three to four times."""
     training_idle_seconds: float = Field(default=3600.0, gt=0)
-    """A model in training that nobody has asked for this long makes room where it is needed."""
+    """A model in training that nobody has asked for this long makes room where it is needed. One
+    whose client reports regularly does so once that has been silent for two minutes."""
     max_message_bytes: int = Field(default=1 << 30, ge=1)
     """Largest request to the training routes; a saved state is one."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -12,7 +11,7 @@ from pydantic import Field
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.services.fine_tuning import check_length
 from nip_astra.serve.api_errors import ApiError, wrong
-from nip_astra.serve.bodies import Body, check_body
+from nip_astra.serve.bodies import Body, check_body, parse_json
 from nip_astra.serve.generation_bodies import Message
 from nip_astra.serve.prompts import encode, render
 
@@ -73,7 +72,7 @@ def read_texts(path: Path, method: Method) -> list[TrainingText]:
 
 def _read_line(line: bytes, number: int, method: Method) -> TrainingText:
     try:
-        given = json.loads(line)
+        given = parse_json(line)
         if method == "supervised":
             body = check_body(given, SupervisedLine)
             *before, last = (message.plain() for message in body.messages)
@@ -82,8 +81,6 @@ def _read_line(line: bytes, number: int, method: Method) -> TrainingText:
             pair = check_body(given, PreferenceLine)
             before = [message.plain() for message in pair.input.messages]
             answers = [pair.preferred_output[0].plain(), pair.non_preferred_output[0].plain()]
-    except (ValueError, RecursionError) as error:
-        raise _wrong_file(f"line {number} is no JSON: {error}. Mend it.") from error
     except ApiError as error:
         raise _wrong_file(f"line {number} is no example of the method {method}: {error}") from error
     if any(answer["role"] != "assistant" for answer in answers):

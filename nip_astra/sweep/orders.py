@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,17 +10,18 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 
 from nip_astra.sweep.plan import PlannedRun
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, REPORT, RunDirectory
 from nip_astra.tracking.run_lock import is_abandoned
 from nip_astra.trust import read_variable
+from nip_astra.utils.children import end_with_parent
 
 POLL_SECONDS = 0.2
 LAST_LINES = 4096
 """Bytes at the end of a log in which its last line is looked for."""
-_PR_SET_PDEATHSIG = 1
 _PACKAGE_HOME = Path(__file__).resolve().parents[2]
 
 
@@ -100,7 +100,7 @@ class RunOrder:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
                 # A signal of the terminal is for the sweep, which hands it on.
                 start_new_session=True,
-                preexec_fn=_stop_with_parent,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM),
             )
 
     def last_line(self) -> str:
@@ -138,9 +138,3 @@ def carry_out(order: RunOrder) -> int:
             process.send_signal(signal.SIGTERM)
         time.sleep(POLL_SECONDS)
     return process.returncode
-
-
-def _stop_with_parent() -> None:
-    """Have Linux send SIGTERM to this process when its parent is gone, however that ended."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -12,7 +12,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,11 +26,13 @@ from nip_astra.utils.processor import (
     choose_num_threads,
     keep_freed_memory,
 )
-from nip_astra.utils.ray_cluster import open_ray
+from nip_astra.utils.ray_cluster import check_ray_lives, open_ray
 from nip_astra.utils.sending import Reader, Sender, Weights, learnt_of
 
 MAX_RESTARTS = 3
 """How often an actor that died is replaced; what it was doing is done again."""
+SECONDS_BETWEEN_CHECKS = 2.0
+"""How often it is seen whether Ray still runs while results are waited for."""
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -213,6 +215,7 @@ class Actors:
         """All that calls need is written and put; what is left is to hand them out."""
         from ray.util import ActorPool
 
+        check_ray_lives(self._ray)
         try:
             self._sender.keep(parts)
             written = [self._sender.written(call) for call in calls]
@@ -226,20 +229,28 @@ class Actors:
         pool = ActorPool(self._actors)
 
         def make() -> list[Result]:
+            results: list[Result] = []
             with _typed_errors(self._ray):
-                return list(
-                    pool.map(
+                for one in written:
+                    pool.submit(
                         lambda actor, call: actor.make.remote(references, weights, call, has_grad),
-                        written,
+                        one,
                     )
-                )
+                while pool.has_next():
+                    check_ray_lives(self._ray)
+                    try:
+                        results.append(pool.get_next(timeout=SECONDS_BETWEEN_CHECKS))
+                    except TimeoutError as error:
+                        # A call may raise one too.
+                        if isinstance(error, self._ray.exceptions.RayTaskError):
+                            raise
+            return results
 
         return make
 
     def process_ids(self) -> list[int]:
         """The numbers of the actors' processes."""
-        ids: list[int] = self._ray.get([actor.process_id.remote() for actor in self._actors])
-        return ids
+        return results_of(self._ray, [actor.process_id.remote() for actor in self._actors])
 
     def close(self) -> None:
         """End the actors."""
@@ -253,10 +264,13 @@ def results_of(ray: Any, references: Sequence[Any]) -> list[Any]:
     Raises
     ------
     WorkerProcessError
-        When an actor failed, or died again and again.
+        When an actor failed, or died again and again, or Ray itself has ended.
     """
     with _typed_errors(ray):
-        return list(ray.get(list(references)))
+        while True:
+            check_ray_lives(ray)
+            with suppress(ray.exceptions.GetTimeoutError):
+                return list(ray.get(list(references), timeout=SECONDS_BETWEEN_CHECKS))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -20,11 +19,10 @@ import torch
 
 from nip_astra.errors import WorkerProcessError
 from nip_astra.trust import read_variable
+from nip_astra.utils.children import PERIOD, Child, end_with_parent, ended_early
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _TOKENIZERS = "TOKENIZERS_PARALLELISM"
-_SIGNAL_OF_PARENTS_DEATH = 1
-"""PR_SET_PDEATHSIG of Linux, the only system where processes are forked."""
 _num_processes = 1
 
 Result = TypeVar("Result")
@@ -70,8 +68,13 @@ def signals_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def fork() -> int:
-    """Fork, and give the new process' number, or 0 in it; signals are held back.
+def fork(name: str) -> Child | None:
+    """Fork, and give the new process, or None in it; signals are held back.
+
+    Parameters
+    ----------
+    name : str
+        What the new process does, for errors.
 
     Raises
     ------
@@ -108,7 +111,8 @@ def fork() -> int:
             _become_worker(first)
         except BaseException:
             os._exit(1)
-    return worker
+        return None
+    return Child(name, worker)
 
 
 def _become_worker(first: int) -> None:
@@ -116,7 +120,7 @@ def _become_worker(first: int) -> None:
     for number in _STOPPING:
         signal.signal(number, signal.SIG_IGN)
     # However that ends, this one ends too, and with it what both hold, as the lock of a run.
-    ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, signal.SIGKILL)
+    end_with_parent(signal.SIGKILL)
     if os.getppid() != first:
         os._exit(1)
     # It has none of the threads that torch began in the first, and would wait for them.
@@ -132,21 +136,6 @@ def _become_worker(first: int) -> None:
 def _past_the_bar(number: int) -> TextIO:
     """A stream of this process' own that writes where the system's stream goes."""
     return os.fdopen(os.dup(number), "w", buffering=1)
-
-
-def kill(workers: Sequence[int]) -> None:
-    """Kill forked processes that are not to go on."""
-    for worker in workers:
-        with suppress(ProcessLookupError):
-            os.kill(worker, signal.SIGKILL)
-
-
-def wait_for(workers: Sequence[int]) -> None:
-    """Wait until forked processes have ended."""
-    for worker in workers:
-        # Some launchers have children reaped by the system.
-        with suppress(ChildProcessError):
-            os.waitpid(worker, 0)
 
 
 class _Answer(NamedTuple):
@@ -168,29 +157,31 @@ def call_at_once(calls: Sequence[Callable[[], Result]]) -> list[Result]:
     WorkerProcessError
         When another process cannot be started, or ends before its time.
     """
-    workers: list[int] = []
+    workers: list[Child] = []
     pipes: list[Connection] = []
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with signals_held_back():
-            for call in calls[1:]:
+            for number, call in enumerate(calls[1:], 2):
                 here, there = multiprocessing.Pipe(duplex=False)
                 pipes.append(here)
-                worker = fork()
-                if not worker:
+                worker = fork(f"process {number} of {len(calls)} that divide work")
+                if worker is None:
                     _answer(call, there)
                 workers.append(worker)
                 there.close()
-        return [calls[0](), *(_heard(pipe) for pipe in pipes)]
+        return [calls[0](), *map(_heard, workers, pipes)]
     except BaseException:
-        kill(workers)
+        for worker in workers:
+            worker.kill()
         raise
     finally:
         torch.set_num_threads(num_threads)
         for pipe in pipes:
             pipe.close()
-        wait_for(workers)
+        for worker in workers:
+            worker.wait()
 
 
 def _answer(call: Callable[[], object], pipe: Connection) -> NoReturn:
@@ -216,14 +207,15 @@ def _pickled(answer: _Answer) -> bytes:
         return pickle.dumps(_Answer(None, WorkerProcessError(f"a process failed:\n{trace}")))
 
 
-def _heard(pipe: Connection) -> Any:
+def _heard(worker: Child, pipe: Connection) -> Any:
+    # A process that the worker started may hold the other end open after the worker has ended.
+    while not pipe.poll(PERIOD):
+        if worker.code is not None and not pipe.poll():
+            raise ended_early(worker)
     try:
         answer: _Answer = pickle.loads(pipe.recv_bytes())
     except (EOFError, OSError) as error:
-        raise WorkerProcessError(
-            "a process that did a part of the work ended without a word, as for want of memory. "
-            "Run with --num-threads 1."
-        ) from error
+        raise ended_early(worker) from error
     if answer.error is not None:
         answer.error.add_note(f"raised in a process that did a part of the work:\n{answer.trace}")
         raise answer.error

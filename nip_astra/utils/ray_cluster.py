@@ -9,7 +9,7 @@ import threading
 from math import ceil
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, MissingDependencyError
+from nip_astra.errors import ConfigurationError, MissingDependencyError, WorkerProcessError
 from nip_astra.trust import read_variable
 from nip_astra.utils.processor import num_cores
 
@@ -72,3 +72,23 @@ def open_ray(address: str | None = None, *, num_cpus: float = 0) -> Any:
             for number, handler in handlers:
                 signal.signal(number, handler)
     return ray
+
+
+def check_ray_lives(ray: Any) -> None:
+    """Refuse to go on with a Ray of this machine of which a process has ended.
+
+    Its library would end this process too, without a word, at the next use of its object store.
+
+    Raises
+    ------
+    WorkerProcessError
+        With the name of the process.
+    """
+    node = getattr(getattr(getattr(ray, "_private", None), "worker", None), "_global_node", None)
+    for name, process in () if node is None else node.dead_processes():
+        # It does without its dashboard and logs.
+        if name in ("raylet", "gcs_server"):
+            raise WorkerProcessError(
+                f"the process {name!r} of Ray ({process.pid}) has ended, as for want of memory. "
+                "Use fewer actors, or none with --settings num_actors=0."
+            )

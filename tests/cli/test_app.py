@@ -323,3 +323,16 @@ def test_an_option_that_is_a_parameter_is_told_how_it_is_set(cli: CommandLine) -
     said = cli("resume", "runs/one", "--set", "training.lr=1")
     assert said.code == 2
     assert "--set. Parameters stay as they were where the run was begun" in said.err
+
+
+@pytest.mark.parametrize("rank", ["x", "5"])
+def test_a_wrong_number_of_a_launcher_is_a_short_message(
+    call: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = call("--trainer", "vanilla_ppo", "--test-run")
+    assert said.code == 2
+    assert "RANK" in said.err
+    assert rank in said.err
+    assert "Traceback" not in said.err

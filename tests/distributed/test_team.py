@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.distributed.launch import is_one_of_several, processes_on_this_machine
+from nip_astra.distributed.launch import (
+    is_one_of_several,
+    processes_on_this_machine,
+    rank_of_process,
+)
 from nip_astra.distributed.rows import RowDivision
 from nip_astra.distributed.team import Team, open_team
 from nip_astra.errors import ConfigurationError, LostProcessError, StopRequested
@@ -53,6 +57,25 @@ def test_the_launcher_says_who_is_there(monkeypatch: pytest.MonkeyPatch) -> None
     assert is_one_of_several()
     assert processes_on_this_machine() == 2
     assert num_cores() == max(alone // 2, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"RANK": "5"}, {"RANK": "2"}, {"RANK": "x"}, {"RANK": "-1"}, {"WORLD_SIZE": "two"}),
+        *({"WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "9" * 5000}, {"LOCAL_WORLD_SIZE": "0"}),
+    ],
+)
+def test_a_launcher_that_says_what_cannot_be_is_refused_by_name(
+    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **wrong}.items():
+        monkeypatch.setenv(name, value)
+    ((name, value),) = wrong.items()
+    ask = processes_on_this_machine if name == "LOCAL_WORLD_SIZE" else rank_of_process
+    with pytest.raises(ConfigurationError, match=name) as caught:
+        ask()
+    assert value[:40] in str(caught.value)
 
 
 def everything(store: str) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 import threading
 import time
@@ -13,13 +12,12 @@ from pathlib import Path
 import torch
 import uvicorn
 
-from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.http_server import http_config
-from nip_astra.serve.job_store import JobStore
+from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
-from nip_astra.serve.state import open_service
+from nip_astra.serve.state import Service, open_service
 
 POCKET = Path(__file__).resolve().parents[2] / "scenarios" / "pocket_chat" / "models"
 
@@ -37,13 +35,13 @@ class Running:
         Its files and jobs.
     completions : CompletionStore
         The log of what it answered.
+    app : FastAPI
+        Its routes.
     """
 
-    def __init__(
-        self, base_url: str, shelf: Shelf, store: JobStore, completions: CompletionStore
-    ) -> None:
-        self.base_url, self.shelf, self.store = base_url, shelf, store
-        self.completions = completions
+    def __init__(self, base_url: str, shelf: Shelf, service: Service) -> None:
+        self.base_url, self.shelf, self.store = base_url, shelf, service.store
+        self.completions, self.app = service.completions, service.app
 
     @property
     def root(self) -> str:
@@ -53,7 +51,7 @@ class Running:
 @contextmanager
 def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
     """Serve models within the block."""
-    listening = socket.create_server(("127.0.0.1", 0))
+    listening = open_socket(ServiceSettings(port=0))
     port = listening.getsockname()[1]
     with tempfile.TemporaryDirectory() as state:
         given = ServiceSettings(**{"port": port, "state_dir": state, **settings})
@@ -67,7 +65,7 @@ def running(models: dict[str, str], **settings: object) -> Iterator[Running]:
                 time.sleep(0.01)
             try:
                 url = f"http://127.0.0.1:{port}/v1"
-                yield Running(url, shelf, service.store, service.completions)
+                yield Running(url, shelf, service)
             finally:
                 server.should_exit = True
                 thread.join()

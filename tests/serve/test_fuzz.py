@@ -6,77 +6,28 @@ import json
 import random
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from nip_astra.serve.settings import TrainingProtocol
+from nip_astra.serve.training import routes as training_routes
+from nip_astra.serve.training.tinker import futures as tinker_futures
+from tests.serve.fuzzing import (
+    MESSAGES,
+    SECONDS,
+    FuzzedTexts,
+    FuzzedTinker,
+    FuzzedTraining,
+    damaged,
+)
 from tests.serve.running import Running, running
+from tests.serve.training.running import training_server
 
-MESSAGES = [{"role": "user", "content": "hello you"}]
-RIGHT: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"model": "tiny", "messages": MESSAGES, "max_tokens": 2},
-    "/v1/completions": {"model": "tiny", "prompt": "hello", "max_tokens": 2},
-    "/v1/fine_tuning/jobs": {"model": "tiny", "training_file": "file-1"},
-}
-WRONG: list[Any] = [
-    *(None, True, -1, 0, 10**40, 1e308, -0.5, "", "x", "\x00", "\ud800", "../../etc/passwd"),
-    *([], [[]], {}, {"a": 1}, [None], [1, "a"], [{}], [MESSAGES], [{"role": "user"}], "9" * 5000),
-    *([{"role": [], "content": {}}], [-5], [10**9], [[3, 10**9]], {"type": "dpo"}),
-]
-NAMES = [
-    *("model", "messages", "prompt", "max_tokens", "n", "seed", "stop", "top_p", "temperature"),
-    *("logprobs", "top_logprobs", "stream", "stream_options", "logit_bias", "metadata", "suffix"),
-    *("method", "hyperparameters", "training_file", "tools", "__class__", "", "\u202e", "a" * 999),
-]
-PATHS = [
-    *("/v1/models/..%2f..%2fetc%2fpasswd", "/v1/files/%00", "/v1/files/../service.db"),
-    *("/v1/fine_tuning/jobs/'--", "/v1/fine_tuning/jobs/x/events?limit=-1", "/v1/nothing", "//"),
-    *("/v1/fine_tuning/jobs?limit=9999999999999", "/v1/files?after=%f0%9f", "/health/x"),
-    *("/v1/fine_tuning/jobs/x/cancel", "/v1/files/x/content", "/v1/models/%ff"),
-]
-METHODS = ("GET", "POST", "DELETE", "PUT", "PATCH", "OPTIONS", "TRACE")
-
-
-def damaged(content: bytes, chance: random.Random) -> bytes:
-    """A body with bytes cut out, changed or doubled."""
-    data = bytearray(content)
-    for _ in range(chance.randint(1, 4)):
-        place = chance.randrange(len(data) + 1)
-        match chance.randrange(4):
-            case 0:
-                del data[place : place + chance.randint(1, 9)]
-            case 1:
-                data[place:place] = bytes([chance.randrange(256)])
-            case 2:
-                data[place:place] = data[: chance.randint(0, 40)]
-            case _:
-                data = data[:place]
-    return bytes(data)
-
-
-def malformed(chance: random.Random) -> tuple[str, str, bytes, dict[str, str]]:
-    """Method, path, body and headers of a request that is wrong in some way."""
-    path = chance.choice(list(RIGHT))
-    headers = {"Content-Type": "application/json"}
-    kind = chance.randrange(6)
-    if kind == 0:
-        return chance.choice(METHODS), chance.choice(PATHS), b"{}", headers
-    if kind == 1:
-        form = {"Content-Type": "multipart/form-data; boundary=x"}
-        part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="../a"\r\n\r\n{}\r\n'
-        end = b'--x\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nfine-tune\r\n--x--\r\n'
-        return "POST", "/v1/files", damaged(part + end, chance), form
-    body = dict(RIGHT[path])
-    if kind == 2:
-        return "POST", path, damaged(json.dumps(body).encode(), chance), headers
-    for _ in range(chance.randint(1, 3)):
-        body[chance.choice(NAMES)] = chance.choice(WRONG)
-    if kind == 3:
-        body.pop(chance.choice(list(body)))
-    return "POST", path, json.dumps(body).encode(), headers
+RIGHT = {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}
 
 
 @pytest.fixture(scope="module")
@@ -85,33 +36,9 @@ def service(tiny_model_dir: Path) -> Iterator[Running]:
         yield service
 
 
-def fuzz(service: Running, count: int, seed: int) -> None:
-    chance = random.Random(seed)
-    statuses: dict[int, int] = {}
-    with httpx.Client(base_url=service.root, timeout=60) as client:
-        for _ in range(count):
-            method, path, body, headers = malformed(chance)
-            reply = client.request(method, path, content=body, headers=headers)
-            statuses[reply.status_code] = statuses.get(reply.status_code, 0) + 1
-            about = (method, path, body, reply.status_code, reply.text)
-            # A change may leave a request right: a seed of 0, or no stop texts.
-            assert reply.status_code == 200 or 400 <= reply.status_code < 500, about
-            if reply.status_code != 200 and method != "HEAD":
-                error = reply.json()["error"]
-                assert set(error) == {"message", "type", "param", "code"}, about
-                assert error["message"], about
-        assert client.get("/health").status_code == 200
-        alive = client.post("/v1/chat/completions", json=RIGHT["/v1/chat/completions"])
-        assert alive.status_code == 200
-    assert statuses[400] > count / 2, statuses
-    assert sorted(path.name for path in (service.store.folder / "files").iterdir()) == sorted(
-        file["id"] for file in service.store.files()
-    )
-
-
 def broken_http(chance: random.Random) -> bytes:
     """A request whose line, headers or framing are wrong."""
-    body = json.dumps(RIGHT["/v1/chat/completions"]).encode()
+    body = json.dumps(RIGHT).encode()
     lines = [
         b"POST /v1/chat/completions HTTP/1.1",
         b"Host: 127.0.0.1",
@@ -170,7 +97,7 @@ def fuzz_http(service: Running, count: int, seed: int, log: pytest.LogCaptureFix
                 num_refused += 1
     assert num_refused > count / 3
     assert not [one for one in log.records if one.levelname == "ERROR"], "no fault of the service"
-    alive = httpx.post(service.root + "/v1/chat/completions", json=RIGHT["/v1/chat/completions"])
+    alive = httpx.post(service.root + "/v1/chat/completions", json=RIGHT)
     assert alive.status_code == 200
 
 
@@ -183,11 +110,28 @@ def test_what_is_no_http_ends_in_json_errors(
     fuzz_http(service, count, seed, caplog)
 
 
+@pytest.mark.parametrize("kind", ["text", "http", "tinker"])
 @pytest.mark.parametrize(
-    ("count", "seed"), [(120, 0), pytest.param(10_000, 1, marks=pytest.mark.slow)]
+    ("count", "seed"), [(100, 0), pytest.param(3400, 1, marks=pytest.mark.slow)]
 )
-def test_malformed_requests_end_in_json_errors(service: Running, count: int, seed: int) -> None:
-    fuzz(service, count, seed)
+def test_malformed_requests_to_any_route_end_in_json_errors(
+    service: Running, kind: str, count: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "tinker":
+        pytest.importorskip("tinker")
+    monkeypatch.setattr(training_routes, "SECONDS_TO_WAIT", 1.0)
+    monkeypatch.setattr(tinker_futures, "SECONDS_TO_WAIT", 1.0)
+    limits: dict[str, Any] = {"max_training_models": 10**6, "max_message_bytes": 50_000_000}
+    with httpx.Client(timeout=SECONDS) as client, ExitStack() as stack:
+        if kind == "text":
+            FuzzedTexts(service.root, service.app, client).fuzz(count, seed)
+            stored = sorted(path.name for path in (service.store.folder / "files").iterdir())
+            assert stored == sorted(file["id"] for file in service.store.files())
+            return
+        protocol: TrainingProtocol = "tinker" if kind == "tinker" else "http"
+        server = stack.enter_context(training_server([protocol], **limits))
+        fuzzed = FuzzedTinker if kind == "tinker" else FuzzedTraining
+        fuzzed(server.url, server.app, client).fuzz(count, seed)
 
 
 def test_a_model_that_overflows_tells_so_and_others_go_on(
@@ -203,7 +147,7 @@ def test_a_model_that_overflows_tells_so_and_others_go_on(
     module.save_pretrained(tmp_path)
     load_tokenizer(str(tiny_model_dir)).save_pretrained(tmp_path)
     service.shelf.add("broken", str(tmp_path))
-    body = RIGHT["/v1/chat/completions"]
+    body = RIGHT
     for model, status in [("broken", 500), ("tiny", 200), ("broken", 500)]:
         reply = httpx.post(service.root + "/v1/chat/completions", json=body | {"model": model})
         assert reply.status_code == status

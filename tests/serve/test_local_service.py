@@ -18,7 +18,7 @@ import pytest
 from nip_astra.cli import doctor_checks
 from nip_astra.errors import ConfigurationError, ServiceError
 from nip_astra.serve.local_service import start_service
-from nip_astra.serve.server import _open_socket
+from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings
 from tests.command_line import CommandLine, refused
 
@@ -53,7 +53,7 @@ def test_a_service_starts_answers_and_stops_twice(tiny_model_dir: Path) -> None:
 def test_parts_of_an_answer_do_not_wait_for_each_other() -> None:
     async def is_sent_at_once() -> bool:
         opened: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
-        with _open_socket(ServiceSettings(port=0)) as listening:
+        with open_socket(ServiceSettings(port=0)) as listening:
             server = await asyncio.start_server(lambda _, one: opened.put(one), sock=listening)
             async with server:
                 _, client = await asyncio.open_connection(*listening.getsockname())

@@ -79,13 +79,30 @@ def test_an_error_is_raised_as_what_it_is(error: Exception) -> None:
     [
         (partial(failing, TwoArguments("not", "readable")), "TwoArguments: not readable"),
         (lambda: lambda: 1, "pickle"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "without a word.*--num-threads 1"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "SIGKILL.*--num-threads 1"),
     ],
     ids=["error", "result", "killed"],
 )
 def test_what_cannot_be_handed_over_is_told(call: Callable[[], Any], told: str) -> None:
     with pytest.raises(WorkerProcessError, match=f"(?s){told}"):
         call_at_once([lambda: 1, call])
+
+
+@needs_fork
+def test_a_killed_process_is_noticed_though_one_of_its_own_holds_its_connections() -> None:
+    reading, writing = os.pipe()
+
+    def leave_a_process() -> None:
+        if os.fork() == 0:
+            os.read(reading, 1)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(WorkerProcessError, match=r"process 2 of 2 .*SIGKILL"):
+        call_at_once([lambda: 1, leave_a_process])
+    os.write(writing, b"x")
+    os.close(reading)
+    os.close(writing)
 
 
 @needs_fork
@@ -168,15 +185,16 @@ def test_a_process_does_not_wait_for_threads_that_torch_began_before() -> None:
         values = torch.linspace(0, 1, 400_000)
         expected = values.exp().sum()
         with signals_held_back():
-            worker = fork()
-            if not worker:
+            worker = fork("a process that adds up")
+            if worker is None:
                 signal.alarm(60)
                 try:
                     assert torch.isclose(values.exp().sum(), expected)
                     os._exit(0)
                 finally:
                     os._exit(1)
-        assert os.waitpid(worker, 0)[1] == 0
+        assert worker.wait(60)
+        assert worker.code == 0
     finally:
         torch.set_num_threads(before)
 

@@ -69,6 +69,27 @@ def test_a_cluster_that_is_not_there_is_told(ray: Ray) -> None:
         open_ray("far:6379")
 
 
+def test_a_process_of_ray_that_has_ended_is_named() -> None:
+    raylet = SimpleNamespace(pid=17)
+    dead: list[Any] = []
+    node = SimpleNamespace(dead_processes=lambda: dead)
+    ray = SimpleNamespace(
+        _private=SimpleNamespace(worker=SimpleNamespace(_global_node=node)),
+        exceptions=SimpleNamespace(
+            GetTimeoutError=TimeoutError, RayTaskError=KeyError, RayError=IndexError
+        ),
+    )
+
+    def get(_: list[Any], timeout: float) -> None:
+        # It ends while its results are waited for.
+        dead.append(("raylet", raylet))
+        raise TimeoutError
+
+    ray.get = get
+    with pytest.raises(WorkerProcessError, match=r"raylet.*17"):
+        results_of(ray, [])
+
+
 @pytest.mark.parametrize(
     ("cause", "kind"),
     [
@@ -82,7 +103,7 @@ def test_what_fails_in_an_actor_is_told_whatever_class_ray_gives_it(
     exceptions = pytest.importorskip("ray.exceptions")
     raised = exceptions.RayTaskError("generate", "heads of 24, in line 7", cause)
 
-    def get(_: list[Any]) -> None:
+    def get(_: list[Any], timeout: float) -> None:
         raise raised.as_instanceof_cause()
 
     with pytest.raises(kind) as caught:

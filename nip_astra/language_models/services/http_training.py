@@ -6,6 +6,7 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position.
 from __future__ import annotations
 
 import tempfile
+import threading
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,9 @@ from nip_astra.language_models.services.training_wire import (
     vocabulary_digest,
     weights_digest,
 )
+
+SECONDS_BETWEEN_REPORTS = 20.0
+"""By which a service knows a client that computes by itself from one that is dead."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,11 @@ class HttpTrainingService(TrainingService):
         self.model_id = made["id"]
         # A run that ends, however it ends, leaves nothing behind at the service.
         path = f"{ROUTE}/{self.model_id}"
-        self._forget = weakref.finalize(self, connection.forget, path)
+        ended = threading.Event()
+        self._forget = weakref.finalize(self, _leave, connection, path, ended)
+        threading.Thread(
+            target=_report, args=(connection, path, ended), name="training report", daemon=True
+        ).start()
         if module is not None and lora is not None:
             with tempfile.TemporaryDirectory() as folder:
                 policy.save(Path(folder))
@@ -196,3 +204,14 @@ class HttpTrainingService(TrainingService):
         if not isinstance(files, dict):
             raise self.connection.misunderstood("it has no files")
         unpack_folder(files, directory)
+
+
+def _report(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
+    connection.report(path)
+    while not ended.wait(SECONDS_BETWEEN_REPORTS):
+        connection.report(path)
+
+
+def _leave(connection: TrainingConnection, path: str, ended: threading.Event) -> None:
+    ended.set()
+    connection.forget(path)

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from nip_astra.errors import ConfigurationError, ServiceError
+from nip_astra.utils.children import Child
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class ServiceProcess:
         }
         with self._log.open("wb") as log:
             # The pipe closes when this process ends, and that ends the service.
-            self._process = subprocess.Popen(
+            program = subprocess.Popen(
                 [sys.executable, "-m", "nip_astra.serve.process", json.dumps(order)],
                 stdin=subprocess.PIPE,
                 stdout=log,
@@ -90,6 +91,8 @@ class ServiceProcess:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
             )
+        self._stdin = program.stdin
+        self._process = Child("a text service", program.pid, program)
         try:
             self.base_url = self._wait_until_told(told, seconds_to_start)
         except BaseException:
@@ -99,9 +102,9 @@ class ServiceProcess:
     def _wait_until_told(self, told: Path, seconds: float) -> str:
         deadline = time.monotonic() + seconds
         while not told.exists():
-            code = self._process.poll()
-            if code is not None or time.monotonic() > deadline:
-                what = f"did not start within {seconds:.0f} s" if code is None else "ended at once"
+            if not self.is_alive or time.monotonic() > deadline:
+                what = f"did not start within {seconds:.0f} s"
+                what = what if self.is_alive else f"its process {self._process.ending} at once"
                 last = self._log.read_text(errors="replace").strip().rpartition("\n")[2]
                 raise ServiceError(
                     f"a text service was to be started, but {what}: {last or 'it said nothing'}. "
@@ -113,7 +116,7 @@ class ServiceProcess:
     @property
     def is_alive(self) -> bool:
         """Whether the process runs."""
-        return self._process.poll() is None
+        return self._process.code is None
 
     @property
     def pid(self) -> int:
@@ -126,16 +129,10 @@ class ServiceProcess:
 
     def stop(self) -> None:
         """End the service; nothing happens where it has ended already."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(SECONDS_TO_STOP)
-            except subprocess.TimeoutExpired:
-                logger.warning("the text service did not end when asked to, and is killed")
-                self._process.kill()
-                self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        if not self._process.stop(SECONDS_TO_STOP):
+            logger.warning("the text service did not end when asked to, and was killed")
+        if self._stdin is not None:
+            self._stdin.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Self:

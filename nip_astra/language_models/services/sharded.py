@@ -39,6 +39,7 @@ from nip_astra.language_models.services.training import (
     LocalTrainingService,
     Loss,
     OptimizerFigures,
+    check_step,
 )
 
 _SAVE = "save_sharded_state"
@@ -136,6 +137,7 @@ class ShardedService(DataParallelService):
         )
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
+        check_step(lr, max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         gradients = [held_of(one.grad) for one in self.learned if one.grad is not None]

@@ -39,7 +39,12 @@ from nip_astra.language_models.services.adapter_shapes import tinker_shape
 from nip_astra.language_models.services.asking import wait_for
 from nip_astra.language_models.services.bounded_http import check_address
 from nip_astra.language_models.services.handed_out import HandedOut, mean_loss
-from nip_astra.language_models.services.training import Loss, OptimizerFigures, TrainingService
+from nip_astra.language_models.services.training import (
+    Loss,
+    OptimizerFigures,
+    TrainingService,
+    check_step,
+)
 from nip_astra.progress import waiting_for
 from nip_astra.trust import read_variable
 
@@ -144,6 +149,7 @@ class TinkerTrainingService(TrainingService):
         return found
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
+        check_step(lr, max_grad_norm)
         # The rest are torch's defaults, as of the local service.
         params = self._tinker.AdamParams(
             learning_rate=lr,

@@ -17,12 +17,14 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from nip_astra.checkpoints.tensors import load_state, save_state
+from nip_astra.errors import ServiceRequestError
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
 from nip_astra.language_models.services.optimizer_files import (
     OPTIMIZER,
     OPTIMIZER_SHARDS,
     put_together,
 )
+from nip_astra.parameters.parameters_base import MAX_LR
 from nip_astra.rl_objectives.outputs import LossOutput
 
 Loss = Callable[[TensorDict], LossOutput]
@@ -45,6 +47,22 @@ class OptimizerFigures:
 
     grad_norm: float
     was_taken: bool
+
+
+def check_step(lr: float, max_grad_norm: float | None) -> None:
+    """Refuse an optimizer step that could leave weights without finite values.
+
+    Raises
+    ------
+    ServiceRequestError
+        When the learning rate is not from 0 to `MAX_LR`, or the bound of the norm is not above 0.
+    """
+    if not 0 <= lr <= MAX_LR:
+        raise ServiceRequestError(f"lr is {lr}; give a learning rate from 0 to {MAX_LR:g}.")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ServiceRequestError(
+            f"max_grad_norm is {max_grad_norm}; give a norm above 0, or null for no bound."
+        )
 
 
 class TrainingService(ABC):
@@ -78,6 +96,11 @@ class TrainingService(ABC):
             Learning rate; parameters with an `lr_factor` take it times that.
         max_grad_norm : float or None
             Gradients are scaled down to this norm.
+
+        Raises
+        ------
+        ServiceRequestError
+            See `check_step`; nothing is changed then.
         """
 
     @abstractmethod
@@ -171,6 +194,7 @@ class LocalTrainingService(TrainingService):
         return dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
 
     def optim_step(self, *, lr: float, max_grad_norm: float | None = None) -> OptimizerFigures:
+        check_step(lr, max_grad_norm)
         for group in self.optimizer.param_groups:
             group["lr"] = lr * group.get("lr_factor", 1.0)
         norm = torch.nn.utils.clip_grad_norm_(self.learned, max_grad_norm or math.inf)

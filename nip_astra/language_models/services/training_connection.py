@@ -173,6 +173,13 @@ class TrainingConnection:
                 f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_FORGET
             )
 
+    def report(self, path: str) -> None:
+        """Tell the service once that the client of a model is there."""
+        with suppress(self._httpx.HTTPError):
+            self._httpx.get(
+                f"{self.base_url}{path}", headers=self._headers, timeout=SECONDS_TO_FORGET
+            )
+
     def misunderstood(self, problem: str) -> ServiceError:
         """The error for an answer that is not of the protocol."""
         return ServiceError(

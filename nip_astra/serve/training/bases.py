@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nip_astra.errors import NipAstraError
 from nip_astra.language_models.adapters import LoraParameters, adapters_drawn_from, add_adapter
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
@@ -95,7 +97,10 @@ class Bases:
         """
         found = self._bases.get(name)
         if found is None:
-            place = find_model(name)
+            place = None
+            # A client may name a place that no file system has.
+            with suppress(NipAstraError, OSError, ValueError):
+                place = find_model(name)
             found = next((base for base in self._bases.values() if base.source == place), None)
         if found is None:
             raise ApiError(

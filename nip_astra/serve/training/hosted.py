@@ -5,6 +5,7 @@ Shape suffixes: `B` row, `C` context position, `T` continuation position.
 
 from __future__ import annotations
 
+import operator
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,13 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nip_astra.errors import NipAstraError
 from nip_astra.language_models.base import SamplingOptions, TokenCount
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.training import LocalTrainingService
 from nip_astra.language_models.services.training_wire import pack_folder, unpack_folder
-from nip_astra.serve.api_errors import ApiError, wrong
+from nip_astra.serve.api_errors import wrong
 from nip_astra.serve.training.bases import Base
 
+MAX_WEIGHT_DECAY = 100.0
 Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 """`(context_BC, context_mask_BC, ids_BT, mask_BT)`, as `LanguageModel.logprobs` takes them."""
 
@@ -75,9 +78,9 @@ class HostedModel:
         with self.policy.counting() as spent:
             try:
                 result = operations[kind](message)
-            except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-                if isinstance(error, ApiError):
-                    raise
+            except NipAstraError:
+                raise
+            except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
                 raise wrong(
                     f"the operation {kind} was asked for with what it cannot take: "
                     f"{type(error).__name__}: {str(error)[:300]}. Use a client of this version."
@@ -111,10 +114,22 @@ class HostedModel:
         return asdict(figures)
 
     def _sample(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        options = SamplingOptions(**message["options"])
-        contexts = message["contexts"]
+        given = message["options"]
+        if not isinstance(given, dict) or any(isinstance(one, Tensor) for one in given.values()):
+            raise wrong("sampling options are no dictionary of numbers. Send one.")
+        end_ids = tuple(operator.index(token) for token in given.get("end_ids", ()))
+        options = SamplingOptions(**{**given, "end_ids": end_ids})
+        contexts = [[operator.index(token) for token in one] for one in message["contexts"]]
         uniforms_BT = message["uniforms"]
         count = int(message["rows_per_context"])
+        is_uniform = (
+            uniforms_BT.is_floating_point() and ((uniforms_BT >= 0) & (uniforms_BT <= 1)).all()
+        )
+        if not contexts or count < 1 or not is_uniform:
+            raise wrong(
+                f"{count} answers to {len(contexts)} contexts were asked for. Send at least one "
+                "context, rows_per_context from 1, and random numbers from 0 to 1."
+            )
         if list(uniforms_BT.shape) != [len(contexts) * count, options.max_new_tokens]:
             raise wrong(
                 f"{len(contexts) * count} answers of {options.max_new_tokens} tokens were to be "
@@ -171,6 +186,8 @@ class HostedModel:
         """Refuse tokens that the model has not, and more than its window holds."""
         if ids.numel() == 0:
             raise wrong("tokens were to be read, but there are none. Send at least one.")
+        if ids.dtype != torch.int64:
+            raise wrong(f"tokens were sent as {ids.dtype}. Send them as int64.")
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.base.vocab_size:
             raise wrong(
@@ -187,7 +204,7 @@ class HostedModel:
     def _rows(self, rows: Any) -> Rows:
         context_BC, context_mask_BC, ids_BT, mask_BT = rows
         masks = context_mask_BC, mask_BT
-        is_right = all(mask.dtype == torch.bool for mask in masks) and (
+        is_right = all(mask.dtype == torch.bool and mask.ndim == 2 for mask in masks) and (
             context_BC.shape == context_mask_BC.shape
             and ids_BT.shape == mask_BT.shape
             and len(context_BC) == len(ids_BT)
@@ -195,10 +212,11 @@ class HostedModel:
         if not is_right:
             raise wrong(
                 "rows to score were sent whose parts do not fit each other. Send contexts and "
-                "continuations of as many rows, each with a mask of its shape."
+                "continuations of as many rows, each with a boolean mask of its shape."
             )
         length = context_mask_BC.sum(dim=1) + mask_BT.sum(dim=1)
-        self.check_ids(torch.cat([context_BC.flatten(), ids_BT.flatten()]), int(length.max()))
+        for ids in (context_BC, ids_BT):
+            self.check_ids(ids, int(length.max()))
         return context_BC, context_mask_BC, ids_BT, mask_BT
 
 

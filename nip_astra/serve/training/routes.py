@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Path
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -25,10 +25,10 @@ from nip_astra.language_models.services.training_wire import (
 )
 from nip_astra.parameters.training import TrainingConfiguration
 from nip_astra.serve.api_errors import ApiError, held, wrong
-from nip_astra.serve.bodies import Body, Text, read_body
+from nip_astra.serve.bodies import Body, read_body
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.training.bases import Bases
-from nip_astra.serve.training.hosted import HostedModel
+from nip_astra.serve.training.hosted import MAX_WEIGHT_DECAY, HostedModel
 from nip_astra.serve.training.work import Operation, WorkQueue
 from nip_astra.trainers.optimization import build_optimizer
 
@@ -36,12 +36,16 @@ SECONDS_TO_WAIT = 20.0
 """After which a client that waits is told to ask again."""
 
 
+Number = Annotated[int, Path(ge=1, lt=1 << 53)]
+"""Which of a model's operations, in the order in which they take effect."""
+
+
 class LoraBody(Body):
     """A low-rank adapter; the fields of `LoraParameters`."""
 
     rank: int = Field(ge=1, le=4096)
-    alpha: float = Field(gt=0)
-    target_modules: Text | list[Text] = "all-linear"
+    alpha: float = Field(gt=0, le=1e6)
+    target_modules: str | Annotated[list[str], Field(min_length=1)] = "all-linear"
 
 
 class ModelBody(Body):
@@ -55,14 +59,14 @@ class ModelBody(Body):
         Digests of what the client takes the model for.
     """
 
-    base_model: Text
+    base_model: str
     lora: LoraBody | None = None
     seed: int = Field(ge=0, lt=1 << 63)
     optimizer: Literal["adam", "adamw", "sgd", "rmsprop", "adagrad"]
-    weight_decay: float = Field(ge=0)
-    role: Text = Field(default="policy", pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    vocabulary: Text | None = None
-    weights: Text | None = None
+    weight_decay: float = Field(ge=0, le=MAX_WEIGHT_DECAY)
+    role: str = Field(default="policy", pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    vocabulary: str | None = None
+    weights: str | None = None
 
 
 class TrainingHost:
@@ -90,7 +94,7 @@ class TrainingHost:
         if len(self.models) < most:
             return
         for name in list(self.models):
-            if self.work.idle_seconds(name) > seconds:
+            if self.work.is_given_up(name, seconds):
                 self.forget(name)
         if len(self.models) >= most:
             raise ApiError(
@@ -125,8 +129,8 @@ class TrainingHost:
 
     def forget(self, name: str) -> None:
         """Give up a model."""
-        self.work.close_lane(name)
         self.models.pop(name, None)
+        self.work.close_lane(name)
 
 
 def training_routes(host: TrainingHost) -> APIRouter:
@@ -135,6 +139,7 @@ def training_routes(host: TrainingHost) -> APIRouter:
     router = APIRouter(prefix=ROUTE)
     router.add_api_route("", routes.bases, methods=["GET"])
     router.add_api_route("", routes.create, methods=["POST"])
+    router.add_api_route("/{name}", routes.report, methods=["GET"])
     router.add_api_route("/{name}", routes.close, methods=["DELETE"])
     router.add_api_route("/{name}/operations/{number}", routes.operate, methods=["POST"])
     router.add_api_route("/{name}/operations/{number}", routes.wait, methods=["GET"])
@@ -153,18 +158,17 @@ class _TrainingRoutes:
         key = _key(request)
         known = next((one for one in self.host.models.values() if one.key and one.key == key), None)
         if known is None:
-            self.host.make_room()
             operation = Operation(lambda: self._build(body, key), key)
             known = await _result(self.host.work.submit(operation))
         if known is None:
             return JSONResponse({"status": "working"}, 202)
-        return JSONResponse(
-            {
-                "id": known.name,
-                "num_parameters": known.policy.num_parameters(),
-                "context_window": known.policy.context_window,
-            }
-        )
+        return JSONResponse(_card(known))
+
+    async def report(self, name: str) -> Response:
+        """A client reports that it is there."""
+        model = self.host.get(name)
+        self.host.work.report(name)
+        return JSONResponse(_card(model))
 
     def _build(self, body: ModelBody, key: str) -> HostedModel:
         found = next((one for one in self.host.models.values() if one.key == key), None)
@@ -175,6 +179,7 @@ class _TrainingRoutes:
         if body.weights is not None:
             _check_same(base.name, "weights", body.weights, weights_digest(base.module))
         lora = None if body.lora is None else LoraParameters(**body.lora.model_dump())
+        self.host.make_room()
         policy = self.host.bases.policy(base, lora, seed=body.seed)
         config = TrainingConfiguration(optimizer=body.optimizer, weight_decay=body.weight_decay)
         optimizer = build_optimizer(config, policy.parameters())
@@ -183,7 +188,7 @@ class _TrainingRoutes:
         self.host.add(model)
         return model
 
-    async def operate(self, request: Request, name: str, number: int) -> Response:
+    async def operate(self, request: Request, name: str, number: Number) -> Response:
         model = self.host.get(name)
         body = await request.body()
 
@@ -199,7 +204,7 @@ class _TrainingRoutes:
         operation = self.host.work.submit_ordered(name, number, Operation(run, _key(request)))
         return await _answer(operation)
 
-    async def wait(self, request: Request, name: str, number: int) -> Response:
+    async def wait(self, request: Request, name: str, number: Number) -> Response:
         self.host.get(name)
         operation = self.host.work.find(name, number)
         if operation is None or operation.key != _key(request):
@@ -215,6 +220,14 @@ class _TrainingRoutes:
         self.host.get(name)
         self.host.forget(name)
         return JSONResponse({"closed": name})
+
+
+def _card(model: HostedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "num_parameters": model.policy.num_parameters(),
+        "context_window": model.policy.context_window,
+    }
 
 
 async def _result(operation: Operation) -> Any:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nip_astra.errors import NipAstraError
-from nip_astra.serve.api_errors import ApiError, failed, overloaded
+from nip_astra.serve.api_errors import ApiError, failed, held, overloaded
 
 logger = logging.getLogger(__name__)
 
+SECONDS_SILENT = 120.0
+"""After which a client that reports regularly, and no longer does, is taken for dead."""
 NUM_KEPT = 64
 """Operations of a model whose results are kept for a client that asks again."""
 
@@ -54,12 +56,15 @@ class Lane:
         The newest in the queue or done.
     used_at : float
         When something was last asked, `time.monotonic`.
+    reports : bool
+        Whether the client reports that it is there, also while it asks for nothing.
     """
 
     next_number: int = 1
     early: dict[int, Operation] = field(default_factory=dict)
     known: OrderedDict[int, Operation] = field(default_factory=OrderedDict)
     used_at: float = field(default_factory=time.monotonic)
+    reports: bool = False
 
     def find(self, number: int) -> Operation | None:
         """An operation that is known."""
@@ -98,13 +103,20 @@ class WorkQueue:
         for operation in lane.early.values() if lane is not None else ():
             operation.future.set_exception(failed(f"the model {name!r} was given up"))
 
-    def idle_seconds(self, name: str) -> float:
-        """For how long nothing was asked of a model, 0 as long as something is to be done."""
+    def report(self, name: str) -> None:
+        """Note that a model's client is there."""
         with self._changed:
-            lane = self._lanes[name]
-            if any(not one.future.done() for one in [*lane.known.values(), *lane.early.values()]):
-                return 0.0
-            return time.monotonic() - lane.used_at
+            lane = self._lane(name)
+            lane.used_at, lane.reports = time.monotonic(), True
+
+    def is_given_up(self, name: str, max_idle_seconds: float) -> bool:
+        """Whether a model's client is dead, or has asked for nothing for so long."""
+        with self._changed:
+            lane = self._lane(name)
+            if any(not one.future.done() for one in lane.known.values()):
+                return False
+            most = min(max_idle_seconds, SECONDS_SILENT) if lane.reports else max_idle_seconds
+            return time.monotonic() - lane.used_at > most
 
     def submit(self, operation: Operation) -> Operation:
         """Queue an operation that has no place in any order.
@@ -141,10 +153,10 @@ class WorkQueue:
         ------
         ApiError
             429 where too many wait; 409 where the number was another request's, was passed long
-            ago, or leaves one out.
+            ago, or leaves one out; 404 where the model was given up.
         """
         with self._changed:
-            lane = self._lanes[lane_name]
+            lane = self._lane(lane_name)
             lane.used_at = time.monotonic()
             known = lane.find(number)
             if known is not None:
@@ -153,7 +165,8 @@ class WorkQueue:
                 return known
             if number < lane.next_number:
                 raise _conflict(number, f"operation {lane.next_number} is next")
-            if number > lane.next_number and not may_be_early:
+            most = self.max_waiting if may_be_early else 1
+            if number >= lane.next_number + most:
                 raise _conflict(number, f"operation {lane.next_number} never came")
             self._check_room()
             lane.early[number] = operation
@@ -170,12 +183,12 @@ class WorkQueue:
     def find(self, lane_name: str, number: int) -> Operation | None:
         """A model's operation, where it is known."""
         with self._changed:
-            return self._lanes[lane_name].find(number)
+            return self._lane(lane_name).find(number)
 
     @property
     def num_waiting(self) -> int:
-        """Operations that have not begun."""
-        return len(self._ready) + sum(len(lane.early) for lane in self._lanes.values())
+        """Operations that have not begun; those before their turn keep no other client waiting."""
+        return len(self._ready)
 
     def close(self) -> None:
         """End the thread after the operation that it is at; the others fail."""
@@ -187,6 +200,10 @@ class WorkQueue:
         for operation in left:
             operation.future.set_exception(failed("the service is shutting down"))
         self._thread.join()
+
+    def _lane(self, name: str) -> Lane:
+        reason = "the model {name} is not in training. Make one, or go on from a saved state."
+        return held(self._lanes, name, reason=reason, code="model_lost")
 
     def _check_room(self) -> None:
         if self._is_closed:

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from nip_astra.distributed.team import Team, team_on_this_machine
 from nip_astra.errors import ConfigurationError, LostProcessError, WorkerProcessError
-from nip_astra.utils.forked import fork, kill, signals_held_back, wait_for
+from nip_astra.utils.children import PERIOD, SECONDS_TO_END, Child, check_alive, ended_early
+from nip_astra.utils.forked import fork, signals_held_back
 
 _FORGETTING = 1.05
 """By what a time rises in each minibatch that took longer."""
@@ -81,7 +83,7 @@ class DividedLosses:
         self._team = Team()
         self._board: _Board | None = None
         self._num_minibatches = 0
-        self._workers: list[int] = []
+        self._workers: list[Child] = []
 
     @contextmanager
     def between(self, count: int) -> Iterator[None]:
@@ -98,27 +100,41 @@ class DividedLosses:
             try:
                 number = self._fork(count)
                 store = str(Path(folder) / "meeting")
-                with team_on_this_machine(store, number, count) as self._team:
+                watch = partial(check_alive, () if number else self._workers)
+                with team_on_this_machine(store, number, count, watch) as self._team:
                     yield
             except BaseException as error:
                 if number:
                     os._exit(1)
-                kill(self._workers)
-                wait_for(self._workers)
-                if isinstance(error, LostProcessError):
-                    raise _failure("It ended without a word, as for want of memory.") from error
+                lost = self._lost() if isinstance(error, LostProcessError) else None
+                for worker in self._workers:
+                    worker.kill()
+                if lost is not None:
+                    raise ended_early(lost) from error
                 raise
             if number:
                 os._exit(0)
-            wait_for(self._workers)
+            for worker in self._workers:
+                worker.wait()
+
+    def _lost(self) -> Child:
+        """The process that has ended; others end where the first one's connections are closed."""
+        until = time.monotonic() + SECONDS_TO_END
+        while time.monotonic() < until:
+            for worker in self._workers:
+                if worker.code is not None:
+                    return worker
+            time.sleep(PERIOD)
+        return self._workers[0]
 
     def _fork(self, count: int) -> int:
         """Start the other processes, and give this one's number among them."""
         with signals_held_back():
             while len(self._workers) < count - 1:
-                worker = fork()
-                if not worker:
-                    return len(self._workers) + 1
+                number = len(self._workers) + 1
+                worker = fork(f"process {number + 1} of {count} that compute losses")
+                if worker is None:
+                    return number
                 self._workers.append(worker)
         return 0
 
@@ -299,6 +315,6 @@ def _gradient(weight: Tensor) -> Tensor:
 
 def _failure(fault: str) -> WorkerProcessError:
     return WorkerProcessError(
-        "losses were to be computed by several processes at once, but one of them failed. Resume "
-        f"the run from its latest checkpoint, with --num-threads 1 if it happens again.\n{fault}"
+        "losses were to be computed by several processes at once, but one of them failed. Run "
+        f"with --num-threads 1 if this happens again.\n{fault}"
     )

@@ -12,7 +12,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from nip_astra.errors import CheckpointError, NonFiniteLossError
+from nip_astra.errors import CheckpointError, NonFiniteLossError, ServiceRequestError
 from nip_astra.language_models.base import Generation, LanguageModel, SamplingOptions
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.training import (
@@ -151,6 +151,25 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_forgotten(
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     service.forward_backward([batch_of(2)], loss)
     assert service.optim_step(lr=0.1).was_taken
+
+
+@pytest.mark.parametrize(
+    ("numbers", "named"),
+    [
+        *(({"lr": lr}, "lr") for lr in (math.nan, math.inf, -1.0, 1e30)),
+        *(({"lr": 0.1, "max_grad_norm": one}, "max_grad_norm") for one in (math.nan, 0.0, -1.0)),
+    ],
+)
+def test_a_step_by_numbers_that_would_spoil_the_weights_is_refused(
+    model: LanguageModel, numbers: dict[str, float], named: str
+) -> None:
+    service, before = local(model), weights_of(model)
+    service.forward_backward([batch_of(2)], nll(service))
+    with pytest.raises(ServiceRequestError, match=named):
+        service.optim_step(**numbers)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    # Its gradients are still there for a step that is right.
+    assert service.optim_step(lr=0.1).grad_norm > 0
 
 
 def test_a_state_comes_back_to_the_bit_and_a_broken_one_is_refused(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import uvicorn
 
+from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.training.service import open_training
 
@@ -33,14 +33,14 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        listening = socket.create_server(("127.0.0.1", self.port))
+        listening = open_socket(ServiceSettings(port=self.port))
         self.port = listening.getsockname()[1]
         self._opened = open_training(
             self.models, ServiceSettings(port=self.port, **self.settings), self.protocols
         )
-        app = self._opened.__enter__()
+        self.app = self._opened.__enter__()
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1
+            self.app, log_level="warning", access_log=False, timeout_graceful_shutdown=1
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listening]})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -19,9 +21,11 @@ from nip_astra.errors import (
     ServiceRequestError,
     ServiceUnreachableError,
 )
+from nip_astra.language_models.services import http_training
 from nip_astra.language_models.services.training_wire import ROUTE
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.serve.local_service import LocalService
+from nip_astra.serve.training import work
 from tests.serve.training.running import POLICY, Server, training_server
 from tests.trainers.test_service_trainers import trainer_of
 
@@ -139,6 +143,12 @@ def test_a_poisoned_request_leaves_the_model_as_it_was(server: Server, tmp_path:
         trainer.service._do("explode")
     with pytest.raises(ServiceRequestError, match="what it cannot take"):
         trainer.service._do("sample", contexts=3)
+    with pytest.raises(ServiceRequestError, match="nan"):
+        trainer.service.optim_step(lr=math.nan)
+    options = {"max_new_tokens": 1, "temperature": math.nan}
+    asked = {"contexts": [[3]], "rows_per_context": 1, "uniforms": torch.rand(1, 1)}
+    with pytest.raises(ServiceRequestError, match="temperature"):
+        trainer.service._do("sample", **asked, options=options)
     wide = torch.ones(1, 9999, dtype=torch.bool)
     with pytest.raises(ServiceRequestError, match="window"):
         trainer.service.logprobs(torch.tensor([[3]]), one, wide.long(), wide)
@@ -180,6 +190,34 @@ def test_too_many_models_are_told() -> None:
         with pytest.raises(ServiceModelError, match="nip-astra resume RUN"):
             iterate(trainer, 1)
         distant(server)
+
+
+def test_a_client_that_reports_makes_room_soon_after_it_died(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with training_server(["http"], max_training_models=1) as server:
+        living = distant(server).service
+        url = f"{server.url}{ROUTE}/{living.model_id}"
+        assert httpx.get(url).json()["id"] == living.model_id
+        with pytest.raises(ServiceBusyError):
+            distant(server)
+        monkeypatch.setattr(work, "SECONDS_SILENT", 0.0)
+        other = distant(server)
+        with pytest.raises(ServiceModelError):
+            living.optim_step(lr=0.1)
+        iterate(other, 1)
+
+
+def test_a_client_that_never_reported_keeps_its_model_until_it_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_training, "_report", lambda *_: None)
+    monkeypatch.setattr(work, "SECONDS_SILENT", 0.0)
+    with training_server(["http"], max_training_models=1) as server:
+        held = distant(server)
+        with pytest.raises(ServiceBusyError):
+            distant(server)
+        iterate(held, 1)
 
 
 def test_a_dead_server_is_told_and_a_checkpoint_goes_on_at_the_next(tmp_path: Path) -> None:

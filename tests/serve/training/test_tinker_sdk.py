@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -303,6 +306,13 @@ REFUSED: list[tuple[Any, str]] = [
         lambda t: t.forward_backward([datum(weights=MASK * math.nan)], "cross_entropy"),
         "no finite number",
     ),
+    (lambda t: t.optim_step(tinker.AdamParams(learning_rate=1e30)), "lr is 1e\\+30"),
+    (
+        lambda t: t.forward_backward(
+            [datum(weights=MASK)], "ppo", {"clip_low_threshold": math.inf}
+        ),
+        "finite numbers",
+    ),
     (lambda t: t.save_state("../escape"), "a name consists of"),
     (lambda t: t.save_weights_for_sampler("a b"), "a name consists of"),
 ]
@@ -334,11 +344,39 @@ def test_wrong_names_and_options_are_refused_at_once(client: Any) -> None:
     params = tinker.SamplingParams(max_tokens=9999)
     with pytest.raises(tinker.BadRequestError, match="window"):
         sampler(client).sample(tinker.ModelInput.from_ints(PROMPT), 1, params).result()
+    prompt, params = tinker.ModelInput.from_ints(PROMPT), tinker.SamplingParams(max_tokens=1)
+    with pytest.raises(tinker.BadRequestError, match="num_samples"):
+        sampler(client).sample(prompt, 30_000_000, params).result()
     with pytest.raises(tinker.BadRequestError, match="other tokens than those"):
         sampler(client).compute_logprobs(tinker.ModelInput.from_ints([999])).result()
     training = training_client(client)
     with pytest.raises(tinker.BadRequestError, match="Leave kind out"):
         training.save_weights_and_get_sampling_client(kind="inflight").result()
+
+
+def test_a_checkpoint_kept_for_too_long_breaks_no_list(client: Any, server: Server) -> None:
+    training = training_client(client)
+    with pytest.raises(tinker.BadRequestError, match="ttl_seconds"):
+        training.save_state("long", ttl_seconds=10**15).result()
+    path = training.save_state("kept", ttl_seconds=3600).result().path
+    # As a service of an earlier version wrote it.
+    (about,) = Path(server.settings["state_dir"]).rglob("kept/checkpoint.json")
+    about.write_text(json.dumps({**json.loads(about.read_text()), "expires": 1e15}))
+    rest = client.create_rest_client()
+    assert path in [one.tinker_path for one in rest.list_user_checkpoints().result().checkpoints]
+
+
+def test_operations_before_their_turn_keep_no_other_client_waiting() -> None:
+    with training_server(["tinker"], max_waiting=4) as server, service_client(server) as client:
+        training, other = (training_client(client) for _ in range(2))
+        model = training.get_info().model_id
+
+        def send(number: int) -> int:
+            body = {"model_id": model, "seq_id": number, "adam_params": {}}
+            return httpx.post(f"{server.url}/api/v1/optim_step", json=body).status_code
+
+        assert [send(number) for number in (3, 4, 100)] == [200, 200, 400]
+        step(other, [datum(weights=MASK)], "cross_entropy")
 
 
 def test_what_was_saved_is_listed_and_deleted(client: Any) -> None:

@@ -6,16 +6,20 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from nip_astra.distributed import team
 from nip_astra.errors import ConfigurationError, NonFiniteLossError, WorkerProcessError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.rl_objectives.ippo import IppoObjective
 from nip_astra.rl_objectives.objective import AgentLosses, Frames, Objective
+from nip_astra.trainers.protocol import divided_losses
 from nip_astra.trainers.protocol.divided_losses import DividedLosses, Task
 from nip_astra.trainers.vanilla_ppo import VanillaPpoTrainer
 from nip_astra.utils.forked import can_fork
@@ -180,9 +184,28 @@ def test_what_fails_in_a_worker_is_told(monkeypatch: pytest.MonkeyPatch) -> None
         learned(2)
 
 
-def test_a_worker_that_is_killed_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    fail_in_worker(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(WorkerProcessError, match="It ended without a word"):
+@pytest.mark.parametrize("when", ["before the meeting", "while it connects", "at work"])
+def test_a_worker_that_is_killed_stops_the_run(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = os.getpid()
+
+    def killed(meet: Any) -> Any:
+        def meeting(*args: Any, **more: Any) -> Any:
+            if os.getpid() != first:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return meet(*args, **more)
+
+        return meeting
+
+    if when == "before the meeting":
+        meet = divided_losses.team_on_this_machine
+        monkeypatch.setattr(divided_losses, "team_on_this_machine", killed(meet))
+    elif when == "while it connects":
+        # It has come, and dies at the first thing that the library does.
+        monkeypatch.setattr(team, "_CONNECTING", timedelta(seconds=1))
+        monkeypatch.setattr(dist, "init_process_group", killed(dist.init_process_group))
+    else:
+        fail_in_worker(monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(WorkerProcessError, match=r"process 2 of 2 .*SIGKILL"):
         learned(2)
 
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from nip_astra.serve.api_errors import wrong
-from nip_astra.serve.bodies import Body, Text
+from nip_astra.serve.bodies import Body
+from nip_astra.serve.training.hosted import MAX_WEIGHT_DECAY
 
-Seconds = Annotated[int, Field(ge=1)]
+Seconds = Annotated[int, Field(ge=1, le=10 * 365 * 24 * 3600)]
+"""For which a checkpoint is kept; up to ten years."""
+Number = Annotated[int, Field(ge=1, lt=1 << 53)]
+"""Which of a model's operations, in the order in which they take effect."""
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Integer = Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+Top = Annotated[int, Field(ge=0, le=1024)]
+"""How many candidates to tell of each token."""
+MAX_SAMPLES = 4096
+"""Most answers of one request."""
 
 
 class TinkerBody(Body):
@@ -18,30 +28,30 @@ class TinkerBody(Body):
     model_config = ConfigDict(
         strict=False, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=()
     )
-    type: Text | None = None
+    type: str | None = None
 
 
 class SessionBody(TinkerBody):
     """A new session."""
 
-    tags: list[Text] = []
+    tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
-    sdk_version: Text = ""
-    project_id: Text | None = None
-    display_name: Text | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
 
 
 class HeartbeatBody(TinkerBody):
     """A session goes on."""
 
-    session_id: Text
+    session_id: str
 
 
 class LoraBody(TinkerBody):
     """A low-rank adapter."""
 
     rank: int = Field(ge=1, le=4096)
-    seed: int | None = None
+    seed: Integer | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -51,7 +61,7 @@ class OptimizerBody(TinkerBody):
     """The kind of an optimizer."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    type: Text = "adamw"
+    type: str = "adamw"
 
     def check(self) -> None:
         """Refuse another one than Adam."""
@@ -66,9 +76,9 @@ class OptimizerBody(TinkerBody):
 class CreateModelBody(TinkerBody):
     """A new model in training."""
 
-    session_id: Text
-    model_seq_id: int = Field(ge=0)
-    base_model: Text
+    session_id: str
+    model_seq_id: Count
+    base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraBody | None = None
     optimizer_config: OptimizerBody = OptimizerBody()
@@ -77,16 +87,16 @@ class CreateModelBody(TinkerBody):
 class LoadBody(TinkerBody):
     """A saved state for a model, or a model of its own from one."""
 
-    model_id: Text | None = None
-    seq_id: int | None = None
-    session_id: Text | None = None
-    model_seq_id: int | None = None
-    base_model: Text | None = None
+    model_id: str | None = None
+    seq_id: Number | None = None
+    session_id: str | None = None
+    model_seq_id: Count | None = None
+    base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
-    path: Text
+    path: str
     optimizer: bool
     optimizer_config: OptimizerBody | None = None
-    weights_access_token: Text | None = None
+    weights_access_token: str | None = None
 
     def check(self) -> None:
         """Refuse what belongs to accounts."""
@@ -101,19 +111,20 @@ class LoadBody(TinkerBody):
 class AdamBody(TinkerBody):
     """The step of an optimizer."""
 
-    learning_rate: float = Field(default=1e-4, ge=0)
+    learning_rate: float = 1e-4
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    eps: float = Field(default=1e-12, ge=0)
-    weight_decay: float = Field(default=0.0, ge=0)
+    # Weights without a gradient are divided by it; float32 takes less for 0.
+    eps: float = Field(default=1e-12, ge=1e-30, le=1)
+    weight_decay: float = Field(default=0.0, ge=0, le=MAX_WEIGHT_DECAY)
     grad_clip_norm: float = Field(default=0.0, ge=0)
 
 
 class OptimStepBody(TinkerBody):
     """A step along the gradients."""
 
-    model_id: Text
-    seq_id: int = Field(ge=1)
+    model_id: str
+    seq_id: Number
     adam_params: AdamBody | None = None
     optimizer_params: dict[str, Any] | None = None
 
@@ -133,9 +144,9 @@ class OptimStepBody(TinkerBody):
 class SaveBody(TinkerBody):
     """A state to save."""
 
-    model_id: Text
-    seq_id: int = Field(ge=1)
-    path: Text | None = None
+    model_id: str
+    seq_id: Number
+    path: str | None = None
     ttl_seconds: Seconds | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
@@ -144,11 +155,11 @@ class SaveBody(TinkerBody):
 class SaveForSamplerBody(TinkerBody):
     """Weights to sample from."""
 
-    model_id: Text
-    seq_id: int = Field(ge=1)
-    path: Text | None = None
+    model_id: str
+    seq_id: Number
+    path: str | None = None
     sampling_session_seq_id: int | None = None
-    kind: Text = "snapshot"
+    kind: str = "snapshot"
     ttl_seconds: Seconds | None = None
     user_metadata: dict[str, str] | None = None
 
@@ -156,48 +167,67 @@ class SaveForSamplerBody(TinkerBody):
 class SamplingSessionBody(TinkerBody):
     """A new sampling session."""
 
-    session_id: Text
+    session_id: str
     sampling_session_seq_id: int = 0
-    base_model: Text | None = None
-    model_path: Text | None = None
+    base_model: str | None = None
+    model_path: str | None = None
 
 
 class ModelIdBody(TinkerBody):
     """Something about a model."""
 
-    model_id: Text
+    model_id: str
+
+
+class JoinBody(TinkerBody):
+    """A further client of a sampling session."""
+
+    sampling_session_id: str
+
+
+class WeightsInfoBody(TinkerBody):
+    """Something about a checkpoint."""
+
+    tinker_path: str
+
+
+class TtlBody(TinkerBody):
+    """For how long a checkpoint is kept; None for ever."""
+
+    ttl_seconds: Seconds | None = None
 
 
 class TokensBody(TinkerBody):
     """A part of a prompt."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[int]
+    tokens: list[Integer]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_kind(cls, given: Any) -> Any:
+        kind = given.get("type", "encoded_text") if isinstance(given, dict) else "encoded_text"
+        if kind != "encoded_text":
+            raise ValueError("this service reads tokens (encoded_text) alone, no images or sounds")
+        return given
 
 
 class PromptBody(TinkerBody):
     """A prompt."""
 
-    chunks: list[dict[str, Any]]
+    chunks: list[TokensBody]
 
     def ids(self) -> list[int]:
         """Its tokens."""
-        for chunk in self.chunks:
-            if chunk.get("type") != "encoded_text":
-                raise wrong(
-                    f"a prompt holds a part of the kind {str(chunk.get('type'))[:50]!r}, but this "
-                    "service reads tokens alone. Leave images and sounds out.",
-                    "prompt",
-                )
-        return [token for chunk in self.chunks for token in TokensBody(**chunk).tokens]
+        return [token for chunk in self.chunks for token in chunk.tokens]
 
 
 class SamplingBody(TinkerBody):
     """How to sample."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = None
-    stop: Text | list[Text] | list[int] | None = None
+    seed: Integer | None = None
+    stop: str | list[str] | list[Integer] | None = None
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = Field(default=-1, ge=-1)
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -206,8 +236,8 @@ class SamplingBody(TinkerBody):
 class TensorBody(TinkerBody):
     """A tensor in JSON."""
 
-    data: list[int]
-    dtype: Text
+    data: list[Integer]
+    dtype: str
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
     sparse_col_indices: list[int] | None = None
@@ -216,18 +246,18 @@ class TensorBody(TinkerBody):
 class SampleBody(TinkerBody):
     """A request for samples and for what the model thinks of the prompt."""
 
-    num_samples: int = Field(default=1, ge=1)
+    num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     prompt: PromptBody
     sampling_params: SamplingBody
-    base_model: Text | None = None
-    model_path: Text | None = None
-    sampling_session_id: Text | None = None
-    seq_id: int | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    sampling_session_id: str | None = None
+    seq_id: Count | None = None
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: int = Field(default=0, ge=0)
-    topk_sample_logprobs: int = Field(default=0, ge=0)
+    topk_prompt_logprobs: Top = 0
+    topk_sample_logprobs: Top = 0
     target_prompt_logprobs: TensorBody | None = None
-    prompt_alt_tokens_k: int = Field(default=0, ge=0)
+    prompt_alt_tokens_k: Top = 0
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
     record_stability_info: bool | None = None
 
@@ -235,5 +265,5 @@ class SampleBody(TinkerBody):
 class FutureBody(TinkerBody):
     """A result that is asked for."""
 
-    request_id: Text
+    request_id: str
     allow_metadata_only: bool = False

@@ -30,7 +30,7 @@ from nip_astra.serve.training.tinker.store import (
     LoraShape,
     RunRecord,
 )
-from nip_astra.serve.training.work import WorkQueue
+from nip_astra.serve.training.work import SECONDS_SILENT, WorkQueue
 from nip_astra.utils.seeding import derive_seed
 
 _SESSION_LOST = (
@@ -197,9 +197,11 @@ class TinkerHost:
 
     def _make_room(self) -> None:
         """Give up models of sessions that were not heard of, where there is no room."""
-        most, seconds = self.settings.max_training_models, self.settings.training_idle_seconds
+        most = self.settings.max_training_models
         if len(self.models) < most:
             return
+        # The SDK reports every few seconds.
+        seconds = min(self.settings.training_idle_seconds, SECONDS_SILENT)
         for session in list(self.sessions.values()):
             if time.monotonic() - session.seen_at > seconds:
                 self.close_session(session.name)

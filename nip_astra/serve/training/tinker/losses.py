@@ -5,6 +5,7 @@ Shape suffixes: `N` target of any datum, `B` row (here one).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -120,10 +121,10 @@ def loss_inputs(
     """
     known = {key for key in kind.defaults if key in _CONFIGURED}
     for key, value in config.items():
-        if key not in known or isinstance(value, str):
+        if key not in known or isinstance(value, str) or not math.isfinite(value):
             raise wrong(
                 f"the loss {name!r} was given {key}={value!r} in loss_fn_config, which it does not "
-                f"read. It reads numbers for: {', '.join(sorted(known)) or 'nothing'}.",
+                f"read. It reads finite numbers for: {', '.join(sorted(known)) or 'nothing'}.",
                 "loss_fn_config",
             )
     inputs: dict[str, Tensor] = {

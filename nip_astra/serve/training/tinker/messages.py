@@ -5,6 +5,7 @@ Shape suffixes: `T` token, `K` candidate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 PROTOBUF = "application/x-protobuf"
+MAX_VALUES = 1 << 26
+"""Most values of a tensor of which only some are sent."""
 NO_LOGPROB = -99999.0
 """What fills a place of the likeliest tokens at which nothing was scored."""
 
@@ -140,7 +143,7 @@ def _datum(number: int, message: Any) -> Datum:
                 f"datum {number} holds a part of the kind {kind!r}, but this service reads tokens "
                 "alone. Leave images and sounds out."
             )
-        ids += np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32).tolist()
+        ids += _numbers(chunk.encoded_text.tokens, np.int32, f"tokens of datum {number}").tolist()
     inputs = {
         name: read_tensor(value, f"{name} of datum {number}")
         for name, value in message.loss_fn_inputs.items()
@@ -168,24 +171,43 @@ def _datum(number: int, message: Any) -> Datum:
 def read_tensor(message: Any, name: str) -> Tensor:
     """A tensor of a request; sparse rows become dense ones with zeros."""
     pb = schema()
-    kinds = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
+    kinds: dict[int, type[np.generic]] = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64}
     if message.dtype not in kinds:
         raise wrong(f"{name} is neither float32 nor int64. Send one of these.")
-    shape = list(message.shape)
-    kind = np.dtype(kinds[message.dtype])
+    shape, kind = list(message.shape), kinds[message.dtype]
     try:
         if message.WhichOneof("encoding") == "sparse_csr":
-            csr = message.sparse_csr
-            values = np.frombuffer(csr.values, dtype=kind).copy()
-            rows = np.frombuffer(csr.crow_indices, dtype=np.int64).copy()
-            columns = np.frombuffer(csr.col_indices, dtype=np.int64).copy()
-            dense = np.zeros(shape, dtype=kind)
-            dense[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns] = values
-            return torch.from_numpy(dense)
-        found = torch.from_numpy(np.frombuffer(message.dense, dtype=kind).copy())
+            return _dense(message.sparse_csr, shape, kind, name)
+        found = torch.from_numpy(_numbers(message.dense, kind, name))
         return found.reshape(shape) if shape else found
     except (ValueError, RuntimeError, IndexError) as error:
         raise wrong(f"{name} cannot be read: {error}. Send as many values as its shape has.") from (
+            error
+        )
+
+
+def _dense(csr: Any, shape: list[int], kind: type[np.generic], name: str) -> Tensor:
+    """A tensor of which only some values were sent."""
+    values = _numbers(csr.values, kind, name)
+    rows, columns = (_numbers(one, np.int64, name) for one in (csr.crow_indices, csr.col_indices))
+    if len(shape) != 2 or len(rows) != shape[0] + 1 or math.prod(shape) > MAX_VALUES:
+        raise wrong(
+            f"{name} has the shape {shape} and {len(rows)} bounds of rows. Send two dimensions of "
+            f"at most {MAX_VALUES} values, with one bound more than rows."
+        )
+    if columns.size and columns.min() < 0:
+        raise wrong(f"{name} has the column {columns.min()}. Send columns from 0.")
+    dense = np.zeros(shape, dtype=kind)
+    dense[np.repeat(np.arange(len(rows) - 1), np.diff(rows)), columns] = values
+    return torch.from_numpy(dense)
+
+
+def _numbers(sent: bytes, kind: type[np.generic], name: str) -> Any:
+    """Numbers as an array of its own."""
+    try:
+        return np.frombuffer(sent, dtype=kind).copy()
+    except ValueError as error:
+        raise wrong(f"{name} has {len(sent)} bytes: {error}. Send whole numbers of bytes.") from (
             error
         )
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nip_astra.serve.api_errors import wrong
-from nip_astra.serve.bodies import parse_json
+from nip_astra.serve.bodies import MAX_LISTED, read_body
+from nip_astra.serve.training.tinker.bodies import TtlBody, WeightsInfoBody
 from nip_astra.serve.training.tinker.host import TinkerHost
 from nip_astra.serve.training.tinker.store import RunRecord, told_time
 
+Limit = Annotated[int, Query(ge=1, le=MAX_LISTED)]
+Offset = Annotated[int, Query(ge=0, lt=1 << 31)]
 NOT_OFFERED = {
     "/save_weights_external": "weights in the form of others are written by the run's own "
     "save_weights_for_sampler of nip_astra, or from the adapter in the service's state folder",
@@ -48,8 +51,6 @@ def tinker_rest_routes(host: TinkerHost) -> APIRouter:
     router.add_api_route(f"{checkpoint}/ttl", routes.set_ttl, methods=["PUT", "POST", "PATCH"])
     router.add_api_route("/checkpoints", routes.checkpoints, methods=["GET"])
     router.add_api_route("/sessions", routes.sessions, methods=["GET"])
-    router.add_api_route("/sessions/{name}", routes.session, methods=["GET"])
-    router.add_api_route("/samplers/{name}", routes.sampler, methods=["GET"])
     every = ["GET", "POST", "PUT", "PATCH", "DELETE"]
     for path, reason in NOT_OFFERED.items():
         router.add_api_route(path, _refusal(path, reason), methods=every)
@@ -58,6 +59,9 @@ def tinker_rest_routes(host: TinkerHost) -> APIRouter:
     for name in ("project", "trace_export"):
         reason = "this service has neither projects nor traces of sessions"
         router.add_api_route(f"/sessions/{{name}}/{name}", _refusal(name, reason), methods=every)
+    # After those that are refused by name.
+    router.add_api_route("/sessions/{name}", routes.session, methods=["GET"])
+    router.add_api_route("/samplers/{name}", routes.sampler, methods=["GET"])
     return router
 
 
@@ -89,8 +93,7 @@ class _RestRoutes:
         return JSONResponse({"supported_models": models})
 
     async def weights_info(self, request: Request) -> Response:
-        given = parse_json(await request.body())
-        path = str(given.get("tinker_path") or given.get("path") or "")
+        path = (await read_body(request, WeightsInfoBody)).tinker_path
         record = self.host.store.run(self.host.store.find(path).run_id)
         return JSONResponse(
             {
@@ -103,7 +106,7 @@ class _RestRoutes:
             }
         )
 
-    async def runs(self, limit: int = 20, offset: int = 0) -> Response:
+    async def runs(self, limit: Limit = 20, offset: Offset = 0) -> Response:
         records = self.host.store.runs()
         shown = [self._told_run(record) for record in records[offset : offset + limit]]
         return JSONResponse(
@@ -136,7 +139,7 @@ class _RestRoutes:
         found = [one.card() for one in self.host.store.checkpoints(run_id)]
         return JSONResponse({"checkpoints": found, "cursor": None})
 
-    async def checkpoints(self, limit: int = 100, offset: int = 0) -> Response:
+    async def checkpoints(self, limit: Limit = 100, offset: Offset = 0) -> Response:
         store = self.host.store
         found = [one for record in store.runs() for one in store.checkpoints(record.run_id)]
         found.sort(key=lambda one: -one.created)
@@ -148,13 +151,11 @@ class _RestRoutes:
         return Response(status_code=204)
 
     async def set_ttl(self, request: Request, run_id: str, kind: str, name: str) -> Response:
-        seconds = parse_json(await request.body()).get("ttl_seconds")
-        if seconds is not None and (not isinstance(seconds, int) or seconds < 1):
-            raise wrong("a checkpoint was to expire in no number of seconds. Give one, or null.")
+        seconds = (await read_body(request, TtlBody)).ttl_seconds
         self.host.store.set_ttl(self.host.store.get(run_id, f"{kind}/{name}"), seconds)
         return Response(status_code=204)
 
-    async def sessions(self, limit: int = 20, offset: int = 0) -> Response:
+    async def sessions(self, limit: Limit = 20, offset: Offset = 0) -> Response:
         names: Sequence[str] = list(self.host.sessions)[::-1]
         return JSONResponse({"sessions": names[offset : offset + limit]})
 

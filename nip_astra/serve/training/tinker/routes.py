@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nip_astra.serve.api_errors import ApiError, wrong
-from nip_astra.serve.bodies import check_body, parse_json
+from nip_astra.serve.bodies import read_body
 from nip_astra.serve.training.tinker.bodies import (
     CreateModelBody,
     FutureBody,
     HeartbeatBody,
+    JoinBody,
     LoadBody,
     ModelIdBody,
     OptimStepBody,
@@ -24,14 +25,11 @@ from nip_astra.serve.training.tinker.bodies import (
     SaveBody,
     SaveForSamplerBody,
     SessionBody,
-    TinkerBody,
 )
 from nip_astra.serve.training.tinker.futures import Promises, digest_of, tell_protobuf
 from nip_astra.serve.training.tinker.host import TinkerHost
 from nip_astra.serve.training.tinker.messages import read_forward_backward, read_head
 from nip_astra.serve.training.work import Operation
-
-AnyBody = TypeVar("AnyBody", bound=TinkerBody)
 
 
 def tinker_routes(host: TinkerHost) -> APIRouter:
@@ -77,13 +75,13 @@ class _TinkerRoutes:
         return JSONResponse({})
 
     async def create_session(self, request: Request) -> Response:
-        body = await read(request, SessionBody)
+        body = await read_body(request, SessionBody)
         about = {"user_metadata": body.user_metadata, "display_name": body.display_name}
         session = self.host.open_session(about)
         return JSONResponse({"type": "create_session", "session_id": session.name})
 
     async def heartbeat(self, request: Request) -> Response:
-        self.host.session((await read(request, HeartbeatBody)).session_id)
+        self.host.session((await read_body(request, HeartbeatBody)).session_id)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def finish(self, name: str) -> Response:
@@ -97,7 +95,7 @@ class _TinkerRoutes:
     # ---- models
 
     async def create_model(self, request: Request) -> Response:
-        body = await read(request, CreateModelBody)
+        body = await read_body(request, CreateModelBody)
         model_id = self.host.model_id(body.session_id, body.model_seq_id)
         build = self.host.create(body)
         answer = {"type": "create_model", "model_id": model_id}
@@ -105,7 +103,7 @@ class _TinkerRoutes:
 
     async def load_weights(self, request: Request) -> Response:
         raw = await request.body()
-        body = await read(request, LoadBody)
+        body = await read_body(request, LoadBody)
         body.check()
         if body.model_id is not None and body.seq_id is not None:
             model = self.host.model(body.model_id)
@@ -127,7 +125,7 @@ class _TinkerRoutes:
         return self._promise(f"create:{model_id}", Operation(build), lambda _: answer)
 
     async def get_info(self, request: Request) -> Response:
-        model = self.host.model((await read(request, ModelIdBody)).model_id)
+        model = self.host.model((await read_body(request, ModelIdBody)).model_id)
         base = model.hosted.base
         return JSONResponse(
             {
@@ -160,7 +158,7 @@ class _TinkerRoutes:
 
     async def optim_step(self, request: Request) -> Response:
         raw = await request.body()
-        body = await read(request, OptimStepBody)
+        body = await read_body(request, OptimStepBody)
         adam = body.adam
         model = self.host.model(body.model_id)
         operation = Operation(lambda: model.optim_step(adam), digest_of(raw))
@@ -170,7 +168,7 @@ class _TinkerRoutes:
 
     async def save_weights(self, request: Request) -> Response:
         raw = await request.body()
-        body = await read(request, SaveBody)
+        body = await read_body(request, SaveBody)
         self.host.model(body.model_id)
         operation = Operation(lambda: self.host.save(body), digest_of(raw))
         return self._ordered(
@@ -182,7 +180,7 @@ class _TinkerRoutes:
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         raw = await request.body()
-        body = await read(request, SaveForSamplerBody)
+        body = await read_body(request, SaveForSamplerBody)
         self.host.model(body.model_id)
         if body.kind != "snapshot":
             raise wrong(
@@ -205,18 +203,18 @@ class _TinkerRoutes:
     # ---- sampling
 
     async def create_sampling_session(self, request: Request) -> Response:
-        body = await read(request, SamplingSessionBody)
+        body = await read_body(request, SamplingSessionBody)
         session = self.host.session(body.session_id)
         source = self.host.source(body.base_model, body.model_path)
         name = self.host.add_sampler(session, source)
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": name})
 
     async def join_sampling_session(self, request: Request) -> Response:
-        name = parse_json(await request.body()).get("sampling_session_id", "")
-        return JSONResponse({"client_counter": self.host.join_sampler(str(name))})
+        name = (await read_body(request, JoinBody)).sampling_session_id
+        return JSONResponse({"client_counter": self.host.join_sampler(name)})
 
     async def asample(self, request: Request) -> Response:
-        body = await read(request, SampleBody)
+        body = await read_body(request, SampleBody)
         planned = self.host.plan_sample(body)
         operation = Operation(
             lambda: None,
@@ -233,7 +231,7 @@ class _TinkerRoutes:
         return JSONResponse({"request_id": name, "sample_sequence_ids": ids})
 
     async def retrieve_future(self, request: Request) -> Response:
-        return await self.promises.answer((await read(request, FutureBody)).request_id)
+        return await self.promises.answer((await read_body(request, FutureBody)).request_id)
 
     # ---- promises
 
@@ -269,8 +267,3 @@ class _TinkerRoutes:
         name = f"{model_id}:{seq_id}"
         self.promises.add(name, known, tell)
         return JSONResponse({"request_id": name, "model_id": model_id})
-
-
-async def read(request: Request, kind: type[AnyBody]) -> AnyBody:
-    """Read and check a body."""
-    return check_body(parse_json(await request.body()), kind)

@@ -20,6 +20,8 @@ FOLDERS: dict[CheckpointKind, str] = {"training": "weights", "sampler": "sampler
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 """What a checkpoint may be called; no path is a name."""
 RUN = re.compile(r"[A-Za-z0-9-]+:train:[0-9]+")
+LAST_TIME = datetime(9999, 1, 1, tzinfo=UTC).timestamp()
+"""What is to be kept for longer, as an earlier version allowed, is shown as kept up to here."""
 _ABOUT, _RUN = "checkpoint.json", "run.json"
 
 
@@ -271,7 +273,7 @@ class CheckpointFolder:
 
 def told_time(seconds: float) -> str:
     """A time as the protocol writes it."""
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+    return datetime.fromtimestamp(min(seconds, LAST_TIME), UTC).isoformat()
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,116 @@
+"""Processes that this one starts, forked or as programs: how they end, and what ends them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+from nip_astra.errors import WorkerProcessError
+
+PERIOD = 0.05
+"""Most seconds between looks at a process that is waited for."""
+SECONDS_TO_END = 5.0
+"""How long a process may take to end whose connections are closed already."""
+_SIGNAL_OF_PARENTS_DEATH = 1
+"""PR_SET_PDEATHSIG of Linux."""
+
+
+def end_with_parent(number: signal.Signals) -> None:
+    """Have Linux send a signal to this process when its parent has ended, however that ended."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SIGNAL_OF_PARENTS_DEATH, number)
+
+
+class Child:
+    """A process that this one started.
+
+    Parameters
+    ----------
+    name : str
+        What it does, for errors.
+    program : Popen, optional
+        The process, where it was not forked.
+    """
+
+    def __init__(self, name: str, pid: int, program: subprocess.Popen[bytes] | None = None) -> None:
+        self.name, self.pid, self.program = name, pid, program
+        self._code: int | None = None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, negative for a signal; None while the process runs."""
+        if self.program is not None:
+            return self.program.poll()
+        if self._code is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:
+                # Some launchers have children reaped by the system, which keeps no code.
+                self._code = 0
+            else:
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    @property
+    def ending(self) -> str:
+        """How it ended, in words."""
+        code = self.code
+        if code is None:
+            return "is running"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended ({code})"
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it has ended, and say whether it has."""
+        until = None if seconds is None else time.monotonic() + seconds
+        pause = PERIOD / 100
+        while self.code is None:
+            if until is not None and time.monotonic() > until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, PERIOD)
+        return True
+
+    def kill(self) -> None:
+        """Kill it, where it runs, and wait for its end."""
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+
+    def stop(self, seconds: float) -> bool:
+        """Ask it to end, kill it if it takes longer, and say whether it ended by itself."""
+        if self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
+        has_ended = self.wait(seconds)
+        self.kill()
+        return has_ended
+
+
+def check_alive(children: Iterable[Child]) -> None:
+    """Refuse to wait for processes of which one has ended.
+
+    Raises
+    ------
+    WorkerProcessError
+        With its name, and how it ended.
+    """
+    for child in children:
+        if child.code is not None:
+            raise ended_early(child)
+
+
+def ended_early(child: Child) -> WorkerProcessError:
+    """The error that a process has ended before its work was done, or is made to."""
+    # What it held open is closed a moment before it has ended.
+    child.wait(SECONDS_TO_END)
+    child.kill()
+    return WorkerProcessError(
+        f"{child.name} (process {child.pid}) {child.ending} before its work was done. "
+        "Run with --num-threads 1 if this happens again."
+    )
