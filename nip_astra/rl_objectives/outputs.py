@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ def as_loss_output(found: Any, *, owner: str) -> LossOutput:
 
 
 def _scalar(owner: str, loss: Tensor, name: Any, value: Any) -> Tensor:
-    is_number = isinstance(value, int | float)
+    is_number = isinstance(value, Real)
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().reshape(())
     if not isinstance(name, str) or not is_number:

@@ -62,7 +62,7 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         """Set `advantages`, leave out trajectories without a reward, and log figures of groups."""
         options = self.parameters
         runs = codes_of(batch.metadata["run_ids"]) if options.use_run_ids else None
-        groups = batch.metadata.get("uid", batch.metadata["group_ids"])  # NexRL's uid comes first
+        groups = batch.metadata["uid" if "uid" in batch.metadata else "group_ids"]  # as in NexRL
         found = run_advantages(
             self._rewards_of_rows(batch).double(),
             codes_of(groups),
@@ -89,12 +89,22 @@ class SelfHostedGrpoTrainer(SelfHostedTrainer):
         Rewards of tokens may leave the first column out, as those of NexRL's `responses` do.
         """
         rewards_B: Tensor = batch.values["rewards"]
-        for name in ("token_level_rewards", "token_level_scores"):
-            if name in batch.values:
-                of_tokens = batch.values[name]
-                mask_BT = batch.values["loss_mask"][:, -of_tokens.shape[1] :]
-                # A trajectory without a reward stays without.
-                return torch.where(
-                    rewards_B.isnan(), rewards_B, masked_sum(of_tokens, mask_BT, dim=1)
-                )
-        return rewards_B
+        names = ("token_level_rewards", "token_level_scores")
+        name = next((name for name in names if name in batch.values), None)
+        if name is None:
+            return rewards_B
+        of_tokens, mask_BT = batch.values[name], batch.values["loss_mask"]
+        rows, width = mask_BT.shape
+        if list(getattr(of_tokens, "shape", ())) not in ([rows, width], [rows, width - 1]):
+            raise ConfigurationError(
+                f"values[{name!r}] of {type(self).__name__} is no tensor [{rows}, {width}]. Give "
+                "one number a token."
+            )
+        mask_BT = mask_BT[:, -of_tokens.shape[1] :]
+        if not of_tokens[mask_BT].isfinite().all():
+            raise ConfigurationError(
+                f"values[{name!r}] of {type(self).__name__} holds NaN or infinity where tokens are "
+                "learnt. Give finite numbers."
+            )
+        # A trajectory without a reward stays without.
+        return torch.where(rewards_B.isnan(), rewards_B, masked_sum(of_tokens, mask_BT, dim=1))

@@ -272,6 +272,14 @@ def test_advantages_are_of_rewards_as_a_subclass_shapes_them(
     assert shaped.values["advantages"].tolist() == pytest.approx([-0.7071, 0.7071], abs=1e-3)
 
 
+@pytest.mark.parametrize("scores", [[1.0, 2.0], [[1.0], [2.0]], [[0.0, 0.0, float("nan")]] * 2])
+def test_rewards_of_tokens_that_are_no_numbers_a_token_are_refused(scores: Any) -> None:
+    batch = batch_of_two()
+    batch.values["token_level_scores"] = torch.tensor(scores)
+    with pytest.raises(ConfigurationError, match="'token_level_scores'"):
+        SelfHostedGrpoTrainer({})._prepare_batch(batch)
+
+
 def test_fields_as_wide_as_responses_are_learnt_at_their_tokens() -> None:
     batch = batch_of_two()
     batch.values["advantages"] = torch.tensor([[0.5, 1.0], [2.0, 0.0]])
