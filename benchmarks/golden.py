@@ -292,9 +292,8 @@ def value_of(function: Any, choice: Mapping[str, Any]) -> Any:
         is_optional = parameter.default is not parameter.empty
         if name in given or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        if (name in UNUSED and is_optional) or (
-            is_optional and (not choice["optional"] or NoneType not in kinds)
-        ):
+        is_chosen = choice["optional"] and NoneType in kinds and name not in UNUSED
+        if is_optional and not is_chosen:
             if name == "max_length" and "sum_over_length" in str(given.values()):
                 given[name] = NUMBERS[name]
             continue
