@@ -1,0 +1,485 @@
+"""Compare what two checkouts compute: runs, resumed runs, evaluations, objectives, completions.
+
+    python benchmarks/golden.py --base ../base            # everything, about 25 minutes on one core
+    python benchmarks/golden.py --base ../base --quick    # five runs, objectives, completions
+
+Each checkout computes in a process of its own, on one thread, by the public functions
+`resolve_experiment`, `run_experiment`, `resume_experiment` and the command `evaluate`. The
+comparison is exact: each value of `metrics.jsonl` and `results.json`, the SHA-256 of each file of
+weights, each sampled text, each objective with its gradient. Exit code 0: equal; 1: different,
+with the first differences of each part; 2: something could not run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from types import NoneType
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from measuring import options_of
+
+HERE = Path(__file__).resolve()
+TREE = HERE.parents[1]
+TIMES = (
+    "second",
+    "time",
+    "per_token",
+    "tokens_per",
+    "cpu",
+    "memory",
+    "peak_",
+    "created",
+    "gib",
+    "jobs",
+)
+"""Parts of the names of figures that differ between two runs of the same code, and random ids."""
+
+# ---- runs
+
+
+class Case(NamedTuple):
+    """A short run: a preset `trainer/scenario`, with changed values."""
+
+    preset: str
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder, which tells cases of one preset apart."""
+        changed = "".join(f"-{one.rpartition('.')[2]}" for one in self.overrides)
+        return "".join(one if one.isalnum() else "-" for one in self.preset + changed)
+
+
+SMALL: dict[str, tuple[str, ...]] = {
+    "ast_chat": (
+        "training.num_iterations=2",
+        "training.num_episodes_per_experience=2",
+        "training.eval_period=1",
+        "ast_chat.evaluation.num_episodes=4",
+        "ast_chat.evaluation.num_dev_episodes=4",
+        "ast_chat.evaluation.use_random_search=false",
+    ),
+    "task": (
+        "training.num_iterations=2",
+        "training.num_episodes_per_experience=4",
+        "training.eval_period=1",
+        "task.evaluation.num_problems=8",
+        "task.evaluation.num_dev_problems=4",
+    ),
+    "secret_word": (
+        "text_rl.num_iterations=2",
+        "text_rl.rollouts_per_iteration=12",
+        "text_rl.min_fine_tune_examples=1",
+        "secret_word.num_test=8",
+    ),
+    "graph_isomorphism": (
+        "graph_isomorphism.dataset.num_train=60",
+        "graph_isomorphism.dataset.num_test=30",
+    ),
+    "image_classification": ("image_classification.dataset.max_train_size=120",),
+}
+"""Values by the kind of the scenario."""
+SMALL_RL = (
+    "rl.num_iterations=2",
+    "rl.num_test_iterations=1",
+    "rl.frames_per_batch=96",
+    "rl.minibatch_size=48",
+    "rl.num_epochs=2",
+)
+SMALL_SOLO = ("solo_agent.num_epochs=2", "solo_agent.minibatch_size=16")
+
+QUICK = (
+    Case("ast_dpo/pocket_chat"),
+    Case("ast_ppo/pocket_chat"),
+    Case("vanilla_ppo/graph_isomorphism_small"),
+    Case("pure_text_malt/secret_word"),
+    Case("self_hosted_grpo/arithmetic"),
+)
+CASES = (
+    *QUICK,
+    *(Case(f"ast_{name}/pocket_chat") for name in ("ipo", "grpo", "reinforce", "sft", "simpo")),
+    *(
+        Case("ast_grpo/pocket_chat", (f"ast_grpo.variant={name}",))
+        for name in ("dr_grpo", "dapo", "cispo", "gspo", "rloo")
+    ),
+    *(Case("ast_dpo/pocket_chat", (f"ast_dpo.loss={name}",)) for name in ("hinge", "kto", "orpo")),
+    Case("ast_dpo/pocket_chat", ("ast_dpo.credit.kind=mean_child",)),
+    Case("ast_ppo/pocket_chat", ("ast_ppo.kl.target=0.01",)),
+    *(
+        Case(f"{name}/graph_isomorphism_small")
+        for name in ("mappo", "reinforce", "spg", "solo_agent")
+    ),
+    *(
+        Case(f"{name}/image_classification")
+        for name in ("vanilla_ppo", "mappo", "reinforce", "spg", "solo_agent")
+    ),
+    Case("vanilla_ppo/graph_isomorphism_small", ("ppo.loss_type=kl_penalty",)),
+    Case("vanilla_ppo/graph_isomorphism_small", ("rl.use_shared_body=true",)),
+    Case("spg/image_classification", ("spg.variant=psos",)),
+    Case("pure_text_ei/secret_word"),
+    Case("self_hosted_opd/arithmetic"),
+    *(
+        Case("self_hosted_grpo/arithmetic", (f"self_hosted_grpo.policy_loss.loss={name}",))
+        for name in ("cispo", "gspo", "sapo")
+    ),
+    *(Case(f"remote_api_{name}/arithmetic") for name in ("grpo", "opd", "cross_entropy")),
+)
+
+
+def run_case(case: Case, checkout: Path, folder: Path) -> dict[str, Any]:
+    """Run a case, resume it after its first checkpoint, and give what both wrote."""
+    from nip_astra import resolve_experiment, run_experiment
+
+    preset = checkout / "parameters" / f"{case.preset}.yaml"
+    plain = resolve_experiment(parameter_file=preset)
+    small = list(SMALL[plain.kind])
+    if plain.trainer_class.trainer_type == "solo_agent":
+        small += SMALL_SOLO
+    elif plain.kind in ("graph_isomorphism", "image_classification"):
+        small += SMALL_RL
+        small += SMALL_SOLO if plain.hyper_params.rl.pretrain_agents else ()
+    resolved = resolve_experiment(parameter_file=preset, overrides=[*small, *case.overrides])
+    run_experiment(
+        resolved,
+        runs_dir=str(folder),
+        run_id=case.name,
+        progress=False,
+        num_threads=1,
+        checkpoint_period=1,
+        num_checkpoints_kept=9,
+        rollout_sample_period=1,
+    )
+    run = folder / case.name
+    return {"run": written_by(run), "resumed": written_by(resumed(run))}
+
+
+def resumed(run: Path) -> Path:
+    """A copy of a run that goes on from its first checkpoint."""
+    import shutil
+
+    from nip_astra import resume_experiment
+
+    copy = run.with_name(f"{run.name}-resumed")
+    shutil.copytree(run, copy)
+    for name in ("results.json", "report.html"):
+        (copy / name).unlink()
+    first, *later = sorted((copy / "checkpoints").glob("step_*"))
+    for checkpoint in later:
+        shutil.rmtree(checkpoint)
+    (copy / "checkpoints" / "latest").write_text(f"{first.name}\n")
+    resume_experiment(copy, progress=False)
+    return copy
+
+
+def written_by(run: Path) -> dict[str, Any]:
+    """What a run computed: metrics, results, texts, digests of weights."""
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    texts = {
+        str(path.relative_to(run)): [json.loads(line) for line in path.read_text().splitlines()]
+        for path in sorted((run / "rollouts").rglob("*.jsonl"))
+    }
+    weights = {
+        str(path.relative_to(run)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(run.glob("model/**/*.safetensors"))
+    }
+    last = max((run / "checkpoints").glob("step_*"), key=lambda path: path.name)
+    weights |= {
+        f"last/{path.relative_to(last)}": hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(last.rglob("*.safetensors"))
+    }
+    results = json.loads((run / "results.json").read_text())
+    return {
+        "metrics": untimed(metrics),
+        "results": untimed(results),
+        "texts": untimed(texts),
+        "weights": weights,
+    }
+
+
+def untimed(value: Any) -> Any:
+    """Nested values without times, memory and the names of folders."""
+    if isinstance(value, Mapping):
+        return {
+            name: untimed(item)
+            for name, item in value.items()
+            if not any(part in name for part in TIMES) and not str(item).startswith("/")
+        }
+    return [untimed(item) for item in value] if isinstance(value, list) else value
+
+
+def evaluated(run: Path, checkout: Path) -> Any:
+    """What `evaluate` prints of a run."""
+    words = ["evaluate", str(run), "--num-episodes", "8", "--json", "--name", "golden"]
+    words += ["--probability-episodes", "8"] if run.name.startswith("ast_dpo") else []
+    done = subprocess.run(
+        [sys.executable, "-m", "nip_astra", *words], cwd=checkout, capture_output=True, text=True
+    )
+    return untimed(json.loads(done.stdout)) if done.returncode == 0 else done.stderr
+
+
+# ---- objectives
+
+SIZES = {"B": 6, "T": 7, "E": 5, "H": 6, "P": 4, "G": 4, "N": 12, "A": 2, "V": 9}
+PARENTS_N = [-1, -1, 0, 0, 1, 1, 2, 2, 3, 4, 5, 5]
+DEPTHS_N = [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 2, 2]
+UNUSED = ("normaliser", "max_length", "return")
+"""Options that are left at their defaults, but for the length that one reduction needs."""
+NUMBERS = {"clip_range": 0.2, "beta": 0.3, "n": 3, "margin": 2, "max_length": 9, "alpha": 0.4}
+
+
+def objectives() -> dict[str, Any]:
+    """Each public function of `rl_objectives` on fixed tensors, with its gradients."""
+    import importlib
+    import pkgutil
+
+    import nip_astra.rl_objectives as package
+
+    found: dict[str, Any] = {}
+    for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+        space = vars(importlib.import_module(module.name))
+        for name, function in sorted(space.items()):
+            is_own = getattr(function, "__module__", "") == module.name
+            if name[0] != "_" and is_own and inspect.isfunction(function):
+                for choice in choices_of(function):
+                    said = ",".join(f"{key}={value}" for key, value in choice.items())
+                    found[f"{name}({said})"] = value_of(function, choice)
+    return found
+
+
+def choices_of(function: Any) -> Iterator[dict[str, Any]]:
+    """Each combination of options chosen from a list, without and with optional tensors."""
+    lists: dict[str, list[Any]] = {"optional": [False]}
+    for name, hint in get_type_hints(function).items():
+        if getattr(hint, "__name__", "") == "GroupVariant":
+            lists[name] = list(group_variants())
+        elif get_origin(hint) is Literal:
+            lists[name] = list(get_args(hint))
+        elif name == "advantages":
+            lists["shape"] = ["BT", "B"]
+        elif NoneType in get_args(hint) and name not in UNUSED:
+            lists["optional"] = [False, True]
+    for values in product(*lists.values()):
+        yield dict(zip(lists, values, strict=True))
+
+
+def group_variants() -> Mapping[str, Any]:
+    """The published variants of GRPO's loss, by name."""
+    from nip_astra.rl_objectives.group_variants import GROUP_VARIANTS
+
+    return GROUP_VARIANTS
+
+
+def value_of(function: Any, choice: Mapping[str, Any]) -> Any:
+    """The function's value and gradients as text; the name of its error where it refuses."""
+    import torch
+
+    given = {name: value for name, value in choice.items() if name not in ("optional", "shape")}
+    if "variant" in given:
+        given["variant"] = group_variants()[given["variant"]]
+    hints = get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        kinds = (hints.get(name), *get_args(hints.get(name)))
+        is_optional = parameter.default is not parameter.empty
+        if name in given or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        is_chosen = choice["optional"] and NoneType in kinds and name not in UNUSED
+        if is_optional and not is_chosen:
+            if name == "max_length" and "sum_over_length" in str(given.values()):
+                given[name] = NUMBERS[name]
+            continue
+        shaped = f"{name}_{choice['shape']}" if name == "advantages" else name
+        given[name] = tensor_of(shaped) if torch.Tensor in kinds else NUMBERS.get(name, 0.5)
+    leaves = [one for one in given.values() if getattr(one, "requires_grad", False)]
+    try:
+        outputs = list(tensors_in(function(**given)))
+        total = sum(one.double().nansum() for one in outputs if one.requires_grad)
+        if isinstance(total, torch.Tensor):
+            total.backward()
+    except Exception as error:  # what a function refuses is compared as well
+        return f"{type(error).__name__}"
+    gradients = [one.grad for one in leaves if one.grad is not None]
+    return [[repr(value) for value in one.flatten().tolist()] for one in (*outputs, *gradients)]
+
+
+def tensor_of(name: str) -> Any:
+    """The fixed tensor that goes by a name: its suffix is its shape."""
+    import torch
+
+    suffix = name.rpartition("_")[2]
+    is_shape = suffix.isupper() and set(suffix) <= set(SIZES)
+    shape = [SIZES[one] for one in (suffix if is_shape else "BT")]
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    if name == "parent_N":
+        return torch.tensor(PARENTS_N)
+    if name == "depth_N":
+        return torch.tensor(DEPTHS_N)
+    if name in ("group_N", "run_N", "episode_B", "round_B"):
+        return torch.arange(math.prod(shape)) // (3 if name in ("group_N", "episode_B") else 1)
+    if "mask" in name:
+        lengths = torch.arange(shape[0])[:, None] % shape[-1] + 1
+        places = torch.arange(shape[-1]) < lengths if len(shape) == 2 else noise > -1
+        return places.expand(shape) if len(shape) == 2 else places
+    if name.startswith("is_"):
+        return noise > 0.3
+    if name.startswith(("lengths", "counts")):
+        return noise.abs().mul(4).long() + 1
+    value = -noise.abs() if "logprobs" in name else noise
+    return value.float().requires_grad_()
+
+
+def tensors_in(value: Any) -> Iterator[Any]:
+    """All tensors of a nested value, in its order."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for name in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, name))
+    elif isinstance(value, int | float):
+        yield torch.tensor(value)
+
+
+# ---- completions
+
+
+def completions() -> dict[str, Any]:
+    """What the text service answers for seeds, with log-probabilities."""
+    import httpx
+
+    from nip_astra import start_service
+
+    found = {}
+    models = {"target": "scenario://pocket_chat/models/target"}
+    with start_service(models, num_threads=1) as service:
+        for seed, temperature in product((0, 1), (0.0, 1.0)):
+            body = {
+                "model": "target",
+                "messages": [{"role": "user", "content": "hello there ."}],
+                "seed": seed,
+                "temperature": temperature,
+                "max_tokens": 12,
+                "n": 2,
+                "logprobs": True,
+            }
+            answer = httpx.post(f"{service.base_url}/chat/completions", json=body, timeout=60)
+            found[f"seed {seed}, temperature {temperature}"] = answer.json().get("choices")
+    return found
+
+
+# ---- two checkouts
+
+
+def collect(checkout: Path, out: Path, cases: Sequence[Case]) -> None:
+    """Compute everything in this process and write it, part by part."""
+    import torch
+
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+
+    def note(name: str, make: Any, *arguments: Any) -> None:
+        try:
+            found[name] = make(*arguments)
+        except Exception as error:  # the other parts are compared all the same
+            found[name] = {"error": f"{type(error).__name__}: {error}"}
+        out.write_text(json.dumps(found))
+
+    note("objectives", objectives)
+    note("completions", completions)
+    folder = out.parent / f"runs-{out.stem}"
+    for case in cases:
+        print(f"{out.stem}: {case.name}", flush=True)
+        note(case.name, run_case, case, checkout, folder)
+        if case in QUICK and len(cases) > len(QUICK) and not case.preset.startswith("vanilla"):
+            note(f"evaluate {case.name}", evaluated, folder / case.name, checkout)
+
+
+def differences(base: Any, tree: Any, path: str = "") -> Iterator[str]:
+    """Where two nested values differ."""
+    if isinstance(base, Mapping) and isinstance(tree, Mapping):
+        for name in dict.fromkeys([*base, *tree]):
+            if name not in tree or name not in base:
+                yield f"{path}/{name}: only in the {'base' if name in base else 'tree'}"
+            else:
+                yield from differences(base[name], tree[name], f"{path}/{name}")
+    elif isinstance(base, list) and isinstance(tree, list) and len(base) == len(tree):
+        for place, (one, other) in enumerate(zip(base, tree, strict=True)):
+            yield from differences(one, other, f"{path}[{place}]")
+    elif base != tree and not (base != base and tree != tree):
+        yield f"{path}: {str(base)[:60]} / {str(tree)[:60]}"
+
+
+def compare(base: Mapping[str, Any], tree: Mapping[str, Any]) -> int:
+    """Print a line for each part, and give the exit code."""
+    code = 0
+    for name in dict.fromkeys([*base, *tree]):
+        faults = [one.get(name, {}).get("error") for one in (base, tree) if is_error(one.get(name))]
+        found = list(differences(base.get(name), tree.get(name)))
+        state = "failed" if faults else "different" if found else "equal"
+        code = max(code, {"equal": 0, "different": 1, "failed": 2}[state])
+        print(f"{state:10} {name}")
+        for line in [*(str(fault) for fault in faults), *found[:5]]:
+            print(f"           {line[:160]}")
+        if len(found) > 5:
+            print(f"           and {len(found) - 5} more")
+    return code
+
+
+def is_error(value: Any) -> bool:
+    """Whether a part could not run."""
+    return isinstance(value, Mapping) and set(value) == {"error"}
+
+
+def main() -> int:
+    """Compute in both checkouts, and compare."""
+    parser = options_of(
+        __doc__,
+        base=TREE,
+        tree=TREE,
+        quick=False,
+        only={"nargs": "*", "help": "names of cases, or parts of them"},
+        collect={"type": Path, "help": "used by the program itself: where to write"},
+    )
+    options = parser.parse_args()
+    cases = QUICK if options.quick else CASES
+    if options.only:
+        cases = tuple(one for one in CASES if any(part in one.name for part in options.only))
+    if options.collect:
+        collect(options.tree, options.collect, cases)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        found = []
+        for name, checkout in (("base", options.base), ("tree", options.tree)):
+            out = Path(folder) / f"{name}.json"
+            words = [sys.executable, str(HERE), "--collect", str(out), "--tree", str(checkout)]
+            words += ["--quick"] if options.quick else []
+            words += ["--only", *options.only] if options.only else []
+            paths = os.pathsep.join([str(checkout.resolve()), str(HERE.parent)])
+            environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+            environment |= {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+            subprocess.run(words, cwd=checkout, env=environment, check=True)
+            found.append(json.loads(out.read_text()))
+        if options.out is not None:
+            options.out.write_text(json.dumps({"base": found[0], "tree": found[1]}) + "\n")
+        return compare(*found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

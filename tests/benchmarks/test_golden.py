@@ -1,0 +1,54 @@
+"""The comparison of two checkouts sees each kind of difference."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("base", "tree", "path"),
+    [
+        ({"metrics": [{"loss": 0.5}]}, {"metrics": [{"loss": 0.5000001}]}, "/metrics[0]/loss"),
+        ({"weights": {"a": "1"}}, {"weights": {}}, "/weights/a"),
+        ({"texts": ["hello", "there"]}, {"texts": ["hello"]}, "/texts"),
+    ],
+)
+def test_a_difference_is_named_by_its_path(
+    benchmark: ModuleType, base: Any, tree: Any, path: str
+) -> None:
+    (line,) = benchmark.differences(base, tree)
+    assert line.startswith(f"{path}:")
+    assert list(benchmark.differences(base, base)) == []
+
+
+def test_figures_that_are_not_numbers_are_equal_to_themselves(benchmark: ModuleType) -> None:
+    assert list(benchmark.differences({"rate": float("nan")}, {"rate": float("nan")})) == []
+
+
+def test_the_exit_code_tells_equal_different_and_failed_apart(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failed = {"error": "ValueError: no"}
+    assert benchmark.compare({"a": {"x": 1}}, {"a": {"x": 1}}) == 0
+    assert benchmark.compare({"a": {"x": 1}}, {"a": {"x": 2}}) == 1
+    assert benchmark.compare({"a": failed}, {"a": failed}) == 2
+    assert "ValueError: no" in capsys.readouterr().out
+
+
+def test_an_objective_is_compared_with_its_gradients(benchmark: ModuleType) -> None:
+    from nip_astra.rl_objectives.policy_gradient import nll_loss
+
+    found = benchmark.value_of(nll_loss, {"optional": False, "reduction": "token"})
+    again = benchmark.value_of(nll_loss, {"optional": False, "reduction": "token"})
+    other = benchmark.value_of(nll_loss, {"optional": False, "reduction": "sequence"})
+    assert found == again
+    assert found != other
+    assert len(found[-1]) == 6 * 7, "the last entry is the gradient of logprobs_BT"
+
+
+def test_times_and_folders_are_left_out(benchmark: ModuleType) -> None:
+    stored = {"loss": 1.0, "seconds": 3.0, "peak_memory_gib": 2, "model": "/somewhere/model"}
+    assert benchmark.untimed([stored]) == [{"loss": 1.0}]
