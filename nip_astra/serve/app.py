@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.serve.api_errors import ApiError, error_body, wrong
 from nip_astra.serve.completions import CompletionStore
 from nip_astra.serve.guards import Guard
@@ -68,6 +69,11 @@ def guarded_app(routers: Sequence[APIRouter], settings: ServiceSettings, *, abou
     @app.exception_handler(ApiError)
     async def refuse(_: Request, error: ApiError) -> Response:
         return to_response(error)
+
+    @app.exception_handler(ConfigurationError)
+    async def refuse_request(_: Request, error: ConfigurationError) -> Response:
+        # A number that the part which reads it refuses, as for operations that wait for their turn.
+        return to_response(wrong(str(error), code="operation_refused"))
 
     @app.exception_handler(RequestValidationError)
     async def refuse_value(_: Request, error: RequestValidationError) -> Response:

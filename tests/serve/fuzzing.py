@@ -353,11 +353,10 @@ class FuzzedTraining(Fuzzed):
                 torch.rand(1, 2) + 3,
             ),
         ]
-        steps = [chance.choice(self.operations()) for _ in range(3)]
-        message = changed(steps[0], chance, [*WRONG, *tensors])
-        if chance.random() < 0.2:
-            # So that some steps have gradients to go along.
-            message = steps[0]
+        message = chance.choice(self.operations())
+        # Some are right, so that steps have gradients to go along.
+        if chance.random() < 0.8:
+            message = changed(message, chance, [*WRONG, *tensors])
         packed = pack_state(message)
         return damaged(packed, chance) if chance.random() < 0.1 else packed
 
@@ -558,12 +557,7 @@ class FuzzedTinker(Fuzzed):
                     self.result(promised)
 
     def check(self) -> None:
-        from tinker.proto import tinker_public_pb2 as pb
-
-        found = pb.SampleResponse if hasattr(pb, "SampleResponse") else None
-        self.number = max(self.number, 1)
-        content = self.result(
-            self.right("asample", sampling_session_id=self.sampler, seq_id=10**6)["request_id"]
-        )
-        assert found is None or isinstance(content, bytes)
+        asked = self.right("asample", sampling_session_id=self.sampler, seq_id=10**6)
+        # An error would be JSON.
+        assert isinstance(self.result(asked["request_id"]), bytes)
         self.create()

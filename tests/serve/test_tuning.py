@@ -135,8 +135,10 @@ def test_a_cancelled_job_ends_after_its_step(
 
 
 def test_a_loss_that_is_no_number_ends_training(plan: TuningPlan) -> None:
+    tuning = Tuning(replace(plan, lora_rank=None), SAID)
+    next(iter(tuning.model.parameters())).data.fill_(float("nan"))
     with pytest.raises(NonFiniteLossError, match="Lower learning_rate_multiplier"):
-        losses(replace(plan, lr_multiplier=1e30, lora_rank=None, num_epochs=20), SAID)
+        list(tuning.run())
 
 
 def test_answers_are_learnt_with_the_end_that_the_template_writes() -> None:
@@ -153,7 +155,7 @@ def test_answers_are_learnt_with_the_end_that_the_template_writes() -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("{", "line 2 is no JSON"),
+        ("{", "line 2 .* not JSON"),
         ("[]", "line 2 is no example of the method supervised"),
         ('{"messages": []}', "messages"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "at least 2"),

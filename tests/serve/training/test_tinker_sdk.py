@@ -347,6 +347,9 @@ def test_wrong_names_and_options_are_refused_at_once(client: Any) -> None:
     prompt, params = tinker.ModelInput.from_ints(PROMPT), tinker.SamplingParams(max_tokens=1)
     with pytest.raises(tinker.BadRequestError, match="num_samples"):
         sampler(client).sample(prompt, 30_000_000, params).result()
+    hot = tinker.SamplingParams(max_tokens=1, temperature=3e7)
+    with pytest.raises(tinker.BadRequestError, match="temperature"):
+        sampler(client).sample(prompt, 1, hot).result()
     with pytest.raises(tinker.BadRequestError, match="other tokens than those"):
         sampler(client).compute_logprobs(tinker.ModelInput.from_ints([999])).result()
     training = training_client(client)

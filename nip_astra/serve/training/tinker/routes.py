@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from nip_astra.serve.api_errors import ApiError, wrong
-from nip_astra.serve.bodies import read_body
+from nip_astra.serve.bodies import parse_json, read_body
 from nip_astra.serve.training.tinker.bodies import (
     CreateModelBody,
     FutureBody,
@@ -103,11 +104,12 @@ class _TinkerRoutes:
 
     async def load_weights(self, request: Request) -> Response:
         raw = await request.body()
-        body = await read_body(request, LoadBody)
-        body.check()
+        with self._turn_taken(raw):
+            body = await read_body(request, LoadBody)
+            body.check()
+            checkpoint = self.host.store.find(body.path)
         if body.model_id is not None and body.seq_id is not None:
             model = self.host.model(body.model_id)
-            checkpoint = self.host.store.find(body.path)
             with_optimizer = body.optimizer
             operation = Operation(
                 lambda: model.load(checkpoint, with_optimizer=with_optimizer), digest_of(raw)
@@ -158,8 +160,9 @@ class _TinkerRoutes:
 
     async def optim_step(self, request: Request) -> Response:
         raw = await request.body()
-        body = await read_body(request, OptimStepBody)
-        adam = body.adam
+        with self._turn_taken(raw):
+            body = await read_body(request, OptimStepBody)
+            adam = body.adam
         model = self.host.model(body.model_id)
         operation = Operation(lambda: model.optim_step(adam), digest_of(raw))
         return self._ordered(
@@ -168,7 +171,8 @@ class _TinkerRoutes:
 
     async def save_weights(self, request: Request) -> Response:
         raw = await request.body()
-        body = await read_body(request, SaveBody)
+        with self._turn_taken(raw):
+            body = await read_body(request, SaveBody)
         self.host.model(body.model_id)
         operation = Operation(lambda: self.host.save(body), digest_of(raw))
         return self._ordered(
@@ -180,14 +184,15 @@ class _TinkerRoutes:
 
     async def save_weights_for_sampler(self, request: Request) -> Response:
         raw = await request.body()
-        body = await read_body(request, SaveForSamplerBody)
+        with self._turn_taken(raw):
+            body = await read_body(request, SaveForSamplerBody)
+            if body.kind != "snapshot":
+                raise wrong(
+                    f"weights to sample from were to be saved as {body.kind[:50]!r}, but this "
+                    "service gives each sampling client the weights of its moment. Leave kind out.",
+                    "kind",
+                )
         self.host.model(body.model_id)
-        if body.kind != "snapshot":
-            raise wrong(
-                f"weights to sample from were to be saved as {body.kind[:50]!r}, but this service "
-                "gives each sampling client the weights of its moment. Leave kind out.",
-                "kind",
-            )
         operation = Operation(lambda: self.host.save_for_sampler(body), digest_of(raw))
 
         def told(saved: Any) -> dict[str, Any]:
@@ -253,6 +258,21 @@ class _TinkerRoutes:
         return self._in_order(
             model_id, seq_id, operation, lambda result: JSONResponse(tell(result))
         )
+
+    @contextmanager
+    def _turn_taken(self, raw: bytes) -> Iterator[None]:
+        """Give a request that is refused its turn, for the SDK counts it; later ones would wait."""
+        try:
+            yield
+        except ApiError:
+            with suppress(ApiError):
+                given = parse_json(raw)
+                given = given if isinstance(given, dict) else {}
+                name, number = given.get("model_id"), given.get("seq_id")
+                if isinstance(name, str) and isinstance(number, int) and number > 0:
+                    turn = Operation(lambda: None, digest_of(raw))
+                    self.host.work.submit_ordered(name, number, turn, may_be_early=True)
+            raise
 
     def _in_order(
         self, model_id: str, seq_id: int, operation: Operation, tell: Callable[[Any], Response]
