@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nip_astra.checkpoints.store import _write_manifest
+from nip_astra.checkpoints.store import write_manifest
 from nip_astra.checkpoints.tensors import save_state
 from nip_astra.errors import CheckpointError, RunDirectoryError, StopRequested, UnexpectedExitError
 from nip_astra.resolving.resolution import resolve_experiment
@@ -49,11 +49,13 @@ def everything_in(folder: Path) -> dict[str, bytes]:
     }
 
 
-def refusal_of(path: Path, error: type[Exception] = CheckpointError) -> str:
+def refusal_of(
+    path: Path, error: type[Exception] = CheckpointError, *, is_trusted: bool = False
+) -> str:
     """What resuming says; nothing that was recorded may be changed by it."""
     before = everything_in(path)
     with pytest.raises(error) as caught:
-        resume_experiment(path, progress=False)
+        resume_experiment(path, progress=False, is_trusted=is_trusted)
     assert everything_in(path) == before
     return str(caught.value)
 
@@ -63,7 +65,7 @@ def sign(checkpoint: Path, **metadata: Any) -> None:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").unlink()
     said = manifest["metadata"] | metadata
-    _write_manifest(checkpoint, manifest["step"], said, is_best=False)
+    write_manifest(checkpoint, manifest["step"], said, is_best=False)
 
 
 def test_a_run_with_edited_parameters_is_not_resumed(stopped: Path) -> None:
@@ -73,7 +75,7 @@ def test_a_run_with_edited_parameters_is_not_resumed(stopped: Path) -> None:
     values["toy_trainer"]["offset"] = 7.0
     values["training"]["lr"] = 0.25
     file.write_text(yaml.safe_dump(values))
-    said = refusal_of(stopped)
+    said = refusal_of(stopped, is_trusted=True)
     for part in ("toy_trainer.offset was 0.5 and is 7.0", "training.lr", "Restore"):
         assert part in said
     file.write_text(whole)
@@ -146,7 +148,8 @@ def test_lost_timings_conversations_and_environment_do_not_stop_a_resumption(
     state.write_text(json.dumps(plain))
     sign(state.parent)
     (stopped / "timings.jsonl").write_text('{"step": 1}\n{"st')
-    resume_experiment(stopped, progress=False)
+    # Without environment.json nothing shows that the run is the user's own.
+    resume_experiment(stopped, progress=False, is_trusted=True)
     assert (stopped / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
     assert (stopped / "timings.jsonl").read_text() == '{"step": 1}\n'
     for part in ("timings.jsonl had 100", "train.jsonl had 70", "environment.json"):

@@ -309,7 +309,8 @@ def _outside(stack: _Stack, resolved: ResolvedParameters) -> dict[str, str]:
 
     Left out are values that a shipped scenario has as well, and files inside it.
     """
-    stored = [one for one in stack.file if one.stored_in is not None]
+    # A file of another name is the user's, as what `show --yaml` prints.
+    stored = [one for one in stack.file if one.stored_in and one.stored_in.name == HYPER_PARAMETERS]
     stored += [stack.base] if stack.base_run.values else []
     sources = {one.source for one in stored}
     is_shipped = resolved.hyper_params.scenario in scenario_names()

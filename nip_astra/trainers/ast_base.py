@@ -318,7 +318,8 @@ class AstTrainer(LanguageModelTrainer):
 
     def known_of(self, figures: Mapping[str, Any]) -> Known | None:
         """Turns with a verdict; none are needed where a reward is known without them."""
-        if not (math.isnan(figures["mean_score"]) and math.isnan(figures["mean_reward"])):
+        known = [figures.get(name, 0.0) for name in ("mean_score", "mean_reward")]
+        if not all(math.isnan(one) for one in known):
             return None
         counts = {"undetermined": "num_undetermined", "error": "num_scorer_errors"}
         outcomes = figures.get("outcomes") or {

@@ -119,7 +119,8 @@ def run(resolved: ResolvedExperiment, path: Path, store: str | None, *, stops: b
             raise KeyboardInterrupt
 
     patch.setattr(Trainer, "_save_checkpoint", save_and_stop)
-    settings = {"progress": False, "checkpoint_period": 1, "sharding": "fsdp"}
+    settings = {"progress": False, "checkpoint_period": 1}
+    settings |= {} if store is None else {"sharding": "fsdp"}
     settings |= {"runs_dir": str(path.parent), "run_id": path.name, "process_store": store}
     try:
         run_experiment(resolved, **settings)
@@ -139,7 +140,7 @@ def test_divided_agents_go_on_in_another_number_of_processes(tmp_path: Path) -> 
     run(resolved, one, None, stops=True)
 
     def resumed(store: str) -> None:
-        resume_experiment(one, progress=False, process_store=store)
+        resume_experiment(one, progress=False, process_store=store, sharding="fsdp")
 
     together(resumed, tmp_path)
     for path in (two, one):

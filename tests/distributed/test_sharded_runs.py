@@ -53,7 +53,8 @@ def run(
         if stops and self.state.iteration == 1:
             raise KeyboardInterrupt
 
-    options = {"progress": False, "checkpoint_period": 1, "sharding": "fsdp"}
+    options: dict[str, Any] = {"progress": False, "checkpoint_period": 1}
+    options |= {} if store is None else {"sharding": "fsdp"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_save_checkpoint", save_and_stop)
         try:
@@ -102,7 +103,8 @@ def signalled(
 
 
 def resume(path: Path, store: str | None) -> None:
-    resume_experiment(path, progress=False, process_store=store)
+    options: dict[str, Any] = {} if store is None else {"sharding": "fsdp"}
+    resume_experiment(path, progress=False, process_store=store, **options)
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from nip_astra.errors import (
     ConfigurationError,
     ParameterError,
     RunDirectoryError,
+    UntrustedRunError,
 )
 from nip_astra.parameters.conversion import forget_conversion, register_conversion
 from nip_astra.parameters.hyper_parameters import HyperParameters
@@ -291,7 +292,8 @@ def test_a_trainer_without_tests_of_its_own_says_so(counted: Path, toy: Path) ->
 
 
 def test_a_run_without_agents_is_refused(proof: Path, tmp_path: Path) -> None:
-    shutil.copy(proof / "hyper_parameters.yaml", tmp_path)
+    for name in ("hyper_parameters.yaml", "environment.json"):
+        shutil.copy(proof / name, tmp_path)
     with pytest.raises(CheckpointError, match="has saved no agents"):
         run_experiment(
             build_on(tmp_path, RERUN), runs_dir=str(tmp_path), run_id="none", progress=False
@@ -319,7 +321,9 @@ def test_a_base_run_may_be_on_w_and_b(
     config = yaml.safe_load((proof / "hyper_parameters.yaml").read_text())
     api = FakeApi(config, [AgentsOfARun(proof)])
     monkeypatch.setattr(wandb_runs, "open_api", lambda: api)
-    resolved = build_on("wandb://us/proofs/one", RERUN)
+    with pytest.raises(UntrustedRunError, match="scenario="):
+        prepare_experiment(build_on("wandb://us/proofs/one", RERUN))
+    resolved = build_on("wandb://us/proofs/one", RERUN, is_trusted=True)
     assert resolved.sources["rl.lr"] == "base run one"
     assert resolved.hyper_params.base_run.run == "wandb://us/proofs/one"
     again = run_experiment(resolved, runs_dir=str(tmp_path), run_id="again", progress=False)
