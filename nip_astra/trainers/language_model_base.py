@@ -95,10 +95,12 @@ def check_experience(found: Any, *, owner: str) -> Experience:
         When it is something else.
     """
     if not isinstance(found, Experience):
-        raise _wrong(owner, "collect", found, "an Experience(samples, metrics)")
+        raise _wrong_result(owner, "collect", found, "an Experience(samples, metrics)")
     for name in ("metrics", "seconds"):
         if not isinstance(getattr(found, name), Mapping):
-            raise _wrong(owner, "collect", getattr(found, name), f"a dict of numbers as {name}")
+            raise _wrong_result(
+                owner, "collect", getattr(found, name), f"a dict of numbers as {name}"
+            )
     samples = check_samples(found.samples, owner=owner, hook="collect")
     return replace(found, samples=samples, metrics=dict(found.metrics))
 
@@ -112,11 +114,11 @@ def check_samples(found: Any, *, owner: str, hook: str) -> list[Any]:
         When it returned something else.
     """
     if not isinstance(found, list | tuple):
-        raise _wrong(owner, hook, found, "a list of samples, which may be empty")
+        raise _wrong_result(owner, hook, found, "a list of samples, which may be empty")
     return list(found)
 
 
-def _wrong(owner: str, hook: str, found: object, wanted: str) -> ConfigurationError:
+def _wrong_result(owner: str, hook: str, found: object, wanted: str) -> ConfigurationError:
     return ConfigurationError(
         f"{hook} of the trainer {owner} returned {str(found)[:60]!r} ({type(found).__name__}). It "
         f"must return {wanted}."

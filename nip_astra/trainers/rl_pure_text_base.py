@@ -613,8 +613,8 @@ def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
     train = trainer.episodes("train", 0)
     num_tested = num_tests * len(trainer.episodes("test", 0))
     parts = [
-        _measure(trainer, trainer.num_branches, num_iterations * len(train), is_test=False),
-        _measure(trainer, 1, num_tested, is_test=True),
+        _extrapolate(trainer, trainer.num_branches, num_iterations * len(train), is_test=False),
+        _extrapolate(trainer, 1, num_tested, is_test=True),
     ]
     learning = [one for one in trainer.shared_model_groups.values() if not one.is_frozen]
     prices = {"cost": sum(part.pop("cost") for part in parts)}
@@ -629,10 +629,10 @@ def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
     }
 
 
-def _measure(
+def _extrapolate(
     trainer: PureTextRlTrainer, num_branches: int, count: int, *, is_test: bool
 ) -> dict[str, float]:
-    """What so many rollouts would take."""
+    """Requests, tokens, money and hours of `count` rollouts, from those of a few."""
     episodes, journal = trainer.episodes("train", 0)[:NUM_DRY_RUN_ROLLOUTS], AnswerJournal()
     key = (trainer.hyper_params.seed, "dry run", num_branches)
     for group in trainer.shared_model_groups.values():

@@ -456,7 +456,7 @@ def normalize_observations(
     key : tuple
         Path of names that the play derives from.
     """
-    random_agents = {name: _at_random(agents[name]) for name in agents.names}
+    random_agents = {name: _random_agent(agents[name]) for name in agents.names}
     sampler = EpisodeSampler(
         environment.with_key(*key, "environment"),
         CombinedAgents(random_agents, agents.protocol, agents.space),
@@ -491,7 +491,7 @@ def pretrain_agents(
     )
 
 
-def _at_random(agent: Agent) -> Agent:
+def _random_agent(agent: Agent) -> Agent:
     assert agent.policy_head is not None
     head = RandomPolicyHead(agent.shape, agent.policy_head.impossible)
     return Agent(agent.name, agent.parameters_of_agent, agent.shape, policy_head=head)

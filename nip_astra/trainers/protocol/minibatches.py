@@ -1,6 +1,6 @@
 """Minibatches of an iteration's frames.
 
-Shapes: B frames.
+Shapes: E environments, T rounds played, B frames, N episodes.
 """
 
 from __future__ import annotations
