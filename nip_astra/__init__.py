@@ -120,13 +120,13 @@ if TYPE_CHECKING:
     from nip_astra.reward_terms.registry import register_reward_term as register_reward_term
     from nip_astra.rl_objectives.advantages import gae as gae
     from nip_astra.rl_objectives.advantages import whiten as whiten
-    from nip_astra.rl_objectives.credit import mean_child_return as mean_child_return
     from nip_astra.rl_objectives.kl import AdaptiveKl as AdaptiveKl
     from nip_astra.rl_objectives.kl import kl_estimate as kl_estimate
     from nip_astra.rl_objectives.masked import masked_mean as masked_mean
     from nip_astra.rl_objectives.objective import Objective as Objective
     from nip_astra.rl_objectives.outputs import LossOutput as LossOutput
     from nip_astra.rl_objectives.policy_gradient import value_loss as value_loss
+    from nip_astra.rl_objectives.returns import mean_child_return as mean_child_return
     from nip_astra.rl_objectives.returns import nstep_returns as nstep_returns
     from nip_astra.rollouts.batch import Batch as Batch
     from nip_astra.rollouts.batch import padding_data as padding_data
@@ -449,7 +449,7 @@ _HOMES = {
     "log_grpo_metrics": "nip_astra.trainers.service.metrics",
     "log_rollout_metrics": "nip_astra.trainers.service.metrics",
     "masked_mean": "nip_astra.rl_objectives.masked",
-    "mean_child_return": "nip_astra.rl_objectives.credit",
+    "mean_child_return": "nip_astra.rl_objectives.returns",
     "mlp": "nip_astra.scenario_base.protocol.tensordict_agents",
     "module_of": "nip_astra.plugins",
     "nstep_returns": "nip_astra.rl_objectives.returns",

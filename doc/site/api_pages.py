@@ -75,7 +75,7 @@ CHAPTERS: dict[str, tuple[str, ...]] = {
         "nip_astra.rl_objectives.policy_gradient",
         "nip_astra.rl_objectives.advantages",
         "nip_astra.rl_objectives.kl",
-        "nip_astra.rl_objectives.credit",
+        "nip_astra.rl_objectives.returns",
     ),
 }
 """Modules by chapter."""

@@ -5,22 +5,22 @@ Shape suffixes: `B` row, `N` node, `T` token, `C` context.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from nip_astra.language_models.base import Generation, GenerationSession
+from nip_astra.language_models.base import Generation, GenerationSession, pad_right
 from nip_astra.language_models.finite import refuse_nan
 from nip_astra.rl_objectives.ast_reward import mean_nll
-from nip_astra.samplers.texts import ask_attacker, ask_target, in_tokens_of
 from nip_astra.samplers.tree_columns import OpenConversation, TreeColumns
 from nip_astra.scenario_base.agents import ConversationAgent, Speaker
-from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent
+from nip_astra.scenario_base.chat_agent import NOT_ASKED, ChatAgent, ChatReply
 from nip_astra.scenario_base.conversation.tokens import Turn
-from nip_astra.scenario_base.text_attackers import TextAttacker
-from nip_astra.utils.seeding import SeedPart, uniform_rows
+from nip_astra.scenario_base.text_attackers import TextAttacker, TextConversation
+from nip_astra.utils.seeding import SeedPart, derive_seed, uniform_rows
 
 
 class Speakers(NamedTuple):
@@ -227,3 +227,56 @@ def refuse_nan_of(
     """Refuse what an agent whose logits overflowed said, or thinks of what was said."""
     during = f"the rollout {' '.join(map(str, plan.key))}"
     refuse_nan(logprobs_NT, mask_NT, role=agent.role, model=agent.language_model, during=during)
+
+
+def ask_attacker(
+    attacker: TextAttacker, children: Sequence[OpenConversation], key: tuple[SeedPart, ...]
+) -> list[str]:
+    """Ask for all probes of a level at once; where one fails its conversation has ended."""
+    asked = [child for child in children if child.failure is None]
+    seeds = [derive_seed(*key, attacker.role, child.path) for child in asked]
+    seen = [TextConversation(int(child.path.partition(".")[0]), child.texts) for child in asked]
+    replies = dict(zip(map(id, asked), attacker.probe(seen, seeds), strict=True))
+    for child in asked:
+        failure = replies[id(child)].failure
+        child.failure = None if failure is None else f"attacker {failure}"
+    return [replies[id(child)].text if id(child) in replies else "" for child in children]
+
+
+def ask_target(
+    target: ChatAgent,
+    reader: ConversationAgent,
+    children: Sequence[OpenConversation],
+    key: tuple[SeedPart, ...],
+) -> None:
+    """Ask a chat model for all responses of a level at once, and add them to the conversations.
+
+    Where a response failed the conversation has ended: what is said after it has no response and
+    no score, so that nothing is learnt from it.
+
+    Parameters
+    ----------
+    reader : ConversationAgent
+        In whose tokens the attacker's side reads.
+    """
+    asked = [child for child in children if child.failure is None]
+    seeds = [derive_seed(*key, target.role, child.path) for child in asked]
+    replies = target.reply([child.texts for child in asked], seeds)
+    said = dict(zip(map(id, asked), replies, strict=True))
+    for child in children:
+        reply = said.get(id(child), ChatReply("", child.failure))
+        child.failure, child.is_refused = reply.failure, reply.is_refused
+        ids = reader.conversation_format.encode(reply.text)
+        child.attacker_turns = [*child.attacker_turns, Turn(False, ids)]
+        child.texts = [*child.texts, reply.text]
+
+
+def in_tokens_of(reader: ConversationAgent, texts: Sequence[str]) -> Generation:
+    """Turns as a model would have had to say them; the probabilities of who did are NaN.
+
+    A turn is cut where it would fill half of the model's window.
+    """
+    longest = reader.language_model.context_window // 2
+    rows = [reader.say(text)[:longest] for text in texts]
+    ids_BT, mask_BT = pad_right(rows, torch.device("cpu"))
+    return Generation(ids_BT, mask_BT, torch.zeros(ids_BT.shape).masked_fill(mask_BT, math.nan))

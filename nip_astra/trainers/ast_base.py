@@ -13,7 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, ClassVar
 
@@ -53,10 +53,8 @@ from nip_astra.trainers.ast.dry_run import check_size, estimate_cost
 from nip_astra.trainers.ast.evaluation import AstEvaluation, rollout_table, warnings_about
 from nip_astra.trainers.ast.rewards import RewardShaping, credit_of
 from nip_astra.trainers.ast.rollouts import Rollouts
-from nip_astra.trainers.ast.state import AstState
-from nip_astra.trainers.ast.tokens import rollout_token_metrics
-from nip_astra.trainers.language_model.experience import check_samples
-from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer
+from nip_astra.trainers.language_model.state import LanguageModelState
+from nip_astra.trainers.language_model_base import Experience, LanguageModelTrainer, check_samples
 from nip_astra.trainers.service_use import (
     estimate_services,
     service_metrics,
@@ -69,6 +67,22 @@ from nip_astra.trainers.trainer_base import IterationContext, attach_progress_ba
 ROLES = ("attacker", "target", "reference")
 DEV_FIGURES = ("failure_rate", "mean_score", "mean_reward", "probe_nll", "distinct_share")
 """Figures of a dev evaluation that are logged as `dev/<name>`."""
+
+
+@dataclass
+class AstState(LanguageModelState):
+    """Counters and half-used experience of an AST run, and what it found.
+
+    Attributes
+    ----------
+    num_queries : int
+        Target queries spent in training.
+    first_query : dict
+        Target queries until each planted failure was found.
+    """
+
+    num_queries: int = 0
+    first_query: dict[str, int | None] = field(default_factory=dict)
 
 
 class AstTrainer(LanguageModelTrainer):
@@ -409,3 +423,18 @@ class AstTrainer(LanguageModelTrainer):
             per_episode = num_probes_of(self.scenario.tree_width, self.scenario.tree_depth)
             num_episodes = self.evaluation.num_queries_of_run() / per_episode
             return estimate | estimate_services(self.scenario_instance.services, num_episodes)
+
+
+def rollout_token_metrics(counts: Mapping[str, TokenCount], tree: RolloutTree) -> dict[str, float]:
+    """For each role, the tokens forwarded for a rollout and their ratio to the unique ones.
+
+    A token is unique by itself and all that precedes it in the conversation. The reference reads
+    only to score. What was forwarded to score the attacker's own probes again stands apart.
+    """
+    metrics = {}
+    for role, count in counts.items():
+        unique = tree.num_unique_tokens.get(role, 0) or count.scored
+        metrics[f"tokens/{role}_forwarded"] = float(count.forwarded)
+        metrics[f"tokens/{role}_forwarded_per_unique"] = count.forwarded / max(unique, 1)
+    metrics["tokens/rescored"] = float(sum(count.rescored for count in counts.values()))
+    return metrics

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import torch
 from pydantic import Field
 from tensordict import TensorDict
+from torch import Tensor
 
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.types import TrainerType
@@ -16,7 +18,6 @@ from nip_astra.rollouts.samples import Sample
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.conversation.prompts import read_prompts
 from nip_astra.trainers.ast.ahead import PlayedAheadParameters
-from nip_astra.trainers.ast.best_probes import best_of, probes_that_worked
 from nip_astra.trainers.ast.rewards import CreditParameters
 from nip_astra.trainers.ast_base import AstTrainer
 from nip_astra.trainers.registry import register_trainer
@@ -96,3 +97,36 @@ class AstSftTrainer(AstTrainer):
         logprobs_BT = self.policy_scores(batch).logprobs_BT
         mask_BT = batch["probe_mask"].to(logprobs_BT.device)
         return nll_loss(logprobs_BT, mask_BT, normaliser=self.num_tokens_in_step(batch))
+
+
+def probes_that_worked(tree: RolloutTree, is_good_N: Tensor) -> list[Sample]:
+    """`context`, `probe` and `credit` of some nodes; without credit none is given."""
+    nodes = tree.nodes
+    is_kept_N = is_good_N & ~nodes["credit"].isnan()
+    return [
+        {
+            "context": torch.tensor(tree.context_of(node)),
+            "probe": nodes["probe"][node][nodes["probe_mask"][node]],
+            "credit": nodes["credit"][node],
+        }
+        for node in is_kept_N.nonzero().flatten().tolist()
+    ]
+
+
+def best_of(samples: Iterable[Sample], number: int) -> list[Sample]:
+    """Those of most credit, each probe once in its context: as it was met last.
+
+    Of equal credit, the first of each context comes before the second of any: probes that work
+    after one opening do not push out those that work after another.
+    """
+    by_context: dict[tuple[int, ...], dict[tuple[int, ...], Sample]] = {}
+    for sample in samples:
+        probes = by_context.setdefault(tuple(sample["context"].tolist()), {})
+        probes[tuple(sample["probe"].tolist())] = sample
+    ranked = [
+        (-float(sample["credit"]), place, sample)
+        for probes in by_context.values()
+        for place, sample in enumerate(sorted(probes.values(), key=lambda s: -float(s["credit"])))
+    ]
+    ranked.sort(key=lambda entry: entry[:2])
+    return [sample for _, _, sample in ranked[:number]]

@@ -15,6 +15,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,9 +38,6 @@ from nip_astra.rl_objectives.outputs import LossOutput, as_loss_output
 from nip_astra.rollouts.samples import Sample, collate
 from nip_astra.tracking.figures import plain_numbers
 from nip_astra.trainers.language_model.batches import batches_of, in_groups
-from nip_astra.trainers.language_model.continuations import logprobs_of
-from nip_astra.trainers.language_model.experience import Experience as Experience
-from nip_astra.trainers.language_model.experience import check_experience
 from nip_astra.trainers.language_model.processes import (
     divided,
     lead,
@@ -62,6 +60,69 @@ from nip_astra.utils.forked import get_num_processes, using_processes
 from nip_astra.utils.processor import choose_num_processes
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What an iteration gathered.
+
+    Attributes
+    ----------
+    samples : list of Sample
+        What is learnt from; an iteration without any takes no step.
+    metrics : dict[str, float]
+        What is logged of it; `tokens/generated` gives the speed that the bar shows.
+    seconds : Mapping[str, float]
+        How long parts of the collecting took.
+    """
+
+    samples: list[Sample]
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+def check_experience(found: Any, *, owner: str) -> Experience:
+    """What a trainer's `collect` returned, where it is an `Experience` of lists and numbers.
+
+    Parameters
+    ----------
+    owner : str
+        Name of the trainer's class, for the message.
+
+    Raises
+    ------
+    ConfigurationError
+        When it is something else.
+    """
+    if not isinstance(found, Experience):
+        raise _wrong_result(owner, "collect", found, "an Experience(samples, metrics)")
+    for name in ("metrics", "seconds"):
+        if not isinstance(getattr(found, name), Mapping):
+            raise _wrong_result(
+                owner, "collect", getattr(found, name), f"a dict of numbers as {name}"
+            )
+    samples = check_samples(found.samples, owner=owner, hook="collect")
+    return replace(found, samples=samples, metrics=dict(found.metrics))
+
+
+def check_samples(found: Any, *, owner: str, hook: str) -> list[Any]:
+    """The samples that a hook returned as a list.
+
+    Raises
+    ------
+    ConfigurationError
+        When it returned something else.
+    """
+    if not isinstance(found, list | tuple):
+        raise _wrong_result(owner, hook, found, "a list of samples, which may be empty")
+    return list(found)
+
+
+def _wrong_result(owner: str, hook: str, found: object, wanted: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{hook} of the trainer {owner} returned {str(found)[:60]!r} ({type(found).__name__}). It "
+        f"must return {wanted}."
+    )
 
 
 class LanguageModelTrainer(TensorDictTrainer):
@@ -183,8 +244,32 @@ class LanguageModelTrainer(TensorDictTrainer):
         return as_loss_output(self.loss(batch), owner=type(self).__name__)
 
     def policy_logprobs(self, batch: TensorDict, *names: str) -> tuple[Tensor, ...]:
-        """The policy's log-probabilities of continuations, with gradient; see `logprobs_of`."""
-        return logprobs_of(self.service.logprobs, batch, names)
+        """The policy's log-probabilities of continuations of `context`, all by one call.
+
+        Parameters
+        ----------
+        batch : TensorDict
+            Holds `context` and, for each name, tokens and `<name>_mask`.
+
+        Returns
+        -------
+        tuple[Tensor, ...]
+            One `[B, T]` tensor a name, all of the width of the longest, nats, 0 on padding, with
+            gradient.
+        """
+        width = max(batch[name].shape[1] for name in names)
+        ids, masks = [], []
+        for name in names:
+            padding = (0, width - batch[name].shape[1])
+            ids.append(torch.nn.functional.pad(batch[name], padding))
+            masks.append(torch.nn.functional.pad(batch[f"{name}_mask"], padding))
+        logprobs = self.service.logprobs(
+            batch["context"].repeat(len(names), 1),
+            batch["context_mask"].repeat(len(names), 1),
+            torch.cat(ids),
+            torch.cat(masks),
+        )
+        return logprobs.chunk(len(names))
 
     def num_tokens_in_step(self, batch: TensorDict) -> float:
         """The part of a batch, by samples, of the learnt tokens of the whole optimizer step.

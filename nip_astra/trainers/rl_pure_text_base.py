@@ -11,10 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import secrets
 import shutil
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -37,14 +40,22 @@ from nip_astra.tracking.figures import plain_numbers
 from nip_astra.tracking.groups import summary_of
 from nip_astra.tracking.run_directory import RESULTS, write_atomically
 from nip_astra.trainers.protocol.results import as_of_test
-from nip_astra.trainers.service_use import refuse_unanswered, services_used
-from nip_astra.trainers.text.analysis import log_analyses, log_analyses_artifact, open_analyses
-from nip_astra.trainers.text.costs import cost_metrics, open_services, told_costs
+from nip_astra.trainers.service_use import (
+    cost_metrics,
+    refuse_unanswered,
+    services_used,
+    told_costs,
+    total_cost,
+)
+from nip_astra.trainers.text.analysis import (
+    JUDGE,
+    log_analyses,
+    log_analyses_artifact,
+    open_analyses,
+)
 from nip_astra.trainers.text.datapoints import held_out_episodes, shuffled, train_episodes
-from nip_astra.trainers.text.dry_run import estimate_cost
 from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
 from nip_astra.trainers.text.rollout_files import RolloutFiles
-from nip_astra.trainers.text.state import Stage, TextRunState
 from nip_astra.trainers.text.statistics import rollout_statistics, statistics_with_interval
 from nip_astra.trainers.trainer_base import IterationContext, Trainer, attach_progress_bar
 from nip_astra.utils.actors import actor_options, forget_kept_models, using_actors
@@ -55,8 +66,76 @@ logger = logging.getLogger(__name__)
 Split = Literal["train", "test"]
 FIRST_LOOK, LONGEST_WAIT = 0.1, 10.0
 """Seconds before the second look at jobs, and at most between two; each wait is twice the last."""
+NUM_DRY_RUN_ROLLOUTS = 4
+"""Rollouts of each kind that a dry run plays."""
 NUM_TEST_ROWS = 12
 """Conversations of a test that are recorded at least, as it is made seldom."""
+
+
+class Stage(StrEnum):
+    """Parts of an iteration, in their order; the state is saved after each."""
+
+    SAMPLE_ROLLOUTS = "sample_rollouts"
+    LOG_STATS = "log_stats"
+    TEST = "test_during_training"
+    CREATE_FINE_TUNE_JOBS = "create_fine_tune_jobs"
+    AWAIT_FINE_TUNE_JOBS = "await_fine_tune_jobs"
+
+
+STAGES = tuple(Stage)
+
+
+@dataclass
+class TextRunState(RunState):
+    """Counters and findings of a run; all plain values.
+
+    Attributes
+    ----------
+    run_key : str
+        Names the run at its services, where two runs may have the same name.
+    stage : str
+        The `Stage` that is to be done next.
+    after : dict or None
+        Statistics of the last test.
+    last : dict
+        Statistics of the last iteration's rollouts.
+    num_requests, prompt_tokens, completion_tokens : int
+        What was asked of chat models, and paid for.
+    num_jobs : int
+        Fine-tuning jobs submitted.
+    groups : dict
+        State of each group of agents.
+    """
+
+    run_key: str = field(default_factory=lambda: secrets.token_hex(6))
+    stage: str = str(Stage.SAMPLE_ROLLOUTS)
+    after: dict[str, Any] | None = None
+    last: dict[str, Any] = field(default_factory=dict)
+    num_requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_jobs: int = 0
+    groups: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def update_count(self) -> int:
+        """Stages that are over, in all iterations."""
+        return self.iteration * len(STAGES) + STAGES.index(Stage(self.stage))
+
+    def advance(self) -> None:
+        """Go on to the next stage, which may be the first of the next iteration."""
+        place = STAGES.index(Stage(self.stage)) + 1
+        self.iteration += place == len(STAGES)
+        self.stage = str(STAGES[place % len(STAGES)])
+
+    def costs(self) -> dict[str, int]:
+        """What was asked of services so far."""
+        return {
+            "num_requests": self.num_requests,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "num_jobs": self.num_jobs,
+        }
 
 
 class PureTextRlTrainer(Trainer):
@@ -501,7 +580,15 @@ class PureTextRlTrainer(Trainer):
 
     def services(self) -> dict[str, PatientChatModel]:
         """The models that are asked at present, by group, and the judge; those that are open."""
-        return open_services(self.shared_model_groups, self.analyses)
+        asked = {name: group.models()[-1:] for name, group in self.shared_model_groups.items()}
+        if self.analyses is not None:
+            asked[JUDGE] = [self.analyses.model]
+        return {
+            name: model
+            for name, models in asked.items()
+            for model in models
+            if isinstance(model, PatientChatModel)
+        }
 
     def dry_run(self) -> dict[str, Any]:
         """Play a few rollouts, and estimate what a whole run would ask of its services."""
@@ -510,3 +597,65 @@ class PureTextRlTrainer(Trainer):
             return estimate_cost(self)
         finally:
             self.close()
+
+
+def estimate_cost(trainer: PureTextRlTrainer) -> dict[str, Any]:
+    """Play a few rollouts as they are trained on and as they are tested, and extrapolate.
+
+    The time is an upper bound: a model in this process answers many requests in hardly more time
+    than a few.
+    """
+    num_iterations = trainer.text_rl.num_iterations
+    num_tests = sum(
+        trainer.is_test_due(number, is_last=number == num_iterations - 1)
+        for number in range(num_iterations)
+    )
+    train = trainer.episodes("train", 0)
+    num_tested = num_tests * len(trainer.episodes("test", 0))
+    parts = [
+        _extrapolate(trainer, trainer.num_branches, num_iterations * len(train), is_test=False),
+        _extrapolate(trainer, 1, num_tested, is_test=True),
+    ]
+    learning = [one for one in trainer.shared_model_groups.values() if not one.is_frozen]
+    prices = {"cost": sum(part.pop("cost") for part in parts)}
+    known = total_cost(trainer.services()) is not None
+    return {
+        "num_iterations": num_iterations,
+        "num_rollouts": num_iterations * len(train) + num_tested,
+        "num_jobs": (num_iterations - 1) * len(learning),
+        **{name: round(sum(part[name] for part in parts)) for name in parts[0] if name != "hours"},
+        "most_hours_of_sampling": sum(part["hours"] for part in parts),
+        **(prices if known else {}),
+    }
+
+
+def _extrapolate(
+    trainer: PureTextRlTrainer, num_branches: int, count: int, *, is_test: bool
+) -> dict[str, float]:
+    """Requests, tokens, money and hours of `count` rollouts, from those of a few."""
+    episodes, journal = trainer.episodes("train", 0)[:NUM_DRY_RUN_ROLLOUTS], AnswerJournal()
+    key = (trainer.hyper_params.seed, "dry run", num_branches)
+    for group in trainer.shared_model_groups.values():
+        # Loading one takes longer than playing a few rollouts, and is done once.
+        _ = group.model
+    started, cost_before = time.perf_counter(), total_cost(trainer.services()) or 0.0
+    ends = trainer.instance.loop.run(
+        trainer.sampler.sample(episodes, key=key, num_branches=num_branches, journal=journal)
+    )
+    factor = count / len(episodes)
+    prompt_tokens, completion_tokens = journal.tokens()
+    cost = (total_cost(trainer.services()) or 0.0) - cost_before
+    analysis = trainer.instance.analysis
+    num_judged = 0
+    is_judged = analysis is not None and (is_test or analysis.are_train_rollouts_judged)
+    if is_judged and trainer.analyses is not None:
+        counts = trainer.analyses.count_requests(rollouts_of(trainer.game, ends))
+        num_judged = sum(counts.values())
+    return {
+        "num_requests": len(journal) * factor,
+        "prompt_tokens": prompt_tokens * factor,
+        "completion_tokens": completion_tokens * factor,
+        **({} if analysis is None else {"num_judge_requests": num_judged * factor}),
+        "cost": cost * factor,
+        "hours": (time.perf_counter() - started) * factor / 3600,
+    }

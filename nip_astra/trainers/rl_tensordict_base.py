@@ -9,10 +9,12 @@ Shapes: E environments, T rounds, A agents, B frames of a minibatch.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -24,10 +26,15 @@ from torchrl.objectives import LossModule
 
 from nip_astra.checkpoints.run_state import Part, RunState
 from nip_astra.errors import ConfigurationError
+from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.conditions import ReadWhere, where
+from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.rl_objectives.episode_gae import reward_to_go_of
 from nip_astra.rl_objectives.objective import EPISODE_KEY, Objective
 from nip_astra.samplers.episodes import EpisodeSampler
+from nip_astra.scenario_base.protocol.combined import CombinedAgents
+from nip_astra.scenario_base.protocol.environment import ProtocolEnvironment
+from nip_astra.scenario_base.protocol.tensordict_agents import Agent, RandomPolicyHead
 from nip_astra.scenario_instance import ProtocolInstance
 from nip_astra.tracking.groups import summary_of
 from nip_astra.trainers.protocol.agent_files import (
@@ -37,13 +44,16 @@ from nip_astra.trainers.protocol.agent_files import (
     load_agents_from_runs,
     save_agents,
 )
-from nip_astra.trainers.protocol.episode_minibatches import EpisodeMinibatchBuffer, episode_numbers
 from nip_astra.trainers.protocol.episode_samples import episode_rows, num_samples
 from nip_astra.trainers.protocol.learning import Learner
 from nip_astra.trainers.protocol.message_regression import MessageRegression
-from nip_astra.trainers.protocol.minibatches import MinibatchBuffer, ReplayBuffer
+from nip_astra.trainers.protocol.minibatches import (
+    EpisodeMinibatchBuffer,
+    MinibatchBuffer,
+    ReplayBuffer,
+    episode_numbers,
+)
 from nip_astra.trainers.protocol.optimizers import AgentOptimizers
-from nip_astra.trainers.protocol.preparation import normalize_observations, pretrain_agents
 from nip_astra.trainers.protocol.processes import (
     collect_together,
     divide_agents,
@@ -53,19 +63,37 @@ from nip_astra.trainers.protocol.processes import (
     saved_if_one_ends,
 )
 from nip_astra.trainers.protocol.results import as_of_test, estimate_cost, results_of
-from nip_astra.trainers.protocol.state import RlState
 from nip_astra.trainers.protocol.statistics import (
     EpisodeLedger,
+    PlayStatistics,
     iteration_statistics,
     read,
     timings_of,
 )
-from nip_astra.trainers.protocol.testing import PlayStatistics
+from nip_astra.trainers.solo.pretraining import pretrain_bodies
+from nip_astra.trainers.solo.training import SoloParameters
 from nip_astra.trainers.timing import Components, components_of_protocol
 from nip_astra.trainers.trainer_base import IterationContext, TensorDictTrainer, attach_progress_bar
+from nip_astra.utils.seeding import SeedPart
 
 Gae = nn.Module
 """Called with a batch [E, T]; writes value, advantage and value target under `agents`."""
+
+
+@dataclass
+class RlState(RunState):
+    """Counters and figures of a run; an optimizer step is a minibatch that agents learned from.
+
+    Attributes
+    ----------
+    is_prepared : bool
+        Whether observations were measured and bodies trained beforehand, where asked for.
+    last : dict
+        Statistics of the last iteration.
+    """
+
+    is_prepared: bool = False
+    last: dict[str, float] = field(default_factory=dict)
 
 
 class TensorDictRlTrainer(TensorDictTrainer):
@@ -406,3 +434,64 @@ class TensorDictRlTrainer(TensorDictTrainer):
         with ExitStack() as stack:
             self._build_train_context(stack)
             return estimate_cost(self)
+
+
+def normalize_observations(
+    agents: CombinedAgents,
+    environment: ProtocolEnvironment,
+    *,
+    num_frames: int,
+    key: tuple[SeedPart, ...],
+) -> None:
+    """Have all bodies shift and scale message histories by what random play shows.
+
+    An agent that was loaded from a run keeps the statistics that it was trained with.
+
+    Parameters
+    ----------
+    environment : ProtocolEnvironment
+        On whose data to play; it stays as it is, since another is made from it.
+    num_frames : int
+        Frames to play at least; every environment plays a whole conversation or more.
+    key : tuple
+        Path of names that the play derives from.
+    """
+    random_agents = {name: _random_agent(agents[name]) for name in agents.names}
+    sampler = EpisodeSampler(
+        environment.with_key(*key, "environment"),
+        CombinedAgents(random_agents, agents.protocol, agents.space),
+        key=(*key, "agents"),
+    )
+    num_steps = math.ceil(num_frames / environment.num_environments)
+    num_steps = max(num_steps, agents.protocol.max_message_rounds)
+    frames = sampler.collect(num_steps).flatten()
+    linear = frames.get("linear_message_history", None)
+    for name in agents.names:
+        parameters = agents[name].parameters_of_agent
+        if parameters.load_from_run is not None or not parameters.normalize_message_history:
+            continue
+        for body in agents[name].bodies:
+            body.set_statistics(frames["message_history"], linear)
+
+
+def pretrain_agents(
+    hyper_params: HyperParameters, settings: ExperimentSettings, instance: ProtocolInstance
+) -> None:
+    """Have all bodies learn to answer alone, by the parameters of `solo_agent`."""
+    solo = getattr(hyper_params, "solo_agent", None) or SoloParameters()
+    agents = instance.combined_agents
+    pretrain_bodies(
+        {name: agents[name] for name in agents.names},
+        instance.train_environment,
+        solo.model_copy(update={"num_epochs": 1}) if settings.test_run else solo,
+        with_decisions=hyper_params.rl.pretrain_decisions,
+        seed=hyper_params.seed,
+        runs_dir=settings.runs_dir,
+        layers=instance.layers,
+    )
+
+
+def _random_agent(agent: Agent) -> Agent:
+    assert agent.policy_head is not None
+    head = RandomPolicyHead(agent.shape, agent.policy_head.impossible)
+    return Agent(agent.name, agent.parameters_of_agent, agent.shape, policy_head=head)

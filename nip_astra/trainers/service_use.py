@@ -102,3 +102,21 @@ def estimate_services(
         found[f"{key}_cost"] = None if use.cost is None else use.cost * num_episodes
         found[f"{key}_seconds_per_request"] = use.median_seconds
     return found
+
+
+def told_costs(
+    counts: Mapping[str, int], services: Mapping[str, PatientChatModel]
+) -> dict[str, str]:
+    """Counts and, where prices are known, money, for the progress bar."""
+    cost = total_cost(services)
+    told = {name: str(count) for name, count in counts.items()}
+    return told if cost is None else told | {"cost": f"{cost:.4g}"}
+
+
+def cost_metrics(
+    counts: Mapping[str, int], services: Mapping[str, PatientChatModel]
+) -> dict[str, float]:
+    """The same counts and money as metrics."""
+    cost = total_cost(services)
+    found = {f"cost/{name}": float(count) for name, count in counts.items()}
+    return found if cost is None else found | {"cost/money": cost}

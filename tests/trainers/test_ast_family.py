@@ -17,8 +17,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS, register_scorer
-from nip_astra.trainers.ast.state import AstState
-from nip_astra.trainers.ast_base import AstTrainer
+from nip_astra.trainers.ast_base import AstState, AstTrainer
 from tests.tiny import experience_of, learn, write_scenario
 
 FAST = (

@@ -7,6 +7,7 @@ import math
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resume_check import what_was_found
 from nip_astra.rl_objectives.outputs import LossOutput
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
+from nip_astra.trainers.ast_base import rollout_token_metrics
 from nip_astra.trainers.ast_dpo import AstDpoTrainer
 from nip_astra.trainers.optimization import build_optimizer, learning_rate
 from tests.tiny import experience_of
@@ -371,3 +373,25 @@ def test_work_and_memory_are_logged(tiny_scenario: Path, tmp_path: Path) -> None
 def test_a_test_run_cuts_every_loop_to_one_iteration(tiny_scenario: Path, tmp_path: Path) -> None:
     _run(tiny_scenario, tmp_path, "test", test_run=True)
     assert len(_metrics(tmp_path, "test")) == 1
+
+
+@pytest.mark.parametrize("name", ["ast_ppo", "ast_grpo"])
+def test_scoring_again_is_done_once_and_counted_apart(name: str, tiny_scenario: Path) -> None:
+    resolved = resolve_experiment(
+        trainer=name,
+        scenario=str(tiny_scenario),
+        overrides=["ast_chat.attacker.language_model.dtype=bfloat16"],
+    )
+    trainer = prepare_experiment(resolved, progress=False).trainer
+    policy = trainer.policy
+    with (
+        mock.patch.object(policy, "token_scores", wraps=policy.token_scores) as scored,
+        policy.counting() as spent,
+    ):
+        tree = experience_of(trainer).tree
+    assert scored.call_count == 1
+    metrics = rollout_token_metrics({"attacker": spent}, tree)
+    assert 1.0 <= metrics["tokens/attacker_forwarded_per_unique"] <= 1.3
+    assert metrics["tokens/rescored"] > 0
+    assert spent.scored == 0
+    assert "value" not in tree.nodes

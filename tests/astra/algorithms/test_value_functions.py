@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from nip_astra.astra import PPO, ASTSampler, Harness, Trainer, TrainingConfiguration
-from nip_astra.astra.algorithms.trained import leaves_of
+from nip_astra.astra.algorithms.ppo import leaves_of
 from nip_astra.errors import ConfigurationError
 from tests.astra.toys import PROMPTS, ValuedWordProblem
 

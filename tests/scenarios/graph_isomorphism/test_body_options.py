@@ -10,13 +10,12 @@ from torch import Tensor
 
 from nip_astra.errors import ParameterError
 from nip_astra.resolving.resolution import resolve_experiment
-from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES, GraphBody
+from nip_astra.scenarios.graphs.bodies import GRAPHS, NODES, GraphBody, SumsNorm
 from nip_astra.scenarios.graphs.layers import AttentionLayer
 from nip_astra.scenarios.graphs.native import network as native
 from nip_astra.scenarios.graphs.native.compiled import SWITCH, NativeCode
 from nip_astra.scenarios.graphs.network import Network
 from nip_astra.scenarios.graphs.pairs import Pairs
-from nip_astra.scenarios.graphs.pooling import SumsNorm
 from tests.scenarios.graph_isomorphism.frames import (
     Frames,
     agent_shape,

@@ -21,8 +21,7 @@ from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.scenario_base.text.models import models_of_run
 from nip_astra.scenarios.pure_text_base import PureTextScenarioInstance
 from nip_astra.tracking import wandb_runs
-from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer
-from nip_astra.trainers.text.state import Stage
+from nip_astra.trainers.rl_pure_text_base import PureTextRlTrainer, Stage
 
 SMALL = (
     "text_rl.num_iterations=2",

@@ -1,11 +1,11 @@
-"""Minibatches of whole episodes hold each frame once and cut no episode."""
+"""Minibatches hold each frame once, and those of whole episodes cut none."""
 
 from __future__ import annotations
 
 import torch
 from tensordict import TensorDict
 
-from nip_astra.trainers.protocol.episode_minibatches import EpisodeMinibatchBuffer, episode_numbers
+from nip_astra.trainers.protocol.minibatches import EpisodeMinibatchBuffer, episode_numbers
 
 
 def test_episodes_are_numbered_from_end_to_end_and_apart_in_each_environment() -> None:

@@ -1,4 +1,4 @@
-"""Rewards carried up a tree equal the recursion that defines them."""
+"""Returns of chains and trees equal the recursions that define them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from nip_astra.errors import ConfigurationError
 from nip_astra.rl_objectives.advantages import gae
-from nip_astra.rl_objectives.credit import best_child_backup, mean_child_return
+from nip_astra.rl_objectives.returns import best_child_backup, mean_child_return, nstep_returns
 
 Join = Callable[[list[float]], float]
+
+DOUBLE = torch.float64
+
+
+def rewards(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=DOUBLE)
 
 
 def _random_tree(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -110,3 +117,52 @@ def test_the_rewards_stay_as_they_were_and_no_tree_is_a_tree() -> None:
     assert torch.equal(reward.detach(), REWARD)
     none = torch.zeros(0, dtype=torch.long)
     assert mean_child_return(torch.zeros(0), none, none, discount=0.5).shape == (0,)
+
+
+def by_loop(values: list[float], n: int, gamma: float) -> list[float]:
+    """As the guide writes it."""
+    found = []
+    for i in range(len(values)):
+        found.append(sum(gamma**j * values[i + j] for j in range(min(n, len(values) - i))))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 9])
+def test_nstep_returns_equal_the_loop_of_the_guide(n: int) -> None:
+    values = [1.0, -2.0, 0.5, 3.0, 0.25]
+    mask = torch.ones(1, 5, dtype=torch.bool)
+    found = nstep_returns(rewards(*values)[None], mask, n=n, gamma=0.9)
+    assert found[0].tolist() == pytest.approx(by_loop(values, n, 0.9), abs=1e-12)
+
+
+def test_nstep_returns_skip_masked_steps_and_bootstrap_from_values() -> None:
+    row = rewards(1, 99, 2, 4)[None]
+    mask = torch.tensor([[True, False, True, True]])
+    values = rewards(10, 99, 20, 40)[None]
+    found = nstep_returns(row, mask, n=2, gamma=0.5, values_EH=values)
+    # 1 + 0.5 * 2 + 0.25 * 40; 2 + 0.5 * 4; 4
+    assert found[0].tolist() == [12.0, 0.0, 4.0, 4.0]
+    whole = nstep_returns(row, mask, n=None, gamma=0.5)
+    assert whole[0].tolist() == [3.0, 0.0, 4.0, 4.0]
+    with pytest.raises(ConfigurationError, match="returns over 0 steps"):
+        nstep_returns(row, mask, n=0, gamma=0.5)
+
+
+def test_nstep_returns_equal_those_of_torchrl() -> None:
+    pytest.importorskip("torchrl")
+    from torchrl.objectives.value.functional import td_lambda_return_estimate
+
+    generator = torch.Generator().manual_seed(3)
+    row = torch.randn(2, 6, generator=generator, dtype=DOUBLE)
+    ends = torch.zeros(2, 6, 1, dtype=torch.bool)
+    ends[:, -1] = True
+    whole = nstep_returns(row, torch.ones(2, 6, dtype=torch.bool), n=None, gamma=0.8)
+    theirs = td_lambda_return_estimate(
+        0.8,
+        1.0,
+        torch.zeros(2, 6, 1, dtype=DOUBLE),
+        row.unsqueeze(-1),
+        done=ends,
+        terminated=ends,
+    )
+    assert torch.allclose(whole, theirs.squeeze(-1), atol=1e-6, rtol=0)
