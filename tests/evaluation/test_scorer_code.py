@@ -11,7 +11,7 @@ import torch
 
 from nip_astra import plugins
 from nip_astra.evaluation import cards
-from nip_astra.evaluation.scorer_code import code_of
+from nip_astra.evaluation.cards import code_of
 from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.disclosure import DisclosureScorer
 from nip_astra.scorers.profanity import ProfanityScorer

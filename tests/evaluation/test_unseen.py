@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from nip_astra.evaluation.unseen import chao2
+from nip_astra.evaluation.clusters import chao2
 
 
 def test_the_estimate_is_chaos() -> None:
