@@ -16,7 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from nip_astra import __version__
-from nip_astra.cli import analysing, comparing, data, measuring, serving, sweeping
+from nip_astra.cli import data, measuring, serving, sweeping
 from nip_astra.cli.options import (
     AsJson,
     Debug,
@@ -273,11 +273,11 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
-    from nip_astra.cli import show_commands, show_prompts
+    from nip_astra.cli import show_commands
 
     given = _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust)
     if prompts:
-        show_prompts.show_prompts(given)
+        show_commands.show_prompts(given)
         return
     show_commands.show(
         given,
@@ -309,9 +309,9 @@ def time_parts(
     debug: Debug = False,
 ) -> None:
     """Time parts of a training iteration, e.g. rollout and update; writes nothing."""
-    from nip_astra.cli import timing_commands
+    from nip_astra.cli import commands
 
-    timing_commands.time_parts(
+    commands.time_parts(
         _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
         settings_of(device=device, num_threads=num_threads),
         components or [],
@@ -328,17 +328,17 @@ def schema(
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
-    from nip_astra.cli import schema_commands
+    from nip_astra.cli import show_commands
 
-    schema_commands.schema(_experiment_arguments(trainer, scenario, None, None, None, plugin))
+    show_commands.schema(_experiment_arguments(trainer, scenario, None, None, None, plugin))
 
 
 for command in measuring.COMMANDS:
     app.command()(command)
-app.command()(analysing.analyse)
+app.command()(measuring.analyse)
 app.command()(serving.serve)
 app.command()(sweeping.sweep)
-app.command(name="compare-dumps")(comparing.compare_dumps)
+app.command(name="compare-dumps")(measuring.compare_dumps)
 app.add_typer(data.app, name="dataset")
 
 
