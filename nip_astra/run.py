@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +40,13 @@ from nip_astra.resolving.unread_parameters import never_read
 from nip_astra.scenario_instance import ScenarioInstance
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking import run_directory as files
-from nip_astra.tracking.changes import note_computation, warn_of_changed_plugins
-from nip_astra.tracking.environment import describe_environment
-from nip_astra.tracking.log_file import log_file
-from nip_astra.tracking.opening import open_tracker
-from nip_astra.tracking.run_directory import RunDirectory, new_run_id
+from nip_astra.tracking.environment import (
+    describe_environment,
+    note_computation,
+    warn_of_changed_plugins,
+)
+from nip_astra.tracking.local import open_tracker
+from nip_astra.tracking.run_directory import RunDirectory, log_file, new_run_id
 from nip_astra.tracking.run_lock import run_lock
 from nip_astra.tracking.tracker import Tracker
 from nip_astra.trainers.fitness import (
@@ -62,7 +67,6 @@ from nip_astra.trust import (
     sign,
 )
 from nip_astra.utils.devices import resolve_device
-from nip_astra.utils.stop_signals import signals_left_to_leader, stop_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -486,3 +490,53 @@ def _settings(base: ExperimentSettings, fields: dict[str, Any]) -> ExperimentSet
         if field.exclude
     }
     return ExperimentSettings.from_dict(base.to_dict() | runtime | fields)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], str | None]]:
+    """A function that tells which of SIGINT and SIGTERM came; a second one stops at once."""
+    received: list[str] = []
+
+    def note(number: int, _frame: Any) -> None:
+        name = signal.Signals(number).name
+        if received:
+            _tell_at_once(f"{name} again: stopping without saving")
+            raise KeyboardInterrupt
+        received.append(name)
+        _tell_at_once(
+            f"{name}: finishing the step, then saving and stopping; once more stops without saving"
+        )
+
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: received[0] if received else None
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def signals_left_to_leader() -> Iterator[None]:
+    """Hear neither SIGINT nor SIGTERM: the process that leads stops all others."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    stopping = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in stopping}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _tell_at_once(text: str) -> None:
+    """Write a line to standard error from within a signal's handler.
+
+    By its number, since a stream that was being written to when the signal came cannot be used.
+    """
+    with suppress(OSError):
+        os.write(2, f"\n{text}\n".encode())

@@ -18,7 +18,7 @@ from tests.toy_protocol_scenario import toy_kind, toy_trainer
 
 CODE = """
 import contextlib, io, json, sys
-from nip_astra.cli.schema_commands import schema
+from nip_astra.cli.show_commands import schema
 # First of all: what follows registers names.
 with contextlib.redirect_stdout(io.StringIO()) as printed:
     schema({"trainer": None, "scenario": None, "plugins": []})

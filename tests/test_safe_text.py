@@ -14,18 +14,17 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from nip_astra.cli import report_commands
 from nip_astra.errors import NipAstraError, ScorerError, UnknownNameError
 from nip_astra.evaluation.exports.tables import _csv_text
 from nip_astra.evaluation.rows import encode_rows, read_rows
 from nip_astra.evaluation.tables import as_text, matrix_tables, warning_lines
 from nip_astra.progress import open_progress
+from nip_astra.report import page
 from nip_astra.report.page import write_report
 from nip_astra.safe_console import SafeConsole
 from nip_astra.safe_text import has_unsafe, safe_line, safe_text, to_json
 from nip_astra.tracking.local import LocalTracker
-from nip_astra.tracking.log_file import log_file
-from nip_astra.tracking.run_directory import RunDirectory, to_yaml
+from nip_astra.tracking.run_directory import RunDirectory, log_file, to_yaml
 from nip_astra.tracking.wandb_tracker import _cells
 from tests.command_line import CommandLine
 from tests.report.runs import evaluation, failing, results, write_run
@@ -106,7 +105,7 @@ def test_errors_on_the_command_line_are_safe(
         def report(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr(report_commands, "report", report)
+        monkeypatch.setattr(page, "write_report", report)
 
     error = ScorerError(HOSTILE)
     error.__cause__ = RuntimeError(HOSTILE)

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from nip_astra.cli.schema_commands import _every_section
+from nip_astra.cli.show_commands import _every_section
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.trainers.registry import TRAINERS
 from tests.documents import ROOT

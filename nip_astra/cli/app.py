@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import TracebackType
@@ -14,8 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 from nip_astra import __version__
-from nip_astra.cli import analysing, comparing, data, measuring, serving, sweeping
-from nip_astra.cli.notes import showing_notes
+from nip_astra.cli import data, measuring, serving, sweeping
 from nip_astra.cli.options import (
     AsJson,
     Debug,
@@ -47,6 +48,8 @@ from nip_astra.safe_text import safe_text
 
 ROOT_OPTIONS = ("--help", "-h", "--version")
 EXIT_CODES = {"SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
+MOST_ALIKE = 3
+"""Warnings of one kind that are shown; a run's log has all of them."""
 
 
 class RunByDefault(TyperGroup):
@@ -270,11 +273,11 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
-    from nip_astra.cli import show_commands, show_prompts
+    from nip_astra.cli import show_commands
 
     given = _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust)
     if prompts:
-        show_prompts.show_prompts(given)
+        show_commands.show_prompts(given)
         return
     show_commands.show(
         given,
@@ -306,9 +309,9 @@ def time_parts(
     debug: Debug = False,
 ) -> None:
     """Time parts of a training iteration, e.g. rollout and update; writes nothing."""
-    from nip_astra.cli import timing_commands
+    from nip_astra.cli import commands
 
-    timing_commands.time_parts(
+    commands.time_parts(
         _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
         settings_of(device=device, num_threads=num_threads),
         components or [],
@@ -325,17 +328,17 @@ def schema(
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
-    from nip_astra.cli import schema_commands
+    from nip_astra.cli import show_commands
 
-    schema_commands.schema(_experiment_arguments(trainer, scenario, None, None, None, plugin))
+    show_commands.schema(_experiment_arguments(trainer, scenario, None, None, None, plugin))
 
 
 for command in measuring.COMMANDS:
     app.command()(command)
-app.command()(analysing.analyse)
+app.command()(measuring.analyse)
 app.command()(serving.serve)
 app.command()(sweeping.sweep)
-app.command(name="compare-dumps")(comparing.compare_dumps)
+app.command(name="compare-dumps")(measuring.compare_dumps)
 app.add_typer(data.app, name="dataset")
 
 
@@ -357,6 +360,54 @@ def _experiment_arguments(
         "plugins": plugins or [],
         "is_trusted": is_trusted,
     }
+
+
+@contextmanager
+def showing_notes() -> Iterator[None]:
+    """Write the library's warnings to standard error within the block."""
+    logger, handler = logging.getLogger("nip_astra"), NoteHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+class NoteHandler(logging.Handler):
+    """Writes warnings to standard error, each once and above a progress bar.
+
+    What the end of a run tells anyway, marked by `told_at_the_end`, is left to it. Where standard
+    error is closed, nothing is written and the run goes on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._told: set[str] = set()
+        self._alike: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        is_error = record.levelno > logging.WARNING
+        if is_error or text in self._told or getattr(record, "told_at_the_end", False):
+            return
+        self._told.add(text)
+        self._alike[record.msg] += 1
+        if self._alike[record.msg] <= MOST_ALIKE:
+            # A closed pipe is an OSError, a closed file a ValueError.
+            with suppress(OSError, ValueError):
+                _write_note(safe_text(f"warning: {text}\n"))
+
+
+def _write_note(line: str) -> None:
+    if sys.stderr is None:  # as Python sets it where the process began without one
+        return
+    if "tqdm" not in sys.modules:
+        sys.stderr.write(line)
+        return
+    from tqdm import tqdm
+
+    with tqdm.external_write_mode(file=sys.stderr):
+        sys.stderr.write(line)
 
 
 def _print_safely(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import transformers
@@ -29,6 +31,8 @@ from nip_astra.run import (
     resume_experiment,
     run_experiment,
 )
+from nip_astra.safe_text import to_json
+from nip_astra.trainers.timing import time_components
 
 REGISTRY_MODULES = (
     "language_models",
@@ -98,6 +102,28 @@ def check_resume(
     )
     say(f"runs       {kept}")
     raise typer.Exit(RUNS_DIFFER)
+
+
+def time_parts(
+    experiment: dict[str, Any],
+    settings: dict[str, Any],
+    components: Sequence[str],
+    *,
+    num_repeats: int,
+    as_json: bool,
+) -> None:
+    """Time parts of an experiment's iteration; writes nothing."""
+    quieten_libraries()
+    prepared = prepare_experiment(resolve_experiment(**experiment), **settings)
+    seconds = time_components(prepared.trainer, components, num_repeats=num_repeats)
+    if as_json:
+        say(to_json({"seconds": seconds}, indent=2))
+        return
+    table = plain_table(None, "component", "median", "least", "most")
+    for name, times in seconds.items():
+        figures = (median(times), min(times), max(times))
+        table.add_row(Text(name), *(f"{1000 * figure:,.1f} ms" for figure in figures))
+    open_console().print(table)
 
 
 def list_names(kind: str | None, plugins: list[str]) -> None:

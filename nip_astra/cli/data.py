@@ -1,12 +1,18 @@
-"""Commands that make, fetch and convert data."""
+"""Commands that make, fetch and convert data; each imports what it needs when it runs."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from nip_astra.cli.options import Debug
+from nip_astra.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from nip_astra.scenarios.graphs.generation import GraphPairs
 
 app = typer.Typer(
     add_completion=False,
@@ -32,9 +38,30 @@ def create(
     debug: Debug = False,
 ) -> None:
     """Make pairs of graphs and write them to a file."""
-    from nip_astra.cli import dataset_commands
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
-    dataset_commands.create(output, overrides or [])
+    from nip_astra.scenarios.graphs.generation import SPLITS, GraphPairParameters, generate_pairs
+
+    path = _new_file(output)
+    assignments = overrides or []
+    try:
+        given = OmegaConf.to_container(OmegaConf.from_dotlist(assignments), resolve=True)
+    except (OmegaConfBaseException, YAMLError, ValueError) as error:
+        raise ConfigurationError(
+            f"pairs of graphs were to be made with {' '.join(assignments)!r}, but a value cannot "
+            f"be read: {str(error).splitlines()[0]}. Give "
+            "--set name=value, for instance --set num_train=1000."
+        ) from error
+    assert isinstance(given, dict)
+    parameters = GraphPairParameters.from_dict({str(name): value for name, value in given.items()})
+    if parameters.file is not None:
+        raise ConfigurationError(
+            "pairs of graphs were to be made, but `file` names some that are there. Leave it out."
+        )
+    train, test = (generate_pairs(parameters, split) for split in SPLITS)
+    _save(path, train, test)
 
 
 @app.command()
@@ -50,9 +77,16 @@ def download(
     debug: Debug = False,
 ) -> None:
     """Fetch images from the Hugging Face hub before a run asks for them."""
-    from nip_astra.cli import dataset_commands
+    from nip_astra.scenarios.images.hub import download_images
 
-    dataset_commands.download(names, output=output)
+    for name in names:
+        folder = None if output is None else _new_file(str(Path(output) / name))
+        sizes = download_images(name, folder)
+        told = ", ".join(f"{size} {split}" for split, size in sizes.items())
+        sys.stdout.write(f"{name:<10} {told}\n")
+        if folder is not None:
+            sys.stdout.write(f"use it by  --set image_classification.dataset.name={name} ")
+            sys.stdout.write(f"--set image_classification.dataset.path={folder}\n")
 
 
 @app.command()
@@ -63,6 +97,44 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Convert pairs of graphs that neural-interactive-proofs published; runs nothing of theirs."""
-    from nip_astra.cli import dataset_commands
+    import numpy as np
 
-    dataset_commands.convert(output, train=train, test=test)
+    from nip_astra.scenarios.graphs.generation import pair_hashes
+    from nip_astra.scenarios.graphs.published_pairs import padded_to, read_published_pairs
+
+    path = _new_file(output)
+    read = [read_published_pairs(file) for file in (train, test)]
+    n = max(one.pairs.adjacency.shape[-1] for one in read)
+    for file, one in zip((train, test), read, strict=True):
+        if one.num_rescored:
+            sys.stdout.write(f"rescored   {one.num_rescored} pairs of {file}; labels stay\n")
+    pairs = [padded_to(one.pairs, n) for one in read]
+    num_known = int(np.isin(pair_hashes(pairs[1]), pair_hashes(pairs[0])).sum())
+    if num_known:
+        sys.stdout.write(
+            f"warning    {num_known} of {pairs[1].num_pairs} pairs to test on are among those to "
+            "train on, up to the order of nodes, or look like such\n"
+        )
+    _save(path, *pairs)
+
+
+def _new_file(output: str) -> Path:
+    path = Path(output).expanduser()
+    if path.exists():
+        raise ConfigurationError(
+            f"data were to be written to {path}, but that exists. Choose another path, or remove "
+            "it first."
+        )
+    return path
+
+
+def _save(path: Path, train: GraphPairs, test: GraphPairs) -> None:
+    from nip_astra.scenarios.graphs.generation import SPLITS
+    from nip_astra.scenarios.graphs.pairs_file import save_pairs
+    from nip_astra.scenarios.graphs.wl import ISOMORPHIC
+
+    save_pairs(path, train=train, test=test)
+    for split, pairs in zip(SPLITS, (train, test), strict=True):
+        share = float((pairs.wl_score == ISOMORPHIC).mean())
+        sys.stdout.write(f"{split:<10} {pairs.num_pairs} pairs, {100 * share:.0f} % isomorphic\n")
+    sys.stdout.write(f"use it by  --set graph_isomorphism.dataset.file={path.resolve()}\n")

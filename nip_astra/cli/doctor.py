@@ -1,21 +1,88 @@
-"""What `nip-astra doctor` does; imported when it runs."""
+"""What `nip-astra doctor` does: it reports what is installed and works on this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import os
+import platform
+import shutil
+import socket
+import sys
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib import metadata
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import typer
+import yaml
 from rich.text import Text
 
-from nip_astra.cli.doctor_checks import Finding, Question, Status, examine, reach_hosts
+import nip_astra
 from nip_astra.cli.terminal import open_console, plain_table, say
+from nip_astra.errors import NipAstraError, ParameterError
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.content import find_scenario, resolve_reference, scenario_names
 from nip_astra.plugins import load_plugin
 from nip_astra.safe_text import to_json
+from nip_astra.trust import read_variable
 
 BROKEN = 1
 """Exit code where something that is needed does not work."""
+LITTLE_SPACE_GIB = 2.0
+"""Less free space for runs than this is warned of; without `FULL_GIB` nothing can be run."""
+FULL_GIB = 0.1
+HOSTS = (("Hugging Face hub", "huggingface.co"), ("Weights & Biases", "api.wandb.ai"))
+TIMEOUT_SECONDS = 3.0
+SERVICE_PACKAGES = ("fastapi", "uvicorn", "python-multipart")
+_GIB = 1024**3
+
+
+class Status(StrEnum):
+    """What a check found."""
+
+    WORKS = "works"
+    ABSENT = "absent"
+    """Optional, and not there."""
+    WARNING = "warning"
+    """Works, but not as one might expect."""
+    BROKEN = "broken"
+    """Needed, and does not work."""
+    TOLD = "told"
+    """Neither good nor bad."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: where it belongs, what was looked at, and what was found."""
+
+    area: str
+    name: str
+    status: Status
+    text: str
+
+
+Findings = Iterator[Finding]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the user asked for.
+
+    Attributes
+    ----------
+    is_online : bool
+        Whether hosts are asked whether they can be reached.
+    """
+
+    runs_dir: Path
+    is_online: bool
+
+
 STYLES = {
     Status.WORKS: "green",
     Status.ABSENT: "dim",
@@ -60,3 +127,331 @@ def _show(findings: Sequence[Finding]) -> None:
     else:
         told = "Everything that is needed works."
     console.print(told)
+
+
+def examine(question: Question) -> list[Finding]:
+    """Look at everything; what fails unforeseen is a finding too.
+
+    Without `is_online` no connection is opened: whoever tries to gets an error.
+    """
+    checks: list[tuple[str, Callable[[Question], Findings]]] = [
+        ("system", _system),
+        ("packages", _packages),
+        ("extras", _extras),
+        ("devices", _devices),
+        ("experimental", _experimental),
+        ("scorers", _scorers),
+        ("models", _models),
+        ("network", _network),
+        ("tracking", _tracking),
+        ("runs", _runs),
+        ("service", _service),
+        ("sandbox", _sandbox),
+    ]
+    found: list[Finding] = []
+    # What libraries say on the way, for instance that they download something, is not true here.
+    with closed_network(), redirect_stderr(StringIO()), redirect_stdout(StringIO()):
+        for area, check in checks:
+            try:
+                found += check(question)
+            except Exception as error:
+                # A doctor that dies of what it finds tells nothing.
+                text = f"could not be looked at: {type(error).__name__}: {_first_line(error)}"
+                found.append(Finding(area, area, Status.BROKEN, text))
+    return found
+
+
+@contextmanager
+def closed_network() -> Iterator[None]:
+    """Refuse every connection and every question for an address within the block."""
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError("the doctor opens no connection")
+
+    kept = socket.socket.connect, socket.socket.connect_ex, socket.getaddrinfo
+    changeable: Any = socket.socket
+    changeable.connect = changeable.connect_ex = socket.getaddrinfo = refuse
+    try:
+        yield
+    finally:
+        changeable.connect, changeable.connect_ex, socket.getaddrinfo = kept
+
+
+def _system(_: Question) -> Findings:
+    yield Finding("system", "nip_astra", Status.TOLD, nip_astra.__version__)
+    yield Finding("system", "Python", Status.TOLD, f"{platform.python_version()}, {sys.executable}")
+    yield Finding("system", "platform", Status.TOLD, platform.platform())
+    affinity = getattr(os, "sched_getaffinity", None)
+    usable = len(affinity(0)) if affinity else os.cpu_count()
+    yield Finding("system", "processors", Status.TOLD, f"{usable} of {os.cpu_count()} usable")
+
+
+def _packages(_: Question) -> Findings:
+    for requirement in _requirements():
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            version = _version(requirement.name)
+            if version is None:
+                text = f"is needed: pip install {requirement.name}"
+                yield Finding("packages", requirement.name, Status.BROKEN, text)
+            elif not requirement.specifier.contains(version, prereleases=True):
+                text = f"{version}, but {requirement.specifier} was tested"
+                yield Finding("packages", requirement.name, Status.WARNING, text)
+            else:
+                yield Finding("packages", requirement.name, Status.WORKS, version)
+
+
+def _extras(_: Question) -> Findings:
+    extras: dict[str, dict[str, str | None]] = {}
+    for requirement in _requirements():
+        marker = str(requirement.marker or "")
+        if "extra ==" in marker:
+            extra = marker.rpartition("extra ==")[2].strip(" \"'")
+            extras.setdefault(extra, {})[requirement.name] = _version(requirement.name)
+    for extra, versions in extras.items():
+        missing = [name for name, version in versions.items() if version is None]
+        if missing:
+            text = f"without {', '.join(missing)}: pip install 'nip_astra[{extra}]'"
+            yield Finding("extras", extra, Status.ABSENT, text)
+        else:
+            text = ", ".join(f"{name} {version}" for name, version in versions.items())
+            yield Finding("extras", extra, Status.WORKS, text)
+
+
+def _devices(_: Question) -> Findings:
+    import torch
+
+    from nip_astra.scenarios.graphs.native.network import why_absent
+
+    number = torch.get_num_threads()
+    threads = f"{number} thread{'s'[: number != 1]} unless a run is small or told otherwise"
+    yield Finding("devices", "cpu", *_computes("cpu", threads))
+    reason = why_absent()
+    text = f"layers of graphs are left to torch, which takes 1.6 times as long: {reason}"
+    compiled = (Status.WORKS, "layers of graphs are compiled for this processor")
+    yield Finding("devices", "compiler", *((Status.ABSENT, text) if reason else compiled))
+    if not torch.cuda.is_available():
+        yield Finding("devices", "cuda", Status.ABSENT, "torch finds no GPU")
+    for index in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(index)
+        text = f"{about.name}, {about.total_memory / _GIB:.0f} GiB"
+        yield Finding("devices", f"cuda:{index}", *_computes(f"cuda:{index}", text))
+
+
+def _experimental(_: Question) -> Findings:
+    from nip_astra.utils.experimental import Experimental
+
+    for feature in Experimental:
+        yield Finding("experimental", feature.name.lower(), Status.TOLD, feature.value)
+
+
+def _computes(device: str, text: str) -> tuple[Status, str]:
+    """Multiply two small matrices on a device, and compare with the right result."""
+    import torch
+
+    try:
+        ones = torch.ones(64, 64, device=device)
+        is_right = bool((ones @ ones == 64.0).all())
+    except RuntimeError as error:
+        return Status.BROKEN, f"{text}; {_first_line(error)}"
+    return (Status.WORKS, text) if is_right else (Status.BROKEN, f"{text}; computes wrongly")
+
+
+def _scorers(_: Question) -> Findings:
+    import torch
+
+    from nip_astra.scorers.registry import SCORERS, build_scorer
+
+    for name in SCORERS.names():
+        try:
+            parameters = SCORERS.get(name).Parameters.from_dict({})
+            build_scorer(parameters, device=torch.device("cpu"), scenario_dir=None)
+        except ParameterError as error:
+            needed = ", ".join(fault.path for fault in error.faults)
+            yield Finding("scorers", name, Status.TOLD, f"can be imported; needs {needed}")
+        except NipAstraError as error:
+            yield Finding("scorers", name, Status.ABSENT, _first_line(error))
+        except Exception as error:
+            # A stranger's scorer may raise anything, and hides no other one.
+            text = f"cannot be built: {type(error).__name__}: {_first_line(error)}"
+            yield Finding("scorers", name, Status.WARNING, text)
+        else:
+            yield Finding("scorers", name, Status.WORKS, "loads with its default parameters")
+
+
+def _models(_: Question) -> Findings:
+    for scenario in scenario_names():
+        folder = find_scenario(scenario)
+        values = yaml.safe_load((folder / "scenario.yaml").read_text(encoding="utf-8"))
+        references = sorted(set(_references(values)))
+        lost = [one for one in references if not _is_here(one, folder)]
+        if lost:
+            yield Finding("models", scenario, Status.ABSENT, f"not here: {', '.join(lost)}")
+        elif references:
+            yield Finding("models", scenario, Status.WORKS, ", ".join(references))
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    names = sorted(path.name.removeprefix("models--") for path in cache.glob("models--*"))
+    told = ", ".join(name.replace("--", "/") for name in names) or "no model"
+    yield Finding("models", "Hugging Face cache", Status.TOLD, f"{cache}: {told}")
+
+
+def _references(values: Any) -> Iterator[str]:
+    """Every model that a scenario names."""
+    if isinstance(values, dict):
+        for name, value in values.items():
+            if name == "model" and isinstance(value, str):
+                yield value
+            else:
+                yield from _references(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _references(value)
+
+
+def _is_here(reference: str, folder: Path) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = resolve_reference(reference, folder)
+    except NipAstraError:
+        return False
+    if isinstance(found, Path):
+        return found.exists()
+    with suppress(ValueError):
+        return isinstance(try_to_load_from_cache(found, "config.json"), str)
+    return False
+
+
+def _network(question: Question) -> Findings:
+    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE")
+    given = [f"{name}={value}" for name in names if (value := read_variable(name)) is not None]
+    is_offline = (read_variable("HF_HUB_OFFLINE") or "0").upper() in ("1", "ON", "YES", "TRUE")
+    hub = "is not asked for models" if is_offline else "is asked for models that are not here"
+    text = f"the hub {hub}; {', '.join(given) or 'no variable says otherwise'}"
+    yield Finding("network", "offline", Status.TOLD, text)
+    if not question.is_online:
+        text = "not looked at, no connection was opened; --online looks"
+        yield Finding("network", "hosts", Status.TOLD, text)
+
+
+def reach_hosts() -> list[Finding]:
+    """Open a connection to each host that a run may use, and close it."""
+    found = []
+    for name, host in HOSTS:
+        try:
+            socket.create_connection((host, 443), timeout=TIMEOUT_SECONDS).close()
+        except OSError as error:
+            text = f"{host} cannot be reached: {_first_line(error)}"
+            found.append(Finding("network", name, Status.ABSENT, text))
+        else:
+            found.append(Finding("network", name, Status.WORKS, f"{host} can be reached"))
+    return found
+
+
+def _tracking(_: Question) -> Findings:
+    default = ExperimentSettings.model_fields["wandb"].default
+    mode = read_variable("WANDB_MODE")
+    text = f"{default} unless a run is told otherwise" + (f"; WANDB_MODE={mode}" if mode else "")
+    yield Finding("tracking", "W&B mode", Status.TOLD, text)
+    key = "is" if read_variable("WANDB_API_KEY") else "is not"
+    yield Finding("tracking", "W&B key", Status.TOLD, f"WANDB_API_KEY {key} set")
+
+
+def _runs(question: Question) -> Findings:
+    path = question.runs_dir.absolute()
+    nearest = next(one for one in (path, *path.parents) if one.exists())
+    try:
+        with TemporaryDirectory(dir=nearest):
+            pass
+    except OSError as error:
+        what = f"{path} cannot be {'written to' if nearest == path else 'made'}"
+        text = f"{what}: {error.strerror or error}; give another folder as --runs-dir"
+        yield Finding("runs", str(question.runs_dir), Status.BROKEN, text)
+        return
+    free = shutil.disk_usage(nearest).free / _GIB
+    status = Status.WORKS if free >= LITTLE_SPACE_GIB else Status.WARNING
+    status = status if free >= FULL_GIB else Status.BROKEN
+    where = "" if nearest == path else ", will be made"
+    yield Finding("runs", str(question.runs_dir), status, f"{free:.1f} GiB free{where}")
+
+
+def _service(_: Question) -> Findings:
+    from nip_astra.serve.settings import ServiceSettings
+
+    missing = [name for name in SERVICE_PACKAGES if _version(name) is None]
+    settings = ServiceSettings()
+    if missing:
+        text = f"without {', '.join(missing)}: pip install 'nip_astra[serve]'"
+        yield Finding("service", "nip-astra serve", Status.ABSENT, text)
+        return
+    try:
+        socket.create_server((settings.host, 0)).close()
+    except OSError as error:
+        text = f"no port can be opened on {settings.host}: {_first_line(error)}"
+        yield Finding("service", "nip-astra serve", Status.WARNING, text)
+        return
+    text = f"can listen on {settings.host}; files and jobs are kept in {settings.state_folder()}"
+    yield Finding("service", "nip-astra serve", Status.WORKS, text)
+
+
+def _requirements() -> list[Any]:
+    """What the package asks for, from its metadata or from the checkout's project file."""
+    from packaging.requirements import Requirement
+
+    try:
+        return [Requirement(one) for one in metadata.requires("nip_astra") or ()]
+    except metadata.PackageNotFoundError:
+        file = Path(nip_astra.__file__).parents[1] / "pyproject.toml"
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    found = [Requirement(one) for one in project["dependencies"]]
+    for extra, wanted in project["optional-dependencies"].items():
+        found += [Requirement(f"{one}; extra == '{extra}'") for one in wanted]
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _sandbox(_: Question) -> Findings:
+    from nip_astra.utils.interpreter import why_no_interpreter
+    from nip_astra.utils.sandbox import (
+        OPEN_CALLS,
+        why_no_bubblewrap,
+        why_no_filter,
+        why_no_memory_group,
+    )
+
+    absent, missing = why_no_bubblewrap(), why_no_interpreter()
+    if absent:
+        text = f"{absent}; whole programs that models wrote are not run"
+        yield Finding("sandbox", "bubblewrap", Status.ABSENT, text)
+    else:
+        text = "runs programs that models wrote, without a network, files or other processes"
+        yield Finding("sandbox", "bubblewrap", Status.WORKS, text)
+        if unfiltered := why_no_filter():
+            text = f"not filtered ({unfiltered}): {OPEN_CALLS}"
+            yield Finding("sandbox", "system calls", Status.WARNING, text)
+        else:
+            text = "filtered: no keyrings, shared memory, io_uring, bpf or other kinds of sockets"
+            yield Finding("sandbox", "system calls", Status.WORKS, text)
+        if ungrouped := why_no_memory_group():
+            text = f"bounded for each process alone: {ungrouped}"
+            yield Finding("sandbox", "memory", Status.TOLD, text)
+        else:
+            text = "bounded for all processes of a program together"
+            yield Finding("sandbox", "memory", Status.WORKS, text)
+    if missing:
+        text = f"{missing}: pip install 'nip_astra[sandbox]'"
+        yield Finding("sandbox", "interpreter", Status.ABSENT, text)
+    else:
+        use = "is not needed" if not absent else "calls functions that models wrote instead"
+        yield Finding("sandbox", "interpreter", Status.WORKS, f"pydantic-monty {use}")

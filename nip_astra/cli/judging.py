@@ -12,7 +12,7 @@ import typer
 from nip_astra.cli.scorer_loading import load_scorers
 from nip_astra.cli.terminal import complain, open_console, say
 from nip_astra.errors import ConfigurationError
-from nip_astra.evaluation.cards import scorer_card
+from nip_astra.evaluation.cards import code_of, scorer_card, weights_of
 from nip_astra.evaluation.conditions import check_condition, holds
 from nip_astra.evaluation.detectors import (
     LabelledResponse,
@@ -23,7 +23,6 @@ from nip_astra.evaluation.detectors import (
 from nip_astra.evaluation.measured import known_turns
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode
-from nip_astra.evaluation.scorer_code import code_of, weights_of
 from nip_astra.evaluation.storage import EvaluationFolder, text_hash
 from nip_astra.evaluation.summary import NGRAMS, VERSION, summarise
 from nip_astra.evaluation.tables import as_text, comparison_tables, evaluation_tables

@@ -1,8 +1,9 @@
-"""Commands that train nothing: evaluate, score, compare, report, export, doctor."""
+"""Commands that train nothing: they measure, compare, show and export what runs have written."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -35,9 +36,13 @@ from nip_astra.cli.options import (
     Threshold,
     Trust,
     Untrained,
+    Wandb,
     settings_of,
 )
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
+
+MAX_DIFFERENCES = 10
+"""Differences of dumps that are shown; the first is what matters."""
 
 
 def evaluate(
@@ -182,9 +187,15 @@ def report(
     debug: Debug = False,
 ) -> None:
     """Write one HTML page about a run, or about several side by side."""
-    from nip_astra.cli import report_commands
+    import webbrowser
 
-    report_commands.report(runs, output=output, redact=redact, is_opened=open_page)
+    from nip_astra.cli.terminal import complain, say
+    from nip_astra.report.page import write_report
+
+    path = write_report(runs, output, redact=redact)
+    say(f"report     {path}")
+    if open_page and not webbrowser.open(path.resolve().as_uri()):
+        complain("no browser was found to open it with")
 
 
 def export(
@@ -228,6 +239,88 @@ def doctor(
     from nip_astra.cli import doctor as command
 
     command.doctor(runs_dir=runs_dir, plugins=plugin or [], is_online=online, as_json=as_json)
+
+
+def analyse(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run directory of a trainer of chat models.")
+    ],
+    analysers: Annotated[
+        list[str] | None,
+        typer.Option("--analyser", metavar="NAME", help="Registered name; all. Repeatable."),
+    ] = None,
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="YAML file of a chat model; that of the run."),
+    ] = None,
+    split: Annotated[
+        str, typer.Option(metavar="NAME", help="Stored rollouts: train, test or all.")
+    ] = "test",
+    iteration: Annotated[
+        int | None, typer.Option(min=0, metavar="NUMBER", help="The first is 0; all of them.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what another judge has said.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Count the requests; ask and write nothing.")
+    ] = False,
+    as_json: AsJson = False,
+    plugin: Plugins = None,
+    trust: Trust = False,
+    device: Device = None,
+    wandb: Wandb = None,
+    settings: Settings = None,
+    debug: Debug = False,
+) -> None:
+    """Let a judge answer questions about stored rollouts of chat models."""
+    from nip_astra.cli import analysis_commands
+
+    request: dict[str, Any] = {
+        "split": split,
+        "iteration": iteration,
+        "is_overwritten": overwrite,
+        "plugins": plugin or [],
+        "is_trusted": trust,
+    }
+    analysis_commands.analyse(
+        run,
+        analysers or [],
+        judge,
+        request,
+        settings_of(settings, device=device, wandb=wandb),
+        is_dry_run=dry_run,
+        as_json=as_json,
+    )
+
+
+def compare_dumps(
+    one: Annotated[str, typer.Argument(metavar="RUN", help="Run directory, or folder of dumps.")],
+    other: Annotated[str, typer.Argument(metavar="RUN", help="The one to compare it with.")],
+    tolerance: Annotated[
+        float, typer.Option(metavar="NUMBER", min=0, help="Difference of numbers that is none.")
+    ] = 0.0,
+    debug: Debug = False,
+) -> None:
+    """Tell the first stage at which the dumps of two runs differ; exit code 1 if they do."""
+    from nip_astra.checkpoints import dumps
+    from nip_astra.cli.terminal import say
+
+    found = dumps.compare_dumps(Path(one), Path(other), tolerance=tolerance)
+    if not found.differences:
+        say(f"the same in all {found.num_stages} stages")
+        return
+    first = found.differences[0].stage
+    say(f"they differ first in {first}")
+    own = [one for one in found.differences if one.stage == first]
+    for difference in own[:MAX_DIFFERENCES]:
+        say(f"  {difference.field} {difference.told}".rstrip())
+    if len(own) > MAX_DIFFERENCES:
+        say(f"  and {len(own) - MAX_DIFFERENCES} more")
+    later = dict.fromkeys(one.stage for one in found.differences if one.stage != first)
+    if later:
+        say(f"then in {len(later)} more of {found.num_stages} stages")
+    raise typer.Exit(1)
 
 
 COMMANDS = (evaluate, score, compare, report, export, doctor)

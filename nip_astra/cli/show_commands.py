@@ -1,21 +1,32 @@
-"""What the command `show` does; imported when it runs."""
+"""What the commands `show` and `schema` do; imported when they run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.text import Text
 
 from nip_astra.cli.terminal import open_console, plain_table, say
+from nip_astra.errors import ConfigurationError
 from nip_astra.parameters.conditions import ReadWhere
+from nip_astra.parameters.content import scenario_names
+from nip_astra.parameters.file_schema import schema_of_files
+from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.loading import flatten
 from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.plugins import load_plugin
+from nip_astra.protocols.registry import PROTOCOL_HANDLERS, build_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.resolving.unread_parameters import never_read
-from nip_astra.safe_text import to_json
+from nip_astra.safe_text import safe_text, to_json
+from nip_astra.scenario_base.text.game import TextEpisode, TextGame, Turn
+from nip_astra.scenarios.pure_text_base import PureTextScenario, row_of
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import to_yaml
+from nip_astra.trainers.registry import TRAINERS
+from nip_astra.trust import on_behalf_of
 
 
 def show(
@@ -90,3 +101,81 @@ def _first_line(text: str | None) -> str:
 def _short(value: Any) -> str:
     text = to_json(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def schema(experiment: dict[str, Any]) -> None:
+    """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
+    is_open = experiment["trainer"] is None and experiment["scenario"] is None
+    if is_open:
+        for spec in experiment["plugins"]:
+            load_plugin(spec)
+        model = HyperParameters.with_sections(_every_section())
+    else:
+        model = type(resolve_experiment(**experiment).hyper_params)
+    known = {
+        "trainer": TRAINERS.names(),
+        "scenario": scenario_names(),
+        "interaction_protocol": PROTOCOL_HANDLERS.names(),
+    }
+    printed = schema_of_files(model, known, is_open=is_open)
+    say(to_json(printed, indent=1))
+
+
+def _every_section() -> dict[str, type[SubParameters]]:
+    """The sections of every trainer, kind of scenario and protocol that has a name."""
+    sections: dict[str, type[SubParameters]] = {}
+    for registry in (PROTOCOL_HANDLERS, SCENARIOS, TRAINERS):
+        sections |= {name: registry.get(name).Parameters for name in registry.names()}
+    return sections
+
+
+def show_prompts(experiment: dict[str, Any]) -> None:
+    """Print each agent's template, and what the agent reads in its first turn.
+
+    Raises
+    ------
+    ConfigurationError
+        When the agents of the scenario do not speak in words.
+    """
+    resolved = resolve_experiment(**experiment)
+    scenario = SCENARIOS.get(resolved.kind)
+    if not issubclass(scenario, PureTextScenario):
+        raise ConfigurationError(
+            f"prompts were to be shown, but the scenario is of the kind {resolved.kind!r}, whose "
+            "agents do not play a protocol in words. Leave --prompts out, or give a scenario of "
+            "chat models, for instance --scenario secret_word."
+        )
+    hyper_params = resolved.hyper_params
+    section = getattr(hyper_params, resolved.kind)
+    if resolved.source is not None:
+        resolved.source.check_outside()
+    with on_behalf_of(resolved.source):
+        protocol = build_protocol_handler(hyper_params)
+        game = scenario.build_game(hyper_params, section, protocol, resolved.scenario_dir)
+        datasets = scenario.build_datasets(
+            section, seed=hyper_params.seed, scenario_dir=resolved.scenario_dir
+        )
+    start = game.start(0, row_of(datasets.train, 0), 0)
+    for agent in protocol.agent_names:
+        template = game.prompts[agent]
+        say(safe_text(f"=== {agent}: {template.path}\n"))
+        say(safe_text(template.path.read_text(encoding="utf-8")))
+        found = first_turn(game, start, agent)
+        if found is None:
+            say(f"--- {agent} has no turn in an episode of this seed\n")
+            continue
+        episode, turn = found
+        say(f"--- what {agent} reads in its first turn, in round {episode.round}")
+        for message in game.messages(episode, turn):
+            say(safe_text(f"[{message['role']}] {message['content']}"))
+        say("")
+
+
+def first_turn(game: TextGame, start: TextEpisode, agent: str) -> tuple[TextEpisode, Turn] | None:
+    """The first turn of an agent, where nobody has said anything before; None where it has none."""
+    for number in range(game.protocol.max_message_rounds):
+        episode = replace(start, round=number, said=((),) * number, answers=({},) * number)
+        for turn in game.turns(episode):
+            if turn.agent == agent:
+                return episode, turn
+    return None

@@ -1,7 +1,9 @@
-"""Cards of models and scorers: what they are, where they come from, their licence and digest."""
+"""Cards of models and scorers, with licences and digests; digests of a scorer's own code."""
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib import metadata
@@ -12,8 +14,9 @@ import yaml
 from huggingface_hub import try_to_load_from_cache
 
 from nip_astra.errors import NipAstraError
-from nip_astra.evaluation.storage import weights_files, weights_hash
+from nip_astra.evaluation.storage import text_hash, weights_files, weights_hash
 from nip_astra.parameters.content import resolve_reference
+from nip_astra.scorers.base import Scorer
 from nip_astra.scorers.registry import SCORERS
 
 PACKAGES = {"profanity": "alt-profanity-check", "toxblock": "tox-block", "detoxify": "detoxify"}
@@ -75,6 +78,37 @@ def weights_digest(parameters: Any, scenario_dir: Path | None) -> str | None:
     reference = _scorer_reference(parameters)
     folder = None if reference is None else _folder(reference, scenario_dir)
     return None if folder is None else _weights(folder)[1]
+
+
+def code_of(scorer: Scorer) -> str | None:
+    """A digest of a scorer's own files and of its packages' versions.
+
+    None where all of its code ships with nip_astra. What a file imports is covered by the version
+    of the file's package alone.
+    """
+    found = [text for name in scorer.modules for text in _describe(name)]
+    # Without the modules' names: that of a plug-in changes with its folder.
+    return text_hash(sorted(found)) if found else None
+
+
+def weights_of(scorer: Scorer) -> str | None:
+    """A digest of the files of weights that a scorer and those nested in it name, or None."""
+    own = weights_digest(scorer.parameters, scorer.scenario_dir)
+    digests = (own, *map(weights_of, scorer.nested_scorers))
+    known = [digest for digest in digests if digest is not None]
+    return text_hash(known) if known else None
+
+
+def _describe(name: str) -> list[str]:
+    top, _, rest = name.partition(".")
+    if top == "nip_astra":
+        package = PACKAGES.get(rest.rpartition(".")[2])
+        return [] if package is None else [package_text(package)]
+    if top in sys.stdlib_module_names:
+        return []
+    file = Path(getattr(sys.modules.get(name), "__file__", None) or "")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else name
+    return [digest, *map(package_text, metadata.packages_distributions().get(top, ()))]
 
 
 def _scorer_reference(parameters: Any) -> str | None:

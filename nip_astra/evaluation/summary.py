@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from nip_astra.evaluation.clusters import cluster_failures, failing_turns, likelihood, reference_to
+from nip_astra.evaluation.agreement import scorer_figures
+from nip_astra.evaluation.clusters import (
+    chao2,
+    cluster_failures,
+    failing_turns,
+    likelihood,
+    reference_to,
+)
 from nip_astra.evaluation.detectors import Quality
 from nip_astra.evaluation.discoveries import find_plants, tokens_of
 from nip_astra.evaluation.failure_probability import (
@@ -36,8 +43,6 @@ from nip_astra.evaluation.measures import (
 from nip_astra.evaluation.outcomes import Outcome, follow_up_of, unknown_warning
 from nip_astra.evaluation.playing import EvaluationOptions
 from nip_astra.evaluation.rows import Episode, number
-from nip_astra.evaluation.scorer_figures import scorer_figures
-from nip_astra.evaluation.unseen import chao2
 from nip_astra.scenario_base.conversation.planted_failures import PlantedFailure
 from nip_astra.utils.diversity import distinct_n, mean_cosine_distance, self_bleu, vendi_score
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from nip_astra.errors import NipAstraError
 from nip_astra.report.analyses import verdicts_of
-from nip_astra.report.drawings import view_of
 from nip_astra.report.protocol_runs import agents_of, colors_of
 from nip_astra.report.records import RunRecord, items, mapping, number, text
 from nip_astra.report.wording import count, decimal, percent
@@ -279,3 +279,23 @@ def _rounds(said: Sequence[str]) -> str:
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
+
+
+def view_of(datapoint: Mapping[str, Any]) -> DatapointView:
+    """The view of what a datapoint says it is; a plain one where no scenario knows that."""
+    kind = datapoint.get("kind")
+    return (_view_class(kind) if isinstance(kind, str) else DatapointView)(datapoint)
+
+
+def _view_class(kind: str) -> type[DatapointView]:
+    # Scenarios take torch, which a report without datapoints does not need.
+    from nip_astra.scenarios.registry import SCENARIOS
+
+    for name in SCENARIOS.names():
+        try:
+            scenario = SCENARIOS.get(name)
+        except NipAstraError:
+            continue  # a package that cannot be imported is told when its scenario is asked for
+        if scenario.datapoint_kind == kind:
+            return scenario.datapoint_view
+    return DatapointView

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from nip_astra.evaluation.tables import model_label
 from nip_astra.report import (
     cards,
     conversations,
@@ -15,7 +16,6 @@ from nip_astra.report import (
     protocol_curves,
     provenance,
     scorers,
-    services,
     summary,
     task_answers,
 )
@@ -34,6 +34,10 @@ MAX_REPEATED = 8
 """Probes in the list of those said most often."""
 MAX_COMPARED = 12
 """Groups of runs whose parameters stand side by side."""
+_SERVICE_HEADINGS = (
+    *("model", "requests", "remembered", "refusals", "failures", "tokens read", "tokens said"),
+    *("cost", "seconds, median", "seconds, 95 %"),
+)
 
 
 def sections_of_run(
@@ -45,7 +49,7 @@ def sections_of_run(
     else:
         specs = _sections_of_attack(run, anchor, max_nodes, max_characters)
     specs += [
-        Spec("services", "Services", lambda: services.services(run)),
+        Spec("services", "Services", lambda: _services(run)),
         Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
         Spec("cards", "Models and scorers", lambda: cards.cards(run)),
         Spec("environment", "Environment", lambda: _environment(run)),
@@ -262,6 +266,41 @@ def _environment(run: RunRecord) -> Context | None:
         "has_target": not is_protocol_run(run) and not task_answers.is_task_run(run),
         "longest": max((seconds for _, seconds in times), default=0.0) or 1.0,
     }
+
+
+def _services(run: RunRecord) -> Context | None:
+    """The table of a run and its evaluations; None where no chat model was asked."""
+    rows = _service_rows("the run", run.results)
+    for name, evaluation in run.evaluations.items():
+        rows += _service_rows(f"evaluation {name}", evaluation)
+    if not rows:
+        return None
+    return {
+        "headings": _SERVICE_HEADINGS,
+        "rows": rows,
+        "is_guessed": any(cells[-1] for _, cells in rows),
+        "has_prices": any(cells[7] != NOTHING for _, cells in rows),
+    }
+
+
+def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
+    """A heading and the cells of each chat model, and last whether its tokens were guessed."""
+    found = []
+    for name, value in mapping(figures.get("services")).items():
+        use = mapping(value)
+        failures = mapping(use.get("failures"))
+        told = ", ".join(f"{count(number(n))} {reason}" for reason, n in failures.items())
+        cells = [
+            model_label(text(use.get("model"))) or NOTHING,
+            *(count(number(use.get(key))) for key in ("num_requests", "num_remembered")),
+            count(number(use.get("num_refusals"))),
+            told or "0",
+            *(count(number(use.get(key))) for key in ("prompt_tokens", "completion_tokens")),
+            *(decimal(number(use.get(key))) for key in ("cost", "median_seconds", "p95_seconds")),
+            "guessed" if number(use.get("num_estimated")) else "",
+        ]
+        found.append((f"{text(name)}, {where}", cells))
+    return found
 
 
 def _overview(groups: Sequence[RunGroup], anchors: dict[int, str]) -> Context:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, NipAstraError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import (
     DEFAULT_SCENARIO,
@@ -32,6 +32,7 @@ from nip_astra.parameters.loading import (
 from nip_astra.parameters.merging import Merger
 from nip_astra.parameters.parameters_base import SubParameters, texts_outside
 from nip_astra.plugins import load_plugin
+from nip_astra.protocols.registry import PROTOCOL_HANDLERS
 from nip_astra.resolving.base_runs import (
     RERUN_TESTS,
     BaseRun,
@@ -50,7 +51,6 @@ from nip_astra.resolving.named_classes import (
     plugin_specs,
     read_scenario,
 )
-from nip_astra.resolving.protocol_parts import about_protocol, protocol_section
 from nip_astra.resolving.unread_parameters import check_that_all_are_read
 from nip_astra.scenarios.registry import Scenario
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
@@ -342,6 +342,51 @@ def _with_taskset(layer: Layer) -> Layer:
     merger.add({"task": {"task": {"taskset": taskset}}}, layer.source)
     merger.add({**layer.values, "scenario": TASKSETS}, layer.source)
     return Layer(layer.source, merger.values, layer.stored_in)
+
+
+def protocol_section(
+    protocol: Any, scenario_class: type[Scenario], kind: str
+) -> dict[str, type[SubParameters]]:
+    """The section of the interaction protocol, if the scenario's agents play one."""
+    if not scenario_class.uses_protocol:
+        if protocol is not None:
+            raise ConfigurationError(
+                f"interaction_protocol {protocol!r} was asked for, but agents of a scenario of the "
+                f"kind {kind!r} play none. Leave it out, or choose another --scenario."
+            )
+        return {}
+    if not isinstance(protocol, str):
+        raise ConfigurationError(
+            f"a scenario of the kind {kind!r} needs an interaction protocol, but "
+            f"interaction_protocol is {protocol!r}. Choose one of: "
+            f"{', '.join(PROTOCOL_HANDLERS.names())}."
+        )
+    return {protocol: PROTOCOL_HANDLERS.get(protocol).Parameters}
+
+
+def about_protocol(layer: Layer, protocol: Any, kind: str) -> Layer:
+    """A scenario's or preset's layer without protocols that are not played, and their agents.
+
+    A name that no protocol has stays, to be told as a fault.
+    """
+    layer = only(layer, set(layer.values) - (set(PROTOCOL_HANDLERS.names()) - {protocol}))
+    given = layer.values.get(kind)
+    section: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+    agents = section.get("agents")
+    if not isinstance(agents, Mapping) or not (own := _agents_of(protocol)):
+        return layer
+    of_others = set().union(*map(_agents_of, PROTOCOL_HANDLERS.names())) - own
+    left = {name: value for name, value in agents.items() if name not in of_others}
+    return Layer(layer.source, {**layer.values, kind: {**section, "agents": left}})
+
+
+def _agents_of(protocol: str) -> set[str]:
+    """The agents of a protocol's class; none where they depend on its parameters."""
+    try:
+        names = getattr(PROTOCOL_HANDLERS.get(protocol), "agent_names", None)
+    except NipAstraError:
+        return set()  # a package that cannot be imported is told when its protocol is asked for
+    return set(names) if isinstance(names, tuple) else set()
 
 
 def _merged(*layers: Layer) -> dict[str, Any]:

@@ -9,8 +9,11 @@ import hashlib
 import json
 import logging
 import math
+import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
@@ -25,7 +28,6 @@ from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.rollouts.prompts import Columns
-from nip_astra.utils.time_limit import TimeLimitExceeded, time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,35 @@ MAX_VERDICTS = 1 << 17
 
 KEY_BYTES = 16
 """Length of the digest by which a scorer remembers what it has rated."""
+
+
+class TimeLimitExceeded(BaseException):
+    """The block took too long; its caller tells what was being done."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """End the block with `TimeLimitExceeded` after some seconds.
+
+    What waits (for a network, a lock, another process, or in Python code) is ended, and so is a
+    long calculation as soon as it comes back to Python. The system's timer reaches main threads
+    only; in another thread, or where a timer is running already, the block has no limit.
+    """
+    can_set = threading.current_thread() is threading.main_thread()
+    if not can_set or signal.getitimer(signal.ITIMER_REAL)[0] > 0:
+        yield
+        return
+
+    def end(number: int, frame: Any) -> None:
+        raise TimeLimitExceeded
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Message(NamedTuple):

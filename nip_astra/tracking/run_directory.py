@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import math
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import yaml
 
 from nip_astra.errors import RunDirectoryError, nearest_names
-from nip_astra.safe_text import escape_for_yaml, has_unsafe, to_json
+from nip_astra.safe_text import SafeFormatter, escape_for_yaml, has_unsafe, to_json
 from nip_astra.tracking.run_lock import is_abandoned, run_lock
 from nip_astra.trust import is_own, refuse_links_outside
 
@@ -291,6 +292,23 @@ class RunDirectory:
                 f"{path} was to be read, but it is missing or broken: {error}. The run cannot be "
                 "used without it."
             ) from error
+
+
+@contextmanager
+def log_file(directory: RunDirectory) -> Iterator[None]:
+    """Write the package's log to log.txt within the block."""
+    handler = logging.FileHandler(directory.path / LOG, encoding="utf-8")
+    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger("nip_astra")
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        root.removeHandler(handler)
+        handler.close()
 
 
 class _OmegaConfDumper(yaml.SafeDumper):

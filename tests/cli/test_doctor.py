@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from nip_astra.cli import doctor_checks
-from nip_astra.cli.doctor_checks import Finding, Question, Status, closed_network, examine
+from nip_astra.cli import doctor
+from nip_astra.cli.doctor import Finding, Question, Status, closed_network, examine
 from nip_astra.scorers.registry import SCORERS
 from tests.command_line import CommandLine, refused
 
@@ -39,7 +39,7 @@ class Usage(NamedTuple):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the scorers, which load models."""
-    monkeypatch.setattr(doctor_checks, "_scorers", lambda _: iter(()))
+    monkeypatch.setattr(doctor, "_scorers", lambda _: iter(()))
 
 
 def test_a_sound_installation_is_told_so(cli: CommandLine) -> None:
@@ -66,11 +66,11 @@ def test_the_findings_are_also_json(cli: CommandLine) -> None:
 def test_a_needed_package_that_is_missing_ends_with_one(
     cli: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real: Callable[[str], str | None] = doctor_checks._version
+    real: Callable[[str], str | None] = doctor._version
     versions: dict[str, str | None] = {"scipy": None, "numpy": "0.1", "peft": None}
-    wanted = [*doctor_checks._requirements(), _requirement("numpy>=1")]
-    monkeypatch.setattr(doctor_checks, "_requirements", lambda: wanted)
-    monkeypatch.setattr(doctor_checks, "_version", lambda name: versions.get(name, real(name)))
+    wanted = [*doctor._requirements(), _requirement("numpy>=1")]
+    monkeypatch.setattr(doctor, "_requirements", lambda: wanted)
+    monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, real(name)))
     said = cli("doctor")
     assert said.code == 1
     found = [" ".join(line.split()) for line in said.out.splitlines()]
@@ -88,17 +88,17 @@ def _requirement(text: str) -> Any:
 
 def test_an_installed_package_is_read_from_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ["rich>=13", 'peft>=0.14; extra == "lora"', 'no-such-thing; sys_platform == "none"']
-    monkeypatch.setattr(doctor_checks.metadata, "requires", lambda _: wanted)
+    monkeypatch.setattr(doctor.metadata, "requires", lambda _: wanted)
     question = Question(Path(), is_online=False)
-    assert [one.name for one in doctor_checks._packages(question)] == ["rich"]
-    assert [one.name for one in doctor_checks._extras(question)] == ["lora"]
+    assert [one.name for one in doctor._packages(question)] == ["rich"]
+    assert [one.name for one in doctor._extras(question)] == ["lora"]
 
 
 def test_what_stands_in_for_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     from nip_astra.utils import interpreter, sandbox
 
     def told() -> dict[str, str]:
-        found = doctor_checks._sandbox(Question(Path(), is_online=False))
+        found = doctor._sandbox(Question(Path(), is_online=False))
         return {one.name: f"{one.status} {one.text}" for one in found}
 
     monkeypatch.setattr(sandbox, "why_no_bubblewrap", lambda: "there is no `bwrap`")
@@ -188,7 +188,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_pa
         raise ZeroDivisionError("oh")
 
     for name in ("_scorers", "_devices", "_models"):
-        monkeypatch.setattr(doctor_checks, name, fail)
+        monkeypatch.setattr(doctor, name, fail)
     found = examine(Question(tmp_path, is_online=False))
     text = "could not be looked at: ZeroDivisionError: oh"
     assert Finding("devices", "devices", Status.BROKEN, text) in found

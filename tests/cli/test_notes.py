@@ -9,7 +9,7 @@ import sys
 import pytest
 import tqdm
 
-from nip_astra.cli.notes import NoteHandler
+from nip_astra.cli.app import NoteHandler
 from tests.command_line import CommandLine
 
 TRAINER = """

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from nip_astra.cli.show_commands import meanings_of
 from nip_astra.parameters.loading import flatten
 from nip_astra.resolving.resolution import resolve_experiment
-from tests.command_line import CommandLine
+from tests.command_line import CommandLine, refused
 
 
 def shown(said: str) -> set[str]:
@@ -58,3 +60,34 @@ def test_every_parameter_has_a_meaning(trainer: str) -> None:
     hyper_params = resolve_experiment(trainer=trainer).hyper_params
     meanings = dict(meanings_of(hyper_params))
     assert [path for path, _ in flatten(hyper_params.to_dict()) if not meanings.get(path)] == []
+
+
+@pytest.fixture
+def type_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> CommandLine:
+    return CommandLine(tmp_path, tmp_path, capsys)
+
+
+def test_templates_are_shown_with_the_first_turn_of_each_agent(type_command: CommandLine) -> None:
+    said = type_command("show", "--trainer", "pure_text_ei", "--prompts")
+    assert said.code == 0
+    assert "scenarios/secret_word/prompts/prover.jinja" in said.out
+    assert "it is {{ datapoint.word }}" in said.out, "the template"
+    verifier = said.out.partition("--- what verifier reads in its first turn, in round 0")[2]
+    assert "[user] You are the verifier. The claim is that the secret word is " in verifier
+    assert "Ask for the word, or decide" in verifier
+    prover = said.out.partition("--- what prover reads in its first turn, in round 1")[2]
+    assert "You are paid when the verifier decides to accept." in prover
+
+
+def test_an_agent_that_the_seed_leaves_out_is_told(type_command: CommandLine) -> None:
+    protocol = "interaction_protocol=merlin_arthur"
+    said = type_command("show", "--trainer", "pure_text_ei", "--prompts", "--set", protocol)
+    assert "--- what prover0 reads" in said.out
+    assert "--- prover1 has no turn in an episode of this seed" in said.out
+
+
+def test_scenarios_without_words_have_no_prompts(type_command: CommandLine) -> None:
+    said = type_command(
+        *("show", "--trainer", "vanilla_ppo", "--scenario", "graph_isomorphism", "--prompts")
+    )
+    assert "whose agents do not play a protocol in words" in refused(said)

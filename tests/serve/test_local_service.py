@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 
-from nip_astra.cli import doctor_checks
+from nip_astra.cli import doctor
 from nip_astra.errors import ConfigurationError, ServiceError
 from nip_astra.serve.local_service import start_service
 from nip_astra.serve.server import open_socket
@@ -147,11 +147,11 @@ def test_the_doctor_tells_whether_models_can_be_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def said() -> tuple[str, str]:
-        (found,) = doctor_checks._service(doctor_checks.Question(Path(), is_online=False))
+        (found,) = doctor._service(doctor.Question(Path(), is_online=False))
         return str(found.status), found.text
 
     status, text = said()
     assert status == "works"
     assert "127.0.0.1" in text
-    monkeypatch.setattr(doctor_checks, "SERVICE_PACKAGES", ("fastapi", "no-such-package"))
+    monkeypatch.setattr(doctor, "SERVICE_PACKAGES", ("fastapi", "no-such-package"))
     assert said() == ("absent", "without no-such-package: pip install 'nip_astra[serve]'")

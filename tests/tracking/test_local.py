@@ -12,8 +12,7 @@ import pytest
 
 from nip_astra.errors import TrackingError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.tracking.local import LocalTracker
-from nip_astra.tracking.opening import open_tracker
+from nip_astra.tracking.local import LocalTracker, open_tracker
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.tracking.tracker import Tracker
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from nip_astra.cli import doctor_checks
+from nip_astra.cli import doctor
 from nip_astra.utils.experimental import Experimental, tell_experimental
 
 
@@ -23,5 +23,5 @@ def test_a_feature_is_told_once_a_process(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_doctor_lists_every_feature() -> None:
-    found = {one.name for one in doctor_checks._experimental(None)}
+    found = {one.name for one in doctor._experimental(None)}
     assert found == {"decode_graphs", "flex_attention", "vllm"}

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nip_astra.evaluation.exports.curves import write_events
 from nip_astra.evaluation.exports.material import missing, write_text
 from nip_astra.evaluation.exports.tables import SCHEMA_VERSION, csv_tables
-from nip_astra.evaluation.exports.tensorboard import write_events
 from nip_astra.evaluation.rows import encode_rows
 from nip_astra.protocols.protocol_base import CONTINUE
 from nip_astra.samplers.text_arrays import active_turns, read_prompt

@@ -1,4 +1,4 @@
-"""What `nip-astra export` writes of runs in which nobody converses with a target: their figures."""
+"""Learning curves: event files of TensorBoard, and all that a run without conversations exports."""
 
 from __future__ import annotations
 
@@ -6,30 +6,52 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nip_astra.cli.task_runs import is_task_run
 from nip_astra.errors import ConfigurationError
-from nip_astra.evaluation.exports.material import make_folder
+from nip_astra.evaluation.exports.material import Material, make_folder, missing
 from nip_astra.evaluation.exports.tables import csv_tables
-from nip_astra.evaluation.exports.tensorboard import write_events
 from nip_astra.evaluation.rows import Row, read_rows
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
+from nip_astra.tracking.run_directory import RESULTS, RunDirectory
 
 METRICS = "metrics.jsonl"
-ROLLOUTS = Path("rollouts") / "evaluation.jsonl"
 
 
-def is_run_without_conversations(path: str | Path) -> bool:
-    """Say whether a path is a run whose stored rollouts are no turns of an attacker."""
-    run = Path(path)
-    if not (run / HYPER_PARAMETERS).is_file():
-        return False
-    values = RunDirectory(run).read_yaml(HYPER_PARAMETERS)
-    has_protocol = isinstance(values, Mapping) and values.get("interaction_protocol") is not None
-    if has_protocol or is_task_run(run):
-        return True
-    if not (run / ROLLOUTS).is_file():
-        return False
-    return not all("probe" in row for row in read_rows(run / ROLLOUTS)[:1])
+def write_tensorboard(material: Material, folder: Path) -> list[Path]:
+    """Write the metrics of training, and rates of the evaluation, as an event file."""
+    rates = {
+        f"evaluation/{material.name}/{name}": (material.figures.get(name) or {}).get("value")
+        for name in ("failure_rate", "turn_failure_rate")
+    }
+    known = {name: value for name, value in rates.items() if value is not None}
+    return write_events(folder / "tensorboard" / material.run_id, material.metrics, known)
+
+
+def write_events(
+    logs: Path, metrics: Sequence[Mapping[str, Any]], last: Mapping[str, float]
+) -> list[Path]:
+    """Write learning curves, and figures of the last step, as an event file.
+
+    Raises
+    ------
+    MissingDependencyError
+        When tensorboard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise missing("TensorBoard events", "tensorboard", "tensorboard") from error
+    for old in logs.glob("events.out.tfevents.*"):
+        # TensorBoard would draw both, one over the other.
+        old.unlink()
+    step = 0
+    with SummaryWriter(str(logs)) as writer:
+        for row in metrics:
+            step = int(row["step"])
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    writer.add_scalar(name, value, step)
+        for name, value in last.items():
+            writer.add_scalar(name, value, step)
+    return sorted(logs.glob("events.out.tfevents.*"))
 
 
 def export_curves(run: Path, form: str, folder: Path) -> list[Path]:
