@@ -7,7 +7,7 @@ from pathlib import Path
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.cli.evaluation_loading import run_of
 from nip_astra.errors import RunDirectoryError
-from nip_astra.language_models.joined_weights import write_joined
+from nip_astra.language_models.saved_weights import write_joined
 from nip_astra.language_models.sources import is_model_folder
 
 
