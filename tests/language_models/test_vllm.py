@@ -393,6 +393,9 @@ class RayHere:
         class RayError(Exception):
             pass
 
+        class GetTimeoutError(Exception):
+            pass
+
     def __init__(self) -> None:
         self.num_put = 0
         self.actors: list[Any] = []
@@ -401,7 +404,7 @@ class RayHere:
         self.num_put += 1
         return [value]
 
-    def get(self, references: Any) -> Any:
+    def get(self, references: Any, timeout: float | None = None) -> Any:
         is_one = isinstance(references, list) and len(references) == 1
         if is_one and not callable(references[0]):
             return references[0]
