@@ -92,11 +92,9 @@ if TYPE_CHECKING:
     from nip_astra.plugins import module_of as module_of
     from nip_astra.progress import IterationContext as IterationContext
     from nip_astra.progress import attach_progress_bar as attach_progress_bar
-    from nip_astra.protocols.main_protocols import (
-        DebateProtocolParameters as DebateProtocolParameters,
-    )
-    from nip_astra.protocols.main_protocols import MnipProtocolParameters as MnipProtocolParameters
-    from nip_astra.protocols.main_protocols import NipProtocolParameters as NipProtocolParameters
+    from nip_astra.protocols.library import DebateProtocolParameters as DebateProtocolParameters
+    from nip_astra.protocols.library import MnipProtocolParameters as MnipProtocolParameters
+    from nip_astra.protocols.library import NipProtocolParameters as NipProtocolParameters
     from nip_astra.protocols.moves import MessageRounds as MessageRounds
     from nip_astra.protocols.protocol_base import ACCEPT as ACCEPT
     from nip_astra.protocols.protocol_base import CONTINUE as CONTINUE
@@ -312,7 +310,7 @@ _HOMES = {
     "DataError": "nip_astra.errors",
     "DatapointView": "nip_astra.scenario_base.protocol.datapoint_views",
     "Datasets": "nip_astra.scenarios.tensordict_base",
-    "DebateProtocolParameters": "nip_astra.protocols.main_protocols",
+    "DebateProtocolParameters": "nip_astra.protocols.library",
     "DeterministicSingleVerifierProtocolHandler": "nip_astra.protocols.protocol_base",
     "EmbedderParameters": "nip_astra.language_models.embeddings",
     "Environment": "nip_astra.scenario_base.tasks.base",
@@ -349,11 +347,11 @@ _HOMES = {
     "MessageRegressor": "nip_astra.message_regressors.base",
     "MessageRounds": "nip_astra.protocols.moves",
     "MissingPartError": "nip_astra.errors",
-    "MnipProtocolParameters": "nip_astra.protocols.main_protocols",
+    "MnipProtocolParameters": "nip_astra.protocols.library",
     "Moves": "nip_astra.protocols.protocol_base",
     "NestedArrayDict": "nip_astra.utils.nested_array_dict",
     "NipAstraError": "nip_astra.errors",
-    "NipProtocolParameters": "nip_astra.protocols.main_protocols",
+    "NipProtocolParameters": "nip_astra.protocols.library",
     "Objective": "nip_astra.rl_objectives.objective",
     "Observation": "nip_astra.scenario_base.protocol.tensordict_agents",
     "OpenAIChatModel": "nip_astra.language_models.services.chat_models.openai",

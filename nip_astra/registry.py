@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from importlib import metadata
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -32,24 +32,36 @@ class RegistrySnapshot(NamedTuple):
 class Registry(Generic[T]):
     """Names of one kind of thing, and what they stand for.
 
-    A name is looked up among what was registered, then among the built-ins (the module of that
-    name in `package`, imported on first use), then among the entry points of installed packages.
+    A name is looked up among what was registered, then among the built-ins (whose module is
+    imported on first use), then among the entry points of installed packages.
 
     Parameters
     ----------
     kind : str
         What is registered, in the singular: "trainer". Entry points are in `nip_astra.<kind>s`.
     package : str
-        Package whose module `<name>` registers the built-in `<name>`.
+        Package of the built-ins; its module `<name>` registers `<name>`.
     members : Iterable[str]
         Names of the built-ins, for instance a `StrEnum`.
+    modules : Mapping[str, str]
+        The module in `package` of each built-in that is not registered by the module of its name.
     """
 
-    def __init__(self, kind: str, *, package: str, members: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        kind: str,
+        *,
+        package: str,
+        members: Iterable[str] = (),
+        modules: Mapping[str, str] | None = None,
+    ) -> None:
         self.kind = kind
         self.package = package
         self.entry_point_group = f"nip_astra.{kind}s"
-        self._built_ins = [str(member) for member in members]
+        own = {str(name): module for name, module in (modules or {}).items()}
+        self._built_ins = {
+            name: f"{package}.{own.get(name, name)}" for name in (str(member) for member in members)
+        }
         self._entries: dict[str, T] = {}
         self._places: dict[str, str] = {}
         self._loading_entry_point: str | None = None
@@ -141,6 +153,10 @@ class Registry(Generic[T]):
         """Say whether a name is one of those that ship."""
         return str(name) in self._built_ins
 
+    def module_of(self, name: str) -> str:
+        """The module that registers a built-in."""
+        return self._built_ins[str(name)]
+
     def snapshot(self) -> RegistrySnapshot:
         """The present state, for `restore`."""
         return RegistrySnapshot(dict(self._entries), dict(self._places))
@@ -161,7 +177,7 @@ class Registry(Generic[T]):
         if key in self._entries:
             return self._places[key]
         if key in self._built_ins:
-            own = f"{self.package}.{key}"
+            own = self._built_ins[key]
             return None if f"{module}.".startswith(f"{own}.") else own
         if key == self._loading_entry_point:
             return None
@@ -172,13 +188,14 @@ class Registry(Generic[T]):
         return None
 
     def _import_built_in(self, key: str) -> None:
-        module = f"{self.package}.{key}"
+        module = self._built_ins[key]
         try:
             importlib.import_module(module)
         except BaseException as error:
             # Python forgets a module that failed, so its names go too: it can be tried again.
-            self._entries.pop(key, None)
-            self._places.pop(key, None)
+            for name in (name for name, its in self._built_ins.items() if its == module):
+                self._entries.pop(name, None)
+                self._places.pop(name, None)
             if isinstance(error, ModuleNotFoundError) and error.name == module:
                 raise self._has_no_module(key, module, "does not exist") from error
             raise

@@ -175,6 +175,21 @@ def test_a_built_in_whose_import_fails_can_be_tried_again(tools: Any) -> None:
     assert registry.get("saw").__module__ == "toolbox.saw"
 
 
+def test_several_built_ins_may_share_a_module(tools: Any) -> None:
+    _, make_module = tools
+    registry: Registry[Any] = Registry(
+        "tool", package="toolbox", members=ToolType, modules=dict.fromkeys(ToolType, "chest")
+    )
+    text = register_line("hammer") + register_line("saw")
+    path = make_module("toolbox.chest", text + "raise OSError('no such drawer')\n")
+    with pytest.raises(OSError, match="no such drawer"):
+        registry.get("saw")
+    path.write_text(text)
+    assert {registry.get(name).__module__ for name in ToolType} == {"toolbox.chest"}
+    assert registry.get("saw") is not registry.get("hammer")
+    assert registry.module_of("saw") == "toolbox.chest"
+
+
 def test_a_member_without_a_module_or_whose_module_does_not_register_it(tools: Any) -> None:
     registry, make_module = tools
     make_module("toolbox.saw", "").unlink()

@@ -21,7 +21,7 @@ from nip_astra.evaluation.exports.tables import write_csv, write_hitlog, write_j
 from nip_astra.evaluation.measures import judge
 from nip_astra.evaluation.rows import read_rows
 from nip_astra.evaluation.storage import ROWS, EvaluationFolder
-from nip_astra.language_models.joined_weights import write_joined
+from nip_astra.language_models.saved_weights import write_joined
 from nip_astra.language_models.sources import is_model_folder
 from nip_astra.tracking.run_directory import ENVIRONMENT, HYPER_PARAMETERS, RunDirectory
 

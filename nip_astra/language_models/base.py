@@ -3,7 +3,7 @@
 A role asks for the abilities that it needs, by `as_sampler`, `as_scorer`, `as_learner` or
 `as_language_model`; a model that lacks one is refused by name.
 
-Shape suffixes: `B` row, `C` context position, `T` continuation position.
+Shape suffixes: `B` row, `R` row of a session, `C` context position, `T` continuation position.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from nip_astra.errors import ModelAbilityError, ModelLoadError
 from nip_astra.language_models.drawn import KeptTokens
-from nip_astra.language_models.session import GenerationSession as GenerationSession
 from nip_astra.language_models.tokens import Counted as Counted
 from nip_astra.language_models.tokens import Draw as Draw
 from nip_astra.language_models.tokens import Drawn as Drawn
@@ -30,6 +29,39 @@ from nip_astra.language_models.tokens import Turns as Turns
 from nip_astra.language_models.tokens import pad_left as pad_left
 from nip_astra.language_models.tokens import pad_right as pad_right
 from nip_astra.parameters.parameters_base import PolymorphicParameters
+
+
+class GenerationSession(ABC):
+    """One rollout through a model: calls in turn, each continuing what the last one said.
+
+    The weights of the model stay as they are while a session is open.
+    """
+
+    @abstractmethod
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        """Sample turns as `TokenSampler.generate` does, and score spans of what is read.
+
+        Parameters
+        ----------
+        branching : int
+            Contexts that continue one row: context i continues row `i // branching` of the last
+            call, and in a first call so many neighbours are expected to begin alike. A context
+            that does not continue its row is read from its beginning.
+        spans : Sequence[tuple[int, int]], optional
+            For each context, where the tokens to be scored begin, at least 1, and end.
+        """
+
+    def close(self) -> None:  # noqa: B027 - who keeps nothing has nothing to free
+        """Free what was kept for further calls."""
 
 
 class TokenModel(Counted, ABC):

@@ -17,13 +17,15 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from nip_astra.errors import ModelLoadError
 from nip_astra.language_models.adapters import (
+    LoraParameters,
     adapter_state,
     add_adapter,
     merged_copy,
@@ -35,10 +37,10 @@ from nip_astra.language_models.base import (
     LanguageModel,
     SamplingOptions,
     TokenCount,
+    TokenModel,
     TokenScores,
 )
-from nip_astra.language_models.drawing import TokenDraw
-from nip_astra.language_models.drawn import KeptTokens
+from nip_astra.language_models.drawn import DrawRule, KeptTokens
 from nip_astra.language_models.plain_forward import (
     RowReader,
     autocast_to,
@@ -48,6 +50,7 @@ from nip_astra.language_models.plain_forward import (
 )
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
+from nip_astra.language_models.sampling import sample_tokens
 from nip_astra.language_models.saved_weights import (
     has_adapter,
     restore_weights,
@@ -69,9 +72,7 @@ from nip_astra.language_models.tree_engine.tree_scores import (
     score_trie,
     sequences_to_read,
 )
-from nip_astra.language_models.tree_engine.weight_snapshot import WeightSnapshot
-from nip_astra.language_models.tree_engine.weights import Weights, live_weights
-from nip_astra.language_models.weights_parameters import WeightsParameters
+from nip_astra.language_models.tree_engine.weights import Weights, WeightSnapshot, live_weights
 from nip_astra.parameters.types import LanguageModelType
 
 logger = logging.getLogger(__name__)
@@ -93,8 +94,31 @@ class HuggingFaceLanguageModel(LanguageModel):
         Any token may be drawn, special ones too, and none ends a turn by itself.
     """
 
-    class Parameters(WeightsParameters):
+    class Parameters(TokenModel.Parameters):
         """Where the model comes from and how it is held."""
+
+        model: str
+        """Hub id, folder, `.gguf` file, `scenario://file` or `package://package/file`. An adapter's
+        folder, as peft writes it, is added into its base's weights."""
+        base_model: str | None = None
+        """What the model was before training: where the tokenizer comes from if `model` holds none,
+        and the weights under an adapter; null for what the adapter names."""
+        dtype: Literal["auto", "fastest", "float32", "bfloat16"] = "auto"
+        """What is computed in. fastest: bfloat16 for a model that has 50 M weights or more and runs
+        where bfloat16 is computed natively, else float32. auto: the same for a model that learns,
+        and float32 for any other, so that a target answers exactly as published. Weights that are
+        trained in full are kept in float32 either way, and rounded as they are read: mixed
+        precision."""
+        lora: LoraParameters | None = None
+        """Train a low-rank adapter instead of the weights; the base stays as it is and serves as
+        the reference, and as the target where that is the same model."""
+        max_batch_tokens: int = Field(default=8192, ge=256)
+        """Most positions in one forward pass without gradients, on a GPU with them too. Larger is
+        faster there and takes more memory."""
+        decode_graphs: DecodeGraphs = "auto"
+        """Whether decoding steps are captured as CUDA graphs. auto: on a GPU, where that can be
+        done; always: demanded; never. It changes speed, and log-probabilities by rounding.
+        Experimental: not run on a GPU yet."""
 
     def __init__(
         self,
@@ -500,3 +524,58 @@ class HuggingFaceLanguageModel(LanguageModel):
         module = merged_copy(self.module) if self.has_adapter else self.module
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
+
+
+class TokenDraw:
+    """Draws tokens of a model's distributions, and says by which rule tokens were drawn.
+
+    Parameters
+    ----------
+    banned_ids : Sequence[int]
+        Tokens that are never drawn.
+    end_ids : tuple[int, ...]
+        Tokens that end a turn.
+    """
+
+    def __init__(
+        self, banned_ids: Sequence[int], end_ids: tuple[int, ...], device: torch.device
+    ) -> None:
+        self.banned_ids = torch.tensor(banned_ids, dtype=torch.long, device=device)
+        self._own_end_ids = end_ids
+        self._device = device
+        self._end_ids: dict[tuple[int, ...], Tensor] = {}
+
+    def draw(
+        self, logits_BV: Tensor, uniforms_B: Tensor, position: int, options: SamplingOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Draw a token of each row; the logits are used up."""
+        logprobs_BV = logits_BV.log_softmax(dim=1)
+        logits_BV.index_fill_(1, self.banned_ids, float("-inf"))
+        if position < options.min_new_tokens:
+            logits_BV.index_fill_(1, self._ends(options), float("-inf"))
+        token_B = sample_tokens(
+            logits_BV,
+            uniforms_B,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+        )
+        return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
+
+    def rule_of(self, drawn: Drawn, mask_BT: Tensor) -> DrawRule:
+        """The rule by which the tokens of a mask were drawn."""
+        options = drawn.options
+        return DrawRule(
+            temperature=options.temperature,
+            banned_ids=self.banned_ids,
+            end_ids=self._ends(options),
+            is_early_S=(mask_BT.nonzero()[:, 1] < options.min_new_tokens).to(self._device),
+            kept=None if drawn.kept is None else drawn.kept.to(self._device),
+        )
+
+    def _ends(self, options: SamplingOptions) -> Tensor:
+        """The end tokens on the device; making them anew each step would wait for it."""
+        ids = (*self._own_end_ids, *options.end_ids)
+        if ids not in self._end_ids:
+            self._end_ids[ids] = torch.tensor(ids, device=self._device)
+        return self._end_ids[ids]

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import CheckpointError, MissingDependencyError, ModelLoadError
-from nip_astra.language_models.saved_weights import restore_weights
+from nip_astra.language_models.saved_weights import ADAPTER_CONFIG, restore_weights
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer, resolve_model
 from nip_astra.parameters.content import resolve_reference
 
-ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "spiece.model"),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from nip_astra.checkpoints.shards import SHARDS, load_whole
 from nip_astra.errors import CheckpointError
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def save_weights(module: Any, directory: Path) -> None:
@@ -99,3 +103,21 @@ def saved_weights(directory: Path, *, is_adapter: bool = False) -> dict[str, Ten
 def has_adapter(module: Any) -> bool:
     """Say whether a module carries a LoRA adapter."""
     return hasattr(module, "peft_config")
+
+
+def write_joined(folder: Path, output: Path) -> None:
+    """Write what a checkpoint's folder of a model holds, with parts joined, to another folder.
+
+    Raises
+    ------
+    CheckpointError
+        When a part is missing or broken.
+    """
+    weights = load_whole(folder / SHARDS) if (folder / SHARDS).is_dir() else None
+    output.mkdir(parents=True, exist_ok=True)
+    for file in (path for path in folder.iterdir() if path.is_file()):
+        shutil.copy2(file, output / file.name)
+    if weights is not None:
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        pattern = "adapter_model{suffix}.safetensors" if is_adapter else None
+        save_torch_state_dict(weights, output, filename_pattern=pattern)

@@ -4,13 +4,14 @@ Log-probabilities that enter a loss are never vLLM's: its kernels round otherwis
 two kernels' probabilities is not 1 for equal weights. What vLLM says of its own samples is compared
 with them and logged.
 
-Shape suffixes: `B` row, `C` context, `T` token of a turn or span.
+Shape suffixes: `B` or `R` row, `C` context, `T` token of a turn or span.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,13 +29,16 @@ from nip_astra.language_models.base import (
     SamplingOptions,
     TokenCount,
     TokenScores,
+    Turns,
     pad_left,
 )
 from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.registry import register_language_model
+from nip_astra.language_models.saved_weights import save_weights
 from nip_astra.language_models.sources import (
+    SMALLEST_BFLOAT16_MODEL,
     describe_model,
     resolve_model,
 )
@@ -51,16 +55,18 @@ from nip_astra.language_models.vllm_backend.remote_engines import start_remote_e
 from nip_astra.language_models.vllm_backend.requests import (
     Reply,
     Request,
+    padded_rows,
+    padded_turns,
     sampling_arguments,
     scoring_request,
+    seed_of,
 )
 from nip_astra.language_models.vllm_backend.sampler_gap import SamplerGap
-from nip_astra.language_models.vllm_backend.session import VllmSession
-from nip_astra.language_models.vllm_backend.sharing import engine_dtype, is_engine_of
-from nip_astra.language_models.vllm_backend.weights import LearntWeights
 from nip_astra.parameters.conditions import where_above
 from nip_astra.parameters.types import LanguageModelType
 from nip_astra.utils.experimental import Experimental, tell_experimental
+
+logger = logging.getLogger(__name__)
 
 SCORE_ONE = SamplingOptions(max_new_tokens=1)
 """vLLM samples at least one token of every text that it scores."""
@@ -148,7 +154,7 @@ class VllmLanguageModel(LanguageModel):
             scorer = HuggingFaceLanguageModel.load(
                 parameters, device=device, scenario_dir=scenario_dir, trainable=True
             )
-        dtype = engine_dtype(parameters.dtype, about.num_parameters)
+        dtype = _engine_dtype(parameters.dtype, about.num_parameters)
         if scorer is not None and parameters.dtype in ("auto", "fastest"):
             dtype = "bfloat16" if scorer.dtype == torch.bfloat16 else "float32"
         has_adapter = scorer is not None and scorer.has_adapter
@@ -209,8 +215,8 @@ class VllmLanguageModel(LanguageModel):
             return self.scorer.base_for(parameters)
         options = self.engine.options
         is_same = parameters.model == self.source
-        is_same &= engine_dtype(parameters.dtype, self.num_parameters()) == options.dtype
-        if not (self.scorer.has_adapter and is_same and is_engine_of(options, parameters)):
+        is_same &= _engine_dtype(parameters.dtype, self.num_parameters()) == options.dtype
+        if not (self.scorer.has_adapter and is_same and _is_engine_of(options, parameters)):
             return None
         return self._twin(None)
 
@@ -376,3 +382,114 @@ class VllmLanguageModel(LanguageModel):
                 "are in vLLM alone. Copy the files that it was loaded from."
             )
         return self.scorer
+
+
+class VllmSession(GenerationSession):
+    """Turns by vLLM, whose prefix cache takes the place of caches of our own."""
+
+    def __init__(self, model: VllmLanguageModel) -> None:
+        self.model = model
+
+    def generate(
+        self,
+        contexts: Sequence[Sequence[int]],
+        rows_per_context: int,
+        uniforms_RT: Tensor,
+        options: SamplingOptions,
+        *,
+        branching: int = 1,
+        spans: Sequence[tuple[int, int]] | None = None,
+    ) -> Turns:
+        # A request a row: with vLLM's n, siblings would have neighbouring seeds instead of theirs.
+        seeds = [seed_of(row_T) for row_T in uniforms_RT]
+        requests = [
+            Request(
+                contexts[row // rows_per_context],
+                seed,
+                scores_context=spans is not None and row % rows_per_context == 0,
+            )
+            for row, seed in enumerate(seeds)
+        ]
+        replies = self.model.ask(requests, options)
+        said = padded_turns(replies, options.max_new_tokens)
+        self.model.token_count.generated += int(said.mask_BT.sum())
+        scores = None
+        if spans is not None:
+            read = zip(replies[::rows_per_context], spans, strict=True)
+            scores = padded_rows([(reply.context_logprobs or [])[a:b] for reply, (a, b) in read])
+        return Turns(self.model.rescored(contexts, rows_per_context, said), scores)
+
+
+class LearntWeights:
+    """The weights of a model that learns, of which an engine is sent what it has not.
+
+    Attributes
+    ----------
+    num_passes : int
+        Passes with gradients so far; whoever makes one counts it.
+    """
+
+    def __init__(self, scorer: HuggingFaceLanguageModel) -> None:
+        self.scorer = scorer
+        self.num_passes = 0
+        self._identity = object()
+
+    @property
+    def version(self) -> tuple[object, int, tuple[int, ...]]:
+        """What differs whenever the weights may."""
+        # Changes in place count a tensor's version up, though not those of every optimizer (fused,
+        # 8-bit) nor writes through `.data`: passes with gradients are counted too.
+        versions = tuple(parameter._version for parameter in self.scorer.parameters())
+        return self._identity, self.num_passes, versions
+
+    def send(self, engine: SamplingEngine, *, use_adapter: bool) -> Any:
+        """Send an engine what has changed, and give the adapter to sample with, or None."""
+        module = self.scorer.module
+        if self.scorer.has_adapter:
+            if not use_adapter:
+                return None
+            return engine.hold_adapter(self.version, lambda folder: save_weights(module, folder))
+
+        def weights() -> Iterable[tuple[str, Tensor]]:
+            return ((name, weight.detach()) for name, weight in module.named_parameters())
+
+        engine.hold_weights(self.version, weights)
+        return None
+
+
+def _engine_dtype(asked: str, num_parameters: int) -> str:
+    """What an engine without a scorer computes in."""
+    if asked == "fastest":
+        return "bfloat16" if num_parameters >= SMALLEST_BFLOAT16_MODEL else "float32"
+    return "float32" if asked == "auto" else asked
+
+
+def _is_engine_of(options: EngineOptions, parameters: Any) -> bool:
+    """Say whether an engine is as asked for; what is left at its default is not asked for.
+
+    Parameters
+    ----------
+    options : EngineOptions
+        Of the engine of a model that learns.
+    parameters : VllmLanguageModel.Parameters
+        Of another model.
+    """
+    fields = type(parameters).model_fields
+    held = {
+        "max_model_len": options.max_model_len,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "decode_graphs": "never" if options.enforce_eager else "always",
+    }
+    others = [
+        name
+        for name, value in held.items()
+        if getattr(parameters, name) not in (fields[name].default, value)
+    ]
+    if others:
+        logger.info(
+            "%r gets an engine of its own, since its %s differs from that of the engine of the "
+            "model that learns",
+            parameters.model,
+            " and ".join(others),
+        )
+    return not others

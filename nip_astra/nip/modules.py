@@ -123,7 +123,7 @@ MODULES: dict[str, dict[str, str]] = {
     "parameters.update_schedule": _SCHEDULES,
     "protocols": _PROTOCOL_BASE | _PROTOCOL_REGISTRY,
     "protocols.main_protocols": _at(
-        "nip_astra.protocols.main_protocols", "NipProtocol DebateProtocol MnipProtocol"
+        "nip_astra.protocols.library", "NipProtocol DebateProtocol MnipProtocol"
     ),
     "protocols.protocol_base": _PROTOCOL_BASE,
     "protocols.registry": _PROTOCOL_REGISTRY,

@@ -17,7 +17,10 @@ from nip_astra.parameters.types import MessageRegressorType
 from nip_astra.registry import Registry
 
 MESSAGE_REGRESSORS: Registry[Any] = Registry(
-    "message_regressor", package="nip_astra.message_regressors", members=MessageRegressorType
+    "message_regressor",
+    package="nip_astra.message_regressors",
+    members=MessageRegressorType,
+    modules=dict.fromkeys(MessageRegressorType, "library"),
 )
 """Kinds of regressor; `nip_astra.message_regressors.registry` holds their decorator."""
 

@@ -1,17 +1,12 @@
-"""The protocols that ship, and their parameters, in one place."""
+"""The protocols that ship, under the path that they have in NIP."""
 
-from __future__ import annotations
-
-from nip_astra.protocols.adp import AdpProtocol as AdpProtocol
-from nip_astra.protocols.debate import DebateProtocol as DebateProtocol
-from nip_astra.protocols.merlin_arthur import MerlinArthurProtocol as MerlinArthurProtocol
-from nip_astra.protocols.mnip import MnipProtocol as MnipProtocol
-from nip_astra.protocols.multi_channel_test import (
-    MultiChannelTestProtocol as MultiChannelTestProtocol,
-)
-from nip_astra.protocols.nip import NipProtocol as NipProtocol
-from nip_astra.protocols.solo_verifier import SoloVerifierProtocol as SoloVerifierProtocol
-
-NipProtocolParameters = NipProtocol.Parameters
-DebateProtocolParameters = DebateProtocol.Parameters
-MnipProtocolParameters = MnipProtocol.Parameters
+from nip_astra.protocols.library import AdpProtocol as AdpProtocol
+from nip_astra.protocols.library import DebateProtocol as DebateProtocol
+from nip_astra.protocols.library import DebateProtocolParameters as DebateProtocolParameters
+from nip_astra.protocols.library import MerlinArthurProtocol as MerlinArthurProtocol
+from nip_astra.protocols.library import MnipProtocol as MnipProtocol
+from nip_astra.protocols.library import MnipProtocolParameters as MnipProtocolParameters
+from nip_astra.protocols.library import MultiChannelTestProtocol as MultiChannelTestProtocol
+from nip_astra.protocols.library import NipProtocol as NipProtocol
+from nip_astra.protocols.library import NipProtocolParameters as NipProtocolParameters
+from nip_astra.protocols.library import SoloVerifierProtocol as SoloVerifierProtocol

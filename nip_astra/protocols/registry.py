@@ -14,7 +14,10 @@ from nip_astra.protocols.zero_knowledge import ZeroKnowledgeProtocol
 from nip_astra.registry import Registry
 
 PROTOCOL_HANDLERS: Registry[type[ProtocolHandler]] = Registry(
-    "protocol_handler", package="nip_astra.protocols", members=InteractionProtocolType
+    "protocol_handler",
+    package="nip_astra.protocols",
+    members=InteractionProtocolType,
+    modules=dict.fromkeys(InteractionProtocolType, "library"),
 )
 ProtocolClass = TypeVar("ProtocolClass", bound=type[ProtocolHandler])
 

@@ -14,7 +14,17 @@ from nip_astra.registry import Registry
 from nip_astra.reward_terms.base import RewardTerm
 
 REWARD_TERMS: Registry[type[RewardTerm]] = Registry(
-    "reward_term", package="nip_astra.reward_terms", members=RewardTermType
+    "reward_term",
+    package="nip_astra.reward_terms",
+    members=RewardTermType,
+    modules={
+        RewardTermType.COSINE_NOVELTY: "novelty",
+        RewardTermType.SELF_BLEU_NOVELTY: "novelty",
+        RewardTermType.FAILURE_RARITY: "failure_kinds",
+        RewardTermType.FAILURE_SHARING: "failure_kinds",
+        RewardTermType.ENTROPY_BONUS: "likelihood_terms",
+        RewardTermType.GIBBERISH_PENALTY: "likelihood_terms",
+    },
 )
 
 

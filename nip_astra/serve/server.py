@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from nip_astra.errors import ConfigurationError
+from nip_astra.errors import ConfigurationError, MissingDependencyError
 from nip_astra.serve.engine import EngineLimits
-from nip_astra.serve.packages import require_packages
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.shelf import Shelf
 from nip_astra.utils.devices import resolve_device
@@ -45,20 +44,39 @@ def serve(
     ModelLoadError
         When a model cannot be loaded.
     """
-    require_packages()
-    from nip_astra.serve.http_server import HttpServer, http_config
-
+    _require_packages()
     settings.token()  # refused before models are loaded
     if not models:
         raise ConfigurationError(
             "a service was to be started without a model. Name one or several: --model NAME=PATH."
         )
+    from nip_astra.serve.app import HttpServer, http_config
+
     with open_socket(settings) as listening:
         settings = settings.model_copy(update={"port": listening.getsockname()[1]})
         with _open_app(models, settings, protocols) as app:
             listening.listen(_BACKLOG)
             tell(settings)
             HttpServer(http_config(app)).run(sockets=[listening])
+
+
+def _require_packages() -> None:
+    """Refuse to start without what the service is made of.
+
+    Raises
+    ------
+    MissingDependencyError
+        With how to install it.
+    """
+    try:
+        import fastapi  # noqa: F401 - the routes
+        import python_multipart  # noqa: F401 - reads uploads
+        import uvicorn  # noqa: F401 - speaks HTTP
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"a text service was to be started, and it needs the package {error.name}. Install it "
+            "with: pip install 'nip_astra[serve]'."
+        ) from error
 
 
 @contextmanager
@@ -68,8 +86,7 @@ def _open_app(
     protocols: Collection[TrainingProtocol],
 ) -> Iterator[FastAPI]:
     """The application within the block, its models loaded and its threads at work."""
-    from nip_astra.serve.state import open_service
-    from nip_astra.serve.training.service import open_training
+    from nip_astra.serve.app import open_service, open_training
 
     if protocols:
         with open_training(models, settings, protocols) as app:

@@ -36,6 +36,7 @@ DatasetTask.Parameters.dev DatasetTask.Parameters.test DatasetTask.Parameters.tr
 DetoxifyScorer.Parameters.checkpoint DetoxifyScorer.Parameters.config_path EmbedderParameters.model
 EvaluationParameters.labelled_responses FineTuningParameters.api_key_variable
 FineTuningParameters.base_url GraphPairParameters.file HuggingFaceImageModel.Parameters.model
+HuggingFaceLanguageModel.Parameters.base_model HuggingFaceLanguageModel.Parameters.model
 HyperParameters.scenario ImageDatasetParameters.path JudgeScorer.Parameters.api_key_variable
 JudgeScorer.Parameters.base_url JudgeScorer.Parameters.extra_body JudgeScorer.Parameters.weights
 LlamaGuardScorer.Parameters.model OpenAIChatModel.Parameters.api_key_variable
@@ -45,8 +46,7 @@ PromptParameters.test PromptParameters.train RemoteLanguageModel.Parameters.mode
 RolloutParameters.algorithm TextAgentParameters.checkpoint_version
 TextAgentParameters.load_from_run TrainServiceParameters.base_url TrainServiceParameters.model
 TrainServiceParameters.token_variable VerifiersTask.Parameters.options
-VerifiersTask.Parameters.taskset WeakSupervisionParameters.probes WeightsParameters.base_model
-WeightsParameters.model
+VerifiersTask.Parameters.taskset WeakSupervisionParameters.probes
 """
 NOT_OF_RUNS = ("ServiceSettings", "SweepPlan", "SearchParameters", "ExperimentSettings")
 

@@ -23,7 +23,7 @@ from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError
 from nip_astra.language_models.base import Turns, pad_left, pad_right
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
-from nip_astra.language_models.vllm_backend.session import VllmSession
+from nip_astra.language_models.vllm import VllmSession
 from nip_astra.resolving.resolution import ResolvedExperiment, resolve_experiment
 from nip_astra.run import prepare_experiment, run_experiment
 from tests.tiny import make_language_model, write_scenario

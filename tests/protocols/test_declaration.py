@@ -10,7 +10,7 @@ import torch
 from nip_astra.errors import ConfigurationError, UnknownNameError
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
-from nip_astra.protocols.nip import NipProtocol
+from nip_astra.protocols.library import NipProtocol
 from nip_astra.protocols.protocol_base import (
     DeterministicSingleVerifierProtocolHandler,
     MessageRounds,

@@ -13,7 +13,7 @@ from nip_astra.errors import ConfigurationError, ParameterError, PluginError
 from nip_astra.parameters import content
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import ScenarioType
-from nip_astra.protocols.adp import AdpProtocol
+from nip_astra.protocols.library import AdpProtocol
 from nip_astra.protocols.registry import PROTOCOL_HANDLERS, register_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenarios.registry import SCENARIOS
@@ -22,7 +22,7 @@ from nip_astra.tracking.run_directory import to_yaml
 from tests.command_line import plugins_forgotten_after
 
 TERM = """
-from nip_astra.reward_terms.entropy_bonus import EntropyBonus
+from nip_astra.reward_terms.likelihood_terms import EntropyBonus
 from nip_astra.reward_terms.registry import register_reward_term
 
 @register_reward_term("of_a_preset")

@@ -12,12 +12,11 @@ from pathlib import Path
 import torch
 import uvicorn
 
+from nip_astra.serve.app import Service, http_config, open_service
 from nip_astra.serve.engine import EngineLimits
-from nip_astra.serve.http_server import http_config
 from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
-from nip_astra.serve.state import Service, open_service
 
 POCKET = Path(__file__).resolve().parents[2] / "scenarios" / "pocket_chat" / "models"
 

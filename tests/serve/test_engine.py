@@ -20,8 +20,7 @@ from nip_astra.serve.engine import Engine, EngineLimits
 from nip_astra.serve.generation import GenerationRequest, Progress
 from nip_astra.serve.loading import load_engine
 from nip_astra.serve.routed_weights import read_adapter
-from nip_astra.serve.rows import Row
-from nip_astra.serve.texts import TextAssembler
+from nip_astra.serve.rows import Row, TextAssembler
 
 CPU = torch.device("cpu")
 

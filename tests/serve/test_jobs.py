@@ -30,12 +30,12 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.memory import AnswerMemory
 from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.serve.app import open_service
 from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.job_store import JobStore, Status, is_running
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf
-from nip_astra.serve.state import open_service
 from nip_astra.serve.tuning import Tuning, TuningPlan, fine_tune
 from nip_astra.serve.tuning_data import TrainingText, read_texts
 from tests.serve.running import Running, running

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from nip_astra.errors import StopRequested
-from nip_astra.language_models.vllm_backend.session import VllmSession
+from nip_astra.language_models.vllm import VllmSession
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import resume_experiment, run_experiment
 from tests.language_models import fake_vllm

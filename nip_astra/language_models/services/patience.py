@@ -25,9 +25,8 @@ from nip_astra.language_models.services.chat import (
     ChatUsage,
     FailureReason,
 )
-from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
+from nip_astra.language_models.services.limits import LimitParameters, Pace, PriceParameters
 from nip_astra.language_models.services.memory import AnswerMemory, key_of
-from nip_astra.language_models.services.pace import Pace
 from nip_astra.language_models.services.registry import CHAT_MODELS
 from nip_astra.language_models.services.texts import guess_usage
 from nip_astra.language_models.services.usage import (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, ServiceError
-from nip_astra.language_models.services.chat import ChatModel
+from nip_astra.language_models.services.chat import ChatMessage, ChatModel
 from nip_astra.language_models.services.fine_tuning import (
     FineTuningJob,
     FineTuningOptions,
@@ -18,9 +18,10 @@ from nip_astra.language_models.services.fine_tuning import (
     PreferenceExample,
     SupervisedExample,
 )
+from nip_astra.samplers.text_arrays import active_turns, read_prompt
 from nip_astra.scenario_base.text.event_loop import EventLoop
-from nip_astra.scenario_base.text.examples import supervised_examples
 from nip_astra.scenario_base.text.parameters import TextAgentParameters
+from nip_astra.scenario_base.text.parsing import decision_text
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 from nip_astra.utils.seeding import derive_seed
 
@@ -203,10 +204,10 @@ class PureTextSharedModelGroup:
         examples: list[SupervisedExample] = []
         for agent in self.agents:
             if agent.name in rollouts_per_agent:
-                examples += supervised_examples(rollouts_per_agent[agent.name], agent.number)
+                examples += _supervised_examples(rollouts_per_agent[agent.name], agent.number)
             if agent.name in guess_replaced_rollouts:
                 replaced = guess_replaced_rollouts[agent.name]
-                examples += supervised_examples(replaced, agent.number, replace_guess=True)
+                examples += _supervised_examples(replaced, agent.number, replace_guess=True)
         return self._submit(examples, "supervised")
 
     def create_dpo_fine_tune_job(
@@ -408,3 +409,29 @@ def group_agents(agents: Sequence[TextAgent]) -> dict[str, list[TextAgent]]:
     for agent in agents:
         groups.setdefault(agent.parameters.shared_model_group or agent.name, []).append(agent)
     return groups
+
+
+def _supervised_examples(
+    rollouts: NestedArrayDict, agent: int, *, replace_guess: bool = False
+) -> Iterator[SupervisedExample]:
+    """An example for each turn of an agent with a valid answer; it holds the sampled texts.
+
+    Parameters
+    ----------
+    agent : int
+        Its place in the protocol.
+    replace_guess : bool
+        Whether its last answer of each rollout is replaced by the right decision.
+    """
+    turns = list(active_turns(rollouts, agent))
+    # In order of rollout and round, so that the last one of a rollout stays.
+    last_round = {turn.rollout: turn.round for turn in turns}
+    for turn in turns:
+        is_replaced = replace_guess and last_round[turn.rollout] == turn.round
+        if rollouts["agents", "is_filled"][turn] and not is_replaced:
+            continue
+        answer = rollouts["agents", "raw_message"][turn]
+        if is_replaced:
+            answer = decision_text(int(rollouts["y"][turn.rollout]))
+        prompt = read_prompt(rollouts["agents", "prompt"][turn])
+        yield SupervisedExample((*prompt, ChatMessage(role="assistant", content=answer)))

@@ -15,9 +15,9 @@ import uvicorn
 
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.training import LocalTrainingService
+from nip_astra.serve.app import open_training
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.training.hosted import HostedModel
-from nip_astra.serve.training.service import open_training
 from tests.serve.training.running import POLICY
 
 

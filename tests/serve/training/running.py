@@ -12,9 +12,9 @@ from typing import Any
 
 import uvicorn
 
+from nip_astra.serve.app import open_training
 from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
-from nip_astra.serve.training.service import open_training
 
 POLICY = Path(__file__).resolve().parents[3] / "scenarios" / "arithmetic" / "models" / "policy"
 

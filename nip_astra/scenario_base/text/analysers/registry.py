@@ -16,6 +16,7 @@ ROLLOUT_ANALYSERS: Registry[type[RolloutAnalyser]] = Registry(
     "rollout_analyser",
     package="nip_astra.scenario_base.text.analysers",
     members=RolloutAnalyserType,
+    modules=dict.fromkeys(RolloutAnalyserType, "library"),
 )
 
 

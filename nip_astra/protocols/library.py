@@ -1,0 +1,214 @@
+"""The protocols that ship, from the verifier alone to three provers."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from nip_astra.parameters.types import InteractionProtocolType
+from nip_astra.protocols.protocol_base import (
+    ACCEPT,
+    REJECT,
+    DeterministicSingleVerifierProtocolHandler,
+    MessageRounds,
+)
+from nip_astra.protocols.registry import register_protocol_handler
+
+
+@register_protocol_handler(InteractionProtocolType.SOLO_VERIFIER)
+class SoloVerifierProtocol(DeterministicSingleVerifierProtocolHandler):
+    """The verifier decides in the only round, and nobody speaks to it."""
+
+    agent_names = ("verifier",)
+    message_channel_names = ("main",)
+    agent_channel_visibility = (("verifier", "main"),)
+    never_reads = (
+        "protocol_common.verifier_first",
+        "protocol_common.verifier_no_guess_reward",
+        "protocol_common.prover_reward",
+        "protocol_common.shared_reward",
+        "zk_protocol.aux_prover_reward_coefficient",
+    )
+    max_message_rounds = 1
+    min_message_rounds = 1
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        return True
+
+
+@register_protocol_handler(InteractionProtocolType.ADP)
+class AdpProtocol(DeterministicSingleVerifierProtocolHandler):
+    """The prover sends one message, and the verifier decides in the round after it."""
+
+    agent_names = ("prover", "verifier")
+    message_channel_names = ("main",)
+    agent_channel_visibility = (("prover", "main"), ("verifier", "main"))
+    never_reads = ("protocol_common.verifier_first", "protocol_common.verifier_no_guess_reward")
+    max_message_rounds = 2
+    min_message_rounds = 1
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        return agent_name == ("prover", "verifier")[round_index]
+
+
+@register_protocol_handler(InteractionProtocolType.NIP)
+class NipProtocol(DeterministicSingleVerifierProtocolHandler):
+    """A verifier and a prover in turn; the verifier may decide in each of its turns."""
+
+    agent_names = ("prover", "verifier")
+    message_channel_names = ("main",)
+    agent_channel_visibility = (("prover", "main"), ("verifier", "main"))
+
+    class Parameters(MessageRounds):
+        """How long conversations are."""
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        is_first_mover = (agent_name == "verifier") == self.common.verifier_first
+        return round_index % 2 == (0 if is_first_mover else 1)
+
+
+@register_protocol_handler(InteractionProtocolType.MERLIN_ARTHUR)
+class MerlinArthurProtocol(DeterministicSingleVerifierProtocolHandler):
+    """One of two provers sends a message, and the verifier decides in the round after it.
+
+    `prover0` argues for 0 and speaks in episodes with an even seed; `prover1` argues for 1 and
+    speaks in the others.
+    """
+
+    agent_names = ("prover0", "prover1", "verifier")
+    message_channel_names = ("main",)
+    agent_channel_visibility = (("prover0", "main"), ("prover1", "main"), ("verifier", "main"))
+    favoured_decisions = {"prover0": REJECT, "prover1": ACCEPT}
+    never_reads = ("protocol_common.verifier_first", "protocol_common.verifier_no_guess_reward")
+    max_message_rounds = 2
+    min_message_rounds = 1
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        return agent_name == ("prover0", "verifier")[round_index]
+
+    def active_table(self) -> Tensor:
+        even_ORAC = super().active_table()
+        return torch.cat([even_ORAC, even_ORAC[:, :, [1, 0, 2]]])
+
+
+TWO_PROVER_AGENTS = ("prover0", "prover1", "verifier")
+TWO_PROVER_CHANNELS = ("prover0_channel", "prover1_channel")
+
+
+class TwoProverParameters(MessageRounds):
+    """How long conversations are, and in which order provers speak."""
+
+    sequential: bool = False
+    """Whether provers speak in turn, so that the second knows what the first said, instead of in
+    the same round. A verifier gets fewer turns then."""
+    prover0_first: bool = True
+    """Whether prover0 speaks before prover1, where they speak in turn."""
+
+
+def _two_prover_turns(
+    parameters: TwoProverParameters, *, verifier_first: bool
+) -> list[tuple[str, ...]]:
+    """Who speaks in each round of one turn of all agents."""
+    provers: list[tuple[str, ...]] = [("prover0", "prover1")]
+    if parameters.sequential:
+        provers = [("prover0",), ("prover1",)]
+        if not parameters.prover0_first:
+            provers.reverse()
+    return [("verifier",), *provers] if verifier_first else [*provers, ("verifier",)]
+
+
+def _is_active(
+    agent_name: str, round_index: int, channel_name: str, turns: list[tuple[str, ...]]
+) -> bool:
+    """Say who sends where: the verifier in both channels, a prover in its own."""
+    is_turn = agent_name in turns[round_index % len(turns)]
+    return is_turn and agent_name in ("verifier", channel_name.removesuffix("_channel"))
+
+
+@register_protocol_handler(InteractionProtocolType.DEBATE)
+class DebateProtocol(DeterministicSingleVerifierProtocolHandler):
+    """`prover0` argues for 0 and `prover1` for 1, with a verifier that may decide in its turns.
+
+    Each prover speaks in its own channel, at once or in turn, and all see both channels.
+    """
+
+    agent_names = TWO_PROVER_AGENTS
+    message_channel_names = TWO_PROVER_CHANNELS
+    agent_channel_visibility = tuple(
+        (agent, channel) for agent in TWO_PROVER_AGENTS for channel in TWO_PROVER_CHANNELS
+    )
+    favoured_decisions = {"prover0": REJECT, "prover1": ACCEPT}
+
+    class Parameters(TwoProverParameters):
+        """How long conversations are, and in which order provers speak."""
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        order = _two_prover_turns(self.parameters, verifier_first=self.common.verifier_first)
+        return _is_active(agent_name, round_index, channel_name, order)
+
+
+@register_protocol_handler(InteractionProtocolType.MNIP)
+class MnipProtocol(DeterministicSingleVerifierProtocolHandler):
+    """Both provers argue for 1, each in a channel that the other does not see.
+
+    The verifier sees both, may hold one's answers against the other's, and may decide in its turns.
+    """
+
+    agent_names = TWO_PROVER_AGENTS
+    message_channel_names = TWO_PROVER_CHANNELS
+    agent_channel_visibility = (
+        ("prover0", "prover0_channel"),
+        ("prover1", "prover1_channel"),
+        ("verifier", "prover0_channel"),
+        ("verifier", "prover1_channel"),
+    )
+
+    class Parameters(TwoProverParameters):
+        """How long conversations are, and in which order provers speak."""
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        order = _two_prover_turns(self.parameters, verifier_first=self.common.verifier_first)
+        return _is_active(agent_name, round_index, channel_name, order)
+
+
+MULTI_CHANNEL_TURNS = (
+    {("verifier", "main"), ("verifier", "prover0_verifier")},
+    {("prover0", "prover0_verifier"), ("prover1", "prover_chat")},
+    {("prover1", "main"), ("prover2", "prover_chat")},
+)
+"""Who sends where in a round, by its number modulo 3."""
+
+
+@register_protocol_handler(InteractionProtocolType.MULTI_CHANNEL_TEST)
+class MultiChannelTestProtocol(DeterministicSingleVerifierProtocolHandler):
+    """A protocol for tests: several senders in a round, and a channel that the verifier misses."""
+
+    agent_names = ("prover0", "prover1", "prover2", "verifier")
+    message_channel_names = ("main", "prover0_verifier", "prover_chat")
+    agent_channel_visibility = (
+        ("prover0", "main"),
+        ("prover1", "main"),
+        ("prover2", "main"),
+        ("verifier", "main"),
+        ("prover0", "prover0_verifier"),
+        ("verifier", "prover0_verifier"),
+        ("prover0", "prover_chat"),
+        ("prover1", "prover_chat"),
+        ("prover2", "prover_chat"),
+    )
+    never_reads = ("protocol_common.verifier_first",)
+
+    class Parameters(MessageRounds):
+        """How long conversations are."""
+
+        min_message_rounds: int = Field(default=2, ge=1, le=10_000)
+        """Rounds that must be played, that of the decision included, before a decision counts."""
+
+    def is_agent_active(self, agent_name: str, round_index: int, channel_name: str) -> bool:
+        return (agent_name, channel_name) in MULTI_CHANNEL_TURNS[round_index % 3]
+
+
+NipProtocolParameters = NipProtocol.Parameters
+DebateProtocolParameters = DebateProtocol.Parameters
+MnipProtocolParameters = MnipProtocol.Parameters
