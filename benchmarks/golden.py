@@ -17,6 +17,7 @@ import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,7 @@ TIMES = (
     "jobs",
 )
 """Parts of the names of figures that differ between two runs of the same code, and random ids."""
+RANDOM_ID = re.compile(r"job-[0-9a-f]+")
 
 # ---- runs
 
@@ -211,7 +213,9 @@ def untimed(value: Any) -> Any:
             for name, item in value.items()
             if not any(part in name for part in TIMES) and not str(item).startswith("/")
         }
-    return [untimed(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [untimed(item) for item in value]
+    return RANDOM_ID.sub("job", value) if isinstance(value, str) else value
 
 
 def evaluated(run: Path, checkout: Path) -> Any:
