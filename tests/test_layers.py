@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -37,6 +37,15 @@ FLOORS = [
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # The package itself offers names of every floor, so only the top may import from it.
 TOP = len(FLOORS) - 1
+FRAGMENT = 60
+"""Lines below which a module with one importer belongs into that one."""
+SHORT_MODULES = {
+    "nip_astra.astra.utils.logging": "a path that users of ASTRA-RL import",
+    **{
+        f"nip_astra.trainers.{name}": "found by the registry under its name"
+        for name in ("ast_ipo", "pure_text_malt", "vanilla_ppo")
+    },
+}
 HEAVY = {"torch", "transformers", "tensordict", "wandb", "peft", "datasets"}
 
 
@@ -157,6 +166,46 @@ def test_no_module_imports_from_a_floor_above_it(imports: list[Import]) -> None:
 
 def test_no_modules_import_each_other_in_a_circle(imports: list[Import]) -> None:
     assert find_cycle(imports) == []
+
+
+def fragments(imports: Iterable[Import], lengths: Mapping[str, int]) -> list[str]:
+    """Short modules that one other module imports; the facade does not count."""
+    importers: dict[str, set[str]] = {}
+    for one in imports:
+        if one.importer not in (PACKAGE, one.imported):
+            importers.setdefault(one.imported, set()).add(one.importer)
+    return [
+        name
+        for name, length in lengths.items()
+        if length < FRAGMENT and len(importers.get(name, ())) == 1
+    ]
+
+
+def test_no_short_module_has_a_single_importer(
+    imports: list[Import], sources: dict[str, ast.Module]
+) -> None:
+    lengths = {
+        name: len(path.read_text(encoding="utf-8").splitlines())
+        for name in sources
+        if (path := PACKAGE_DIR.joinpath(*name.split(".")[1:]).with_suffix(".py")).is_file()
+    }
+    assert set(fragments(imports, lengths)) == set(SHORT_MODULES), "merge it into its importer"
+
+
+def test_the_check_sees_a_fragment() -> None:
+    trees = {f"{PACKAGE}.{name}": ast.parse(text) for name, text in FRAGMENTED.items()}
+    found = [one for name, tree in trees.items() for one in imports_of(name, tree, trees)]
+    lengths = dict.fromkeys(trees, 10)
+    assert fragments(found, lengths) == ["nip_astra.once"]
+    assert fragments(found, dict.fromkeys(trees, FRAGMENT)) == []
+
+
+FRAGMENTED = {
+    "once": "",
+    "twice": "",
+    "a": "from nip_astra import once, twice",
+    "b": "from nip_astra import twice",
+}
 
 
 def test_the_lower_floors_import_nothing_heavy_at_module_top(imports: list[Import]) -> None:
