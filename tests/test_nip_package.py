@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from nip_astra.run import prepare_experiment
 from nip_astra.tracking.run_directory import RunDirectory
 from nip_astra.trainers.text.statistics import episode_returns
 from nip_astra.utils.nested_array_dict import NestedArrayDict
+from tests.command_line import plugins_forgotten_after
 from tests.nip_scripts.uses import uses
 from tests.test_names_of_nip import find
 from tests.text_games import Script, TextParts, build_text_parts, build_text_trainer
@@ -56,6 +58,13 @@ FURTHER = [
     *("rl_objectives.KLPENPPOLossImproved", "utils.maths.aggregate_mean_grouped_by_class"),
     *("trainers.trainer_base.attach_progress_bar", "protocols.main_protocols.DebateProtocol"),
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_stays_registered() -> Iterator[None]:
+    with plugins_forgotten_after():
+        yield
+    program.cache_clear()
 
 
 @functools.cache
