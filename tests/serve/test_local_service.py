@@ -69,7 +69,7 @@ def test_parts_of_an_answer_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.slow  # a process that imports torch
 def test_a_model_that_is_not_there_is_told_by_the_starter(tmp_path: Path) -> None:
-    with pytest.raises(ServiceError, match=r"ended at once:.*no_model.*nip-astra serve"):
+    with pytest.raises(ServiceError, match=r"\(2\).*no_model"):
         start_service({"tiny": str(tmp_path / "no_model")})
 
 
