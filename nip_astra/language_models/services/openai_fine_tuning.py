@@ -241,6 +241,11 @@ def _method_of(options: FineTuningOptions) -> Any:
 
 
 def _job_of(job: Any) -> FineTuningJob:
+    if not isinstance(job.id, str) or not isinstance(job.status, str):
+        raise ServiceError(
+            f"the service answered with id {job.id!r} and status {job.status!r}, which is no "
+            "fine-tuning job. Check that base_url is the address of a service that trains."
+        )
     message = getattr(job.error, "message", None) if job.error is not None else None
     status = STATUSES.get(job.status)
     if status is None:
