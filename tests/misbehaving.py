@@ -16,7 +16,7 @@ from typing import Any
 
 PAUSE = 0.02
 """Seconds between the pieces of an answer that drips."""
-HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n"
 Send = Callable[[socket.socket], None]
 
 
@@ -38,9 +38,14 @@ class Misbehaviour:
 def reply(
     body: bytes | str = b"", status: int = 200, *, headers: dict[str, str] | None = None
 ) -> Send:
-    """A whole answer of any content."""
+    """A whole answer of any content.
+
+    It closes its connection: a client that sent its next attempt over one that is being closed
+    would see a lost connection instead of this answer.
+    """
     content = body.encode() if isinstance(body, str) else body
     given = {"Content-Type": "application/json", "Content-Length": str(len(content))}
+    given["Connection"] = "close"
     lines = "".join(f"{name}: {value}\r\n" for name, value in (given | (headers or {})).items())
     whole = f"HTTP/1.1 {status} Said\r\n{lines}\r\n".encode() + content
     return lambda connection: connection.sendall(whole)
