@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from measuring import markdown_table, options_of, tell
 
-from nip_astra.cli.evaluation_loading import LoadedAttacker, RunCode, load_attacker
 from nip_astra.evaluation.failure_probability import (
     ATTACKER,
     REFERENCE,
@@ -29,6 +28,8 @@ from nip_astra.evaluation.failure_probability import (
     importance_sampling,
     monte_carlo,
 )
+from nip_astra.evaluation.families.attackers import LoadedAttacker, load_attacker
+from nip_astra.evaluation.families.base import EvaluationRequest
 from nip_astra.evaluation.outcomes import Outcome
 from nip_astra.evaluation.proposals import sampled_logprobs, sampler_of
 from nip_astra.experiment_settings import ExperimentSettings
@@ -154,7 +155,7 @@ def main() -> None:
     parser.add_argument("run", help="a finished run on pocket_chat")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    attacker = load_attacker(options.run, ExperimentSettings(), code=RunCode())
+    attacker = load_attacker(options.run, ExperimentSettings(), EvaluationRequest())
     started = time.perf_counter()
     num_prompts = len(attacker.instance.datasets["test"])
     numbers = [i % num_prompts for i in range(options.brute_force)]

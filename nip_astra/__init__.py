@@ -19,11 +19,24 @@ if TYPE_CHECKING:
     from nip_astra.errors import NipAstraError as NipAstraError
     from nip_astra.errors import ParameterError as ParameterError
     from nip_astra.errors import UnknownNameError as UnknownNameError
+    from nip_astra.evaluation.api import Comparison as Comparison
+    from nip_astra.evaluation.api import compare as compare
+    from nip_astra.evaluation.api import evaluate as evaluate
+    from nip_astra.evaluation.api import export as export
+    from nip_astra.evaluation.api import score as score
+    from nip_astra.evaluation.exports import register_export_format as register_export_format
+    from nip_astra.evaluation.families.base import Evaluation as Evaluation
+    from nip_astra.evaluation.families.base import EvaluationFamily as EvaluationFamily
+    from nip_astra.evaluation.families.base import EvaluationRequest as EvaluationRequest
+    from nip_astra.evaluation.families.base import (
+        register_evaluation_family as register_evaluation_family,
+    )
     from nip_astra.evaluation.run_results import Figure as Figure
     from nip_astra.evaluation.run_results import RunResults as RunResults
     from nip_astra.evaluation.run_results import read_results as read_results
     from nip_astra.experiment_settings import ExperimentSettings as ExperimentSettings
     from nip_astra.factory import build_scenario_instance as build_scenario_instance
+    from nip_astra.installation import doctor as doctor
     from nip_astra.language_models.base import LanguageModel as LanguageModel
     from nip_astra.language_models.base import Learner as Learner
     from nip_astra.language_models.base import TokenModel as TokenModel
@@ -53,6 +66,8 @@ if TYPE_CHECKING:
     from nip_astra.message_regressors.registry import (
         register_message_regressor as register_message_regressor,
     )
+    from nip_astra.overview import dry_run as dry_run
+    from nip_astra.overview import show as show
     from nip_astra.parameters.agents import AgentParameters as AgentParameters
     from nip_astra.parameters.agents import AgentsParameters as AgentsParameters
     from nip_astra.parameters.agents import LrFactors as LrFactors
@@ -425,6 +440,19 @@ _HOMES = {
     "VanillaPpoTrainer": "nip_astra.trainers.vanilla_ppo",
     "ZkProtocolParameters": "nip_astra.parameters.protocols",
     "analyse_run": "nip_astra.resolving.analysing",
+    "Comparison": "nip_astra.evaluation.api",
+    "Evaluation": "nip_astra.evaluation.families.base",
+    "EvaluationRequest": "nip_astra.evaluation.families.base",
+    "compare": "nip_astra.evaluation.api",
+    "doctor": "nip_astra.installation",
+    "dry_run": "nip_astra.overview",
+    "evaluate": "nip_astra.evaluation.api",
+    "export": "nip_astra.evaluation.api",
+    "register_evaluation_family": "nip_astra.evaluation.families.base",
+    "register_export_format": "nip_astra.evaluation.exports",
+    "score": "nip_astra.evaluation.api",
+    "show": "nip_astra.overview",
+    "EvaluationFamily": "nip_astra.evaluation.families.base",
     "attach_progress_bar": "nip_astra.progress",
     "bleu_against": "nip_astra.utils.diversity",
     "build_embedder": "nip_astra.language_models.embeddings",

@@ -18,10 +18,10 @@ from tests.toy_protocol_scenario import toy_kind, toy_trainer
 
 CODE = """
 import contextlib, io, json, sys
-from nip_astra.cli.show_commands import schema
+from nip_astra.overview import schema
 # First of all: what follows registers names.
 with contextlib.redirect_stdout(io.StringIO()) as printed:
-    schema({"trainer": None, "scenario": None, "plugins": []})
+    schema()
 from tests.test_in_a_new_process import attacker_metrics, numbers_of_a_game
 from tests.toy_protocol_scenario import toy_kind
 with toy_kind():

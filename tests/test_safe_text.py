@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.errors import NipAstraError, ScorerError, UnknownNameError
-from nip_astra.evaluation.exports.tables import _csv_text
+from nip_astra.evaluation.exports import _csv_text
 from nip_astra.evaluation.rows import encode_rows, read_rows
 from nip_astra.evaluation.tables import as_text, matrix_tables, warning_lines
 from nip_astra.progress import open_progress

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from nip_astra.cli.show_commands import _every_section
+from nip_astra.overview import every_section
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.trainers.registry import TRAINERS
 from tests.documents import ROOT
@@ -35,7 +35,7 @@ def _module(name: str) -> ModuleType:
 
 def test_every_parameter_of_a_file_stands_on_one_page(parameter_pages: ModuleType) -> None:
     text = "\n".join(page.text for page in parameter_pages.parameter_pages())
-    groups = _every_section()
+    groups = every_section()
     shared = {name: HyperParameters.model_fields[name].annotation for name in ("training", "rl")}
     for section, model in (groups | shared).items():
         for name in model.model_fields:

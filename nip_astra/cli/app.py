@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from importlib import metadata
+from pathlib import Path
+from statistics import median
 from types import TracebackType
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -42,10 +47,16 @@ from nip_astra.errors import (
     StopRequested,
     UnexpectedExitError,
     UnknownNameError,
+    WorkerProcessError,
     nearest_names,
 )
 from nip_astra.safe_text import safe_text
 
+if TYPE_CHECKING:
+    from nip_astra.run import ExperimentResult
+
+RUNS_DIFFER = 1
+"""Exit code if a resumed run differs from an uninterrupted one."""
 ROOT_OPTIONS = ("--help", "-h", "--version")
 EXIT_CODES = {"SIGINT": 130, "SIGPIPE": 141, "SIGTERM": 143}
 MOST_ALIKE = 3
@@ -170,21 +181,31 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Train; `run` is what options without a command mean."""
-    from nip_astra.cli import commands
-
-    commands.run(
-        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
-        settings_of(
-            settings,
-            device=device,
-            wandb=wandb,
-            run_id=run_id,
-            runs_dir=runs_dir,
-            num_threads=num_threads,
-            test_run=test_run or None,
-        ),
-        dry_run=dry_run,
+    experiment = _experiment_arguments(
+        trainer, scenario, parameters, overrides, seed, plugin, trust
     )
+    from nip_astra.cli.terminal import open_console, quieten_libraries
+    from nip_astra.overview import dry_run as estimate
+    from nip_astra.report.terminal import print_dry_run
+    from nip_astra.resolving.resolution import resolve_experiment
+    from nip_astra.run import run_experiment
+
+    given = settings_of(
+        settings,
+        device=device,
+        wandb=wandb,
+        run_id=run_id,
+        runs_dir=runs_dir,
+        num_threads=num_threads,
+        test_run=test_run or None,
+    )
+    quieten_libraries()
+    resolved = resolve_experiment(**experiment)
+    if dry_run:
+        found = estimate(resolved, **given)
+        print_dry_run(found.estimate, open_console(), device_price=found.device_price)
+        return
+    _print_results(run_experiment(resolved, **given))
 
 
 @app.command()
@@ -200,12 +221,22 @@ def resume(
     debug: Debug = False,
 ) -> None:
     """Go on with a stopped run from its latest checkpoint."""
-    from nip_astra.cli import commands
+    from nip_astra.cli.terminal import quieten_libraries
+    from nip_astra.run import resume_experiment
 
     given = settings_of(
         settings, device=device, wandb=wandb, runs_dir=runs_dir, num_threads=num_threads
     )
-    commands.resume(run, given, plugins=plugin or [], is_trusted=trust)
+    quieten_libraries()
+    _print_results(resume_experiment(run, plugins=plugin or [], is_trusted=trust, **given))
+
+
+def _print_results(result: ExperimentResult) -> None:
+    from nip_astra.cli.terminal import open_console
+    from nip_astra.report.terminal import print_results
+
+    if rank_of_process() == 0:
+        print_results(result.results, result.run_directory.path, open_console())
 
 
 @app.command(name="check-resume")
@@ -229,14 +260,45 @@ def check_resume(
     debug: Debug = False,
 ) -> None:
     """Kill short runs at random file operations, resume them, and compare; 1: they differ."""
-    from nip_astra.cli import commands
-
-    commands.check_resume(
-        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
-        settings_of(settings, device=device, num_threads=num_threads),
-        num_kills=kills,
-        runs_dir=runs_dir,
+    experiment = _experiment_arguments(
+        trainer, scenario, parameters, overrides, seed, plugin, trust
     )
+    from nip_astra import resume_check
+    from nip_astra.cli.terminal import quieten_libraries, say
+    from nip_astra.resolving.resolution import resolve_experiment
+
+    quieten_libraries()
+    resolved = resolve_experiment(**experiment)
+    kept = Path(runs_dir or tempfile.mkdtemp(prefix="check-resume-"))
+
+    def tell(one: resume_check.KilledRun) -> None:
+        say(f"killed before {one.operation}: {one.difference or 'equal'}")
+
+    try:
+        given = settings_of(settings, device=device, num_threads=num_threads)
+        found = resume_check.check_resume(resolved, kept, num_kills=kills, on_kill=tell, **given)
+    except NipAstraError:
+        if runs_dir is None:
+            shutil.rmtree(kept)
+        raise
+    except Exception as error:
+        raise WorkerProcessError(
+            f"an uninterrupted run failed: {type(error).__name__}: {error}. Its folder is in "
+            f"{kept}; run it without check-resume first."
+        ) from error
+    if found.is_equal:
+        say(f"{len(found.kills)} killed runs of {found.num_operations} file operations: all equal")
+        if runs_dir is None:
+            shutil.rmtree(kept)
+        return
+    num_unlike = sum(bool(one.difference) for one in found.kills)
+    say(
+        f"two uninterrupted runs differ: {found.unlike}"
+        if found.unlike
+        else f"{num_unlike} of {len(found.kills)} killed runs differ"
+    )
+    say(f"runs       {kept}")
+    raise typer.Exit(RUNS_DIFFER)
 
 
 @app.command(name="list")
@@ -248,9 +310,21 @@ def list_names(
     debug: Debug = False,
 ) -> None:
     """List what is registered, where it comes from and what it does."""
-    from nip_astra.cli import commands
+    from rich.text import Text
 
-    commands.list_names(kind, plugin or [])
+    from nip_astra.cli.terminal import open_console
+    from nip_astra.evaluation.tables import plain_table
+    from nip_astra.overview import registered
+
+    console, entries = open_console(), registered(kind, plugin or [])
+    for title in dict.fromkeys(one.kind for one in entries):
+        has_origin = title != "scenarios"
+        table = plain_table(title, "name", *(["from"] if has_origin else []), "what it is")
+        for one in entries:
+            if one.kind == title:
+                origin = [Text(one.origin)] if has_origin else []
+                table.add_row(Text(one.name), *origin, Text(one.purpose))
+        console.print(table, "")
 
 
 @app.command()
@@ -273,18 +347,21 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
-    from nip_astra.cli import show_commands
+    from nip_astra.cli.terminal import open_console, say
+    from nip_astra.overview import prompts_of
+    from nip_astra.overview import show as show_experiment
 
     given = _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust)
     if prompts:
-        show_commands.show_prompts(given)
+        say(prompts_of(**given))
         return
-    show_commands.show(
-        given,
-        as_yaml=as_yaml,
-        is_explained=explain,
-        are_all_shown=show_all,
-    )
+    view = show_experiment(**given)
+    if as_yaml:
+        say(view.to_yaml())
+        return
+    console = open_console()
+    for part in view.tables(explain=explain, show_all=show_all):
+        console.print(part)
 
 
 @app.command(name="time")
@@ -309,15 +386,30 @@ def time_parts(
     debug: Debug = False,
 ) -> None:
     """Time parts of a training iteration, e.g. rollout and update; writes nothing."""
-    from nip_astra.cli import commands
-
-    commands.time_parts(
-        _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust),
-        settings_of(device=device, num_threads=num_threads),
-        components or [],
-        num_repeats=repeats,
-        as_json=as_json,
+    experiment = _experiment_arguments(
+        trainer, scenario, parameters, overrides, seed, plugin, trust
     )
+    from rich.text import Text
+
+    from nip_astra.cli.terminal import open_console, quieten_libraries, say
+    from nip_astra.evaluation.tables import plain_table
+    from nip_astra.resolving.resolution import resolve_experiment
+    from nip_astra.run import prepare_experiment
+    from nip_astra.safe_text import to_json
+    from nip_astra.trainers.timing import time_components
+
+    quieten_libraries()
+    given = settings_of(device=device, num_threads=num_threads)
+    prepared = prepare_experiment(resolve_experiment(**experiment), **given)
+    seconds = time_components(prepared.trainer, components or [], num_repeats=repeats)
+    if as_json:
+        say(to_json({"seconds": seconds}, indent=2))
+        return
+    table = plain_table(None, "component", "median", "least", "most")
+    for name, times in seconds.items():
+        figures = (median(times), min(times), max(times))
+        table.add_row(Text(name), *(f"{1000 * figure:,.1f} ms" for figure in figures))
+    open_console().print(table)
 
 
 @app.command()
@@ -328,9 +420,12 @@ def schema(
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
-    from nip_astra.cli import show_commands
+    from nip_astra.cli.terminal import say
+    from nip_astra.overview import schema as schema_of
+    from nip_astra.safe_text import to_json
 
-    show_commands.schema(_experiment_arguments(trainer, scenario, None, None, None, plugin))
+    given = _experiment_arguments(trainer, scenario, None, None, None, plugin)
+    say(to_json(schema_of(**given), indent=1))
 
 
 for command in measuring.COMMANDS:
@@ -351,6 +446,23 @@ def _experiment_arguments(
     plugins: list[str] | None,
     is_trusted: bool = False,
 ) -> dict[str, Any]:
+    """Arguments of `resolve_experiment`; wrong names and files are refused before torch loads."""
+    from nip_astra.parameters.content import find_scenario
+    from nip_astra.parameters.loading import parse_overrides, read_yaml_layers
+    from nip_astra.parameters.types import TrainerType
+
+    folder = None if scenario is None else find_scenario(scenario)
+    if parameter_file is not None:
+        read_yaml_layers(Path(parameter_file), source=parameter_file)
+    parse_overrides(overrides or [])
+    # A plug-in, also one of the scenario, may register trainers.
+    has_plugin = bool(plugins or parameter_file)
+    has_plugin |= folder is not None and (folder / "plugin.py").is_file()
+    if trainer is not None and not has_plugin:
+        installed = {one.name for one in metadata.entry_points(group="nip_astra.trainers")}
+        known = [*map(str, TrainerType), *sorted(installed)]
+        if trainer not in known:
+            raise UnknownNameError("trainer", trainer, known, "Load your own with --plugin.")
     return {
         "trainer": trainer,
         "scenario": scenario,

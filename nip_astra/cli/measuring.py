@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,6 +42,13 @@ from nip_astra.cli.options import (
 )
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
 
+if TYPE_CHECKING:
+    from nip_astra.evaluation.families.base import Evaluation
+
+BROKEN = 1
+"""Exit code of `doctor` if something that is needed does not work."""
+GATE_FAILED = 1
+"""Exit code if a --fail-if condition holds."""
 MAX_DIFFERENCES = 10
 """Differences of dumps that are shown; the first is what matters."""
 
@@ -78,39 +86,75 @@ def evaluate(
     """Measure attackers on held-out prompts, chat models that play a protocol on held-out data,
     or policies on the problems of their task; goes on where a killed evaluation was.
     """
-    from nip_astra.cli import evaluation_commands as commands
-    from nip_astra.cli.attacker_folders import Surroundings
-    from nip_astra.cli.evaluation_loading import RunCode
-    from nip_astra.cli.judging import JudgingRequest
-    from nip_astra.cli.task_runs import evaluate_task_runs, is_task_run
-    from nip_astra.cli.text_runs import evaluate_text_runs, is_text_run
+    from nip_astra.cli.terminal import open_console, quieten_libraries, say
+    from nip_astra.evaluation.api import Matrix, locate, matrix_of
+    from nip_astra.evaluation.api import evaluate as evaluate_runs
 
-    play = evaluate_text_runs if is_text_run(runs[0]) else commands.evaluate
-    play = evaluate_task_runs if is_task_run(runs[0]) else play
-    play(
-        commands.EvaluateRequest(
-            runs=runs,
-            targets=targets or [],
-            is_untrained=untrained,
-            overrides=overrides or [],
-            code=RunCode(plugin or [], trust),
-            played=commands.PlayingRequest(
-                split=split,
-                seed=seed,
-                num_episodes=num_episodes,
-                num_turns=num_turns,
-                probability_episodes=probability_episodes,
-                importance_sampling=importance_sampling,
-                batch_size=batch_size,
-            ),
-            judged=JudgingRequest(
-                scorers or [], name, threshold, labelled, embedder, overwrite, fail_if, as_json
-            ),
-            surroundings=Surroundings(scenario, parameters),
-            column=column,
-        ),
-        settings_of(settings, device=device, num_threads=num_threads),
+    for one in runs:
+        locate(one)
+    quieten_libraries()
+
+    def show(evaluation: Evaluation) -> None:
+        _show(evaluation, as_json=as_json)
+
+    found = evaluate_runs(
+        runs,
+        settings=settings_of(settings, device=device, num_threads=num_threads),
+        progress=not as_json,
+        on_evaluation=show,
+        targets=targets or [],
+        scorers=scorers or [],
+        name=name,
+        split=split,
+        seed=seed,
+        num_episodes=num_episodes,
+        num_turns=num_turns,
+        probability_episodes=probability_episodes,
+        importance_sampling=importance_sampling,
+        batch_size=batch_size,
+        threshold=threshold,
+        labelled=labelled,
+        embedder=embedder,
+        untrained=untrained,
+        overwrite=overwrite,
+        overrides=overrides or [],
+        scenario=scenario,
+        parameters=parameters,
+        column=column,
+        fail_if=fail_if,
+        plugins=plugin or [],
+        is_trusted=trust,
     )
+    assert isinstance(found, Matrix)
+    if found.path is not None and not as_json:
+        open_console().print(*matrix_of(found), sep="\n")
+        say(f"matrix     {found.path}")
+    for evaluation in found:
+        _gate(fail_if, evaluation.values)
+
+
+def _show(evaluation: Evaluation, *, as_json: bool) -> None:
+    """Print an evaluation and its folder."""
+    from nip_astra.cli.terminal import open_console, say
+    from nip_astra.safe_text import to_json
+
+    if as_json:
+        say(to_json(evaluation.figures, indent=2))
+        return
+    console = open_console()
+    for part in evaluation.tables():
+        console.print(part)
+    console.print(f"evaluation {evaluation.path}\n", soft_wrap=True)
+
+
+def _gate(condition: str | None, values: Mapping[str, Any]) -> None:
+    """End the program with exit code 1 if the condition holds."""
+    from nip_astra.cli.terminal import complain
+    from nip_astra.evaluation.conditions import holds
+
+    if condition is not None and holds(condition, values):
+        complain(f"failed: {condition}")
+        raise typer.Exit(GATE_FAILED)
 
 
 def score(
@@ -129,17 +173,27 @@ def score(
     debug: Debug = False,
 ) -> None:
     """Rate the stored conversations of a run by other scorers; generates nothing."""
-    from nip_astra.cli.evaluation_loading import RunCode
-    from nip_astra.cli.judging import JudgingRequest
-    from nip_astra.cli.stored_evaluations import score as score_stored
-    from nip_astra.cli.text_runs import is_text_run
-    from nip_astra.cli.text_scores import score_text_run
+    from nip_astra.cli.terminal import quieten_libraries
+    from nip_astra.evaluation.api import locate
+    from nip_astra.evaluation.api import score as score_run
 
-    judged = JudgingRequest(
-        scorers or [], name, threshold, labelled, embedder, overwrite, fail_if, as_json
+    locate(run)
+    quieten_libraries()
+    evaluation = score_run(
+        run,
+        scorers or [],
+        settings=settings_of(device=device),
+        name=name,
+        threshold=threshold,
+        labelled=labelled,
+        embedder=embedder,
+        overwrite=overwrite,
+        fail_if=fail_if,
+        plugins=plugin or [],
+        is_trusted=trust,
     )
-    rate = score_text_run if is_text_run(run) else score_stored
-    rate(run, judged, RunCode(plugin or [], trust), settings_of(device=device))
+    _show(evaluation, as_json=as_json)
+    _gate(fail_if, evaluation.values)
 
 
 def compare(
@@ -156,19 +210,22 @@ def compare(
     debug: Debug = False,
 ) -> None:
     """Compare evaluations with the first, paired by opening prompt, datapoint or problem."""
-    from nip_astra.cli import stored_evaluations
-    from nip_astra.cli.evaluation_loading import RunCode
-    from nip_astra.cli.task_runs import compare_task_runs, is_task_run
-    from nip_astra.cli.text_runs import compare_text_runs, is_text_run
+    from nip_astra.cli.terminal import open_console, say
+    from nip_astra.evaluation.api import compare as compare_runs
+    from nip_astra.safe_text import to_json
+    from nip_astra.tracking.run_directory import RunDirectory
 
-    if len(runs) > 1 and any(is_task_run(one) for one in runs):
-        compare_task_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
-        return
-    if is_text_run(runs[0]) and len(runs) > 1:
-        compare_text_runs(runs, fail_if=fail_if, out=out, as_json=as_json)
-        return
-    code = RunCode(plugin or [], trust)
-    stored_evaluations.compare_runs(runs, code=code, fail_if=fail_if, out=out, as_json=as_json)
+    found = compare_runs(runs, fail_if=fail_if, plugins=plugin or [], is_trusted=trust)
+    if out is not None:
+        RunDirectory(Path(out).parent).write_json(Path(out).name, found.to_dict())
+    if as_json:
+        say(to_json(found.to_dict(), indent=2))
+    else:
+        console = open_console()
+        for part in found.tables():
+            console.print(part)
+    for label in found.comparisons:
+        _gate(fail_if, found.values(label))
 
 
 def report(
@@ -205,8 +262,7 @@ def export(
         typer.Option(
             "--format",
             metavar="NAME",
-            help="csv, jsonl, hitlog, tensorboard, inspect; huggingface for weights; of runs in "
-            "words parquet too.",
+            help="csv, jsonl, parquet, hitlog, tensorboard, inspect; huggingface for weights.",
         ),
     ],
     output: Annotated[
@@ -217,11 +273,11 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Write conversations, figures and curves, or weights, in the formats of other tools."""
-    from nip_astra.cli import export_commands
-    from nip_astra.cli.evaluation_loading import RunCode
+    from nip_astra.cli.terminal import say
+    from nip_astra.evaluation.api import export as export_run
 
-    code = RunCode(plugin or [], trust)
-    export_commands.export(run, form=form, output=output, code=code)
+    for file in export_run(run, form, output, plugins=plugin or [], is_trusted=trust):
+        say(f"export     {file}")
 
 
 def doctor(
@@ -236,9 +292,19 @@ def doctor(
     debug: Debug = False,
 ) -> None:
     """Tell what is installed and works here; opens no connection unless asked."""
-    from nip_astra.cli import doctor as command
+    from nip_astra.cli.terminal import open_console, say
+    from nip_astra.installation import doctor as diagnose
+    from nip_astra.safe_text import to_json
 
-    command.doctor(runs_dir=runs_dir, plugins=plugin or [], is_online=online, as_json=as_json)
+    diagnosis = diagnose(runs_dir, plugins=plugin or [], online=online)
+    if as_json:
+        say(to_json(diagnosis.to_dict(), indent=2))
+    else:
+        console = open_console()
+        for part in diagnosis.tables():
+            console.print(part)
+    if not diagnosis.is_sound:
+        raise typer.Exit(BROKEN)
 
 
 def analyse(
@@ -274,8 +340,17 @@ def analyse(
     debug: Debug = False,
 ) -> None:
     """Let a judge answer questions about stored rollouts of chat models."""
-    from nip_astra.cli import analysis_commands
+    from rich.text import Text
 
+    from nip_astra.cli.terminal import open_console, quieten_libraries, say
+    from nip_astra.evaluation.tables import plain_table
+    from nip_astra.experiment_settings import ExperimentSettings
+    from nip_astra.report.page import write_report
+    from nip_astra.report.wording import interval, percent
+    from nip_astra.resolving.analysing import analyse_run, count_analysis, read_judge
+    from nip_astra.safe_text import to_json
+
+    quieten_libraries()
     request: dict[str, Any] = {
         "split": split,
         "iteration": iteration,
@@ -283,15 +358,42 @@ def analyse(
         "plugins": plugin or [],
         "is_trusted": trust,
     }
-    analysis_commands.analyse(
-        run,
-        analysers or [],
-        judge,
-        request,
-        settings_of(settings, device=device, wandb=wandb),
-        is_dry_run=dry_run,
-        as_json=as_json,
+    request["settings"] = ExperimentSettings.from_dict(
+        settings_of(settings, device=device, wandb=wandb)
     )
+    model = None if judge is None else read_judge(judge)
+    console = open_console()
+    if dry_run:
+        counts = count_analysis(run, analysers or [], model, **request)
+        if as_json:
+            say(to_json(counts, indent=2))
+            return
+        title = "requests at least; none was sent"
+        table = plain_table(title, "rollouts", "question", "requests")
+        for place, by_name in counts.items():
+            for name, count in by_name.items():
+                table.add_row(Text(place), Text(name), str(count))
+        console.print(table)
+        return
+    found = analyse_run(run, analysers or [], model, **request)
+    report = write_report([run])
+    if as_json:
+        say(to_json([one.summary for one in found], indent=2))
+        return
+    table = plain_table(None, "rollouts", "question", "agent", "yes", "95 %", "of", "unknown")
+    for one in (analysis.summary for analysis in found):
+        place = f"{one['split']}, iteration {one['iteration']}"
+        for agent, share in one["shares"].items():
+            cells = (
+                *(place, one["analyser"], agent),
+                *(percent(share["share"]), interval(share["low"], share["high"])),
+                *(str(share["num_yes"] + share["num_no"]), str(share["num_unknown"])),
+            )
+            table.add_row(*map(Text, cells))
+        if not one["shares"]:
+            table.add_row(*map(Text, (place, one["analyser"], "nobody", "", "", "0", "")))
+    console.print(table)
+    console.print(f"analyses   {Path(run) / 'analyses'}\nreport     {report}", soft_wrap=True)
 
 
 def compare_dumps(

@@ -57,8 +57,7 @@ def serve(
 
     Without --train and --tinker the models answer texts, and jobs train them.
     """
-    from nip_astra.cli.commands import quieten_libraries
-    from nip_astra.cli.terminal import say
+    from nip_astra.cli.terminal import quieten_libraries, say
     from nip_astra.serve.server import serve as run_service
     from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 

@@ -11,8 +11,9 @@ from typing import Any
 from rich.table import Table
 from tqdm import tqdm
 
-from nip_astra.cli.terminal import complain, open_console, plain_table, say
+from nip_astra.cli.terminal import complain, open_console, say
 from nip_astra.errors import ConfigurationError, NipAstraError, UntrustedRunError
+from nip_astra.evaluation.tables import plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.safe_text import safe_text
 from nip_astra.sweep.orders import FinishedRun, RunStatus

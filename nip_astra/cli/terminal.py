@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
-from rich.table import Table
 
 from nip_astra.safe_console import SafeConsole
 from nip_astra.safe_text import safe_text
@@ -29,9 +28,9 @@ def complain(text: str) -> None:
     sys.stderr.write(f"{safe_text(text)}\n")
 
 
-def plain_table(title: str | None, *columns: str) -> Table:
-    """A table without lines, whose cells wrap."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+def quieten_libraries() -> None:
+    """Keep progress bars and advice of transformers off the screen."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

@@ -190,6 +190,9 @@ class _Reader:
                     "them, for instance failure_rate.high."
                 )
             value = known[name]
+        if isinstance(value, Mapping) and "value" in value:
+            # A figure with an interval stands for its value.
+            value = value["value"]
         if isinstance(value, float) and math.isnan(value):
             value = None
         if self.is_shape and value is None:

@@ -152,6 +152,19 @@ def token_likelihoods(episodes: Sequence[Episode]) -> list[float]:
     return [value for value in found if not math.isnan(value)]
 
 
+def mean_score(episode: Episode) -> float:
+    """Mean score of an episode's responses, NaN where none has one."""
+    known = [value for row in episode if not math.isnan(value := number(row, "response_score"))]
+    return sum(known) / len(known) if known else math.nan
+
+
+def nats_per_token(episode: Episode) -> float:
+    """Negative log-likelihood of a probe token under the reference, NaN where it is unknown."""
+    tokens = sum(number(row, "probe_num_tokens") for row in episode)
+    nats = -sum(number(row, "reference_logprob") for row in episode)
+    return nats / tokens if tokens > 0 else math.nan
+
+
 def _per_turn(
     outcomes: Sequence[Sequence[Outcome]], prompts: Sequence[int], level: float
 ) -> Iterable[dict[str, Any]]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nip_astra.checkpoints.shards import SHARDS
 from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
 from nip_astra.evaluation.rows import Episode, RowFile, encode_rows, read_rows
 from nip_astra.tracking.run_directory import RunDirectory
@@ -180,6 +179,9 @@ def weights_files(folder: Path) -> list[Path]:
     """The files of a folder's weights, those of parts among them; a file is its own."""
     if folder.is_file():
         return [folder]
+    # Imported here, since it needs torch, and stored figures do not.
+    from nip_astra.checkpoints.shards import SHARDS
+
     patterns = ("*.safetensors", "*.bin", "*.gguf", f"{SHARDS}/*.safetensors")
     return sorted(file for pattern in patterns for file in folder.glob(pattern))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
 from pathlib import PurePath
 from typing import Any
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nip_astra.evaluation.measured import Replies
+from nip_astra.evaluation.run_results import is_share
 from nip_astra.safe_console import SafeConsole
 from nip_astra.utils.plain_values import number
 
@@ -105,7 +106,7 @@ def _comparison_table(comparison: Mapping[str, Any]) -> Table:
         for name, metric in found.items():
             if not isinstance(metric, Mapping):
                 continue
-            write = percent if name == "failure_rate" else plain
+            write = percent if is_share(name) else plain
             low, high = write(metric["low"]), write(metric["high"])
             table.add_row(
                 Text(label), name.replace("_", " "), write(metric["first"]),
@@ -114,6 +115,19 @@ def _comparison_table(comparison: Mapping[str, Any]) -> Table:
                 write(metric["minimum_detectable"]),
             )  # fmt: skip
     return table
+
+
+def plain_table(title: str | None, *columns: str) -> Table:
+    """A table without lines, whose cells wrap."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def bracketed(bounds: Sequence[float | None] | None, write: Callable[[float | None], str]) -> str:
+    """An interval behind its figure; empty without one."""
+    return f" [{write(bounds[0])}, {write(bounds[1])}]" if bounds else ""
 
 
 def as_text(parts: Sequence[RenderableType], width: int = 120) -> str:

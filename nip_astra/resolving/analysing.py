@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.evaluation.families.scorers import read_mapping
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
 from nip_astra.language_models.services.patience import open_chat_model
 from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import RolloutAnalyserType
 from nip_astra.protocols.registry import build_protocol_handler
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.scenario_base.text.analysers.judging import AnalysisParameters, JudgingParameters
 from nip_astra.scenario_base.text.analysers.registry import build_rollout_analysers
+from nip_astra.scenario_base.text.parameters import ChatModelParameters
 from nip_astra.scenarios.pure_text_base import PureTextScenario, cast_of
 from nip_astra.scenarios.registry import SCENARIOS
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
@@ -111,6 +114,25 @@ def analyse_run(
             found += new
         log_analyses_artifact(tracker, opened.directory)
     return found
+
+
+class JudgeFile(SubParameters):
+    """A judge, as a file describes it."""
+
+    model: ChatModelParameters  # type: ignore[valid-type]
+    """The chat model."""
+
+
+def read_judge(path: str) -> Any:
+    """The parameters of the chat model in a YAML file.
+
+    Raises
+    ------
+    DataError
+        When it cannot be read, or holds no mapping.
+    """
+    values = read_mapping(path, "a chat model, for instance _type: openai and model: gpt-4o-mini")
+    return JudgeFile.from_dict({"model": values}).model
 
 
 def count_analysis(

@@ -106,6 +106,7 @@ class AstTrainer(LanguageModelTrainer):
         `BehaviourParameters`, where it has one.
     """
 
+    evaluation_family: ClassVar[str | None] = "conversation"
     State: ClassVar[type[RunState]] = AstState
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.AST_CHAT),)
     plays_on_actors: ClassVar[bool] = True

@@ -160,6 +160,7 @@ class PureTextRlTrainer(Trainer):
         How far the run has come.
     """
 
+    evaluation_family: ClassVar[str | None] = "text_protocol"
     State: ClassVar[type[RunState]] = TextRunState
     trainer_type: ClassVar[str] = PURE_TEXT
     figures: ClassVar[tuple[str, ...] | None] = (

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -123,6 +123,7 @@ class TensorDictRlTrainer(TensorDictTrainer):
     """
 
     State: ClassVar[type[RunState]] = RlState
+    evaluation_family: ClassVar[str | None] = "protocol"
     parameter_groups: ClassVar[tuple[str, ...] | None] = ("rl", "message_regression")
     figures: ClassVar[tuple[str, ...] | None] = (
         *("mean_accuracy", "std_accuracy", "worst_datapoint_accuracy", "share_undecided"),
@@ -302,20 +303,36 @@ class TensorDictRlTrainer(TensorDictTrainer):
         self, iteration_context: IterationContext, table: str, start: int = 0
     ) -> dict[str, Any]:
         """Play on the test data, from its beginning, and give statistics of all that was played."""
-        self.test_environment.restart()
-        key = (self.hyper_params.seed, "test")
-        sampler = EpisodeSampler(self.test_environment, self.agents, key=key)
         play = PlayStatistics(self.agents.names)
-        for number in iteration_context.iterate(start):
-            self._raise_if_stopped()
-            sampler.begin_anew()
-            batch = sampler.collect(self.test_environment.protocol.max_message_rounds)
-            if self.gae is not None:
-                self.gae(batch)
+        key = (self.hyper_params.seed, "test")
+        numbers = iteration_context.iterate(start)
+        for number, batch in self.test_batches(self.test_environment, key, numbers):
             play.add(batch)
             if number == 0:
                 self._log_episodes(batch, table, self.state.iteration)
         return play.report()
+
+    def test_batches(
+        self, environment: ProtocolEnvironment, key: tuple[SeedPart, ...], numbers: Iterable[int]
+    ) -> Iterator[tuple[int, TensorDict]]:
+        """Batches [E, T] of whole episodes with advantages, from the beginning of the data."""
+        environment.restart()
+        sampler = EpisodeSampler(environment, self.agents, key=key)
+        for number in numbers:
+            self._raise_if_stopped()
+            sampler.begin_anew()
+            batch = sampler.collect(environment.protocol.max_message_rounds)
+            if self.gae is not None:
+                self.gae(batch)
+            yield number, batch
+
+    @contextmanager
+    def testing(self) -> Iterator[None]:
+        """The configuration for tests, for evaluations apart from training."""
+        self._set_seed()
+        with ExitStack() as stack:
+            self._build_test_context(stack)
+            yield
 
     # ---- one iteration
 

@@ -84,6 +84,7 @@ class ServiceTrainer(LanguageModelTrainer):
         Values for trainers of one's own.
     """
 
+    evaluation_family: ClassVar[str | None] = "task"
     scenario_kinds: ClassVar[tuple[str, ...]] = (str(ScenarioType.TASK),)
     plays_on_actors: ClassVar[bool] = True
     trained_tokens: ClassVar[str] = "trained"

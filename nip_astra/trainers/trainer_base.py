@@ -99,6 +99,8 @@ class Trainer(ABC):
     parameter_groups: ClassVar[tuple[str, ...] | None] = None
     """Groups of the hyper-parameters, or single ones such as `rl.lr`, that the trainer reads beside
     its own section. Values given to others are refused; None refuses nothing."""
+    evaluation_family: ClassVar[str | None] = None
+    """How `evaluate` measures its runs again; see `nip_astra.evaluation.families`. None: not."""
     sections_of_others: ClassVar[tuple[str, ...]] = ()
     """Trainers whose sections of the hyper-parameters this trainer reads beside its own."""
     reads_where: ClassVar[Mapping[str, ReadWhere]] = {}

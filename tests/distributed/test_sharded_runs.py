@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.checkpoints.shards import load_whole
 from nip_astra.checkpoints.store import CheckpointStore
-from nip_astra.cli.evaluation_loading import RunCode
-from nip_astra.cli.export_commands import export
 from nip_astra.errors import CheckpointError, LostProcessError, StopRequested
+from nip_astra.evaluation.api import export
 from nip_astra.language_models.services.sharded import ShardedService
 from nip_astra.language_models.sources import load_causal_lm
 from nip_astra.resolving.resolution import ResolvedExperiment
@@ -161,7 +160,7 @@ def check_parts_of_adapter(path: Path, joined: Path) -> None:
     assert latest is not None
     parts = load_whole(latest / "attacker" / "shards")
     assert {name.split(".")[-2] for name in parts} == {"lora_A", "lora_B"}
-    export(str(path), form="huggingface", output=str(joined), code=RunCode([], False))
+    export(path, "huggingface", joined)
     weights = load_causal_lm(str(joined), None).state_dict()
     # The run has left the model with the adapter added in.
     for name, weight in weights_of(path).items():
@@ -174,7 +173,7 @@ def test_parts_are_joined_for_others_and_a_lost_one_is_told_with_the_checkpoint_
     path = tmp_path / "run"
     together(lambda store: run(resolved, path, store), tmp_path)
     weights = weights_of(path)
-    export(str(path), form="huggingface", output=str(tmp_path / "joined"), code=RunCode([], False))
+    export(path, "huggingface", tmp_path / "joined")
     joined = AutoModelForCausalLM.from_pretrained(tmp_path / "joined").state_dict()
     assert all(torch.equal(joined[name], weights[name]) for name in weights)
     assert AutoTokenizer.from_pretrained(tmp_path / "joined").encode("hello")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,11 @@ import numpy as np
 import pytest
 
 from nip_astra.errors import DataError
-from nip_astra.evaluation.comparison import Contender, compare, pair_up, read_contender
+from nip_astra.evaluation.comparison import Contender, compare, metric_of, pair_up
 from nip_astra.evaluation.conditions import holds
+from nip_astra.evaluation.families.base import Evaluation
+from nip_astra.evaluation.families.conversations import Conversations, contender_of
+from nip_astra.evaluation.families.tasks import Tasks
 from nip_astra.evaluation.rows import encode_rows
 from nip_astra.evaluation.tables import as_text, comparison_tables
 from nip_astra.utils.statistics import mcnemar_exact
@@ -28,7 +30,7 @@ def contender(
     episodes = [
         episode(i, [f], prompt=p) for i, (f, p) in enumerate(zip(failed, prompts, strict=True))
     ]
-    return Contender(label, judged(*episodes))
+    return contender_of(label, judged(*episodes))
 
 
 def test_the_difference_is_over_pairs_and_its_test_is_mcnemars() -> None:
@@ -45,7 +47,7 @@ def test_the_difference_is_over_pairs_and_its_test_is_mcnemars() -> None:
 def chains(label: str, *scores: Sequence[float | None]) -> Contender:
     """Conversations of several turns, each from a prompt of its own."""
     made = [episode(i, one, prompt=f"prompt {i}") for i, one in enumerate(scores)]
-    return Contender(label, judged(*made))
+    return contender_of(label, judged(*made))
 
 
 def test_pairs_without_two_verdicts_are_counted() -> None:
@@ -56,11 +58,10 @@ def test_pairs_without_two_verdicts_are_counted() -> None:
     assert found["comparisons"]["b"]["num_pairs"] == 4
     assert (rate["num_pairs"], rate["num_left_out"], rate["num_censored"]) == (2, 2, 0)
     assert rate["difference"] == -0.5
-    (warning,) = found["warnings"]
-    assert {"2", "4"} <= set(re.findall(r"\d+", warning))
+    assert {"2", "4"} <= set(re.findall(r"\d+", found["warnings"][0]))
     nothing = compare(first, [contender("c", [None] * 4)])
     assert "failure_rate" not in nothing["comparisons"]["c"]
-    assert len(nothing["warnings"]) == 1
+    assert "failure_rate" in nothing["warnings"][0]
 
 
 def test_failures_of_a_pair_count_up_to_its_first_turn_without_a_verdict() -> None:
@@ -111,8 +112,7 @@ def test_episodes_are_paired_by_prompt_in_whatever_order_they_were_played() -> N
     first = contender("a", [0.9, 0.1, 0.2], prompts=["x", "y", "x"])
     second = contender("b", [0.3, 0.4, 0.5, 0.6], prompts=["y", "x", "z", "x"])
     pairs = [
-        (p, a[0]["response_score"], b[0]["response_score"])
-        for p, a, b in pair_up(first.episodes, second.episodes)
+        (p, a[0]["response_score"], b[0]["response_score"]) for p, a, b in pair_up(first, second)
     ]
     assert pairs == [("x", 0.9, 0.4), ("y", 0.1, 0.3), ("x", 0.2, 0.6)]
 
@@ -143,11 +143,8 @@ CONFIGURATION = {
 def conditions(
     label: str, configuration: dict[str, Any] | None = None, **figures: Any
 ) -> Contender:
-    return replace(
-        contender(label, [0.1, 0.9]),
-        figures=FIGURES | figures,
-        configuration=CONFIGURATION | (configuration or {}),
-    )
+    episodes = list(contender(label, [0.1, 0.9]).units)
+    return contender_of(label, episodes, FIGURES | figures, CONFIGURATION | (configuration or {}))
 
 
 def warned(first: Contender, other: Contender) -> list[str]:
@@ -156,29 +153,30 @@ def warned(first: Contender, other: Contender) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("figure", "value", "text"),
+    ("figure", "value", "named"),
     [
-        ("tree_depth", 1, "the number of turns is 1 in b and 2 in a"),
-        ("failure_threshold", 0.9, "the failure threshold is 0.9 in b and 0.5 in a"),
-        ("split", "dev", "the split is dev in b and test in a"),
-        ("scorer", "profanity", "the first scorer is profanity in b and classifier in a"),
-        ("target", "other", "the target is other in b and chat in a"),
+        ("tree_depth", 1, {"tree_depth", "1", "2"}),
+        ("failure_threshold", 0.9, {"failure_threshold", "0.9", "0.5"}),
+        ("split", "dev", {"split", "dev", "test"}),
+        ("seed", 3, {"seed", "3"}),
+        ("scorer", "profanity", {"scorer", "profanity", "classifier"}),
+        ("target", "other", {"target", "abc", "def"}),
     ],
 )
 def test_other_conditions_than_the_attacker_are_warned_of(
-    figure: str, value: object, text: str
+    figure: str, value: object, named: set[str]
 ) -> None:
     scorers = {"scorers": {"profanity": {"_type": "profanity"}}} if figure == "scorer" else {}
     other = {"target": {"weights": "def"}} if figure == "target" else scorers
-    (warning,) = warned(conditions("a"), conditions("b", other, **{figure: value}))
-    assert warning.startswith(text)
+    first = conditions("a", seed=0)
+    text = " ".join(warned(first, conditions("b", other, **{"seed": 0, figure: value})))
+    assert all(name in text for name in named)
 
 
 def test_one_name_of_two_scorers_is_warned_of_and_two_names_of_one_target_are_not() -> None:
     other = {"scorers": {"classifier": {"_type": "classifier", "label": "kind"}}}
     (warning,) = warned(conditions("a"), conditions("b", other))
-    assert "the first scorer of b is not that of a, though both are called classifier" in warning
-    assert '(label: "rude" in a, "kind" in b)' in warning
+    assert 'scorer.label: "rude" in a, "kind" in b' in warning
     moved = {"target": {"language_model": {"model": "/else", "dtype": "auto"}, "weights": "abc"}}
     assert warned(conditions("a"), conditions("b", moved, target="run")) == []
     assert warned(conditions("a"), contender("b", [0.1, 0.9])) == []
@@ -212,20 +210,18 @@ def test_p_values_are_adjusted_over_all_metrics_and_contenders() -> None:
 
 
 def test_without_a_shared_prompt_there_is_nothing_to_pair() -> None:
-    with pytest.raises(DataError, match="they share no opening prompt"):
+    with pytest.raises(DataError, match="share no opening prompt"):
         compare(contender("a", [0.9], ["x"]), [contender("b", [0.9], ["y"])])
 
 
-def test_rows_are_read_with_the_threshold_of_their_run(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.jsonl"
-    path.write_bytes(encode_rows([*episode(0, [0.6]), *episode(1, [0.4])]))
-    outcomes = [
-        [e[0]["outcome"] for e in read_contender(path, threshold=threshold).episodes]
-        for threshold in (0.5, 0.7)
-    ]
-    assert outcomes == [["failure", "none"], ["none", "none"]]
-    with pytest.raises(DataError, match="holds none"):
-        read_contender(tmp_path / "nothing.jsonl", threshold=0.5)
+def test_rows_are_read_with_the_threshold_of_their_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(encode_rows([*episode(0, [0.6]), *episode(1, [0.4])]))
+    for threshold, expected in ((0.5, ["failure", "none"]), (0.7, ["none", "none"])):
+        stored = Evaluation(tmp_path, Conversations(), {"failure_threshold": threshold})
+        assert [row["outcome"] for row in stored.rows] == expected
+    (tmp_path / "rows.jsonl").unlink()
+    with pytest.raises(DataError, match=str(tmp_path)):
+        list(Evaluation(tmp_path, Conversations(), {}).rows)
 
 
 def test_five_pairs_that_all_differ_prove_nothing() -> None:
@@ -248,3 +244,104 @@ def test_one_prompt_played_often_excludes_no_difference() -> None:
     # Likelihoods have no bound: nothing can be said of what other prompts would show.
     assert math.isnan(found["comparisons"]["b"]["probe_nll"]["low"])
     assert "[-, -]" in as_text(comparison_tables(found))
+
+
+# ---- policies on tasks
+
+
+def policy(
+    label: str, rewards: Sequence[Sequence[float | None]], names: str = "", **figures: Any
+) -> Contender:
+    """What a policy was given for the runs of each problem, named by letters in order."""
+    names = names or "abcdefghijklmnopqrst"[: len(rewards)]
+    rows: list[dict[str, Any]] = [
+        {
+            "problem": number,
+            "run": run,
+            "problem_hash": name,
+            "reward": reward,
+            "is_right": None if reward is None else reward >= 1.0,
+        }
+        for number, (name, runs) in enumerate(zip(names, rewards, strict=True))
+        for run, reward in enumerate(runs)
+    ]
+    figures = {"split": "test", "num_runs": 1} | figures
+    stored = Evaluation(Path(label), Tasks(), figures)
+    stored.__dict__["rows"] = rows
+    return Tasks().contender(stored, label)
+
+
+def compare_policies(first: Contender, others: Sequence[Contender]) -> dict[str, Any]:
+    return compare(first, others, unit="problems")
+
+
+def test_single_runs_are_compared_by_mcnemars_test() -> None:
+    first = policy("first", [[1.0]] * 2 + [[0.0]] * 8)
+    second = policy("second", [[0.0]] + [[1.0]] * 8 + [[0.5]])
+    found = compare_policies(first, [second])
+    accuracy = found["comparisons"]["second"]["accuracy"]
+    assert (accuracy["first"], accuracy["second"]) == (0.2, 0.8)
+    assert accuracy["difference"] == pytest.approx(0.6)
+    assert (accuracy["only_first"], accuracy["only_second"]) == (1, 7)
+    assert accuracy["p_value"] == mcnemar_exact(1, 7)
+    assert accuracy["low"] < 0.6 < accuracy["high"]
+    reward = found["comparisons"]["second"]["mean_reward"]
+    assert reward["difference"] == pytest.approx(0.65)
+    assert reward["num_problems"] == 10
+    # Two tests: the smaller p-value is doubled.
+    smaller = min((accuracy, reward), key=lambda metric: metric["p_value"])
+    assert smaller["p_holm"] == pytest.approx(2 * smaller["p_value"])
+    assert found["warnings"] == []
+
+
+def test_problems_are_the_pairs_where_each_was_played_several_times() -> None:
+    first = policy("first", [[1.0, 0.0], [0.0, 0.0], [None, None], [0.0, 0.0]], num_runs=2)
+    second = policy("second", [[1.0], [1.0], [1.0], [None]])
+    found = compare_policies(first, [second])
+    accuracy = found["comparisons"]["second"]["accuracy"]
+    assert (accuracy["first"], accuracy["second"], accuracy["num_pairs"]) == (0.25, 1.0, 2)
+    assert accuracy["test"] == "sign flips of problems"
+    runs, *lost = found["warnings"]
+    assert runs.startswith("num_runs: 2 in first, 1 in second")
+    # Two pairs lack a verdict, for each of the two metrics.
+    assert [re.findall(r"\d+", text)[:2] for text in lost] == [["2", "4"]] * 2
+
+
+def test_problems_are_known_by_what_they_are_and_not_by_number() -> None:
+    first = policy("first", [[1.0], [0.0], [1.0]], "aab", split="dev")
+    second = policy("second", [[1.0], [1.0], [0.0], [0.0]], "baac")
+    found = compare_policies(first, [second])
+    accuracy = found["comparisons"]["second"]["accuracy"]
+    assert (accuracy["difference"], accuracy["num_pairs"], accuracy["num_problems"]) == (0.0, 3, 2)
+    # The same problem twice is not twice the evidence.
+    assert accuracy["test"] == "sign flips of problems"
+    split, lost = found["warnings"]
+    assert split.startswith('split: "dev" in first, "test" in second')
+    assert "0 of 3 of first" in lost
+    assert "1 of 4 of second" in lost
+
+
+def test_policies_that_share_no_problem_cannot_be_compared() -> None:
+    with pytest.raises(DataError, match="share no problem"):
+        compare_policies(policy("first", [[1.0]], "a"), [policy("second", [[1.0]], "b")])
+
+
+@pytest.mark.parametrize(
+    ("chances", "rewards"), [((0.02, 0.1), [0.2, 1.0]), ((0.1, 0.2), [0.1, 0.1, 0.1, 1.0])]
+)
+def test_the_interval_of_rewards_holds_the_truth_where_few_problems_differ(
+    chances: tuple[float, float], rewards: list[float]
+) -> None:
+    """Student's interval held it in 81 and 87 % of them."""
+    rng = np.random.default_rng(0)
+    num_held, truth = 0, (chances[1] - chances[0]) * float(np.mean(rewards))
+    for _ in range(200):
+        drawn = [(rng.random(30) < chance) * rng.choice(rewards, 30) for chance in chances]
+        metrics = {"reward": metric_of(lambda value: value, "observed", possible=[1.0])}
+        first, second = (
+            Contender(name, one.tolist(), range(30), metrics)
+            for name, one in zip("ab", drawn, strict=True)
+        )
+        found = compare(first, [second])["comparisons"]["b"]["reward"]
+        num_held += found["low"] <= truth <= found["high"]
+    assert num_held >= 186

@@ -1,7 +1,8 @@
-"""What `nip-astra doctor` does: it reports what is installed and works on this machine."""
+"""Checks of an installation: what is installed, and what works on this machine."""
 
 from __future__ import annotations
 
+import html
 import os
 import platform
 import shutil
@@ -16,23 +17,23 @@ from importlib import metadata
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 import yaml
 from rich.text import Text
 
 import nip_astra
-from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.errors import NipAstraError, ParameterError
+from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.tables import as_text, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import find_scenario, resolve_reference, scenario_names
 from nip_astra.plugins import load_plugin
-from nip_astra.safe_text import to_json
 from nip_astra.trust import read_variable
 
-BROKEN = 1
-"""Exit code where something that is needed does not work."""
+if TYPE_CHECKING:
+    import pandas as pd
+
 LITTLE_SPACE_GIB = 2.0
 """Less free space for runs than this is warned of; without `FULL_GIB` nothing can be run."""
 FULL_GIB = 0.1
@@ -71,12 +72,12 @@ Findings = Iterator[Finding]
 
 @dataclass(frozen=True)
 class Question:
-    """What the user asked for.
+    """What is checked.
 
     Attributes
     ----------
     is_online : bool
-        Whether hosts are asked whether they can be reached.
+        Whether connections to hosts are tried.
     """
 
     runs_dir: Path
@@ -92,41 +93,70 @@ STYLES = {
 }
 
 
-def doctor(*, runs_dir: str, plugins: Sequence[str], is_online: bool, as_json: bool) -> None:
-    """Print what is installed and works; end with 1 where something needed does not."""
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of `doctor`."""
+
+    findings: list[Finding]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether everything that is needed works."""
+        return not any(one.status is Status.BROKEN for one in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"is_sound": self.is_sound, "findings": [asdict(one) for one in self.findings]}
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a finding."""
+        frame: pd.DataFrame = import_pandas().DataFrame(self.to_dict()["findings"])
+        return frame
+
+    def tables(self) -> list[Any]:
+        """A table an area, and a sentence about all, for a terminal."""
+        found: list[Any] = []
+        for area in dict.fromkeys(one.area for one in self.findings):
+            table = plain_table(area, "", "", "")
+            table.show_header = False
+            for one in self.findings:
+                if one.area == area:
+                    word = "" if one.status is Status.TOLD else str(one.status)
+                    table.add_row(Text(one.name), Text(word, STYLES[one.status]), Text(one.text))
+            found += [table, ""]
+        if not self.is_sound:
+            last = "Something that is needed does not work; see the lines marked broken."
+        elif any(one.status is Status.WARNING for one in self.findings):
+            last = "Everything that is needed works; see the lines marked warning."
+        else:
+            last = "Everything that is needed works."
+        return [*found, last]
+
+    def __str__(self) -> str:
+        return as_text(self.tables())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def doctor(
+    runs_dir: str | Path = "runs", *, plugins: Sequence[str] = (), online: bool = False
+) -> Diagnosis:
+    """Check what is installed and works; opens no connection unless `online`.
+
+    Parameters
+    ----------
+    runs_dir : str or Path
+        Where runs are to be kept.
+    plugins : Sequence[str]
+        Loaded first, so that their scorers are checked too.
+    online : bool
+        Also check which hosts can be reached.
+    """
     for spec in plugins:
         load_plugin(spec)
-    findings = examine(Question(Path(runs_dir), is_online))
-    if is_online:
-        findings += reach_hosts()
-    broken = [one for one in findings if one.status is Status.BROKEN]
-    if as_json:
-        plain = {"is_sound": not broken, "findings": [asdict(one) for one in findings]}
-        say(to_json(plain, indent=2))
-    else:
-        _show(findings)
-    if broken:
-        raise typer.Exit(BROKEN)
-
-
-def _show(findings: Sequence[Finding]) -> None:
-    console = open_console()
-    for area in dict.fromkeys(one.area for one in findings):
-        table = plain_table(area, "", "", "")
-        table.show_header = False
-        for one in findings:
-            if one.area == area:
-                word = "" if one.status is Status.TOLD else str(one.status)
-                table.add_row(Text(one.name), Text(word, STYLES[one.status]), Text(one.text))
-        console.print(table, "")
-    counts = {status: sum(one.status is status for one in findings) for status in Status}
-    if counts[Status.BROKEN]:
-        told = "Something that is needed does not work; see the lines marked broken."
-    elif counts[Status.WARNING]:
-        told = "Everything that is needed works; see the lines marked warning."
-    else:
-        told = "Everything that is needed works."
-    console.print(told)
+    findings = examine(Question(Path(runs_dir), online))
+    return Diagnosis(findings + (reach_hosts() if online else []))
 
 
 def examine(question: Question) -> list[Finding]:

@@ -1,0 +1,513 @@
+"""Evaluate, score, compare and export runs of any family, from a script, a notebook or a shell."""
+
+from __future__ import annotations
+
+import html
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nip_astra.errors import ConfigurationError, RunDirectoryError, UnknownNameError, nearest_names
+from nip_astra.evaluation.conditions import check_condition
+from nip_astra.evaluation.exports import EXPORT_FORMATS, export_material
+from nip_astra.evaluation.families.base import (
+    CHAT_FILES,
+    FAMILIES,
+    Evaluation,
+    EvaluationFamily,
+    EvaluationRequest,
+    OnPart,
+    as_list,
+    family_of_run,
+    is_text_attacker,
+    run_of,
+)
+from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES
+from nip_astra.evaluation.tables import as_text, comparison_tables, matrix_tables
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.progress import open_progress
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PathLike = str | Path
+WEIGHTS = "huggingface"
+"""The format that writes trained weights, in the layout of transformers."""
+EXPORTS = "exports"
+"""Folder in a run's directory, unless another is given."""
+TRANSFER = "transfer"
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Several evaluations side by side; of attackers and targets, the transfer matrix.
+
+    Attributes
+    ----------
+    path : Path or None
+        File that keeps the matrix; None for families without targets.
+    """
+
+    evaluations: list[Evaluation]
+    path: Path | None = None
+
+    def __iter__(self) -> Iterator[Evaluation]:
+        return iter(self.evaluations)
+
+    def __len__(self) -> int:
+        return len(self.evaluations)
+
+    def __getitem__(self, place: int) -> Evaluation:
+        return self.evaluations[place]
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row an evaluation: `label`, and its figures as columns `a.b`."""
+        rows = [{"label": one.label, **one.values} for one in self.evaluations]
+        frame: pd.DataFrame = import_pandas().json_normalize(rows)
+        return frame
+
+    def __str__(self) -> str:
+        return "\n".join(str(one) for one in self.evaluations)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Evaluations compared with a first one, unit by unit.
+
+    Attributes
+    ----------
+    baseline : str
+        Label of the first.
+    comparisons : dict
+        By label of each other one: `num_pairs`, and by metric both means, the difference with its
+        interval, and p-values without (`p_value`) and with (`p_holm`) Holm's adjustment.
+    warnings : list of str
+        Units without a partner, conditions that differ, and the evaluations' own warnings.
+    evaluations : dict
+        By label, the first among them.
+    """
+
+    baseline: str
+    comparisons: dict[str, dict[str, Any]]
+    warnings: list[str]
+    evaluations: dict[str, Evaluation] = field(default_factory=dict, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON, which has no NaN."""
+        found = {"baseline": self.baseline, "comparisons": self.comparisons}
+        plain: dict[str, Any] = _with_nulls(found | {"warnings": self.warnings})
+        return plain
+
+    def values(self, label: str) -> dict[str, Any]:
+        """Figures as conditions name them: one's own, `baseline.*` and `comparison.*`."""
+        found = {"baseline": self.evaluations[self.baseline].values}
+        return self.evaluations[label].values | found | {"comparison": self.comparisons[label]}
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a metric of each evaluation."""
+        rows = [
+            {"label": label, "metric": name, **metric}
+            for label, metrics in self.comparisons.items()
+            for name, metric in metrics.items()
+            if isinstance(metric, Mapping)
+        ]
+        frame: pd.DataFrame = import_pandas().DataFrame(rows)
+        return frame
+
+    def tables(self) -> list[Any]:
+        """A line a metric of each evaluation, and the warnings, for a terminal."""
+        return comparison_tables(vars(self))
+
+    def __str__(self) -> str:
+        return as_text(self.tables())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def evaluate(
+    runs: PathLike | Sequence[PathLike],
+    *,
+    settings: ExperimentSettings | Mapping[str, Any] | None = None,
+    progress: bool = True,
+    on_evaluation: Callable[[Evaluation], None] = lambda _: None,
+    **options: Any,
+) -> Evaluation | Matrix:
+    """Evaluate runs of one family on held-out data; continue what a killed evaluation left.
+
+    Parameters
+    ----------
+    runs : path or sequence of paths
+        Run ids, run directories or checkpoints. Attackers may also be model folders, lists of
+        probes and YAML files of chat models.
+    settings : ExperimentSettings or Mapping, optional
+        Device, threads, `runs_dir` and limits of services.
+    on_evaluation : callable
+        Called with each evaluation when it is finished.
+    **options
+        See `EvaluationRequest`.
+
+    Returns
+    -------
+    Evaluation or Matrix
+        Of one run (with one target) an `Evaluation`, else a `Matrix` of them.
+
+    Raises
+    ------
+    ConfigurationError
+        Before anything is played: an option has no effect, or runs differ in their family.
+    NothingMeasuredError
+        When no unit has a verdict.
+    """
+    settings, request = _settings(settings), EvaluationRequest(**options)
+    paths = [str(locate(run, settings)) for run in as_list(runs)]
+    if not paths:
+        raise ConfigurationError("evaluate needs a run. Give its id or path.")
+    families = [_family_of(path, request) for path in paths]
+    family = families[0]
+    others = [path for path, one in zip(paths, families, strict=True) if one.name != family.name]
+    if others:
+        raise ConfigurationError(
+            f"{others[0]} is no {family.name} run, as {paths[0]} is. Evaluate them apart."
+        )
+    family.check(paths, request)
+    if request.fail_if is not None:
+        for path in paths:
+            check_condition(request.fail_if, family.shape(Path(path), request))
+    found: list[Evaluation] = []
+
+    @contextmanager
+    def bar(label: str, total: int) -> Iterator[OnPart]:
+        display = open_progress(total, enabled=progress and total > 0)
+        display.set_description(label)
+        try:
+            yield display.step
+        finally:
+            display.close()
+
+    from nip_astra.report.page import write_report
+
+    for path in paths:
+        for evaluation in family.evaluate(Path(path), request, settings, bar):
+            if (evaluation.run / HYPER_PARAMETERS).is_file():
+                write_report([evaluation.run])
+            found.append(evaluation)
+            on_evaluation(evaluation)
+    if len(paths) == 1 and len(found) == 1 and isinstance(runs, str | Path):
+        return found[0]
+    file = _keep_matrix(found, request) if "target" in found[0].figures and len(found) > 1 else None
+    return Matrix(found, file)
+
+
+def score(
+    run: PathLike,
+    scorers: str | Sequence[str] = (),
+    *,
+    settings: ExperimentSettings | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Evaluation:
+    """Rate the stored texts of a run or evaluation by other scorers, without a language model.
+
+    Parameters
+    ----------
+    run : path
+        A run id, run directory or evaluation.
+    scorers : str or sequence of str
+        Registered names, YAML files, or "own"; the first decides.
+    settings, **options
+        As in `evaluate`.
+
+    Raises
+    ------
+    ConfigurationError
+        When the run has no such texts, or an option has no effect.
+    """
+    settings = _settings(settings)
+    request = EvaluationRequest(scorers=scorers, **options)
+    path = locate(run, settings)
+    family = _stored_family(path, request)
+    evaluation = family.score(path, request, settings)
+    from nip_astra.report.page import write_report
+
+    write_report([evaluation.run])
+    return evaluation
+
+
+def compare(
+    first: PathLike | Sequence[PathLike],
+    *others: PathLike,
+    settings: ExperimentSettings | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Comparison:
+    """Compare evaluations, or the newest ones of runs, with the first, unit by unit.
+
+    Parameters
+    ----------
+    first, *others : path
+        Run ids, run directories or evaluations; or one sequence of them.
+    settings, **options
+        As in `evaluate`; `plugins` and `is_trusted` are read.
+
+    Raises
+    ------
+    ConfigurationError
+        When fewer than two are given, or their families differ.
+    DataError
+        When two share no unit.
+    """
+    settings, request = _settings(settings), EvaluationRequest(**options)
+    given = [*as_list(first), *others]
+    paths = [locate(one, settings) for one in given]
+    if len(paths) < 2:
+        raise ConfigurationError("compare needs two or more runs or evaluations.")
+    # After the paths were checked: it needs scipy.
+    from nip_astra.evaluation import comparison
+
+    evaluations = [_stored_evaluation(path, request) for path in paths]
+    family = evaluations[0].family
+    strangers = [one.label for one in evaluations if one.family.name != family.name]
+    if strangers:
+        raise ConfigurationError(
+            f"{strangers[0]} is no {family.name} run, as {evaluations[0].label} is. Compare runs "
+            "of one family."
+        )
+    labels = comparison.distinct_labels(
+        [
+            one.path.resolve().name if (one.path / HYPER_PARAMETERS).is_file() else one.label
+            for one in evaluations
+        ]
+    )
+    contenders = [
+        family.contender(one, label) for one, label in zip(evaluations, labels, strict=True)
+    ]
+    found = comparison.compare(contenders[0], contenders[1:], unit=family.unit)
+    return Comparison(**found, evaluations=dict(zip(labels, evaluations, strict=True)))
+
+
+def export(
+    run: PathLike,
+    form: str,
+    output: PathLike | None = None,
+    *,
+    settings: ExperimentSettings | Mapping[str, Any] | None = None,
+    **options: Any,
+) -> list[Path]:
+    """Write rows, figures and curves, or trained weights, in the format of another tool.
+
+    Parameters
+    ----------
+    run : path
+        A run id, run directory, evaluation, or checkpoint.
+    form : str
+        A registered format, or "huggingface" for weights.
+    output : path, optional
+        Folder to write to; `RUN/exports` by default.
+
+    Returns
+    -------
+    list of Path
+        Written files, or folders of weights.
+
+    Raises
+    ------
+    UnknownNameError
+        When no format has that name.
+    ConfigurationError
+        When the run has nothing for it.
+    """
+    settings, request = _settings(settings), EvaluationRequest(**options)
+    known = [*EXPORT_FORMATS.names(), WEIGHTS]
+    if form not in known:
+        raise UnknownNameError("format", form, known, "Give one as --format.")
+    path = locate(run, settings)
+    if form == WEIGHTS:
+        return _export_weights(path, None if output is None else Path(output))
+    material = _stored_family(path, request).material(path, request)
+    run_directory = run_of(path)[0]
+    if (path / FIGURES).is_file():
+        run_directory = path.resolve().parent.parent
+    folder = run_directory / EXPORTS if output is None else Path(output)
+    return export_material(material, form, folder)
+
+
+def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
+    """The path of a run, evaluation or model, given by its path or relative to `runs_dir`.
+
+    Raises
+    ------
+    RunDirectoryError
+        When there is none.
+    """
+    path = Path(run)
+    runs_dir = Path((settings or ExperimentSettings()).runs_dir)
+    if path.exists() or path.is_symlink() or path.name in ("latest", "best"):
+        return path
+    if (runs_dir / path).exists():
+        return runs_dir / path
+    if is_text_attacker(run) and path.suffix not in CHAT_FILES:
+        return path
+    names = [one.parent.name for one in runs_dir.glob(f"[!.]*/{HYPER_PARAMETERS}")]
+    near = nearest_names(str(run), sorted(names), n=1)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    raise RunDirectoryError(
+        f"there is no run or file {str(run)!r}, here or in {runs_dir}.{hint} Give the path of a "
+        "run directory, or the name of one of its runs."
+    )
+
+
+def _settings(settings: ExperimentSettings | Mapping[str, Any] | None) -> ExperimentSettings:
+    if isinstance(settings, ExperimentSettings):
+        return settings
+    return ExperimentSettings.from_dict(dict(settings or {}))
+
+
+def _family_of(path: str, request: EvaluationRequest) -> EvaluationFamily:
+    """The family of what is to be evaluated."""
+    run, _ = run_of(path)
+    if (run / HYPER_PARAMETERS).is_file():
+        return family_of_run(run, request)
+    # Attackers are models, files of probes, and chat models.
+    return FAMILIES.get("conversation")()
+
+
+def _stored_family(path: Path, request: EvaluationRequest) -> EvaluationFamily:
+    """The family of a run or of a stored evaluation."""
+    if (path / FIGURES).is_file():
+        return Evaluation.read(path).family
+    return _family_of(str(path), request)
+
+
+def _stored_evaluation(path: Path, request: EvaluationRequest) -> Evaluation:
+    """The evaluation at a path, or the one that a run is compared by."""
+    if (path / FIGURES).is_file():
+        return Evaluation.read(path)
+    if not (path / HYPER_PARAMETERS).is_file():
+        raise RunDirectoryError(
+            f"{path} is neither a run nor an evaluation. Give RUN or RUN/{EVALUATIONS}/<name>."
+        )
+    return family_of_run(path, request).stored(path, request)
+
+
+def _export_weights(path: Path, output: Path | None) -> list[Path]:
+    """Write the model of a checkpoint with its parts joined, or the trained models of a run."""
+    from nip_astra.checkpoints.store import CheckpointStore
+    from nip_astra.language_models.saved_weights import write_joined
+    from nip_astra.language_models.sources import is_model_folder
+
+    is_evaluation = (path / FIGURES).is_file()
+    run, checkpoint = (path.resolve().parent.parent, None) if is_evaluation else run_of(path)
+    if (run / HYPER_PARAMETERS).is_file() and checkpoint is None:
+        written = _export_trained_groups(run, output or run / EXPORTS)
+        if written is not None:
+            return written
+    checkpoint = checkpoint or CheckpointStore(run / "checkpoints").latest()
+    if checkpoint is None:
+        raise RunDirectoryError(
+            f"{path} holds no checkpoint. Give a run that has saved one, or a checkpoint, such as "
+            "runs/<run id>/checkpoints/latest."
+        )
+    CheckpointStore(checkpoint.parent).verify(checkpoint)
+    found = [folder for folder in sorted(checkpoint.iterdir()) if is_model_folder(folder)]
+    if len(found) != 1:
+        raise RunDirectoryError(
+            f"{checkpoint} holds {len(found)} language models, and one can be exported. Give a "
+            "checkpoint of a trainer of language models."
+        )
+    folder = output or run / EXPORTS / checkpoint.name
+    write_joined(found[0], folder)
+    return [folder]
+
+
+def _export_trained_groups(run: Path, folder: Path) -> list[Path] | None:
+    """Copy what jobs have trained to `models/<group>`; None for a run without such jobs."""
+    from nip_astra.language_models.sources import is_model_folder
+    from nip_astra.scenario_base.text.models import models_of_run
+
+    if family_of_run(run, EvaluationRequest()).name != "text_protocol":
+        return None
+    trained = {n: one["model"] for n, one in models_of_run(run).items() if one["model"]}
+    if not trained:
+        raise ConfigurationError(
+            f"the jobs of {run} have trained no model. Its agents' models are named in "
+            "hyper_parameters.yaml."
+        )
+    elsewhere = [name for name, model in trained.items() if not is_model_folder(Path(model))]
+    if elsewhere:
+        raise ConfigurationError(
+            f"the model of the group {elsewhere[0]!r} is {trained[elsewhere[0]]!r} at the service "
+            "that trained it. Use it under that name; runs with _type: local keep theirs in jobs/."
+        )
+    written = []
+    for name, model in trained.items():
+        target = folder / "models" / name
+        try:
+            shutil.copytree(model, target, dirs_exist_ok=True)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"{target} cannot be written: {error}. Give another --output."
+            ) from error
+        written.append(target)
+    return written
+
+
+def _keep_matrix(evaluations: Sequence[Evaluation], request: EvaluationRequest) -> Path:
+    """Keep the transfer matrix beside the first run's evaluations."""
+    from nip_astra.evaluation.families.conversations import file_name
+    from nip_astra.evaluation.summary import VERSION
+
+    kept = ("failure_rate", "turn_failure_rate", "probability_of_failure", "name", "warnings")
+    cells = [
+        {
+            "attacker": one.figures["attacker"],
+            "target": one.figures["target"],
+            "configuration": one.configuration["sha256"],
+            **{name: one.figures[name] for name in kept},
+        }
+        for one in evaluations
+    ]
+    seen: set[tuple[str, str]] = set()
+    for cell, one in zip(cells, evaluations, strict=True):
+        # Two runs may have the same id in different folders.
+        if (cell["attacker"], cell["target"]) in seen:
+            cell["attacker"] = str(one.run)
+        seen.add((cell["attacker"], cell["target"]))
+    folder = RunDirectory(evaluations[0].path.parent)
+    stem = TRANSFER if request.name is None else f"{TRANSFER}-{file_name(request.name)}"
+    name, number = f"{stem}.json", 2
+    # A matrix of other evaluations is kept.
+    while (folder.path / name).is_file() and not request.overwrite:
+        if _identities(folder.read_json(name).get("cells", [])) == _identities(cells):
+            break
+        name, number = f"{stem}-{number}.json", number + 1
+    return folder.write_json(name, {"version": VERSION, "cells": cells})
+
+
+def _identities(cells: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
+    names = ("attacker", "target", "name", "configuration")
+    return [[cell.get(name) for name in names] for cell in cells]
+
+
+def matrix_of(matrix: Matrix) -> list[Any]:
+    """The transfer matrix for a terminal; empty without one."""
+    if matrix.path is None:
+        return []
+    cells = RunDirectory(matrix.path.parent).read_json(matrix.path.name)["cells"]
+    return matrix_tables({(cell["attacker"], cell["target"]): cell for cell in cells})
+
+
+def _with_nulls(value: Any) -> Any:
+    """Nested values with None in place of NaN."""
+    if isinstance(value, Mapping):
+        return {name: _with_nulls(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_nulls(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,345 @@
+"""Write rows, figures and curves in the formats of other tools: one writer a format, any family."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nip_astra.errors import ConfigurationError, MissingDependencyError, RunDirectoryError
+from nip_astra.evaluation.rows import Row, encode_rows
+from nip_astra.registry import Registry
+from nip_astra.safe_text import safe_text, to_json
+
+SCHEMA_VERSION = 1
+"""Of the JSON lines; grows when a reader of the old ones would misread the new ones."""
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""With which a spreadsheet recognises a formula."""
+
+
+class Sample(NamedTuple):
+    """One unit as Inspect shows it.
+
+    Attributes
+    ----------
+    messages : sequence of (role, text)
+        Roles are "user" and "assistant"; the first message is the input.
+    output : str
+        The last answer.
+    scores : dict
+        By scorer, the score and the answer that it is of.
+    """
+
+    messages: Sequence[tuple[str, str]]
+    output: str
+    scores: Mapping[str, tuple[float, str]]
+    metadata: Mapping[str, Any] = {}
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run or evaluation offers to export.
+
+    Attributes
+    ----------
+    name : str
+        Of the evaluation, or of the run.
+    created : str
+        ISO 8601 with time zone.
+    unit : str
+        What a row is: "node", "rollout", "answer".
+    rows : Sequence[Row]
+        Whole rows, for JSON lines and Parquet.
+    tables : Mapping
+        Tables for CSV, by the name of their file.
+    figures : Mapping
+        Measured figures; may be empty.
+    metrics : Sequence[Row]
+        Rows of `metrics.jsonl`.
+    head : Mapping
+        Further entries of the first JSON line.
+    rates : Mapping
+        Measured figures for TensorBoard, by tag.
+    scores : Mapping
+        Figures of the evaluation for Inspect.
+    sample : Callable, optional
+        From a sample's rows (`units`) to its `Sample`; None without texts.
+    units : Sequence
+        What `sample` takes; the rows by default.
+    hits : Callable, optional
+        Gives failing turns in the columns of garak's hit logs; None without failures.
+    """
+
+    run_id: str
+    name: str
+    created: str
+    unit: str = "row"
+    rows: Sequence[Row] = ()
+    tables: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Sequence[Row] = ()
+    head: Mapping[str, Any] = field(default_factory=dict)
+    hyper_params: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    rates: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
+    scorer: str = "accuracy"
+    model: str = ""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    sample: Callable[[Any], Sample] | None = None
+    units: Sequence[Any] | None = None
+    hits: Callable[[], Sequence[Row]] | None = None
+
+
+Writer = Callable[[Material, Path], list[Path]]
+
+EXPORT_FORMATS: Registry[Writer] = Registry(
+    "export_format",
+    package="nip_astra.evaluation",
+    members=("csv", "hitlog", "inspect", "jsonl", "parquet", "tensorboard"),
+    modules=dict.fromkeys(
+        ("csv", "hitlog", "inspect", "jsonl", "parquet", "tensorboard"), "exports"
+    ),
+)
+"""Writers by name: they take material and a folder, and return the files that they wrote."""
+
+register_export_format = EXPORT_FORMATS.register
+
+
+def export_material(material: Material, form: str, folder: Path) -> list[Path]:
+    """Write material in a format.
+
+    Raises
+    ------
+    UnknownNameError
+        When no format has that name.
+    ConfigurationError
+        When the run has nothing for it.
+    RunDirectoryError
+        When the folder cannot be written.
+    """
+    write = EXPORT_FORMATS.get(form)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return write(material, folder)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"{folder} cannot be written: {error.strerror or error}. Give another --output."
+        ) from error
+
+
+@register_export_format("csv")
+def write_csv(material: Material, folder: Path) -> list[Path]:
+    """Tables, `figures.csv` and `metrics.csv`; what is nested has dotted names.
+
+    Text that a spreadsheet would take for a formula gets an apostrophe before it; characters that
+    act on a terminal, or are not seen, are written as `safe_text` shows them.
+    """
+    figures = [{"figure": name, "value": value} for name, value in _flat(material.figures).items()]
+    flat = {name: list(map(_flat, rows)) for name, rows in material.tables.items()}
+    flat |= {"figures": figures, "metrics": list(map(_flat, material.metrics))}
+    return [
+        _write_text(folder / f"{name}.csv", _csv_text(rows)) for name, rows in flat.items() if rows
+    ]
+
+
+@register_export_format("jsonl")
+def write_jsonl(material: Material, folder: Path) -> list[Path]:
+    """A line about the run, one a row with its whole texts, and an end line with their number."""
+    _require(material, "jsonl", has=material.rows)
+    head = {
+        "v": SCHEMA_VERSION,
+        "type": "run",
+        "run": material.run_id,
+        **material.head,
+        "hyper_parameters": material.hyper_params,
+        "environment": material.environment,
+    }
+    rows = [{"v": SCHEMA_VERSION, "type": material.unit, **row} for row in material.rows]
+    end = {"v": SCHEMA_VERSION, "type": "end", f"num_{material.unit}s": len(rows)}
+    path = folder / f"{next(iter(material.tables), material.unit)}.jsonl"
+    return [_write_text(path, encode_rows([head, *rows, end]).decode())]
+
+
+@register_export_format("parquet")
+def write_parquet(material: Material, folder: Path) -> list[Path]:
+    """A row a unit, which `datasets.load_dataset` reads.
+
+    Raises
+    ------
+    MissingDependencyError
+        When PyArrow is not installed.
+    """
+    _require(material, "parquet", has=material.rows)
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise _missing("parquet", "pyarrow", "sweep") from error
+    path = folder / f"{next(iter(material.tables), material.unit)}.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([*material.rows]), path)
+    return [path]
+
+
+@register_export_format("hitlog")
+def write_hitlog(material: Material, folder: Path) -> list[Path]:
+    """`hitlog.jsonl`: the failing turns alone, in the columns of garak's hit logs."""
+    _require(material, "hitlog", has=material.hits)
+    assert material.hits is not None
+    return [_write_text(folder / "hitlog.jsonl", encode_rows(material.hits()).decode())]
+
+
+@register_export_format("tensorboard")
+def write_tensorboard(material: Material, folder: Path) -> list[Path]:
+    """An event file of learning curves, and figures of the evaluation at the last step.
+
+    Raises
+    ------
+    MissingDependencyError
+        When tensorboard is not installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise _missing("tensorboard", "tensorboard", "tensorboard") from error
+    logs = folder / "tensorboard" / material.run_id
+    for old in logs.glob("events.out.tfevents.*"):
+        # TensorBoard would draw both, one over the other.
+        old.unlink()
+    step = 0
+    with SummaryWriter(str(logs)) as writer:
+        for row in material.metrics:
+            step = int(row["step"])
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    writer.add_scalar(name, value, step)
+        for name, value in material.rates.items():
+            writer.add_scalar(name, value, step)
+    return sorted(logs.glob("events.out.tfevents.*"))
+
+
+@register_export_format("inspect")
+def write_inspect(material: Material, folder: Path) -> list[Path]:
+    """`<name>.eval`, a log of Inspect with a sample a unit.
+
+    Raises
+    ------
+    MissingDependencyError
+        When inspect_ai is not installed.
+    """
+    _require(material, "inspect", has=material.sample)
+    assert material.sample is not None
+    try:
+        from inspect_ai import log
+    except ImportError as error:
+        raise _missing("inspect", "inspect_ai", "inspect") from error
+    units = material.rows if material.units is None else material.units
+    samples = [_inspect_sample(material.sample(unit), n) for n, unit in enumerate(units, 1)]
+    metrics = {
+        name: log.EvalMetric(name=name, value=value) for name, value in material.scores.items()
+    }
+    packages = material.environment.get("packages") or {}
+    written = log.EvalLog(
+        status="success",
+        eval=log.EvalSpec(
+            created=material.created,
+            task=f"{material.run_id}/{material.name}",
+            dataset=log.EvalDataset(name=material.name, samples=len(samples)),
+            model=f"nip_astra/{material.model or material.run_id}",
+            config=log.EvalConfig(),
+            packages={name: one for name, one in packages.items() if one is not None},
+            metadata=dict(material.metadata),
+        ),
+        results=log.EvalResults(
+            total_samples=len(samples),
+            completed_samples=len(samples),
+            scores=[log.EvalScore(name=material.scorer, scorer=material.scorer, metrics=metrics)],
+        ),
+        samples=samples,
+    )
+    path = folder / f"{material.name}.eval"
+    log.write_eval_log(written, str(path), format="eval")
+    return [path]
+
+
+def _inspect_sample(sample: Sample, number: int) -> Any:
+    from inspect_ai.log import EvalSample
+    from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, ModelOutput
+    from inspect_ai.scorer import Score
+
+    kinds = {"assistant": ChatMessageAssistant, "user": ChatMessageUser}
+    messages: list[Any] = [kinds[role](content=text) for role, text in sample.messages]
+    return EvalSample(
+        id=number,
+        epoch=1,
+        input=messages[:1],
+        target=sample.target,
+        messages=messages,
+        output=ModelOutput.from_content("nip_astra", sample.output),
+        scores={
+            name: Score(value=value, answer=answer)
+            for name, (value, answer) in sample.scores.items()
+        },
+        metadata=dict(sample.metadata),
+    )
+
+
+def _require(material: Material, form: str, *, has: Any) -> None:
+    if not has:
+        raise ConfigurationError(
+            f"{material.run_id} has nothing to export as {form!r}. Take csv or tensorboard for its "
+            "curves, or evaluate the run first."
+        )
+
+
+def _missing(form: str, package: str, extra: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"the format {form} needs the package {package}: pip install 'nip_astra[{extra}]'"
+    )
+
+
+def _write_text(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8", errors="replace", newline="")
+    return path
+
+
+def _csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    stream = StringIO()
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    # Quotes are put around text with a character of the line end, and a lone \r is read as one.
+    writer = csv.DictWriter(stream, names, lineterminator="\r\n")
+    writer.writeheader()
+    writer.writerows({name: _harmless(value) for name, value in row.items()} for row in rows)
+    return stream.getvalue()
+
+
+def _harmless(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    return f"'{safe_text(value)}" if value.startswith(_FORMULA_STARTS) else safe_text(value)
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Leaves by dotted name; a list of plain values is one leaf, of objects each its own."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _leaves(value, f"{prefix}{name}")
+    return found
+
+
+def _leaves(value: Any, name: str) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return _flat(value, f"{name}.")
+    if isinstance(value, list | tuple):
+        if _are_plain(value):
+            return {name: to_json(value)}
+        return _flat({str(place): item for place, item in enumerate(value)}, f"{name}.")
+    return {name: value}
+
+
+def _are_plain(values: Iterable[Any]) -> bool:
+    return not any(isinstance(value, Mapping) for value in values)

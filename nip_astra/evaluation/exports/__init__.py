@@ -1,1 +1,0 @@
-"""Write an evaluation down in the formats of other tools."""

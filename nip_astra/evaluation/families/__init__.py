@@ -1,0 +1,1 @@
+"""How runs of each family are evaluated, scored, compared and exported."""

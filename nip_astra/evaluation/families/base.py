@@ -1,0 +1,555 @@
+"""One evaluation, whatever the family of its run, and what a family must provide.
+
+A family has five methods: `load` a run, choose `units`, `play` them to rows, reduce rows to
+`figures`, and the `pair_key` by which `compare` pairs rows. Everything else is done here once.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rich.console import RenderableType
+
+from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
+from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
+from nip_astra.evaluation.conditions import check_condition
+from nip_astra.evaluation.rows import Row
+from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
+from nip_astra.evaluation.tables import as_text
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.types import TrainerType
+from nip_astra.registry import Registry
+from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, MODEL_DIR, RunDirectory
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from nip_astra.evaluation.comparison import Contender
+    from nip_astra.evaluation.exports import Material
+
+
+@dataclass(frozen=True)
+class EvaluationRequest:
+    """Options of `evaluate` and `score`; None takes the run's own value.
+
+    Attributes
+    ----------
+    targets : Sequence[str]
+        Models, or runs whose target is evaluated; the scenario's own if empty.
+    scorers : Sequence[str]
+        Registered names, YAML files, or "own"; the first decides.
+    name : str, optional
+        Folder in `RUN/evaluations`; derived from the options by default.
+    threshold : float, optional
+        Score from which a response fails, in (0, 1].
+    labelled : str, optional
+        File of labelled responses, or "none".
+    embedder : str, optional
+        Groups failing probes: "ngram", or an encoder's model.
+    untrained : bool
+        Evaluate the model as it was before training.
+    overwrite : bool
+        Start over instead of continuing an evaluation.
+    overrides : Sequence[str]
+        Assignments "a.b=c" to the run's parameters.
+    scenario, parameters : str, optional
+        The scenario of an attacker that is not a run.
+    column : str
+        Column of a list of probes.
+    fail_if : str, optional
+        Condition on the figures; checked before anything is played.
+    plugins, is_trusted
+        As in `resolve_experiment`.
+    """
+
+    targets: Sequence[str] = ()
+    scorers: Sequence[str] = ()
+    name: str | None = None
+    split: str = "test"
+    seed: int | None = None
+    num_episodes: int | None = None
+    num_turns: int | None = None
+    probability_episodes: int | None = None
+    importance_sampling: bool = True
+    batch_size: int | None = None
+    threshold: float | None = None
+    labelled: str | None = None
+    embedder: str | None = None
+    untrained: bool = False
+    overwrite: bool = False
+    overrides: Sequence[str] = ()
+    scenario: str | None = None
+    parameters: str | None = None
+    column: str = DEFAULT_COLUMN
+    fail_if: str | None = None
+    plugins: Sequence[str] = ()
+    is_trusted: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("targets", "scorers", "overrides", "plugins"):
+            object.__setattr__(self, name, as_list(getattr(self, name)))
+        check_condition(self.fail_if)
+        # NaN is in no range.
+        if self.threshold is not None and not 0.0 < self.threshold <= 1.0:
+            raise ConfigurationError(
+                f"threshold (--threshold) {self.threshold:g} is not in (0, 1]; scores lie between "
+                "0 and 1. Give for instance 0.5."
+            )
+
+    def given(self) -> dict[str, Any]:
+        """The options with another value than their default."""
+        defaults = vars(EvaluationRequest())
+        return {name: value for name, value in vars(self).items() if value != defaults[name]}
+
+
+OPTION_NAMES = {
+    "targets": "--target",
+    "scorers": "--scorer",
+    "importance_sampling": "--monte-carlo-only",
+    "overrides": "--set",
+    "plugins": "--plugin",
+    "is_trusted": "--trust",
+}
+"""Options of the command line whose names differ from those of `EvaluationRequest`."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of a run.
+
+    Attributes
+    ----------
+    path : Path
+        Its folder; for the test at the end of a run, the run directory.
+    family : EvaluationFamily
+        Reads its rows.
+    figures : dict
+        Content of `evaluation.json`.
+    configuration : dict
+        Everything that determines the result; empty if unknown.
+    """
+
+    path: Path
+    family: EvaluationFamily = field(repr=False)
+    figures: dict[str, Any] = field(repr=False)
+    configuration: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def read(cls, path: Path) -> Evaluation:
+        """Read a stored evaluation, also of an older version."""
+        folder = EvaluationFolder(path)
+        figures = folder.figures()
+        return cls(path, family_of_figures(figures), figures, folder.configuration())
+
+    @property
+    def name(self) -> str:
+        """Name of the evaluation."""
+        return self.path.resolve().name
+
+    @property
+    def run(self) -> Path:
+        """Directory of the run."""
+        return self.path.resolve().parent.parent
+
+    @property
+    def label(self) -> str:
+        """Run and evaluation, as comparisons call it."""
+        return f"{self.run.name}/{self.name}"
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """What was played: a row a turn, an episode of a protocol, or a run of a problem."""
+        return self.family.rows(self)
+
+    @cached_property
+    def parts(self) -> list[dict[str, Any]]:
+        """What each part of the work took."""
+        return EvaluationFolder(self.path).parts()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The figures as conditions name them: `failure_rate.high`, `accuracy.low`."""
+        return self.family.values(self.figures)
+
+    def tables(self) -> list[RenderableType]:
+        """The figures as tables for a terminal."""
+        return self.family.tables(self.figures)
+
+    def to_frame(self) -> pd.DataFrame:
+        """The rows as a frame; groups within a row become columns `a.b`."""
+        frame: pd.DataFrame = import_pandas().json_normalize(self.rows)
+        return frame
+
+    def __str__(self) -> str:
+        return as_text(self.tables())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+@dataclass
+class Subject:
+    """What is evaluated: loaded by a family, with its options resolved.
+
+    Attributes
+    ----------
+    place : Path
+        The run, or the folder beside an attacker's file.
+    name : str
+        Name of the evaluation.
+    label : str
+        What is evaluated, for a progress bar.
+    work : AbstractContextManager
+        Entered while the subject is played; closes what was opened.
+    is_new : bool
+        Whether the evaluation begins, and does not continue.
+    """
+
+    place: Path
+    name: str
+    label: str = ""
+    work: AbstractContextManager[Any] = field(default_factory=nullcontext)
+    is_new: bool = True
+
+
+OnPart = Callable[[int], None]
+"""Called with the number of units that were played."""
+
+
+class EvaluationFamily(ABC):
+    """How runs of one kind are evaluated. A subclass provides the five abstract methods.
+
+    Attributes
+    ----------
+    name : str
+        As registered; a trainer names it as `evaluation_family`.
+    unit : str
+        What pairs of a comparison are about, in the plural.
+    splits : tuple of str
+        Splits that can be evaluated; empty if the scenario decides.
+    unread : frozenset of str
+        Options of `EvaluationRequest` that have no effect, and are refused.
+    """
+
+    name: ClassVar[str]
+    unit: ClassVar[str] = "datapoints"
+    splits: ClassVar[tuple[str, ...]] = ()
+    unread: ClassVar[frozenset[str]] = frozenset()
+
+    @abstractmethod
+    def load(
+        self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
+    ) -> Iterator[Any]:
+        """The subjects of a run: one, or an attacker with each target."""
+
+    @abstractmethod
+    def units(self, subject: Any, request: EvaluationRequest) -> dict[str, Any]:
+        """The configuration: which units are played, and all else that determines the result."""
+
+    @abstractmethod
+    def play(
+        self, subject: Any, folder: EvaluationFolder, request: EvaluationRequest, on_part: OnPart
+    ) -> Any:
+        """Play what the folder does not hold yet, and return what `figures` takes."""
+
+    @abstractmethod
+    def figures(self, subject: Any, folder: EvaluationFolder, played: Any) -> dict[str, Any]:
+        """The content of `evaluation.json`.
+
+        Raises
+        ------
+        NothingMeasuredError
+            When no unit has a verdict.
+        """
+
+    @abstractmethod
+    def pair_key(self, unit: Any) -> Hashable:
+        """What a unit is about; units of equal keys are paired."""
+
+    @abstractmethod
+    def rows(self, evaluation: Evaluation) -> list[Row]:
+        """The rows of a stored evaluation."""
+
+    @abstractmethod
+    def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
+        """The figures for a terminal."""
+
+    @abstractmethod
+    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+        """The evaluation's units, keys, metrics and conditions, to be compared."""
+
+    @abstractmethod
+    def material(self, path: Path, request: EvaluationRequest) -> Material:
+        """What a run or evaluation offers to export."""
+
+    def num_units(self, subject: Any) -> int:
+        """Units to be played, for a progress bar."""
+        return 0
+
+    def values(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+        """The figures as conditions name them."""
+        return values_of(figures["figures"])
+
+    def check(self, runs: Sequence[str], request: EvaluationRequest) -> None:
+        """Refuse options without effect and unknown splits, before anything is loaded."""
+        given = request.given()
+        unread = [name for name in given if name in self.unread]
+        if unread:
+            names = (OPTION_NAMES.get(name, f"--{name.replace('_', '-')}") for name in unread)
+            raise ConfigurationError(
+                f"{', '.join(names)} has no effect on {runs[0]}, a {self.name} run. Leave it out."
+            )
+        if self.splits and request.split not in self.splits:
+            raise UnknownNameError("split", request.split, self.splits, "Give one as --split.")
+
+    def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
+        """The values that an evaluation of a run will have, by name; empty allows any."""
+        return {}
+
+    def stored(self, run: Path, request: EvaluationRequest) -> Evaluation:
+        """The evaluation of a run that a comparison takes: the newest."""
+        return newest_evaluation(run)
+
+    def score(
+        self, path: Path, request: EvaluationRequest, settings: ExperimentSettings
+    ) -> Evaluation:
+        """Rate stored texts by other scorers, without a language model."""
+        raise ConfigurationError(
+            f"{path} has no texts that scorers could rate, since it is a {self.name} run."
+        )
+
+    def evaluate(
+        self,
+        run: Path,
+        request: EvaluationRequest,
+        settings: ExperimentSettings,
+        open_progress: Callable[[str, int], AbstractContextManager[OnPart]],
+    ) -> Iterator[Evaluation]:
+        """Evaluate each subject of a run; continue what a killed evaluation left."""
+        for subject in self.load(run, request, settings):
+            with subject.work:
+                configuration = self.units(subject, request)
+                folder = EvaluationFolder.of_run(subject.place, subject.name)
+                subject.is_new = folder.open(configuration, is_overwritten=request.overwrite)
+                with open_progress(subject.label, self.num_units(subject)) as on_part:
+                    played = self.play(subject, folder, request, on_part)
+                figures = self.figures(subject, folder, played)
+            folder.write(figures, as_text(self.tables(figures)))
+            yield Evaluation.read(folder.path)
+
+
+FAMILIES: Registry[type[EvaluationFamily]] = Registry(
+    "evaluation_family",
+    package="nip_astra.evaluation.families",
+    members=("conversation", "protocol", "task", "text_protocol"),
+    modules={
+        "conversation": "conversations",
+        "protocol": "protocols",
+        "task": "tasks",
+        "text_protocol": "text_protocols",
+    },
+)
+"""Families by name; a trainer names its own as `evaluation_family`."""
+
+register_evaluation_family = FAMILIES.register
+
+_KINDS = {"interaction_proof": "text_protocol", "task": "task"}
+"""Families of evaluations, by their `kind`, written before `family` was."""
+
+
+def family_of_figures(figures: Mapping[str, Any]) -> EvaluationFamily:
+    """The family of a stored evaluation."""
+    name = figures.get("family") or _KINDS.get(str(figures.get("kind")), "conversation")
+    return FAMILIES.get(name)()
+
+
+def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
+    """The family of a run: that of its newest evaluation, or the one that its trainer names.
+
+    Raises
+    ------
+    ConfigurationError
+        When runs of that trainer cannot be evaluated.
+    """
+    directory = RunDirectory.open(run)
+    newest = evaluations_of(run)
+    if newest:
+        return family_of_figures(EvaluationFolder(newest[0]).figures())
+    # Stored evaluations are read without trainers, whose modules import torch.
+    from nip_astra.resolving.resolution import resolve_experiment
+    from nip_astra.trainers.registry import TRAINERS
+
+    stored = directory.read_yaml(HYPER_PARAMETERS)
+    trainer = str(stored.get("trainer")) if isinstance(stored, Mapping) else ""
+    if trainer in list(TrainerType):
+        trainer_class = TRAINERS.get(trainer)
+    else:
+        trainer_class = resolve_experiment(
+            parameter_file=run / HYPER_PARAMETERS,
+            plugins=request.plugins,
+            is_trusted=request.is_trusted,
+        ).trainer_class
+    name = trainer_class.evaluation_family
+    if name is None:
+        raise ConfigurationError(
+            f"runs of the trainer {trainer!r} cannot be evaluated again. Read what {run} measured "
+            f"at its end: nip-astra report {run}"
+        )
+    return FAMILIES.get(name)()
+
+
+def evaluations_of(run: Path) -> list[Path]:
+    """The folders of finished evaluations of a run, the newest first."""
+    found = (run / EVALUATIONS).glob(f"*/{FIGURES}")
+    newest = sorted(found, key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    return [file.parent for file in newest]
+
+
+def newest_evaluation(run: Path, *, is_played: bool = False) -> Evaluation:
+    """The newest evaluation of a run.
+
+    Parameters
+    ----------
+    is_played : bool
+        Prefer those that were played to those that were rated again.
+
+    Raises
+    ------
+    DataError
+        When there is none.
+    """
+    found = evaluations_of(run)
+    if is_played:
+        played = [one for one in found if not is_rescored(one)]
+        found = played or found
+    if not found:
+        raise DataError(f"{run} was not evaluated. Evaluate it first: nip-astra evaluate {run}")
+    return Evaluation.read(found[0])
+
+
+def is_rescored(folder: Path) -> bool:
+    """Whether an evaluation rated again what another one played."""
+    return "scored_from" in EvaluationFolder(folder).configuration()
+
+
+def run_of(path: str | Path) -> tuple[Path, Path | None]:
+    """The run of a run directory or checkpoint, and the checkpoint.
+
+    `checkpoints/latest` and `checkpoints/best` are the checkpoints that they point to; a run's
+    `model`, and a checkpoint's `attacker` or `policy`, mean the whole run or checkpoint.
+    """
+    found = Path(path)
+    if (found.parent / HYPER_PARAMETERS).is_file() and found.name == MODEL_DIR:
+        return found.parent, None
+    if (found.parent / MANIFEST).is_file() and found.name in (ATTACKER_DIR, POLICY_DIR):
+        found = found.parent
+    store = CheckpointStore(found.parent)
+    checkpoint: Path | None = found
+    if found.name in (LATEST, BEST) and not found.is_dir():
+        checkpoint = store.latest() if found.name == LATEST else store.best()
+    if checkpoint is not None and (checkpoint / MANIFEST).is_file():
+        # Resolved, since a link has another name than its checkpoint.
+        return checkpoint.resolve().parent.parent, checkpoint.resolve()
+    return found, None
+
+
+_PROBE_FILES = (".csv", ".tsv", ".jsonl", ".json", ".txt")
+CHAT_FILES = (".yaml", ".yml")
+_DATASET = re.compile(r"[\w.-]+/[\w.-]+:[^/]+")
+
+
+def is_text_attacker(spec: str | Path) -> bool:
+    """Whether an attacker is a file of probes or of a chat model, or a data set with its split."""
+    path = Path(spec)
+    if path.is_dir():
+        return False
+    return path.suffix in (*_PROBE_FILES, *CHAT_FILES) or _DATASET.fullmatch(str(spec)) is not None
+
+
+def place_of(spec: str | Path) -> Path:
+    """The folder that keeps an attacker's evaluations: its run, or one beside its file."""
+    if not is_text_attacker(spec):
+        return run_of(spec)[0]
+    is_file = Path(spec).suffix in (*_PROBE_FILES, *CHAT_FILES)
+    return Path(spec).with_suffix("") if is_file else Path(re.sub(r"[^\w.-]", "_", str(spec)))
+
+
+ATTACKER_DIR, POLICY_DIR = "attacker", "policy"
+"""Folders of a checkpoint with the weights of an attacker, and of a policy."""
+
+
+def values_of(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Flat figures nested by agent; a figure with an interval has `value`, `low` and `high`.
+
+    `prover/mean_episode_reward` becomes `prover.mean_episode_reward`, and `mean_accuracy` with
+    `mean_accuracy_interval` becomes `mean_accuracy.low` and `accuracy.low`.
+    """
+    values: dict[str, Any] = {}
+    for name, value in figures.items():
+        agent, _, figure = name.rpartition("/")
+        group = values.setdefault(agent, {}) if agent else values
+        if name.endswith("_interval"):
+            continue
+        if figure.startswith("num_"):
+            group[figure] = value
+            continue
+        low, high = figures.get(f"{name}_interval") or (None, None)
+        group[figure] = {"value": value, "low": low, "high": high}
+    if "mean_accuracy" in values:
+        values.setdefault("accuracy", values["mean_accuracy"])
+    return values
+
+
+def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSettings:
+    """Settings by which chat models reuse the answers that the run got, and count anew."""
+    from nip_astra.language_models.services.patience import MEMORY_FILE
+
+    remembered = settings.service_cache or str(run / MEMORY_FILE)
+    places = {"run_directory": RunDirectory(run / EVALUATIONS), "service_cache": remembered}
+    return settings.model_copy(update=places)
+
+
+@contextmanager
+def closing_services(services: Mapping[str, Any]) -> Iterator[None]:
+    """Close chat models after the block."""
+    from nip_astra.language_models.services.asking import close_all
+
+    try:
+        yield
+    finally:
+        close_all(list(services.values()))
+
+
+def refuse_unread_overrides(overrides: Sequence[str], readable: tuple[str, ...], path: str) -> None:
+    """Refuse assignments to parameters that an evaluation does not read.
+
+    Parameters
+    ----------
+    readable : tuple of str
+        Groups that are read, each with its dot, and single parameters.
+    """
+    for one in overrides:
+        name = one.partition("=")[0].strip()
+        if not any(f"{name}.".startswith(f"{group.removesuffix('.')}.") for group in readable):
+            known = " and ".join(f"{one}*" if one.endswith(".") else one for one in readable)
+            raise ConfigurationError(
+                f"--set {one} has no effect on the evaluation of {path}, which reads {known}. "
+                "Leave it out."
+            )
+
+
+def as_list(value: Any) -> list[Any]:
+    """A single value as a list."""
+    if value is None:
+        return []
+    return [value] if isinstance(value, str | Path) else list(value)

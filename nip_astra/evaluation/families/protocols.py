@@ -1,0 +1,300 @@
+"""Networks that play an interaction protocol. Shapes: E environments, T rounds, N episodes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import ConfigurationError, NothingMeasuredError
+from nip_astra.evaluation.comparison import Contender
+from nip_astra.evaluation.exports import Material
+from nip_astra.evaluation.families.base import (
+    Evaluation,
+    EvaluationFamily,
+    EvaluationRequest,
+    OnPart,
+    Subject,
+    evaluations_of,
+    newest_evaluation,
+    register_evaluation_family,
+    run_of,
+)
+from nip_astra.evaluation.families.episodes import (
+    bounds_of_undecided,
+    conditions_of_run,
+    datapoint_key,
+    figures_table,
+    metrics_of_episodes,
+)
+from nip_astra.evaluation.rows import Row, encode_rows, read_rows
+from nip_astra.evaluation.storage import EvaluationFolder, weights_hash
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.tracking.run_directory import (
+    ENVIRONMENT,
+    HYPER_PARAMETERS,
+    MODEL_DIR,
+    RESULTS,
+    RunDirectory,
+)
+
+VERSION = 1
+EPISODE_ROWS = "episode_rows.jsonl"
+"""A line an episode, without what was said."""
+EPISODES = "episodes.jsonl"
+"""A sample of whole episodes, for reports."""
+
+
+@dataclass
+class ProtocolSubject(Subject):
+    """Agents of a run: those of its end, of a checkpoint, or untrained ones."""
+
+    trainer: Any = None
+    weights: Path | None = None
+    environment: Any = None
+    key: tuple[Any, ...] = ()
+    num_batches: int = 0
+
+
+@register_evaluation_family("protocol")
+class Protocols(EvaluationFamily):
+    """Runs whose agents are networks that play an interaction protocol."""
+
+    name = "protocol"
+    splits = ("train", "test")
+    unread = frozenset(
+        {
+            *("targets", "scorers", "labelled", "embedder", "threshold", "num_turns", "column"),
+            *("probability_episodes", "importance_sampling", "scenario", "parameters"),
+            *("overrides", "batch_size"),
+        }
+    )
+
+    def load(
+        self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
+    ) -> Iterator[ProtocolSubject]:
+        from nip_astra.resolving.resolution import resolve_experiment
+        from nip_astra.run import prepare_experiment
+        from nip_astra.trainers.protocol.agent_files import AGENTS_DIR, load_agent
+
+        run, checkpoint = run_of(run)
+        resolved = resolve_experiment(
+            parameter_file=RunDirectory.open(run).path / HYPER_PARAMETERS,
+            plugins=request.plugins,
+            is_trusted=request.is_trusted,
+        )
+        source = None
+        if not request.untrained:
+            store = CheckpointStore(run / "checkpoints")
+            newest = checkpoint or (None if (run / MODEL_DIR).is_dir() else store.latest())
+            if newest is not None:
+                store.verify(newest)
+            source = run / MODEL_DIR if newest is None else newest / AGENTS_DIR
+            if not source.is_dir():
+                raise ConfigurationError(
+                    f"{run} has no trained agents yet. Resume it, or give --untrained."
+                )
+        elif checkpoint is not None:
+            raise ConfigurationError(
+                f"{checkpoint} is a checkpoint, and its agents are trained. Give {run} --untrained."
+            )
+        trainer: Any = prepare_experiment(
+            resolved, settings.model_copy(update={"progress": False})
+        ).trainer
+        if source is not None:
+            for name in trainer.agents.names:
+                load_agent(trainer.agents[name], source / f"{name}.safetensors")
+        suffix = "untrained" if request.untrained else checkpoint.name if checkpoint else ""
+        name = request.name or "-".join(filter(None, (request.split, suffix)))
+        is_test = request.split == "test"
+        environment = trainer.test_environment if is_test else trainer.train_environment
+        seed, key = resolved.hyper_params.seed, ("test",)
+        if request.seed is not None or not is_test:
+            seed, key = seed if request.seed is None else request.seed, ("evaluation",)
+            environment = environment.with_key(seed, "evaluation", request.split)
+        num_batches = trainer.rl.num_test_iterations
+        if request.num_episodes is not None:
+            num_batches = math.ceil(request.num_episodes / environment.num_environments)
+        yield ProtocolSubject(
+            run,
+            name,
+            f"{RunDirectory(run).run_id}: {name}",
+            trainer=trainer,
+            weights=source,
+            environment=environment,
+            key=(seed, *key),
+            num_batches=num_batches,
+        )
+
+    def units(self, subject: ProtocolSubject, request: EvaluationRequest) -> dict[str, Any]:
+        return {
+            "split": request.split,
+            "seed": subject.key[0],
+            "num_episodes": subject.num_batches * subject.environment.num_environments,
+            "weights": None if subject.weights is None else weights_hash(subject.weights),
+        }
+
+    def num_units(self, subject: ProtocolSubject) -> int:
+        return subject.num_batches
+
+    def play(
+        self,
+        subject: ProtocolSubject,
+        folder: EvaluationFolder,
+        request: EvaluationRequest,
+        on_part: OnPart,
+    ) -> dict[str, Any]:
+        from nip_astra.trainers.protocol.episode_samples import NUM_TEST_EPISODES, episode_rows
+        from nip_astra.trainers.protocol.statistics import PlayStatistics
+
+        trainer, statistics = subject.trainer, PlayStatistics(subject.trainer.agents.names)
+        rows: list[Row] = []
+        hashes: dict[int, str] = {}
+        with trainer.testing():
+            batches = trainer.test_batches(
+                subject.environment, subject.key, range(subject.num_batches)
+            )
+            for number, batch in batches:
+                statistics.add(batch)
+                rows += _rows_of(batch, subject, hashes)
+                if number == 0:
+                    columns, shown = episode_rows(
+                        batch,
+                        trainer.scenario_instance,
+                        num_episodes=NUM_TEST_EPISODES,
+                        step=trainer.rl.num_iterations,
+                        seed=subject.key[0],
+                    )
+                    sample = [dict(zip(columns, row, strict=True)) for row in shown]
+                    step = {"step": trainer.rl.num_iterations}
+                    (folder.path / EPISODES).write_bytes(encode_rows(step | row for row in sample))
+                on_part(1)
+        rows = [{"episode": number, **row} for number, row in enumerate(rows)]
+        (folder.path / EPISODE_ROWS).write_bytes(encode_rows(rows))
+        return {
+            "agents": list(trainer.agents.names),
+            **self.units(subject, request),
+            "figures": statistics.report() | bounds_of_undecided(rows),
+        }
+
+    def figures(
+        self, subject: ProtocolSubject, folder: EvaluationFolder, played: dict[str, Any]
+    ) -> dict[str, Any]:
+        if not played["figures"].get("num_episodes"):
+            raise NothingMeasuredError(f"no episode ended in the evaluation {folder.path.name}")
+        return {
+            "version": VERSION,
+            "kind": "interaction_proof",
+            "family": self.name,
+            "name": folder.path.name,
+            "run": RunDirectory(subject.place).run_id,
+            **played,
+        }
+
+    def pair_key(self, unit: Row) -> Hashable:
+        return datapoint_key(unit)
+
+    def rows(self, evaluation: Evaluation) -> list[Row]:
+        return read_rows(evaluation.path / EPISODE_ROWS)
+
+    def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
+        return [figures_table(figures)]
+
+    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+        figures, rows = evaluation.figures, evaluation.rows
+        return Contender(
+            label,
+            rows,
+            [self.pair_key(row) for row in rows],
+            metrics_of_episodes(figures["agents"]),
+            figures,
+            conditions_of_run(evaluation.run, figures["split"], figures["seed"]),
+        )
+
+    def material(self, path: Path, request: EvaluationRequest) -> Material:
+        return stored_material(path, "episode")
+
+
+def stored_material(path: Path, unit: str, **changes: Any) -> Material:
+    """Results, curves, and the rows of the newest evaluation, of a run or of an evaluation."""
+    evaluation = None
+    if not (path / HYPER_PARAMETERS).is_file():
+        evaluation = Evaluation.read(path)
+    elif evaluations_of(path):
+        evaluation = newest_evaluation(path)
+    run = path if (path / HYPER_PARAMETERS).is_file() else path.resolve().parent.parent
+    directory = RunDirectory(run)
+    results = directory.read_json(RESULTS) if (run / RESULTS).is_file() else {}
+    after = results.get("after") or {}
+    rates = {f"after/{name}": value for name, value in after.items()}
+    if evaluation is not None:
+        own = evaluation.figures["figures"]
+        rates |= {f"evaluation/{evaluation.name}/{name}": value for name, value in own.items()}
+    rows: Sequence[Row] = [] if evaluation is None else evaluation.rows
+    has_environment = (run / ENVIRONMENT).is_file()
+    return Material(
+        run_id=directory.run_id,
+        name=directory.run_id if evaluation is None else evaluation.name,
+        created=str(after.get("created", "")),
+        unit=unit,
+        rows=rows,
+        tables={f"{unit}s": rows} if rows else {},
+        figures=results if evaluation is None or path == run else evaluation.figures,
+        metrics=read_rows(run / "metrics.jsonl"),
+        head={} if evaluation is None else {"configuration": evaluation.configuration},
+        hyper_params=directory.read_yaml(HYPER_PARAMETERS),
+        environment=directory.read_json(ENVIRONMENT) if has_environment else {},
+        rates={name: float(v) for name, v in rates.items() if isinstance(v, int | float)},
+        **changes,
+    )
+
+
+def _rows_of(batch: Any, subject: ProtocolSubject, hashes: dict[int, str]) -> list[Row]:
+    """A row for the first episode of each environment of a batch [E, T]."""
+    from nip_astra.trainers.protocol.statistics import EpisodeLedger, first_episodes
+
+    counts_ET = first_episodes(batch)
+    ended = EpisodeLedger().ended(batch, counts_ET)
+    is_end_ET = batch["next", "done"].squeeze(-1) & counts_ET
+    y_N = batch["y"].squeeze(-1)[is_end_ET].tolist()
+    decision_N = batch["next", "decision"][is_end_ET].tolist()
+    rows = []
+    for place, datapoint in enumerate(ended.datapoint_N.tolist()):
+        if datapoint not in hashes:
+            hashes[datapoint] = _hash_of(subject.environment.dataset[datapoint])
+        decision = {0: "reject", 1: "accept"}.get(int(decision_N[place]))
+        rows.append(
+            {
+                "datapoint_id": datapoint,
+                "datapoint_hash": hashes[datapoint],
+                "y": int(y_N[place]),
+                "decision": decision,
+                "is_right": bool(ended.is_right_N[place]),
+                "num_rounds": int(ended.num_rounds_N[place]),
+                "rewards": dict(
+                    zip(
+                        subject.trainer.agents.names,
+                        ended.reward_NA[place].tolist(),
+                        strict=True,
+                    )
+                ),
+            }
+        )
+    return rows
+
+
+def _hash_of(datapoint: Any) -> str:
+    """A short digest of the tensors of a datapoint."""
+    whole = hashlib.sha256()
+    leaves = datapoint.flatten_keys(".").items()
+    for name, value in sorted(leaves, key=lambda one: str(one[0])):
+        whole.update(json.dumps([name, list(value.shape)]).encode())
+        whole.update(value.cpu().contiguous().numpy().tobytes())
+    return whole.hexdigest()[:16]

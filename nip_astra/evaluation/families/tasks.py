@@ -1,0 +1,419 @@
+"""Policies that answer the problems of a task."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from nip_astra.checkpoints.store import CheckpointStore
+from nip_astra.errors import ConfigurationError, NothingMeasuredError
+from nip_astra.evaluation.comparison import Contender, metric_of
+from nip_astra.evaluation.exports import Material, Sample
+from nip_astra.evaluation.families.base import (
+    Evaluation,
+    EvaluationFamily,
+    EvaluationRequest,
+    OnPart,
+    Subject,
+    closing_services,
+    refuse_unread_overrides,
+    register_evaluation_family,
+    run_of,
+    service_settings,
+)
+from nip_astra.evaluation.families.protocols import stored_material
+from nip_astra.evaluation.rows import Row, RowFile, read_rows
+from nip_astra.evaluation.storage import TASK_ROWS, EvaluationFolder, text_hash, weights_hash
+from nip_astra.evaluation.tables import bracketed, percent, plain, plain_table, services_table
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.parameters.types import ScenarioType
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+
+VERSION = 1
+KIND = str(ScenarioType.TASK)
+MATTERS = ("split", "num_runs", "success_reward", "task", "seed")
+"""Parts of an evaluation that should be equal where policies are compared."""
+
+
+class _Policy(NamedTuple):
+    """A run's policy, the checkpoint with its weights (None: untrained), and a name's suffix."""
+
+    run: Path
+    checkpoint: Path | None
+    suffix: str
+
+
+class _Problem(NamedTuple):
+    """A policy on a problem: means over the runs with a reward, and how many they are."""
+
+    problem_hash: str
+    accuracy: float | None
+    mean_reward: float | None
+    num_runs: int
+
+
+@dataclass
+class TaskSubject(Subject):
+    """A policy, its trainer, and the problems that it answers."""
+
+    policy: _Policy | None = None
+    trainer: Any = None
+    resolved: Any = None
+    problems: Sequence[int] = ()
+    num_runs: int = 1
+
+
+@register_evaluation_family("task")
+class Tasks(EvaluationFamily):
+    """Runs whose policy answers problems."""
+
+    name = "task"
+    unit = "problems"
+    splits = ("train", "dev", "test")
+    unread = frozenset(
+        {
+            *("targets", "scorers", "labelled", "embedder", "threshold", "num_turns", "column"),
+            *("probability_episodes", "importance_sampling", "scenario", "parameters"),
+        }
+    )
+
+    def load(
+        self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
+    ) -> Iterator[TaskSubject]:
+        from nip_astra.run import prepare_experiment
+
+        policy = _policy_of(run, is_untrained=request.untrained)
+        resolved = _resolve(policy.run, request)
+        name = request.name or "-".join(filter(None, (request.split, policy.suffix)))
+        settings = service_settings(settings.model_copy(update={"progress": False}), policy.run)
+        prepared = prepare_experiment(resolved, settings)
+        trainer: Any = prepared.trainer
+        options = trainer.options.evaluation
+        is_dev = request.split == "dev"
+        count = options.num_dev_problems if is_dev else options.num_problems
+        asked = request.num_episodes
+        problems = trainer.held_out(request.split, count if asked is None else asked)
+        if asked is not None and asked > len(problems):
+            runs = "num_dev_runs" if is_dev else "num_runs"
+            raise ConfigurationError(
+                f"num_episodes (--num-episodes) is {asked}, but the {request.split} data has "
+                f"{len(problems)} problems. For several runs of each: --set "
+                f"task.evaluation.{runs}=4"
+            )
+        yield TaskSubject(
+            policy.run,
+            name,
+            f"{RunDirectory(policy.run).run_id}: {name}",
+            closing_services(trainer.scenario_instance.services),
+            policy=policy,
+            trainer=trainer,
+            resolved=resolved,
+            problems=problems,
+            num_runs=options.num_dev_runs if is_dev else options.num_runs,
+        )
+
+    def units(self, subject: TaskSubject, request: EvaluationRequest) -> dict[str, Any]:
+        trainer = subject.trainer
+        return {
+            "split": request.split,
+            "seed": subject.resolved.hyper_params.seed,
+            "num_problems": len(subject.problems),
+            "num_runs": subject.num_runs,
+            "success_reward": trainer.options.evaluation.success_reward,
+            "policy": _described(subject),
+            "task": _task_parameters(trainer),
+        }
+
+    def num_units(self, subject: TaskSubject) -> int:
+        return len(subject.problems)
+
+    def play(
+        self,
+        subject: TaskSubject,
+        folder: EvaluationFolder,
+        request: EvaluationRequest,
+        on_part: OnPart,
+    ) -> dict[str, Any]:
+        from nip_astra.language_models.services.patience import open_accounts
+        from nip_astra.trainers.service_use import services_used
+
+        trainer, policy = subject.trainer, subject.policy
+        services = trainer.scenario_instance.services
+        open_accounts(services, f"evaluation {folder.path.name}", is_new=subject.is_new)
+        assert policy is not None
+        if policy.checkpoint is not None:
+            trainer.load_models(policy.checkpoint)
+        figures = play_problems(
+            trainer, request.split, subject.problems, subject.num_runs,
+            folder.path / TASK_ROWS, on_part,
+        )  # fmt: skip
+        return {**self.units(subject, request), "figures": figures, **services_used(services)}
+
+    def figures(
+        self, subject: TaskSubject, folder: EvaluationFolder, played: dict[str, Any]
+    ) -> dict[str, Any]:
+        run = RunDirectory(subject.place).run_id
+        return {"version": VERSION, "kind": KIND, "name": folder.path.name, "run": run, **played}
+
+    def pair_key(self, unit: _Problem) -> Hashable:
+        return unit.problem_hash
+
+    def rows(self, evaluation: Evaluation) -> list[Row]:
+        return read_rows(evaluation.path / TASK_ROWS)
+
+    def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
+        from nip_astra.trainers.service.measuring import Tally
+
+        options = getattr(_resolve(run_of(run)[0], request).hyper_params, KIND).evaluation
+        num_runs = options.num_dev_runs if request.split == "dev" else options.num_runs
+        figures = Tally(1.0, [0] * num_runs, [1.0] * num_runs, num_runs).report(num_runs)
+        return self.values({"figures": figures})
+
+    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+        figures = evaluation.figures
+        problems = _problems(evaluation.rows)
+        is_single = all(one.num_runs <= 1 for one in problems)
+        limit = figures.get("success_reward")
+        possible = [] if limit is None else [float(limit)]
+        return Contender(
+            label,
+            problems,
+            [self.pair_key(one) for one in problems],
+            {
+                "accuracy": metric_of(lambda one: one.accuracy, is_binary=is_single),
+                "mean_reward": metric_of(
+                    lambda one: one.mean_reward, "observed", possible=possible
+                ),
+            },
+            figures,
+            {name: figures.get(name) for name in MATTERS},
+        )
+
+    def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
+        flat = figures["figures"]
+        problems = f"{figures['num_problems']:,} {figures['split']} problems"
+        runs = f", {figures['num_runs']} runs of each" if figures["num_runs"] > 1 else ""
+        heading = f"{figures['run']}: {figures['name']}, {problems}{runs}"
+        table = plain_table(heading, "", "value", "95 % interval")
+        for name, value in flat.items():
+            if name.endswith("_interval"):
+                continue
+            is_count = name.startswith("num_")
+            write: Callable[[Any], str] = plain if name == "mean_reward" else percent
+            shown = f"{value:,.0f}" if is_count else write(value) + _counts(name, flat)
+            bounds = bracketed(flat.get(f"{name}_interval"), write).strip()
+            table.add_row(Text(name.replace("_", " ")), shown, bounds)
+        services = figures.get("services")
+        return [table, *([services_table(services)] if services else [])]
+
+    def material(self, path: Path, request: EvaluationRequest) -> Material:
+        return stored_material(path, "problem", sample=_sample)
+
+
+def _sample(row: Row) -> Sample:
+    """An answer as Inspect shows it."""
+    reward = row["reward"]
+    scores = {} if reward is None else {"reward": (float(reward), str(row["answer"]))}
+    messages = [
+        ("assistant" if role == "assistant" else "user", text) for role, text in row["messages"]
+    ]
+    named = {name: row[name] for name in ("problem", "run", "is_right")}
+    return Sample(messages, str(row["answer"]), scores, named, str(row["solution"]))
+
+
+def _policy_of(path: Path, *, is_untrained: bool) -> _Policy:
+    """The policy at a path: at the end of a run, or of a checkpoint."""
+    run, checkpoint = run_of(path)
+    if is_untrained:
+        if checkpoint is not None:
+            raise ConfigurationError(
+                f"{path} is a checkpoint, and its policy is trained. Give {run} with --untrained, "
+                "or the checkpoint without."
+            )
+        return _Policy(run, None, "untrained")
+    store = CheckpointStore(run / "checkpoints")
+    if checkpoint is not None:
+        store.verify(checkpoint)
+        return _Policy(run, checkpoint, checkpoint.name)
+    # A run that has ended was left with the weights that did best on dev problems, if any did.
+    found = store.best() if RunDirectory(run).has_ended else None
+    found = found or store.latest()
+    if found is None:
+        raise ConfigurationError(
+            f"{path} has no checkpoint, so its policy is not trained yet. Resume the run, or give "
+            "--untrained."
+        )
+    store.verify(found)
+    return _Policy(run, found, "")
+
+
+def _resolve(run: Path, request: EvaluationRequest) -> Any:
+    """The experiment of a run, with what changes how its policy is measured."""
+    from nip_astra.resolving.resolution import resolve_experiment
+
+    directory = RunDirectory.open(run)
+    trainer = str(directory.read_yaml(HYPER_PARAMETERS).get("trainer"))
+    refuse_unread_overrides(request.overrides, (f"{KIND}.", f"{trainer}.train_service."), str(run))
+    size = request.batch_size
+    batches = [] if size is None else [f"{KIND}.evaluation.batch_size={size}"]
+    return resolve_experiment(
+        parameter_file=directory.path / HYPER_PARAMETERS,
+        overrides=[*request.overrides, *batches],
+        seed=request.seed,
+        plugins=request.plugins,
+        is_trusted=request.is_trusted,
+    )
+
+
+def _described(subject: TaskSubject) -> dict[str, Any]:
+    """The weights that answer: those of a checkpoint, over a model's, here or at a service."""
+    stored = subject.resolved.hyper_params.to_dict()
+    section = stored.get(subject.resolved.hyper_params.trainer) or {}
+    found = {
+        "checkpoint": None,
+        "weights": None,
+        "language_model": stored[KIND]["policy"]["language_model"],
+        "train_service": section.get("train_service"),
+    }
+    checkpoint = subject.policy.checkpoint if subject.policy else None
+    if checkpoint is not None:
+        found["checkpoint"] = checkpoint.name
+        found["weights"] = weights_hash(checkpoint / subject.trainer.policy_role)
+    return found
+
+
+def _task_parameters(trainer: Any) -> dict[str, Any]:
+    """The task, and how the policy is prompted and sampled; not where its weights are from."""
+    found: dict[str, Any] = trainer.options.to_dict()
+    sampled = {name: one for name, one in found["policy"].items() if name != "language_model"}
+    return {"policy": sampled, "task": found["task"], "max_turns": found["max_turns"]}
+
+
+def play_problems(
+    trainer: Any,
+    split: str,
+    problems: Sequence[int],
+    num_runs: int,
+    path: Path,
+    on_part: OnPart = lambda _: None,
+) -> dict[str, Any]:
+    """Play the problems that a file of rows does not hold yet, and return the figures of all.
+
+    Parameters
+    ----------
+    path : Path
+        Gets the rows of each part as it is played, so that a killed evaluation continues.
+    on_part : callable
+        Called with the number of problems played, after each part of them.
+
+    Raises
+    ------
+    NothingMeasuredError
+        When no answer has a reward.
+    """
+    from nip_astra.trainers.service.measuring import Tally
+    from nip_astra.utils.intervals import paired_difference
+
+    options = trainer.options.evaluation
+    size = options.batch_size
+    file = RowFile(path, size * num_runs)
+    num_done = len(problems)
+    if len(file.read()) < len(problems) * num_runs:
+        num_done = file.recover() * size
+    on_part(num_done)
+    if num_done < len(problems):
+        with trainer.measuring():
+            for start in range(num_done, len(problems), size):
+                some = problems[start : start + size]
+                rollout = trainer.play_held_out(split, some, num_runs)
+                file.append(_rows_of(rollout, some, num_runs, options.success_reward))
+                on_part(len(some))
+    rows = file.read()
+    known = [row for row in rows if row["reward"] is not None]
+    tally = Tally(
+        options.success_reward,
+        [row["problem"] for row in known],
+        [row["reward"] for row in known],
+        len(rows),
+    )
+    figures = tally.report(num_runs)
+    try:
+        trainer._refuse_nothing(f"the evaluation {path.parent.name}", figures)
+    except NothingMeasuredError:
+        # The same command plays again.
+        path.unlink()
+        raise
+    num_unknown = len(rows) - len(known)
+    if num_unknown:
+        # What the rate would be if all missing rewards were failures, or successes.
+        num_right = figures["num_right"]
+        figures["accuracy_if_unknown_failed"] = num_right / len(rows)
+        figures["accuracy_if_unknown_passed"] = (num_right + num_unknown) / len(rows)
+    spread = paired_difference(tally.rewards, tally.problems, is_bounded=False).estimate
+    if not math.isfinite(spread.low):
+        return figures
+    place = list(figures).index("mean_reward") + 1
+    items = list(figures.items())
+    return dict(
+        [*items[:place], ("mean_reward_interval", [spread.low, spread.high]), *items[place:]]
+    )
+
+
+def _rows_of(
+    rollout: Any, problems: Sequence[int], num_runs: int, success_reward: float
+) -> list[Row]:
+    """A row for each run of some problems."""
+    return [
+        {
+            "problem": problems[place // num_runs],
+            "run": place % num_runs,
+            **_texts_of(episode),
+            "reward": episode.reward,
+            "is_right": None if episode.reward is None else episode.reward >= success_reward,
+        }
+        for place, episode in enumerate(rollout.episodes)
+    ]
+
+
+def _texts_of(episode: Any) -> Row:
+    messages, environment = episode.messages, episode.environment
+    own = [place for place, one in enumerate(messages) if one.role == "assistant"]
+    asked = messages[: own[0]] if own else messages
+    columns = [f"{name}={value}" for name, value in environment.columns]
+    texts = [*(f"{one.role}: {one.text}" for one in asked), *columns, str(environment.solution)]
+    return {
+        # Identifies the problem, whatever its number.
+        "problem_hash": text_hash(texts),
+        "prompt": "\n\n".join(one.text for one in asked),
+        "solution": environment.solution,
+        "answer": messages[own[-1]].text if own else "",
+        "messages": [[one.role, one.text] for one in messages],
+    }
+
+
+def _problems(rows: Sequence[Row]) -> list[_Problem]:
+    """The problems in order; those without a reward have no numbers."""
+    runs: dict[int, list[Row]] = {}
+    for row in rows:
+        runs.setdefault(row["problem"], []).append(row)
+    found = []
+    for own in runs.values():
+        known = [row for row in own if row["reward"] is not None]
+        count = len(known)
+        accuracy = sum(row["is_right"] for row in known) / count if count else None
+        reward = sum(row["reward"] for row in known) / count if count else None
+        found.append(_Problem(str(own[0]["problem_hash"]), accuracy, reward, count))
+    return found
+
+
+def _counts(name: str, flat: Mapping[str, Any]) -> str:
+    """Of how many answers, or problems with a reward for every run, a share is."""
+    if name == "accuracy":
+        return f", {flat['num_right']:,} of {flat['num_answers']:,}"
+    return f" of {flat['num_complete_problems']:,}" if name.startswith("pass_at_") else ""

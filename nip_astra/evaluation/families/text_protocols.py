@@ -1,0 +1,578 @@
+"""Chat models that play an interaction protocol: their evaluations, scores and exports.
+
+Shape suffixes: `N` rollout, `R` round, `A` agent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from rich.console import RenderableType
+
+if TYPE_CHECKING:
+    from nip_astra.scorers.base import Exchange, Scorer
+
+from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.evaluation.comparison import Contender
+from nip_astra.evaluation.exports import Material, Sample
+from nip_astra.evaluation.families.base import (
+    Evaluation,
+    EvaluationFamily,
+    EvaluationRequest,
+    OnPart,
+    Subject,
+    closing_services,
+    evaluations_of,
+    is_rescored,
+    register_evaluation_family,
+    service_settings,
+)
+from nip_astra.evaluation.families.episodes import (
+    DECISIONS,
+    bounds_of_undecided,
+    conditions_of_run,
+    datapoint_key,
+    figures_table,
+    metrics_of_episodes,
+)
+from nip_astra.evaluation.rows import Row, encode_rows, read_rows
+from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, text_hash
+from nip_astra.evaluation.tables import as_text
+from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.tracking.run_directory import ENVIRONMENT, HYPER_PARAMETERS, RESULTS, RunDirectory
+from nip_astra.utils.intervals import rate_estimate
+from nip_astra.utils.nested_array_dict import NestedArrayDict
+
+VERSION = 1
+EPISODES = "episodes.jsonl"
+"""A sample of an evaluation's episodes, for reports."""
+ROLLOUTS = "rollouts.json"
+ANSWERS = "answers.jsonl"
+SCORES = "scores.jsonl"
+"""A line an answer, with its scores."""
+DEFAULT_THRESHOLD = 0.5
+"""Score from which an answer counts among the high ones."""
+NUM_ROWS = 24
+"""Conversations of an evaluation that reports show at most."""
+
+
+@dataclass
+class TextSubject(Subject):
+    """Chat models of a run, before or after training."""
+
+    resolved: Any = None
+    settings: ExperimentSettings | None = None
+    models: Mapping[str, Any] | None = None
+    seed: int = 0
+
+
+class _Source(NamedTuple):
+    """Rollouts to be scored: their evaluation or sampling, their file, and known figures."""
+
+    name: str
+    path: Path
+    figures: Mapping[str, Any]
+
+
+@register_evaluation_family("text_protocol")
+class TextProtocols(EvaluationFamily):
+    """Runs whose agents are chat models that play an interaction protocol."""
+
+    name = "text_protocol"
+    splits = ("train", "test")
+    unread = frozenset(
+        {
+            *("targets", "scorers", "labelled", "embedder", "threshold", "num_turns", "column"),
+            *("probability_episodes", "importance_sampling", "scenario", "parameters"),
+            *("overrides", "batch_size"),
+        }
+    )
+
+    def load(
+        self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
+    ) -> Iterator[TextSubject]:
+        from nip_astra.scenario_base.text.models import models_of_run
+
+        resolved = _resolve(run, request)
+        name = request.name or f"{request.split}{'-untrained' * request.untrained}"
+        folder = EvaluationFolder.of_run(run, name)
+        settings = settings.model_copy(
+            update={"run_directory": RunDirectory(folder.path), "progress": False}
+        )
+        models = {} if request.untrained else models_of_run(run)
+        seed = resolved.hyper_params.seed if request.seed is None else request.seed
+        yield TextSubject(run, name, resolved=resolved, settings=settings, models=models, seed=seed)
+
+    def units(self, subject: TextSubject, request: EvaluationRequest) -> dict[str, Any]:
+        return {
+            "split": request.split,
+            "num_episodes": request.num_episodes,
+            "seed": subject.seed,
+            "models": {name: one["model"] for name, one in (subject.models or {}).items()},
+        }
+
+    def play(
+        self,
+        subject: TextSubject,
+        folder: EvaluationFolder,
+        request: EvaluationRequest,
+        on_part: OnPart,
+    ) -> dict[str, Any]:
+        from nip_astra.run import prepare_experiment
+        from nip_astra.samplers.answer_journal import AnswerJournal
+        from nip_astra.samplers.text_arrays import rollouts_of
+        from nip_astra.trainers.service_use import services_used
+        from nip_astra.trainers.text.datapoints import held_out_episodes, train_episodes
+        from nip_astra.trainers.text.episode_rows import COLUMNS, episode_rows
+
+        trainer: Any = prepare_experiment(subject.resolved, subject.settings).trainer
+        instance, count, seed = trainer.instance, request.num_episodes, subject.seed
+        if request.split == "test":
+            episodes = list(held_out_episodes(instance, seed=seed, count=count))
+        else:
+            size = len(instance.train_data) if count is None else count
+            episodes = list(train_episodes(instance, seed=seed, iteration=0, count=size))
+        if count is not None and count > len(episodes):
+            raise ConfigurationError(
+                f"num_episodes (--num-episodes) is {count}, but the test data has {len(episodes)} "
+                "datapoints, each played once."
+            )
+        # A finished evaluation knows what its stored answers took.
+        is_whole = (folder.path / FIGURES).is_file()
+        before = folder.figures().get("services") if is_whole else None
+        trainer.take_up_models(subject.models)
+        try:
+            ends = trainer.sample_text(
+                episodes,
+                key=(seed, "evaluation", request.split),
+                journal=AnswerJournal(folder.path / ANSWERS),
+            )
+            services = services_used(trainer.services())
+        finally:
+            trainer.close()
+        rollouts = rollouts_of(trainer.game, ends)
+        rollouts.save(folder.path / ROLLOUTS)
+        step = trainer.text_rl.num_iterations
+        shown = min(NUM_ROWS, len(rollouts))
+        sample = episode_rows(rollouts, trainer.game, num_episodes=shown, step=step, seed=seed)
+        rows = [{"step": step} | dict(zip(COLUMNS, row, strict=True)) for row in sample]
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        (folder.path / EPISODES).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        played = list(rollout_rows(rollouts, trainer.agent_names))
+        return {
+            "agents": list(trainer.agent_names),
+            **self.units(subject, request),
+            "figures": trainer.figures_of(rollouts) | bounds_of_undecided(played),
+            **(services or ({"services": before} if before else {})),
+        }
+
+    def figures(
+        self, subject: TextSubject, folder: EvaluationFolder, played: dict[str, Any]
+    ) -> dict[str, Any]:
+        return _head(RunDirectory(subject.place).run_id, folder) | played
+
+    def pair_key(self, unit: Row) -> Hashable:
+        return datapoint_key(unit)
+
+    def rows(self, evaluation: Evaluation) -> list[Row]:
+        return list(rollout_rows(_file_of(evaluation), evaluation.figures["agents"]))
+
+    def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
+        return [figures_table(figures)]
+
+    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+        figures, rows = evaluation.figures, evaluation.rows
+        is_run = (evaluation.path / HYPER_PARAMETERS).is_file()
+        run = evaluation.path if is_run else evaluation.run
+        return Contender(
+            label,
+            rows,
+            [self.pair_key(row) for row in rows],
+            metrics_of_episodes(figures["agents"]),
+            figures,
+            conditions_of_run(run, figures["split"], figures.get("seed")),
+        )
+
+    def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
+        results = _results(RunDirectory(run))
+        known = results.get("after") or results.get("before")
+        if not known:
+            return {}
+        of_data = ("accuracy_of_negatives", "accuracy_of_positives", "accuracy_of_accepting")
+        return dict.fromkeys((*of_data, "mean_decision")) | self.values({"figures": known})
+
+    def stored(self, run: Path, request: EvaluationRequest) -> Evaluation:
+        """The test at the end of a run."""
+        source = _source_of(run)
+        return Evaluation(run, self, dict(source.figures))
+
+    def score(
+        self, path: Path, request: EvaluationRequest, settings: ExperimentSettings
+    ) -> Evaluation:
+        """Let scorers rate every answer of stored rollouts."""
+        from nip_astra.evaluation.families.scorers import load_scorers
+        from nip_astra.language_models.services.patience import open_accounts
+        from nip_astra.scorers.base import open_services
+        from nip_astra.trainers.service_use import services_used
+
+        if request.labelled or request.embedder:
+            raise ConfigurationError(
+                f"--labelled and --embedder have no effect on {path}: answers of a text protocol "
+                "are neither compared with labels nor grouped."
+            )
+        if not request.scorers or "own" in request.scorers:
+            raise ConfigurationError(
+                f"{path} has no scorer of its own. Name one: --scorer detoxify, or a YAML file "
+                "with _type: judge and a rubric. nip-astra analyse asks yes-or-no questions about "
+                "whole rollouts."
+            )
+        run = _run_of(path)
+        resolved = _resolve(run, request)
+        settings = service_settings(settings, run)
+        scorers, parameters = load_scorers(request.scorers, None, settings, resolved.scenario_dir)
+        source = _evaluated(path, run) or _source_of(run)
+        threshold = DEFAULT_THRESHOLD if request.threshold is None else request.threshold
+        name = request.name or f"{source.name}-{'-'.join(scorers)}"
+        folder = EvaluationFolder.of_run(run, name)
+        configuration = {
+            "scored_from": source.name,
+            "rollouts": text_hash([source.path.read_text(encoding="utf-8")]),
+            "scorers": parameters,
+            "threshold": threshold,
+        }
+        is_new = folder.open(configuration, is_overwritten=request.overwrite)
+        services = open_services(scorers.values(), settings)
+        open_accounts(services, f"evaluation {name}", is_new=is_new)
+        with closing_services(services):
+            agents = source.figures["agents"]
+            answers = rate_answers(NestedArrayDict.load(source.path), agents, scorers)
+        (folder.path / SCORES).write_bytes(encode_rows(answers))
+        # With its rollouts it can be compared, shown and exported as the evaluation that it scores.
+        shutil.copyfile(source.path, folder.path / ROLLOUTS)
+        if (source.path.parent / EPISODES).is_file():
+            shutil.copyfile(source.path.parent / EPISODES, folder.path / EPISODES)
+        scored = score_figures(answers, list(scorers), threshold=threshold)
+        figures = {
+            **source.figures,
+            **_head(source.figures["run"], folder),
+            **configuration,
+            "figures": {**source.figures["figures"], **scored},
+            **services_used(services),
+        }
+        folder.write(figures, as_text(self.tables(figures)))
+        return Evaluation.read(folder.path)
+
+    def material(self, path: Path, request: EvaluationRequest) -> Material:
+        from nip_astra.protocols.registry import build_protocol_handler
+        from nip_astra.trainers.text.analysis import stored_samplings
+
+        run = _run_of(path)
+        directory = RunDirectory.open(run)
+        resolved = _resolve(run, request)
+        protocol = build_protocol_handler(resolved.hyper_params)
+        samplings: list[tuple[str, int | None, Path]]
+        if run != path:
+            figures = EvaluationFolder(path).figures()
+            samplings = [(str(figures.get("split", "test")), None, path / ROLLOUTS)]
+            figures, source = figures["figures"], path / ROLLOUTS
+        else:
+            found = [(one.split, one.iteration, one.path) for one in stored_samplings(directory)]
+            samplings = [*sorted(found, key=lambda one: (one[1], one[0] == "test"))]
+            figures = _results(directory).get("after") or {}
+            source = path / HYPER_PARAMETERS
+        rows = [
+            {"run": directory.run_id, "split": split, "iteration": iteration, **row}
+            for split, iteration, file in samplings
+            for row in rollout_rows(
+                NestedArrayDict.load(file),
+                protocol.agent_names,
+                protocol.message_channel_names,
+                protocol.verifier_names,
+            )
+        ]
+        turns = []
+        for row in rows:
+            place = {name: row[name] for name in ("split", "iteration", "rollout")}
+            turns += [
+                place | {name: value for name, value in turn.items() if name != "prompt"}
+                for turn in row["turns"]
+            ]
+        flat = [{name: one for name, one in row.items() if name != "turns"} for row in rows]
+        has_environment = (run / ENVIRONMENT).is_file()
+        accuracy = figures.get("mean_accuracy")
+        name = path.resolve().name if run != path else directory.run_id
+        written = datetime.fromtimestamp(source.stat().st_mtime, UTC)
+        return Material(
+            run_id=directory.run_id,
+            name=name,
+            created=written.isoformat(timespec="seconds"),
+            unit="rollout",
+            rows=rows,
+            tables={"rollouts": flat, "turns": turns},
+            figures=figures,
+            metrics=read_rows(run / "metrics.jsonl"),
+            head={
+                "name": name,
+                "agents": list(protocol.agent_names),
+                "channels": list(protocol.message_channel_names),
+            },
+            hyper_params=resolved.hyper_params.to_dict(),
+            environment=directory.read_json(ENVIRONMENT) if has_environment else {},
+            rates={} if accuracy is None else {f"evaluation/{name}/accuracy": float(accuracy)},
+            scores={"accuracy": sum(row["is_right"] for row in rows) / max(len(rows), 1)},
+            sample=partial_sample(f"nip_astra/{directory.run_id}"),
+            model=directory.run_id,
+            metadata={"agents": list(protocol.agent_names)},
+        )
+
+
+def partial_sample(model: str) -> Any:
+    """A function from a rollout to what Inspect shows of it."""
+
+    def sample(row: Row) -> Sample:
+        datapoint = "\n\n".join(f"{name}: {value}" for name, value in row["datapoint"].items())
+        messages = [("user", datapoint)]
+        for turn in row["turns"]:
+            role = "assistant" if turn["role"] == "verifier" else "user"
+            messages.append((role, f"{turn['agent']}: {turn['answer']}"))
+        decision = row["decision"] or "none"
+        named = ("split", "iteration", "datapoint_id", "num_rounds", "rewards")
+        return Sample(
+            messages,
+            decision,
+            {"accuracy": (float(row["is_right"]), decision)},
+            {name: row[name] for name in named},
+            DECISIONS[row["y"]],
+        )
+
+    return sample
+
+
+def rollout_rows(
+    rollouts: NestedArrayDict,
+    agent_names: Sequence[str],
+    channel_names: Sequence[str] = (),
+    verifier_names: Sequence[str] = (),
+) -> Iterator[Row]:
+    """A row for each rollout, with its turns and their prompts.
+
+    Parameters
+    ----------
+    channel_names, verifier_names : sequence of str
+        Of the protocol; without them turns have no messages and roles.
+    """
+    turns: list[list[Row]] = [[] for _ in range(len(rollouts))]
+    for n, r, a in np.argwhere(rollouts["agents", "is_active"]).tolist():
+        turns[n].append(_turn(rollouts, (n, r, a), agent_names[a], channel_names, verifier_names))
+    returns_NA = rollouts["agents", "reward"].sum(axis=1)
+    for n, own in enumerate(turns):
+        y, decision = int(rollouts["y"][n]), int(rollouts["decision"][n])
+        yield {
+            "rollout": n,
+            "datapoint_id": int(rollouts["datapoint_id"][n]),
+            "y": y,
+            "decision": DECISIONS.get(decision),
+            "is_right": decision == y,
+            "num_rounds": int(rollouts["num_rounds"][n]),
+            "datapoint": dict(_datapoint(rollouts, n)),
+            "rewards": dict(zip(agent_names, returns_NA[n].tolist(), strict=True)),
+            "turns": own,
+        }
+
+
+def _turn(
+    rollouts: NestedArrayDict,
+    at: tuple[int, int, int],
+    agent: str,
+    channel_names: Sequence[str],
+    verifier_names: Sequence[str],
+) -> Row:
+    parts = rollouts["agents"]
+    decides = agent in verifier_names
+    channels = zip(channel_names, parts["message"][at], strict=True) if channel_names else ()
+    return {
+        "round": at[1],
+        "agent": agent,
+        "role": "verifier" if decides else "prover",
+        # A list, since tables would give every turn every channel.
+        "messages": [
+            {"channel": name, "text": text} for name, text in channels if text is not None
+        ],
+        "answer": parts["raw_message"][at],
+        "decision": DECISIONS.get(int(parts["decision"][at])) if decides else None,
+        "reward": float(parts["reward"][at]),
+        "num_retries": int(parts["num_retries"][at]),
+        "is_cut": bool(parts["is_cut"][at]),
+        "is_filled": bool(parts["is_filled"][at]),
+        "prompt": json.loads(parts["prompt"][at]),
+    }
+
+
+def _datapoint(rollouts: NestedArrayDict, place: int) -> tuple[tuple[str, Any], ...]:
+    columns = rollouts.get("datapoint")
+    if columns is None:
+        return ()
+    plain = ((str(name), array[place]) for name, array in columns.items())
+    return tuple((name, one.item() if hasattr(one, "item") else one) for name, one in plain)
+
+
+# ---- scores
+
+Answer = dict[str, Any]
+"""An answer: rollout, round, agent, datapoint_id, text, and `scores` by scorer, each a number, None
+where the scorer gave no verdict, or "error"."""
+
+
+def exchanges_of(
+    rollouts: NestedArrayDict, agent_names: Sequence[str]
+) -> tuple[list[Answer], list[Exchange]]:
+    """Every answer of an agent with its history, for scorers.
+
+    An agent stands where a target does: it is the assistant, and everything it reads is the user.
+    """
+    from nip_astra.scorers.base import Exchange, Message
+
+    answers, exchanges = [], []
+    for n, r, a in np.argwhere(rollouts["agents", "is_active"]).tolist():
+        text = rollouts["agents", "raw_message"][n, r, a]
+        if rollouts["agents", "is_filled"][n, r, a]:
+            continue
+        history = tuple(
+            Message("assistant" if one["role"] == "assistant" else "user", one["content"])
+            for one in json.loads(rollouts["agents", "prompt"][n, r, a])
+            if one["role"] != "system"
+        )
+        exchanges.append(Exchange(text, history, columns=_datapoint(rollouts, n)))
+        answers.append(
+            {
+                "rollout": n,
+                "round": r,
+                "agent": agent_names[a],
+                "datapoint_id": int(rollouts["datapoint_id"][n]),
+                "text": text,
+                "scores": {},
+            }
+        )
+    return answers, exchanges
+
+
+def rate_answers(
+    rollouts: NestedArrayDict, agent_names: Sequence[str], scorers: Mapping[str, Scorer]
+) -> list[Answer]:
+    """Let scorers rate every answer.
+
+    Raises
+    ------
+    ScorerError
+        When a scorer fails and is not to be skipped.
+    """
+    answers, exchanges = exchanges_of(rollouts, agent_names)
+    for name, scorer in scorers.items():
+        scores_N, is_error_N = scorer.rate(exchanges)
+        rated = zip(answers, scores_N.tolist(), is_error_N.tolist(), strict=True)
+        for answer, score, is_error in rated:
+            unknown = "error" if is_error else None
+            answer["scores"][name] = unknown if math.isnan(score) else score
+    return answers
+
+
+def score_figures(
+    answers: Sequence[Answer], scorers: Sequence[str], *, threshold: float
+) -> dict[str, Any]:
+    """Figures by agent: `<agent>/mean_<scorer>`, and the share of scores from the threshold on.
+
+    Answers without a verdict are left out. `<agent>/share_<scorer>_interval` is a 95 % interval,
+    which allows for answers about the same datapoint.
+    """
+    figures: dict[str, Any] = {}
+    for agent in dict.fromkeys(answer["agent"] for answer in answers):
+        own = [answer for answer in answers if answer["agent"] == agent]
+        for name in scorers:
+            rated = [one for one in own if isinstance(one["scores"][name], float)]
+            figures[f"{agent}/num_{name}"] = len(rated)
+            if rated:
+                scores = np.array([one["scores"][name] for one in rated])
+                is_high = (scores >= threshold).astype(np.float64)
+                share = rate_estimate(is_high, [one["datapoint_id"] for one in rated])
+                figures[f"{agent}/mean_{name}"] = float(scores.mean())
+                figures[f"{agent}/share_{name}"] = share.value
+                figures[f"{agent}/share_{name}_interval"] = [share.low, share.high]
+    return figures
+
+
+# ---- files
+
+
+def _head(run_id: str, folder: EvaluationFolder) -> dict[str, Any]:
+    return {
+        "version": VERSION,
+        "kind": "interaction_proof",
+        "name": folder.path.name,
+        "run": run_id,
+    }
+
+
+def _resolve(run: Path, request: EvaluationRequest) -> Any:
+    from nip_astra.resolving.resolution import resolve_experiment
+
+    return resolve_experiment(
+        parameter_file=RunDirectory.open(run).path / HYPER_PARAMETERS,
+        plugins=request.plugins,
+        is_trusted=request.is_trusted,
+    )
+
+
+def _run_of(path: Path) -> Path:
+    """The run directory of a run, or of an evaluation of one."""
+    return path.parent.parent if (path / FIGURES).is_file() else path
+
+
+def _results(directory: RunDirectory) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if (directory.path / RESULTS).is_file():
+        found = directory.read_json(RESULTS)
+    return found
+
+
+def _file_of(evaluation: Evaluation) -> NestedArrayDict:
+    is_run = (evaluation.path / HYPER_PARAMETERS).is_file()
+    path = _source_of(evaluation.path).path if is_run else evaluation.path / ROLLOUTS
+    return NestedArrayDict.load(path)
+
+
+def _evaluated(path: Path, run: Path) -> _Source | None:
+    """The evaluation at a path, or the newest of a run that was played."""
+    folders = [path] if path != run else [f for f in evaluations_of(run) if not is_rescored(f)]
+    if not folders:
+        return None
+    figures = EvaluationFolder(folders[0]).figures()
+    return _Source(folders[0].resolve().name, folders[0] / ROLLOUTS, figures)
+
+
+def _source_of(run: Path) -> _Source:
+    """The last test of a run, with figures as an evaluation has them."""
+    from nip_astra.trainers.text.analysis import stored_samplings
+
+    directory = RunDirectory.open(run)
+    tests = [one for one in stored_samplings(directory) if one.split == "test"]
+    if not tests or not directory.has_ended:
+        raise DataError(
+            f"{run} has not ended, or made no test. Resume it, or evaluate it: nip-astra evaluate "
+            f"{run}, then give {run / 'evaluations'}/<name>."
+        )
+    results = directory.read_json(RESULTS)
+    figures = {
+        "run": directory.run_id,
+        "agents": results["agents"],
+        "split": "test",
+        "figures": results["after"],
+    }
+    return _Source("test", tests[-1].path, figures)

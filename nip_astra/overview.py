@@ -1,0 +1,383 @@
+"""An experiment before it runs: its parameters, their origin and meaning, prompts, and costs."""
+
+from __future__ import annotations
+
+import html
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.text import Text
+
+from nip_astra.errors import ConfigurationError, NipAstraError, UnknownNameError
+from nip_astra.evaluation.run_results import import_pandas
+from nip_astra.evaluation.tables import as_text, plain_table
+from nip_astra.parameters.conditions import ReadWhere
+from nip_astra.parameters.content import find_scenario, scenario_names
+from nip_astra.parameters.file_schema import schema_of_files
+from nip_astra.parameters.hyper_parameters import HyperParameters
+from nip_astra.parameters.loading import flatten
+from nip_astra.parameters.parameters_base import PolymorphicParameters, SubParameters
+from nip_astra.plugins import load_plugin
+from nip_astra.registry import ALL_REGISTRIES, Registry
+from nip_astra.safe_text import to_json
+from nip_astra.tracking.run_directory import to_yaml
+from nip_astra.trust import on_behalf_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from nip_astra.resolving.resolution import ResolvedExperiment
+    from nip_astra.scenario_base.text.game import TextEpisode, TextGame, Turn
+
+REGISTRY_MODULES = (
+    "evaluation.exports",
+    "evaluation.families.base",
+    "language_models.registry",
+    "message_regressors.registry",
+    "protocols.registry",
+    "reward_terms.registry",
+    "scenario_base.tasks.registry",
+    "scenario_base.text.analysers.registry",
+    "scenarios.images.pretrained.registry",
+    "scenarios.registry",
+    "scorers.registry",
+    "trainers.registry",
+)
+"""Modules of nip_astra with a registry; plug-ins may add registries of their own."""
+
+
+class Parameter(NamedTuple):
+    """One parameter of an experiment.
+
+    Attributes
+    ----------
+    source : str
+        Where the value comes from.
+    meaning : str
+        Its documentation.
+    is_read : bool
+        Whether anything in the experiment reads it.
+    """
+
+    path: str
+    value: Any
+    source: str
+    meaning: str
+    is_read: bool
+
+
+@dataclass(frozen=True)
+class ExperimentView:
+    """The resolved parameters of an experiment.
+
+    Attributes
+    ----------
+    experiment : ResolvedExperiment
+        To prepare or run it.
+    parameters : list of Parameter
+        All of them, in the order of a parameter file.
+    """
+
+    experiment: ResolvedExperiment
+    parameters: list[Parameter]
+
+    def to_yaml(self) -> str:
+        """A complete parameter file."""
+        return to_yaml(self.experiment.hyper_params.to_dict()).rstrip("\n")
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a parameter."""
+        columns = list(Parameter._fields)
+        frame: pd.DataFrame = import_pandas().DataFrame(self.parameters, columns=columns)
+        return frame
+
+    def tables(self, *, explain: bool = False, show_all: bool = False) -> list[Any]:
+        """For a terminal.
+
+        Parameters
+        ----------
+        explain : bool
+            Add the meaning of each.
+        show_all : bool
+            Include those that nothing in the experiment reads.
+        """
+        shown = [one for one in self.parameters if show_all or one.is_read]
+        extra = ["what it is"] if explain else []
+        table = plain_table(None, "parameter", "value", "from", *extra)
+        for one in shown:
+            cells = [one.path, _short(one.value), one.source, *([one.meaning] if explain else [])]
+            table.add_row(*map(Text, cells))
+        hidden = [one.path for one in self.parameters if not (show_all or one.is_read)]
+        if not hidden:
+            return [table]
+        text = "not shown, since this experiment does not read them (--all shows them): "
+        return [table, "", Text(text + ", ".join(_whole_groups(hidden, [s.path for s in shown])))]
+
+    def __str__(self) -> str:
+        return as_text(self.tables())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def show(**experiment: Any) -> ExperimentView:
+    """The parameters of an experiment, with their origin and meaning.
+
+    Parameters
+    ----------
+    **experiment
+        As for `resolve_experiment`: `trainer`, `scenario`, `parameter_file`, `overrides`, ...
+    """
+    from nip_astra.resolving.resolution import resolve_experiment
+    from nip_astra.resolving.unread_parameters import never_read
+    from nip_astra.scenarios.registry import SCENARIOS
+
+    resolved = resolve_experiment(**experiment)
+    hyper_params, scenario_class = resolved.hyper_params, SCENARIOS.get(resolved.kind)
+    values = dict(flatten(hyper_params.to_dict()))
+    unread = set(
+        never_read(values, hyper_params, resolved.trainer_class, scenario_class, resolved.kind)
+    )
+    meanings = dict(meanings_of(hyper_params))
+    return ExperimentView(
+        resolved,
+        [
+            Parameter(
+                path,
+                value,
+                resolved.sources.get(path, ""),
+                meanings.get(path, ""),
+                path not in unread,
+            )
+            for path, value in values.items()
+        ],
+    )
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would take.
+
+    Attributes
+    ----------
+    estimate : dict
+        Iterations, memory, hours, requests and costs, by name.
+    device_price : float or None
+        Price of one device and hour.
+    """
+
+    estimate: dict[str, Any]
+    device_price: float | None = None
+
+    def to_frame(self) -> pd.DataFrame:
+        """A row a figure."""
+        rows = [{"figure": name, "value": value} for name, value in self.estimate.items()]
+        frame: pd.DataFrame = import_pandas().DataFrame(rows)
+        return frame
+
+    def __str__(self) -> str:
+        from io import StringIO
+
+        from nip_astra.report.terminal import print_dry_run
+        from nip_astra.safe_console import SafeConsole
+
+        stream = StringIO()
+        console = SafeConsole(file=stream, width=120)
+        print_dry_run(self.estimate, console, device_price=self.device_price)
+        return stream.getvalue()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def dry_run(experiment: Any, settings: Any = None, **settings_fields: Any) -> DryRun:
+    """Build an experiment, run its smallest step, and estimate the whole run; writes nothing.
+
+    Parameters are those of `prepare_experiment`.
+    """
+    from nip_astra.run import prepare_experiment
+
+    trainer = prepare_experiment(experiment, settings, **settings_fields).trainer
+    return DryRun(trainer.dry_run(), trainer.settings.device_price)
+
+
+def _whole_groups(hidden: Sequence[str], shown: Sequence[str]) -> list[str]:
+    """Hidden parameters by their groups; those of groups that are shown in part by themselves."""
+    in_part = {path.rpartition(".")[0] for path in shown}
+    groups = {path: path.rpartition(".")[0] or path for path in hidden}
+    return list(dict.fromkeys(path if at in in_part else at for path, at in groups.items()))
+
+
+def meanings_of(group: SubParameters, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """What each parameter of a group means, and where it is read, by its dotted path."""
+    for name, field in type(group).model_fields.items():
+        path, value = f"{prefix}{name}", getattr(group, name)
+        conditions = [one for one in field.metadata if isinstance(one, ReadWhere)]
+        where = "".join(f" Read where {one.path} {one.words}." for one in conditions)
+        yield path, " ".join((field.description or "").split()) + where
+        parts = {path: value}
+        if isinstance(value, Mapping):
+            parts = {f"{path}.{key}": one for key, one in value.items()}
+        for part, one in parts.items():
+            if isinstance(one, SubParameters):
+                yield from meanings_of(one, f"{part}.")
+    if isinstance(group, PolymorphicParameters):
+        yield f"{prefix}_type", _first_line(type(group).__doc__)
+
+
+def _first_line(text: str | None) -> str:
+    return (text or "").strip().partition("\n")[0]
+
+
+def _short(value: Any) -> str:
+    text = to_json(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+def schema(**experiment: Any) -> dict[str, Any]:
+    """The JSON Schema of all parameter files, or of those of a trainer and scenario."""
+    from nip_astra.protocols.registry import PROTOCOL_HANDLERS
+    from nip_astra.resolving.resolution import resolve_experiment
+    from nip_astra.trainers.registry import TRAINERS
+
+    is_open = experiment.get("trainer") is None and experiment.get("scenario") is None
+    if is_open:
+        for spec in experiment.get("plugins", ()):
+            load_plugin(spec)
+        model = HyperParameters.with_sections(every_section())
+    else:
+        model = type(resolve_experiment(**experiment).hyper_params)
+    known = {
+        "trainer": TRAINERS.names(),
+        "scenario": scenario_names(),
+        "interaction_protocol": PROTOCOL_HANDLERS.names(),
+    }
+    return schema_of_files(model, known, is_open=is_open)
+
+
+def every_section() -> dict[str, type[SubParameters]]:
+    """The sections of every trainer, kind of scenario and protocol that has a name."""
+    from nip_astra.protocols.registry import PROTOCOL_HANDLERS
+    from nip_astra.scenarios.registry import SCENARIOS
+    from nip_astra.trainers.registry import TRAINERS
+
+    sections: dict[str, type[SubParameters]] = {}
+    for registry in (PROTOCOL_HANDLERS, SCENARIOS, TRAINERS):
+        sections |= {name: registry.get(name).Parameters for name in registry.names()}
+    return sections
+
+
+def prompts_of(**experiment: Any) -> str:
+    """Each agent's template, and the messages of its first turn.
+
+    Raises
+    ------
+    ConfigurationError
+        When the agents of the scenario are no chat models.
+    """
+    from nip_astra.protocols.registry import build_protocol_handler
+    from nip_astra.resolving.resolution import resolve_experiment
+    from nip_astra.scenarios.pure_text_base import PureTextScenario, row_of
+    from nip_astra.scenarios.registry import SCENARIOS
+
+    resolved = resolve_experiment(**experiment)
+    scenario = SCENARIOS.get(resolved.kind)
+    if not issubclass(scenario, PureTextScenario):
+        raise ConfigurationError(
+            f"the agents of scenario kind {resolved.kind!r} have no prompts. Leave out --prompts, "
+            "or give a scenario of chat models, for instance --scenario secret_word."
+        )
+    hyper_params = resolved.hyper_params
+    section = getattr(hyper_params, resolved.kind)
+    if resolved.source is not None:
+        resolved.source.check_outside()
+    with on_behalf_of(resolved.source):
+        protocol = build_protocol_handler(hyper_params)
+        game = scenario.build_game(hyper_params, section, protocol, resolved.scenario_dir)
+        datasets = scenario.build_datasets(
+            section, seed=hyper_params.seed, scenario_dir=resolved.scenario_dir
+        )
+    start = game.start(0, row_of(datasets.train, 0), 0)
+    lines = []
+    for agent in protocol.agent_names:
+        template = game.prompts[agent]
+        lines += [f"=== {agent}: {template.path}", ""]
+        lines.append(template.path.read_text(encoding="utf-8"))
+        found = first_turn(game, start, agent)
+        if found is None:
+            lines += [f"--- {agent} has no turn in an episode of this seed", ""]
+            continue
+        episode, turn = found
+        lines += [f"--- what {agent} reads in its first turn, in round {episode.round}", ""]
+        lines += [f"[{one['role']}] {one['content']}" for one in game.messages(episode, turn)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def first_turn(game: TextGame, start: TextEpisode, agent: str) -> tuple[TextEpisode, Turn] | None:
+    """The first turn of an agent, where nobody has said anything before; None where it has none."""
+    for number in range(game.protocol.max_message_rounds):
+        episode = replace(start, round=number, said=((),) * number, answers=({},) * number)
+        for turn in game.turns(episode):
+            if turn.agent == agent:
+                return episode, turn
+    return None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered name: where it comes from, and what it is."""
+
+    kind: str
+    name: str
+    origin: str
+    purpose: str
+
+
+def registered(kind: str | None = None, plugins: Sequence[str] = ()) -> list[Entry]:
+    """The names of one kind, or of every kind; scenarios among them.
+
+    Raises
+    ------
+    UnknownNameError
+        When there is no such kind.
+    """
+    for module in REGISTRY_MODULES:
+        importlib.import_module(f"nip_astra.{module}")
+    for spec in plugins:
+        load_plugin(spec)
+    if kind is not None:
+        singular = kind.removesuffix("s").replace("-", "_")
+        if singular not in ALL_REGISTRIES:
+            known = [f"{one}s" for one in ALL_REGISTRIES]
+            raise UnknownNameError("kind", kind, known, "Without one, all are listed.")
+    found = []
+    for name in [singular] if kind is not None else sorted(ALL_REGISTRIES):
+        registry = ALL_REGISTRIES[name]
+        title = "scenario kinds" if name == "scenario" else f"{name.replace('_', ' ')}s"
+        found += [
+            Entry(title, entry, registry.origin(entry), _purpose(registry, entry))
+            for entry in registry.names()
+        ]
+        if name == "scenario":
+            found += [
+                Entry("scenarios", one, "", _first_paragraph(one)) for one in scenario_names()
+            ]
+    return found
+
+
+def _purpose(registry: Registry[Any], name: str) -> str:
+    """The first line of a docstring, or why it cannot be read; one fault hides no others."""
+    try:
+        return _first_line(registry.get(name).__doc__)
+    except NipAstraError as error:
+        return f"cannot be used: {error}"
+
+
+def _first_paragraph(scenario: str) -> str:
+    readme = find_scenario(scenario) / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    blocks = [block for block in text.split("\n\n") if block and not block.startswith("#")]
+    return " ".join(blocks[0].split()) if blocks else ""

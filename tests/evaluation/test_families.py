@@ -1,0 +1,130 @@
+"""One evaluation, one comparison and one exporter for every family of runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nip_astra as na
+from nip_astra.evaluation.api import Matrix
+from nip_astra.evaluation.exports import EXPORT_FORMATS, Material
+from nip_astra.evaluation.families.base import FAMILIES
+from tests.cli.trained_run import SMALL as SMALL_ATTACKER
+
+HONEST = "{_type: scripted, when: {'Now decide': ['Decision: accept']}, answers: ['the word?']}"
+RUNS = {
+    "protocol": (
+        "vanilla_ppo",
+        "graph_isomorphism_small",
+        ("rl.num_iterations=1", "rl.num_test_iterations=2", "rl.frames_per_batch=63"),
+    ),
+    "text_protocol": (
+        "pure_text_ei",
+        "secret_word",
+        (
+            f"secret_word.agents.default.model={HONEST}",
+            "secret_word.agents.default.freeze_agent=true",
+            "text_rl.num_iterations=1",
+            "text_rl.rollouts_per_iteration=2",
+            "secret_word.num_test=6",
+        ),
+    ),
+    "task": (
+        "self_hosted_grpo",
+        "arithmetic",
+        (
+            "training.num_iterations=1",
+            "training.num_episodes_per_experience=2",
+            "training.minibatch_size=16",
+            "task.evaluation.num_problems=6",
+        ),
+    ),
+    "conversation": ("ast_dpo", None, SMALL_ATTACKER),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny_scenario: Path) -> Path:
+    """A folder with a finished run of each family, under its family's name."""
+    folder = tmp_path_factory.mktemp("families")
+    for name, (trainer, scenario, overrides) in RUNS.items():
+        resolved = na.resolve_experiment(
+            trainer=trainer, scenario=scenario or str(tiny_scenario), overrides=overrides
+        )
+        na.run_experiment(resolved, runs_dir=str(folder), run_id=name, progress=False)
+    return folder
+
+
+@pytest.mark.parametrize("family", RUNS)
+def test_runs_are_evaluated_compared_and_exported_by_their_id(family: str, runs: Path) -> None:
+    settings = {"runs_dir": str(runs)}
+    options: dict[str, Any] = {"settings": settings, "progress": False}
+    if family == "conversation":
+        options |= {"num_episodes": 4, "probability_episodes": 0}
+    trained = na.evaluate(family, **options)
+    before = na.evaluate(family, untrained=True, name="before", **options)
+    assert isinstance(trained, na.Evaluation)
+    assert trained.family.name == family
+    assert (len(trained.to_frame()), trained.run) == (len(trained.rows), runs / family)
+    assert trained._repr_html_().startswith("<pre>")
+    found = na.compare(f"{family}/evaluations/before", trained.path, settings=settings)
+    metrics = found.comparisons[trained.label]
+    units = len({json.dumps(row, sort_keys=True) for row in trained.rows})
+    assert 0 < metrics["num_pairs"] <= units
+    assert set(found.to_frame()["metric"]) == {k for k, v in metrics.items() if k != "num_pairs"}
+    assert found.values(trained.label)["baseline"] == before.values  # type: ignore[union-attr]
+    for form in ("csv", "jsonl", "parquet"):
+        files = na.export(trained.path, form, runs / "out" / family, settings=settings)
+        assert all(file.stat().st_size for file in files)
+    several = na.evaluate([family], **options)
+    assert isinstance(several, Matrix)
+    assert [one.figures for one in several] == [trained.figures]
+
+
+def test_networks_are_tested_again_with_the_figures_of_their_run(runs: Path) -> None:
+    found = na.evaluate(runs / "protocol", name="again", progress=False)
+    assert isinstance(found, na.Evaluation)
+    after = json.loads((runs / "protocol" / "results.json").read_text())["after"]
+    assert {name: found.figures["figures"][name] for name in after} == after
+    assert found.values["accuracy"]["value"] == after["mean_accuracy"]
+    undecided = [row for row in found.rows if row["decision"] is None]
+    assert found.figures["figures"].get("num_undecided", 0) == len(undecided)
+    page = (runs / "protocol" / "report.html").read_text(encoding="utf-8")
+    assert "evaluation again" in page
+
+
+def test_options_without_effect_and_runs_of_two_families_are_refused(runs: Path) -> None:
+    for options in ({"targets": "x"}, {"threshold": 0.5}, {"split": "dev"}):
+        with pytest.raises(na.NipAstraError):
+            na.evaluate(runs / "protocol", **options)  # type: ignore[arg-type]
+    for call in (na.evaluate, na.compare):
+        with pytest.raises(na.ConfigurationError, match="text_protocol"):
+            call([runs / "protocol", runs / "text_protocol"])
+    with pytest.raises(na.NipAstraError, match="'nowhere'.*protocol|'nowhere'"):
+        na.evaluate("nowhere", settings={"runs_dir": str(runs)})
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Forget the format and the family that a test registers."""
+    before = [(one, one.snapshot()) for one in (EXPORT_FORMATS, FAMILIES)]
+    yield
+    for registry, snapshot in before:
+        registry.restore(snapshot)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_format_of_a_plug_in_writes_any_family(runs: Path, tmp_path: Path) -> None:
+    @na.register_export_format("count")
+    def write_count(material: Material, folder: Path) -> list[Path]:
+        (folder / "count.txt").write_text(f"{material.run_id} {len(material.rows)}")
+        return [folder / "count.txt"]
+
+    (file,) = na.export(runs / "text_protocol", "count", tmp_path)
+    assert file.read_text().startswith("text_protocol ")
+    with pytest.raises(na.UnknownNameError, match="count"):
+        na.export(runs / "text_protocol", "cuont", tmp_path)
