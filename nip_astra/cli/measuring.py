@@ -142,8 +142,12 @@ def _show(evaluation: Evaluation, *, as_json: bool) -> None:
         say(to_json(evaluation.figures, indent=2))
         return
     console = open_console()
-    for part in evaluation.tables():
-        console.print(part)
+    for part in evaluation.parts:
+        if "reused_from" in part and "num_episodes" in part:
+            text = f"{part['num_episodes']} conversations are those of the evaluation "
+            console.print(text + part["reused_from"], highlight=False, soft_wrap=True)
+    for table in evaluation.tables():
+        console.print(table)
     console.print(f"evaluation {evaluation.path}\n", soft_wrap=True)
 
 

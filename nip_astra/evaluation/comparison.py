@@ -79,6 +79,22 @@ class Metric(NamedTuple):
     possible: Sequence[float] = ()
 
 
+class Component(NamedTuple):
+    """A condition that is a component: a scorer or target.
+
+    Attributes
+    ----------
+    name : str or None
+        Compared where the parameters of one of two are unknown: one component may have several
+        names, and one name stand for several.
+    parameters : Mapping or None
+        Compared where those of both are known.
+    """
+
+    name: str | None
+    parameters: Mapping[str, Any] | None = None
+
+
 def metric_of(
     measure: Callable[[Any], float | None],
     bound: Bound = "unit",
@@ -128,7 +144,7 @@ class Contender:
     figures : Mapping
         Content of `evaluation.json`; empty if there is none.
     conditions : Mapping
-        What should be equal, by name; None where it is not known.
+        What should be equal, by name, components among them; None where it is not known.
     """
 
     label: str
@@ -239,6 +255,9 @@ def _other_conditions(first: Contender, other: Contender) -> list[str]:
     ours, theirs = {}, {}
     for name in first.conditions.keys() & other.conditions.keys():
         before, after = first.conditions[name], other.conditions[name]
+        if isinstance(before, Component) and isinstance(after, Component):
+            are_known = before.parameters is not None and after.parameters is not None
+            before, after = (one.parameters if are_known else one.name for one in (before, after))
         if before is not None and after is not None:
             ours[name], theirs[name] = before, after
     places = f"in {first.label}", f"in {other.label}"

@@ -89,6 +89,7 @@ def reuse_conversations(
         {
             "table": "reused",
             "reused_from": played.name,
+            "num_episodes": len(episodes) + len(ordinary),
             "reused_queries": sum(map(len, [*episodes, *ordinary])),
             "scorer_calls": calls,
         }

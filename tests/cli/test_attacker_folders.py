@@ -81,9 +81,11 @@ def test_what_is_missing_or_does_not_fit_is_told(
     folder = shutil.copytree(tiny_model_dir, cli.folder / "plain")
     assert "--scenario NAME" in refused(cli("evaluate", str(folder)))
     (cli.folder / "empty").mkdir()
-    assert "holds no model" in refused(cli("evaluate", "empty", "--scenario", str(cli.scenario)))
+    assert "neither a run nor a model" in refused(
+        cli("evaluate", "empty", "--scenario", str(cli.scenario))
+    )
     both = cli("evaluate", str(run), "--scenario", str(cli.scenario))
-    assert "Leave out --scenario" in refused(both)
+    assert "--scenario" in refused(both)
     adapter = cli.folder / "nameless"
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text("{}")
@@ -99,4 +101,4 @@ def test_another_vocabulary_is_refused(cli: CommandLine) -> None:
     vocabulary[f"{longest}x"] = vocabulary.pop(longest)
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     said = cli("evaluate", str(other), "--scenario", str(cli.scenario))
-    assert "vocabulary is not that of" in refused(said)
+    assert "vocabulary" in refused(said)

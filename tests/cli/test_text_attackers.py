@@ -176,9 +176,9 @@ def test_hosted_and_listed_attackers_and_runs_stand_in_one_matrix(cli: CommandLi
     ("name", "text", "arguments", "problem"),
     [
         ("a.csv", PROBES, [], "it has no 'prompt', but the columns 'probe', 'goal'"),
-        ("a.txt", "one\n", ["--num-turns", "2"], "fixed probes are one turn each"),
+        ("a.txt", "one\n", ["--num-turns", "2"], "fixed probes have one turn each"),
         ("a.txt", "\n", [], "holds none"),
-        ("a.yaml", "- 1\n", [], "it holds no parameters. Give chat_model and system_prompt"),
+        ("a.yaml", "- 1\n", [], "chat_model and system_prompt"),
         ("a.yaml", "system_prompt: x\n", [], "chat_model"),
         (
             "b.yaml",
@@ -198,4 +198,4 @@ def test_what_is_no_attacker_is_told(
 
 def test_a_list_of_probes_needs_a_scenario(cli: CommandLine) -> None:
     cli.write("a.txt", "one\n")
-    assert "say whom it attacks. Give --scenario NAME" in refused(cli("evaluate", "a.txt"))
+    assert "--scenario NAME" in refused(cli("evaluate", "a.txt"))

@@ -174,9 +174,9 @@ def test_trained_models_are_copied_in_the_layout_of_transformers(
 
 def test_what_cannot_be_exported_is_refused(run: Path, type_command: CommandLine) -> None:
     said = type_command("export", str(run), "--format", "huggingface")
-    assert "but its jobs have trained none" in refused(said)
+    assert "have trained no model" in refused(said)
     said = type_command("export", str(run), "--format", "hitlog")
-    assert "there is no target whose failures could be listed. Take one of csv" in refused(said)
+    assert "'hitlog'" in refused(said)
     said = type_command("export", str(run), "--format", "parkett")
     assert "Did you mean 'parquet'?" in refused(said)
 
@@ -230,6 +230,6 @@ def test_a_scorer_reads_what_the_agent_had_read(run: Path, type_command: Command
 
 
 def test_what_cannot_be_scored_is_refused(run: Path, type_command: CommandLine) -> None:
-    assert "has no scorer of its own" in refused(type_command("score", str(run)))
+    assert "--scorer" in refused(type_command("score", str(run)))
     said = type_command("score", str(run), "--scorer", "python", "--labelled", "x.jsonl")
-    assert refused(said).startswith("--labelled was given to score")
+    assert "--labelled" in refused(said)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from nip_astra.errors import ConfigurationError, DataError, NothingMeasuredError
-from nip_astra.evaluation.comparison import Contender, Metric, metric_of, paired_failures
+from nip_astra.evaluation.comparison import Component, Contender, Metric, metric_of, paired_failures
 from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.exports import Material, Sample
 from nip_astra.evaluation.families.base import (
@@ -639,17 +639,13 @@ def contender_of(
         "scorer": configuration.get("scorers", {}).get(scorer),
         "target": configuration.get("target"),
     }
-    conditions = {
+    conditions: dict[str, Any] = {
         name: figures.get(name) for name in ("tree_depth", "failure_threshold", "split", "seed")
     }
     for name, values in details.items():
-        # The same scorer, or target, may have several names, and one name stand for several.
-        is_known = isinstance(values, Mapping)
-        has_weights = is_known and values.get("weights") is not None
-        conditions[name] = None if is_known else figures.get(name)
-        conditions[f"parameters of the {name}"] = (
-            _without_paths(values) if has_weights else values if is_known else None
-        )
+        if isinstance(values, Mapping) and values.get("weights") is not None:
+            values = _without_paths(values)
+        conditions[name] = Component(figures.get(name), values)
     return Contender(
         label,
         episodes,
