@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import platform
 import shutil
@@ -25,7 +24,7 @@ from rich.text import Text
 import nip_astra
 from nip_astra.errors import NipAstraError, ParameterError
 from nip_astra.evaluation.run_results import import_pandas
-from nip_astra.evaluation.tables import as_text, plain_table
+from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.content import find_scenario, resolve_reference, scenario_names
 from nip_astra.plugins import load_plugin
@@ -94,7 +93,7 @@ STYLES = {
 
 
 @dataclass(frozen=True)
-class Diagnosis:
+class Diagnosis(Printable):
     """The findings of `doctor`."""
 
     findings: list[Finding]
@@ -131,12 +130,6 @@ class Diagnosis:
         else:
             last = "Everything that is needed works."
         return [*found, last]
-
-    def __str__(self) -> str:
-        return as_text(self.tables())
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def doctor(

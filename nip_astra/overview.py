@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from nip_astra.errors import ConfigurationError, NipAstraError, UnknownNameError
 from nip_astra.evaluation.run_results import import_pandas
-from nip_astra.evaluation.tables import as_text, plain_table
+from nip_astra.evaluation.tables import Printable, plain_table
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.content import find_scenario, scenario_names
 from nip_astra.parameters.file_schema import schema_of_files
@@ -69,7 +68,7 @@ class Parameter(NamedTuple):
 
 
 @dataclass(frozen=True)
-class ExperimentView:
+class ExperimentView(Printable):
     """The resolved parameters of an experiment.
 
     Attributes
@@ -115,12 +114,6 @@ class ExperimentView:
         text = "not shown, since this experiment does not read them (--all shows them): "
         return [table, "", Text(text + ", ".join(_whole_groups(hidden, [s.path for s in shown])))]
 
-    def __str__(self) -> str:
-        return as_text(self.tables())
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
 
 def show(**experiment: Any) -> ExperimentView:
     """The parameters of an experiment, with their origin and meaning.
@@ -157,7 +150,7 @@ def show(**experiment: Any) -> ExperimentView:
 
 
 @dataclass(frozen=True)
-class DryRun:
+class DryRun(Printable):
     """What a run would take.
 
     Attributes
@@ -187,9 +180,6 @@ class DryRun:
         console = SafeConsole(file=stream, width=120)
         print_dry_run(self.estimate, console, device_price=self.device_price)
         return stream.getvalue()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def dry_run(experiment: Any, settings: Any = None, **settings_fields: Any) -> DryRun:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
@@ -181,9 +181,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Train; `run` is what options without a command mean."""
-    experiment = _experiment_arguments(
-        trainer, scenario, parameters, overrides, seed, plugin, trust
-    )
+    experiment = _experiment_arguments(locals())
     from nip_astra.cli.terminal import open_console, quieten_libraries
     from nip_astra.overview import dry_run as estimate
     from nip_astra.report.terminal import print_dry_run
@@ -260,9 +258,7 @@ def check_resume(
     debug: Debug = False,
 ) -> None:
     """Kill short runs at random file operations, resume them, and compare; 1: they differ."""
-    experiment = _experiment_arguments(
-        trainer, scenario, parameters, overrides, seed, plugin, trust
-    )
+    experiment = _experiment_arguments(locals())
     from nip_astra import resume_check
     from nip_astra.cli.terminal import quieten_libraries, say
     from nip_astra.resolving.resolution import resolve_experiment
@@ -347,11 +343,11 @@ def show(
     debug: Debug = False,
 ) -> None:
     """Show every parameter, its value, where the value comes from, and what it is."""
+    given = _experiment_arguments(locals())
     from nip_astra.cli.terminal import open_console, say
     from nip_astra.overview import prompts_of
     from nip_astra.overview import show as show_experiment
 
-    given = _experiment_arguments(trainer, scenario, parameters, overrides, seed, plugin, trust)
     if prompts:
         say(prompts_of(**given))
         return
@@ -386,9 +382,7 @@ def time_parts(
     debug: Debug = False,
 ) -> None:
     """Time parts of a training iteration, e.g. rollout and update; writes nothing."""
-    experiment = _experiment_arguments(
-        trainer, scenario, parameters, overrides, seed, plugin, trust
-    )
+    experiment = _experiment_arguments(locals())
     from rich.text import Text
 
     from nip_astra.cli.terminal import open_console, quieten_libraries, say
@@ -420,11 +414,11 @@ def schema(
     debug: Debug = False,
 ) -> None:
     """Print the JSON Schema of all parameter files, or of those of a trainer and scenario."""
+    given = _experiment_arguments(locals())
     from nip_astra.cli.terminal import say
     from nip_astra.overview import schema as schema_of
     from nip_astra.safe_text import to_json
 
-    given = _experiment_arguments(trainer, scenario, None, None, None, plugin)
     say(to_json(schema_of(**given), indent=1))
 
 
@@ -437,27 +431,20 @@ app.command(name="compare-dumps")(measuring.compare_dumps)
 app.add_typer(data.app, name="dataset")
 
 
-def _experiment_arguments(
-    trainer: str | None,
-    scenario: str | None,
-    parameter_file: str | None,
-    overrides: list[str] | None,
-    seed: int | None,
-    plugins: list[str] | None,
-    is_trusted: bool = False,
-) -> dict[str, Any]:
+def _experiment_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `resolve_experiment`; wrong names and files are refused before torch loads."""
     from nip_astra.parameters.content import find_scenario
     from nip_astra.parameters.loading import parse_overrides, read_yaml_layers
     from nip_astra.parameters.types import TrainerType
 
+    trainer, scenario = given.get("trainer"), given.get("scenario")
+    file, overrides, plugins = (given.get(one) for one in ("parameters", "overrides", "plugin"))
     folder = None if scenario is None else find_scenario(scenario)
-    if parameter_file is not None:
-        read_yaml_layers(Path(parameter_file), source=parameter_file)
+    if file is not None:
+        read_yaml_layers(Path(file), source=file)
     parse_overrides(overrides or [])
     # A plug-in, also one of the scenario, may register trainers.
-    has_plugin = bool(plugins or parameter_file)
-    has_plugin |= folder is not None and (folder / "plugin.py").is_file()
+    has_plugin = bool(plugins or file) or (folder is not None and (folder / "plugin.py").is_file())
     if trainer is not None and not has_plugin:
         installed = {one.name for one in metadata.entry_points(group="nip_astra.trainers")}
         known = [*map(str, TrainerType), *sorted(installed)]
@@ -466,11 +453,11 @@ def _experiment_arguments(
     return {
         "trainer": trainer,
         "scenario": scenario,
-        "parameter_file": parameter_file,
+        "parameter_file": file,
         "overrides": overrides or [],
-        "seed": seed,
+        "seed": given.get("seed"),
         "plugins": plugins or [],
-        "is_trusted": is_trusted,
+        "is_trusted": given.get("trust", False),
     }
 
 

@@ -86,8 +86,9 @@ def evaluate(
     """Measure attackers on held-out prompts, chat models that play a protocol on held-out data,
     or policies on the problems of their task; goes on where a killed evaluation was.
     """
+    options = _options(locals())
     from nip_astra.cli.terminal import open_console, quieten_libraries, say
-    from nip_astra.evaluation.api import Matrix, locate, matrix_of
+    from nip_astra.evaluation.api import Matrix, locate
     from nip_astra.evaluation.api import evaluate as evaluate_runs
 
     for one in runs:
@@ -97,40 +98,24 @@ def evaluate(
     def show(evaluation: Evaluation) -> None:
         _show(evaluation, as_json=as_json)
 
-    found = evaluate_runs(
-        runs,
-        settings=settings_of(settings, device=device, num_threads=num_threads),
-        progress=not as_json,
-        on_evaluation=show,
-        targets=targets or [],
-        scorers=scorers or [],
-        name=name,
-        split=split,
-        seed=seed,
-        num_episodes=num_episodes,
-        num_turns=num_turns,
-        probability_episodes=probability_episodes,
-        importance_sampling=importance_sampling,
-        batch_size=batch_size,
-        threshold=threshold,
-        labelled=labelled,
-        embedder=embedder,
-        untrained=untrained,
-        overwrite=overwrite,
-        overrides=overrides or [],
-        scenario=scenario,
-        parameters=parameters,
-        column=column,
-        fail_if=fail_if,
-        plugins=plugin or [],
-        is_trusted=trust,
-    )
+    given = settings_of(settings, device=device, num_threads=num_threads)
+    found = evaluate_runs(runs, settings=given, progress=not as_json, on_evaluation=show, **options)
     assert isinstance(found, Matrix)
     if found.path is not None and not as_json:
-        open_console().print(*matrix_of(found), sep="\n")
+        for part in found.tables():
+            open_console().print(part)
         say(f"matrix     {found.path}")
     for evaluation in found:
         _gate(fail_if, evaluation.values)
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `EvaluationRequest` among the arguments of a command."""
+    from nip_astra.evaluation.families.base import EvaluationRequest
+
+    renamed = {"plugin": "plugins", "trust": "is_trusted"}
+    found = {renamed.get(name, name): value for name, value in given.items() if value is not None}
+    return {name: found[name] for name in found.keys() & vars(EvaluationRequest())}
 
 
 def _show(evaluation: Evaluation, *, as_json: bool) -> None:
@@ -177,25 +162,14 @@ def score(
     debug: Debug = False,
 ) -> None:
     """Rate the stored conversations of a run by other scorers; generates nothing."""
+    options = _options(locals())
     from nip_astra.cli.terminal import quieten_libraries
     from nip_astra.evaluation.api import locate
     from nip_astra.evaluation.api import score as score_run
 
     locate(run)
     quieten_libraries()
-    evaluation = score_run(
-        run,
-        scorers or [],
-        settings=settings_of(device=device),
-        name=name,
-        threshold=threshold,
-        labelled=labelled,
-        embedder=embedder,
-        overwrite=overwrite,
-        fail_if=fail_if,
-        plugins=plugin or [],
-        is_trusted=trust,
-    )
+    evaluation = score_run(run, settings=settings_of(device=device), **options)
     _show(evaluation, as_json=as_json)
     _gate(fail_if, evaluation.values)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from nip_astra.evaluation.families.base import (
 )
 from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES
-from nip_astra.evaluation.tables import as_text, comparison_tables, matrix_tables
+from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.progress import open_progress
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
@@ -45,7 +44,7 @@ TRANSFER = "transfer"
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(Printable):
     """Several evaluations side by side; of attackers and targets, the transfer matrix.
 
     Attributes
@@ -72,15 +71,16 @@ class Matrix:
         frame: pd.DataFrame = import_pandas().json_normalize(rows)
         return frame
 
-    def __str__(self) -> str:
-        return "\n".join(str(one) for one in self.evaluations)
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+    def tables(self) -> list[Any]:
+        """The transfer matrix for a terminal; without one, the tables of each evaluation."""
+        if self.path is None:
+            return [part for one in self.evaluations for part in one.tables()]
+        cells = RunDirectory(self.path.parent).read_json(self.path.name)["cells"]
+        return matrix_tables({(one["attacker"], one["target"]): one for one in cells})
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Printable):
     """Evaluations compared with a first one, unit by unit.
 
     Attributes
@@ -127,12 +127,6 @@ class Comparison:
         """A line a metric of each evaluation, and the warnings, for a terminal."""
         return comparison_tables(vars(self))
 
-    def __str__(self) -> str:
-        return as_text(self.tables())
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
 
 def evaluate(
     runs: PathLike | Sequence[PathLike],
@@ -174,11 +168,7 @@ def evaluate(
         raise ConfigurationError("evaluate needs a run. Give its id or path.")
     families = [_family_of(path, request) for path in paths]
     family = families[0]
-    others = [path for path, one in zip(paths, families, strict=True) if one.name != family.name]
-    if others:
-        raise ConfigurationError(
-            f"{others[0]} is no {family.name} run, as {paths[0]} is. Evaluate them apart."
-        )
+    _require_one_family(paths, families)
     family.check(paths, request)
     if request.fail_if is not None:
         for path in paths:
@@ -274,12 +264,7 @@ def compare(
 
     evaluations = [_stored_evaluation(path, request) for path in paths]
     family = evaluations[0].family
-    strangers = [one.label for one in evaluations if one.family.name != family.name]
-    if strangers:
-        raise ConfigurationError(
-            f"{strangers[0]} is no {family.name} run, as {evaluations[0].label} is. Compare runs "
-            "of one family."
-        )
+    _require_one_family([one.label for one in evaluations], [one.family for one in evaluations])
     labels = comparison.distinct_labels(
         [
             one.path.resolve().name if (one.path / HYPER_PARAMETERS).is_file() else one.label
@@ -362,6 +347,16 @@ def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
         f"there is no run or file {str(run)!r}, here or in {runs_dir}.{hint} Give the path of a "
         "run directory, or the name of one of its runs."
     )
+
+
+def _require_one_family(names: Sequence[str], families: Sequence[EvaluationFamily]) -> None:
+    """Refuse runs of several families."""
+    for name, family in zip(names, families, strict=True):
+        if family.name != families[0].name:
+            raise ConfigurationError(
+                f"{names[0]} is a {families[0].name} run, and {name} a {family.name} run. Give "
+                "runs of one family."
+            )
 
 
 def _settings(settings: ExperimentSettings | Mapping[str, Any] | None) -> ExperimentSettings:
@@ -494,14 +489,6 @@ def _keep_matrix(evaluations: Sequence[Evaluation], request: EvaluationRequest) 
 def _identities(cells: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     names = ("attacker", "target", "name", "configuration")
     return [[cell.get(name) for name in names] for cell in cells]
-
-
-def matrix_of(matrix: Matrix) -> list[Any]:
-    """The transfer matrix for a terminal; empty without one."""
-    if matrix.path is None:
-        return []
-    cells = RunDirectory(matrix.path.parent).read_json(matrix.path.name)["cells"]
-    return matrix_tables({(cell["attacker"], cell["target"]): cell for cell in cells})
 
 
 def _with_nulls(value: Any) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nip_astra.errors import ConfigurationError, DataError, RunDirectoryError
+from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.evaluation.rows import Episode, RowFile, encode_rows, read_rows
 from nip_astra.tracking.run_directory import RunDirectory
 
@@ -196,29 +196,6 @@ def weights_hash(folder: Path) -> str | None:
         with path.open("rb") as file:
             whole.update(hashlib.file_digest(file, "sha256").digest())
     return whole.hexdigest()[:16]
-
-
-def find_evaluation(path: str | Path) -> EvaluationFolder:
-    """The evaluation at a path, or the newest of the run at a path.
-
-    Raises
-    ------
-    DataError
-        When there is none.
-    """
-    found = Path(path)
-    if (found / FIGURES).is_file():
-        return EvaluationFolder(found)
-    figures = sorted(
-        (found / EVALUATIONS).glob(f"*/{FIGURES}"), key=lambda file: file.stat().st_mtime_ns
-    )
-    if not figures:
-        raise DataError(
-            f"an evaluation was to be read from {found}, but it holds no {FIGURES} and no "
-            f"{EVALUATIONS}/<name>/{FIGURES}. Evaluate the run first: nip-astra evaluate {found}, "
-            "and give the folder that this tells."
-        )
-    return EvaluationFolder(figures[-1].parent)
 
 
 def _without_hash(configuration: Mapping[str, Any]) -> dict[str, Any]:

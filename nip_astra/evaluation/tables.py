@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Callable, Mapping, Sequence
 from io import StringIO
@@ -115,6 +116,20 @@ def _comparison_table(comparison: Mapping[str, Any]) -> Table:
                 write(metric["minimum_detectable"]),
             )  # fmt: skip
     return table
+
+
+class Printable:
+    """What is a table in a terminal and in a notebook. A subclass gives `tables`, or `__str__`."""
+
+    def tables(self) -> list[RenderableType]:
+        """The content for a terminal."""
+        return []
+
+    def __str__(self) -> str:
+        return as_text(self.tables())
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def plain_table(title: str | None, *columns: str) -> Table:

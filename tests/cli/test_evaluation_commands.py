@@ -387,7 +387,7 @@ def test_evaluations_by_other_conditions_are_compared_with_a_warning(
     for change in (
         "failure_threshold: 0.5 in one/test, 0.9 in one/strict",
         "tree_depth: 2 in one/test, 1 in one/test-skip",
-        'scorer._type: "classifier" in one/test, "skip" in one/test-skip',
+        'scorer._type: "classifier" in one/test, "picky" in one/test-skip',
     ):
         assert change in text
     assert "in two" not in text

@@ -99,7 +99,7 @@ def test_options_about_attackers_are_refused(
     said = type_command("evaluate", str(runs[0]), str(runs[0].parent))
     assert refused(said).startswith(f"{runs[0].parent} ")
     said = type_command("evaluate", str(runs[0]), "--split", "dev")
-    assert "train, test" in refused(said)
+    assert "test, train" in refused(said)
     said = type_command("evaluate", str(runs[0]), "--name", "many", "--num-episodes", "7")
     assert "(--num-episodes) is 7, but the test data has 6" in refused(said)
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from nip_astra.errors import ConfigurationError, DataError
+from nip_astra.evaluation.families.base import Evaluation, newest_evaluation
 from nip_astra.evaluation.storage import (
     EvaluationFolder,
     configuration_hash,
     differences,
-    find_evaluation,
     text_hash,
     weights_hash,
 )
@@ -76,13 +76,13 @@ def test_a_name_that_is_no_folder_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_the_newest_evaluation_of_a_run_is_found(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nip-astra evaluate"):
-        find_evaluation(tmp_path)
+        newest_evaluation(tmp_path)
     for name in ("one", "two"):
         folder = EvaluationFolder.of_run(tmp_path, name)
         folder.open(CONFIGURATION)
         folder.write({"name": name}, "table\n")
-    assert find_evaluation(tmp_path).path.name == "two"
-    assert find_evaluation(tmp_path / "evaluations" / "one").figures() == {"name": "one"}
+    assert newest_evaluation(tmp_path).path.name == "two"
+    assert Evaluation.read(tmp_path / "evaluations" / "one").figures == {"name": "one"}
     assert (tmp_path / "evaluations" / "one" / "table.txt").read_text() == "table\n"
 
 

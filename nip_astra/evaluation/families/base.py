@@ -6,7 +6,6 @@ A family has five methods: `load` a run, choose `units`, `play` them to rows, re
 
 from __future__ import annotations
 
-import html
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from nip_astra.evaluation.conditions import check_condition
 from nip_astra.evaluation.rows import Row
 from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
-from nip_astra.evaluation.tables import as_text
+from nip_astra.evaluation.tables import Printable, as_text
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import TrainerType
 from nip_astra.registry import Registry
@@ -112,6 +111,13 @@ class EvaluationRequest:
         return {name: value for name, value in vars(self).items() if value != defaults[name]}
 
 
+OF_ATTACKERS = frozenset(
+    {
+        *("targets", "scorers", "labelled", "embedder", "threshold", "num_turns", "column"),
+        *("probability_episodes", "importance_sampling", "scenario", "parameters"),
+    }
+)
+"""Options about attackers and targets."""
 OPTION_NAMES = {
     "targets": "--target",
     "scorers": "--scorer",
@@ -124,7 +130,7 @@ OPTION_NAMES = {
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Printable):
     """One evaluation of a run.
 
     Attributes
@@ -190,12 +196,6 @@ class Evaluation:
         frame: pd.DataFrame = import_pandas().json_normalize(self.rows)
         return frame
 
-    def __str__(self) -> str:
-        return as_text(self.tables())
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
-
 
 @dataclass
 class Subject:
@@ -244,7 +244,7 @@ class EvaluationFamily(ABC):
     name: ClassVar[str]
     unit: ClassVar[str] = "datapoints"
     splits: ClassVar[tuple[str, ...]] = ()
-    unread: ClassVar[frozenset[str]] = frozenset()
+    unread: ClassVar[frozenset[str]] = OF_ATTACKERS
 
     @abstractmethod
     def load(

@@ -76,6 +76,7 @@ class Conversations(EvaluationFamily):
 
     name = "conversation"
     unit = "opening prompts"
+    unread = frozenset()
 
     def load(
         self, run: Path, request: EvaluationRequest, settings: ExperimentSettings

@@ -17,6 +17,7 @@ from nip_astra.errors import ConfigurationError, NothingMeasuredError
 from nip_astra.evaluation.comparison import Contender
 from nip_astra.evaluation.exports import Material
 from nip_astra.evaluation.families.base import (
+    OF_ATTACKERS,
     Evaluation,
     EvaluationFamily,
     EvaluationRequest,
@@ -69,13 +70,7 @@ class Protocols(EvaluationFamily):
 
     name = "protocol"
     splits = ("train", "test")
-    unread = frozenset(
-        {
-            *("targets", "scorers", "labelled", "embedder", "threshold", "num_turns", "column"),
-            *("probability_episodes", "importance_sampling", "scenario", "parameters"),
-            *("overrides", "batch_size"),
-        }
-    )
+    unread = OF_ATTACKERS | {"overrides", "batch_size"}
 
     def load(
         self, run: Path, request: EvaluationRequest, settings: ExperimentSettings

@@ -76,12 +76,6 @@ class Tasks(EvaluationFamily):
     name = "task"
     unit = "problems"
     splits = ("train", "dev", "test")
-    unread = frozenset(
-        {
-            *("targets", "scorers", "labelled", "embedder", "threshold", "num_turns", "column"),
-            *("probability_episodes", "importance_sampling", "scenario", "parameters"),
-        }
-    )
 
     def load(
         self, run: Path, request: EvaluationRequest, settings: ExperimentSettings

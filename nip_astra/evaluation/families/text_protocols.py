@@ -24,6 +24,7 @@ from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.comparison import Contender
 from nip_astra.evaluation.exports import Material, Sample
 from nip_astra.evaluation.families.base import (
+    OF_ATTACKERS,
     Evaluation,
     EvaluationFamily,
     EvaluationRequest,
@@ -88,13 +89,7 @@ class TextProtocols(EvaluationFamily):
 
     name = "text_protocol"
     splits = ("train", "test")
-    unread = frozenset(
-        {
-            *("targets", "scorers", "labelled", "embedder", "threshold", "num_turns", "column"),
-            *("probability_episodes", "importance_sampling", "scenario", "parameters"),
-            *("overrides", "batch_size"),
-        }
-    )
+    unread = OF_ATTACKERS | {"overrides", "batch_size"}
 
     def load(
         self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
