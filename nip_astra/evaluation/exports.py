@@ -231,7 +231,7 @@ def write_inspect(material: Material, folder: Path) -> list[Path]:
     MissingDependencyError
         When inspect_ai is not installed.
     """
-    _require(material, "inspect", has=material.sample)
+    _require(material, "inspect", has=material.sample and (material.units or material.rows))
     assert material.sample is not None
     try:
         from inspect_ai import log
