@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from nip_astra.evaluation.api import evaluate as evaluate
     from nip_astra.evaluation.api import export as export
     from nip_astra.evaluation.api import score as score
+    from nip_astra.evaluation.comparison import register_metric as register_metric
     from nip_astra.evaluation.exports import register_export_format as register_export_format
     from nip_astra.evaluation.families.base import Evaluation as Evaluation
     from nip_astra.evaluation.families.base import EvaluationFamily as EvaluationFamily
@@ -449,6 +450,7 @@ _HOMES = {
     "evaluate": "nip_astra.evaluation.api",
     "export": "nip_astra.evaluation.api",
     "register_evaluation_family": "nip_astra.evaluation.families.base",
+    "register_metric": "nip_astra.evaluation.comparison",
     "register_export_format": "nip_astra.evaluation.exports",
     "score": "nip_astra.evaluation.api",
     "show": "nip_astra.overview",

@@ -52,7 +52,7 @@ class Status(StrEnum):
     """Works, but not as one might expect."""
     BROKEN = "broken"
     """Needed, and does not work."""
-    TOLD = "told"
+    INFO = "info"
     """Neither good nor bad."""
 
 
@@ -88,7 +88,7 @@ STYLES = {
     Status.ABSENT: "dim",
     Status.WARNING: "yellow",
     Status.BROKEN: "bold red",
-    Status.TOLD: "",
+    Status.INFO: "",
 }
 
 
@@ -120,7 +120,7 @@ class Diagnosis(Printable):
             table.show_header = False
             for one in self.findings:
                 if one.area == area:
-                    word = "" if one.status is Status.TOLD else str(one.status)
+                    word = "" if one.status is Status.INFO else str(one.status)
                     table.add_row(Text(one.name), Text(word, STYLES[one.status]), Text(one.text))
             found += [table, ""]
         if not self.is_sound:
@@ -201,12 +201,12 @@ def closed_network() -> Iterator[None]:
 
 
 def _system(_: Question) -> Findings:
-    yield Finding("system", "nip_astra", Status.TOLD, nip_astra.__version__)
-    yield Finding("system", "Python", Status.TOLD, f"{platform.python_version()}, {sys.executable}")
-    yield Finding("system", "platform", Status.TOLD, platform.platform())
+    yield Finding("system", "nip_astra", Status.INFO, nip_astra.__version__)
+    yield Finding("system", "Python", Status.INFO, f"{platform.python_version()}, {sys.executable}")
+    yield Finding("system", "platform", Status.INFO, platform.platform())
     affinity = getattr(os, "sched_getaffinity", None)
     usable = len(affinity(0)) if affinity else os.cpu_count()
-    yield Finding("system", "processors", Status.TOLD, f"{usable} of {os.cpu_count()} usable")
+    yield Finding("system", "processors", Status.INFO, f"{usable} of {os.cpu_count()} usable")
 
 
 def _packages(_: Question) -> Findings:
@@ -246,7 +246,7 @@ def _devices(_: Question) -> Findings:
     from nip_astra.scenarios.graphs.native.network import why_absent
 
     number = torch.get_num_threads()
-    threads = f"{number} thread{'s'[: number != 1]} unless a run is small or told otherwise"
+    threads = f"{number} thread{'s'[: number != 1]} unless a run is small or sets another number"
     yield Finding("devices", "cpu", *_computes("cpu", threads))
     reason = why_absent()
     text = f"layers of graphs are left to torch, which takes 1.6 times as long: {reason}"
@@ -264,7 +264,7 @@ def _experimental(_: Question) -> Findings:
     from nip_astra.utils.experimental import Experimental
 
     for feature in Experimental:
-        yield Finding("experimental", feature.name.lower(), Status.TOLD, feature.value)
+        yield Finding("experimental", feature.name.lower(), Status.INFO, feature.value)
 
 
 def _computes(device: str, text: str) -> tuple[Status, str]:
@@ -290,7 +290,7 @@ def _scorers(_: Question) -> Findings:
             build_scorer(parameters, device=torch.device("cpu"), scenario_dir=None)
         except ParameterError as error:
             needed = ", ".join(fault.path for fault in error.faults)
-            yield Finding("scorers", name, Status.TOLD, f"can be imported; needs {needed}")
+            yield Finding("scorers", name, Status.INFO, f"can be imported; needs {needed}")
         except NipAstraError as error:
             yield Finding("scorers", name, Status.ABSENT, _first_line(error))
         except Exception as error:
@@ -315,8 +315,8 @@ def _models(_: Question) -> Findings:
 
     cache = Path(constants.HF_HUB_CACHE)
     names = sorted(path.name.removeprefix("models--") for path in cache.glob("models--*"))
-    told = ", ".join(name.replace("--", "/") for name in names) or "no model"
-    yield Finding("models", "Hugging Face cache", Status.TOLD, f"{cache}: {told}")
+    cached = ", ".join(name.replace("--", "/") for name in names) or "no model"
+    yield Finding("models", "Hugging Face cache", Status.INFO, f"{cache}: {cached}")
 
 
 def _references(values: Any) -> Iterator[str]:
@@ -350,12 +350,12 @@ def _network(question: Question) -> Findings:
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE")
     given = [f"{name}={value}" for name in names if (value := read_variable(name)) is not None]
     is_offline = (read_variable("HF_HUB_OFFLINE") or "0").upper() in ("1", "ON", "YES", "TRUE")
-    hub = "is not asked for models" if is_offline else "is asked for models that are not here"
+    hub = "serves no models" if is_offline else "serves models that are not here"
     text = f"the hub {hub}; {', '.join(given) or 'no variable says otherwise'}"
-    yield Finding("network", "offline", Status.TOLD, text)
+    yield Finding("network", "offline", Status.INFO, text)
     if not question.is_online:
         text = "not looked at, no connection was opened; --online looks"
-        yield Finding("network", "hosts", Status.TOLD, text)
+        yield Finding("network", "hosts", Status.INFO, text)
 
 
 def reach_hosts() -> list[Finding]:
@@ -375,10 +375,10 @@ def reach_hosts() -> list[Finding]:
 def _tracking(_: Question) -> Findings:
     default = ExperimentSettings.model_fields["wandb"].default
     mode = read_variable("WANDB_MODE")
-    text = f"{default} unless a run is told otherwise" + (f"; WANDB_MODE={mode}" if mode else "")
-    yield Finding("tracking", "W&B mode", Status.TOLD, text)
+    text = f"{default} unless a run sets another" + (f"; WANDB_MODE={mode}" if mode else "")
+    yield Finding("tracking", "W&B mode", Status.INFO, text)
     key = "is" if read_variable("WANDB_API_KEY") else "is not"
-    yield Finding("tracking", "W&B key", Status.TOLD, f"WANDB_API_KEY {key} set")
+    yield Finding("tracking", "W&B key", Status.INFO, f"WANDB_API_KEY {key} set")
 
 
 def _runs(question: Question) -> Findings:
@@ -468,7 +468,7 @@ def _sandbox(_: Question) -> Findings:
             yield Finding("sandbox", "system calls", Status.WORKS, text)
         if ungrouped := why_no_memory_group():
             text = f"bounded for each process alone: {ungrouped}"
-            yield Finding("sandbox", "memory", Status.TOLD, text)
+            yield Finding("sandbox", "memory", Status.INFO, text)
         else:
             text = "bounded for all processes of a program together"
             yield Finding("sandbox", "memory", Status.WORKS, text)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from nip_astra.scenario_base.text.game import TextEpisode, TextGame, Turn
 
 REGISTRY_MODULES = (
+    "evaluation.comparison",
     "evaluation.exports",
     "evaluation.families.base",
     "language_models.registry",
@@ -307,7 +308,7 @@ def prompts_of(**experiment: Any) -> str:
 
 
 def first_turn(game: TextGame, start: TextEpisode, agent: str) -> tuple[TextEpisode, Turn] | None:
-    """The first turn of an agent, where nobody has said anything before; None where it has none."""
+    """The first turn of an agent, without earlier messages; None if it has none."""
     for number in range(game.protocol.max_message_rounds):
         episode = replace(start, round=number, said=((),) * number, answers=({},) * number)
         for turn in game.turns(episode):

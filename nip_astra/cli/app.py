@@ -139,8 +139,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _version(is_given: bool) -> None:
+    if is_given:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -338,7 +338,7 @@ def show(
         bool, typer.Option("--all", help="Show those as well that nothing in the run reads.")
     ] = False,
     prompts: Annotated[
-        bool, typer.Option("--prompts", help="Show what chat models are told in a protocol.")
+        bool, typer.Option("--prompts", help="Show the prompts of chat models in a protocol.")
     ] = False,
     debug: Debug = False,
 ) -> None:
@@ -481,15 +481,15 @@ class NoteHandler(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._told: set[str] = set()
+        self._written: set[str] = set()
         self._alike: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         is_error = record.levelno > logging.WARNING
-        if is_error or text in self._told or getattr(record, "told_at_the_end", False):
+        if is_error or text in self._written or getattr(record, "told_at_the_end", False):
             return
-        self._told.add(text)
+        self._written.add(text)
         self._alike[record.msg] += 1
         if self._alike[record.msg] <= MOST_ALIKE:
             # A closed pipe is an OSError, a closed file a ValueError.
@@ -540,7 +540,7 @@ def main() -> None:
         rank = 0
         with suppress(ConfigurationError):  # perhaps the error itself
             rank = rank_of_process()
-        # Of several processes of a run, the one that leads tells why it ends.
+        # Of several processes of a run, the leader alone says why it ends.
         if rank == 0 or not (is_stop or isinstance(error, LostProcessError)):
             head = f"process {rank}: " if rank else ""
             sys.stderr.write(f"{head}{'' if is_stop else 'error: '}{error}\n")

@@ -269,7 +269,7 @@ def doctor(
     plugin: Plugins = None,
     debug: Debug = False,
 ) -> None:
-    """Tell what is installed and works here; opens no connection unless asked."""
+    """Check what is installed and works here; opens no connection without --online."""
     from nip_astra.cli.terminal import open_console, say
     from nip_astra.installation import doctor as diagnose
     from nip_astra.safe_text import to_json
@@ -304,7 +304,7 @@ def analyse(
         int | None, typer.Option(min=0, metavar="NUMBER", help="The first is 0; all of them.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what another judge has said.")
+        bool, typer.Option("--overwrite", help="Replace the verdicts of another judge.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Count the requests; ask and write nothing.")
@@ -382,7 +382,7 @@ def compare_dumps(
     ] = 0.0,
     debug: Debug = False,
 ) -> None:
-    """Tell the first stage at which the dumps of two runs differ; exit code 1 if they do."""
+    """Find the first stage at which the dumps of two runs differ; exit code 1 if they do."""
     from nip_astra.checkpoints import dumps
     from nip_astra.cli.terminal import say
 

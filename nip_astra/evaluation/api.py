@@ -29,6 +29,7 @@ from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES
 from nip_astra.evaluation.tables import Printable, comparison_tables, matrix_tables
 from nip_astra.experiment_settings import ExperimentSettings
+from nip_astra.plugins import load_plugin
 from nip_astra.progress import open_progress
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
 
@@ -162,7 +163,7 @@ def evaluate(
     NothingMeasuredError
         When no unit has a verdict.
     """
-    settings, request = _settings(settings), EvaluationRequest(**options)
+    settings, request = _settings(settings), _request(options)
     paths = [str(locate(run, settings)) for run in as_list(runs)]
     if not paths:
         raise ConfigurationError("evaluate needs a run. Give its id or path.")
@@ -222,7 +223,7 @@ def score(
         When the run has no such texts, or an option has no effect.
     """
     settings = _settings(settings)
-    request = EvaluationRequest(scorers=scorers, **options)
+    request = _request({**options, "scorers": scorers})
     path = locate(run, settings)
     family = _stored_family(path, request)
     evaluation = family.score(path, request, settings)
@@ -254,7 +255,7 @@ def compare(
     DataError
         When two share no unit.
     """
-    settings, request = _settings(settings), EvaluationRequest(**options)
+    settings, request = _settings(settings), _request(options)
     given = [*as_list(first), *others]
     paths = [locate(one, settings) for one in given]
     if len(paths) < 2:
@@ -309,7 +310,7 @@ def export(
     ConfigurationError
         When the run has nothing for it.
     """
-    settings, request = _settings(settings), EvaluationRequest(**options)
+    settings, request = _settings(settings), _request(options)
     known = [*EXPORT_FORMATS.names(), WEIGHTS]
     if form not in known:
         raise UnknownNameError("format", form, known, "Give one as --format.")
@@ -347,6 +348,14 @@ def locate(run: PathLike, settings: ExperimentSettings | None = None) -> Path:
         f"there is no run or file {str(run)!r}, here or in {runs_dir}.{hint} Give the path of a "
         "run directory, or the name of one of its runs."
     )
+
+
+def _request(options: Mapping[str, Any]) -> EvaluationRequest:
+    """The options, with their plug-ins loaded, which may register formats, metrics and families."""
+    request = EvaluationRequest(**options)
+    for spec in request.plugins:
+        load_plugin(spec)
+    return request
 
 
 def _require_one_family(names: Sequence[str], families: Sequence[EvaluationFamily]) -> None:

@@ -19,6 +19,7 @@ from nip_astra.errors import DataError
 from nip_astra.evaluation.measures import outcomes_of
 from nip_astra.evaluation.outcomes import follow_up_of
 from nip_astra.evaluation.storage import differences
+from nip_astra.registry import Registry
 from nip_astra.utils.intervals import paired_difference
 from nip_astra.utils.statistics import (
     event_counts,
@@ -79,6 +80,18 @@ class Metric(NamedTuple):
     possible: Sequence[float] = ()
 
 
+METRICS: Registry[Callable[[Any], float | None]] = Registry(
+    "metric", package="nip_astra.evaluation"
+)
+"""Further metrics: each gives a number of a unit, or None where it has none.
+
+A unit is a conversation's rows, an episode's row, or a problem's means. The range of the numbers
+is taken from those observed.
+"""
+
+register_metric = METRICS.register
+
+
 class Component(NamedTuple):
     """A condition that is a component: a scorer or target.
 
@@ -96,7 +109,7 @@ class Component(NamedTuple):
 
 
 def metric_of(
-    measure: Callable[[Any], float | None],
+    measure: Measure,
     bound: Bound = "unit",
     *,
     is_binary: bool = False,
@@ -175,6 +188,7 @@ def compare(
     """
     found: dict[str, Any] = {"baseline": first.label, "comparisons": {}, "warnings": []}
     tests: list[dict[str, Any]] = []
+    further = {name: metric_of(METRICS.get(name), "observed") for name in METRICS.names()}
     for other in others:
         pairs = pair_up(first, other)
         if not pairs:
@@ -184,8 +198,8 @@ def compare(
             )
         metrics = {
             name: _compare_metric(metric, metric.pairs(pairs), unit)
-            for name, metric in first.metrics.items()
-            if name in other.metrics
+            for name, metric in {**first.metrics, **further}.items()
+            if name in other.metrics or name in further
         }
         known = {name: metric for name, metric in metrics.items() if metric is not None}
         tests += known.values()

@@ -114,7 +114,7 @@ def test_what_stands_in_for_a_sandbox_is_told(monkeypatch: pytest.MonkeyPatch) -
     assert told()["bubblewrap"].startswith("works runs programs")
     assert told()["system calls"].startswith("warning not filtered (p has no numbers)")
     assert all(name in told()["system calls"] for name in ("keyrings", "AF_VSOCK", "io_uring"))
-    assert told()["memory"] == "told bounded for each process alone: no group"
+    assert told()["memory"] == "info bounded for each process alone: no group"
     monkeypatch.setattr(sandbox, "why_no_filter", lambda: "")
     monkeypatch.setattr(sandbox, "why_no_memory_group", lambda: "")
     assert told()["system calls"].startswith("works filtered")

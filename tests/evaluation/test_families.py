@@ -13,6 +13,7 @@ import pytest
 
 import nip_astra as na
 from nip_astra.evaluation.api import Matrix
+from nip_astra.evaluation.comparison import METRICS
 from nip_astra.evaluation.exports import EXPORT_FORMATS, Material
 from nip_astra.evaluation.families.base import FAMILIES
 from tests.cli.trained_run import SMALL as SMALL_ATTACKER
@@ -112,8 +113,8 @@ def test_options_without_effect_and_runs_of_two_families_are_refused(runs: Path)
 
 @pytest.fixture
 def forgotten() -> Iterator[None]:
-    """Forget the format and the family that a test registers."""
-    before = [(one, one.snapshot()) for one in (EXPORT_FORMATS, FAMILIES)]
+    """Forget what a test registers."""
+    before = [(one, one.snapshot()) for one in (EXPORT_FORMATS, FAMILIES, METRICS)]
     yield
     for registry, snapshot in before:
         registry.restore(snapshot)
@@ -130,6 +131,17 @@ def test_a_format_of_a_plug_in_writes_any_family(runs: Path, tmp_path: Path) -> 
     assert file.read_text().startswith("text_protocol ")
     with pytest.raises(na.UnknownNameError, match="count"):
         na.export(runs / "text_protocol", "cuont", tmp_path)
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_a_metric_of_a_plug_in_is_compared(runs: Path) -> None:
+    @na.register_metric("answer_length")
+    def answer_length(unit: dict[str, Any]) -> float:
+        return float(sum(len(turn["answer"]) for turn in unit["turns"]))
+
+    found = na.compare([runs / "text_protocol"] * 2).comparisons["text_protocol (2)"]
+    assert found["answer_length"]["first"] > 0
+    assert found["answer_length"]["difference"] == 0.0
 
 
 def test_a_script_does_a_whole_experiment_with_the_package_alone(

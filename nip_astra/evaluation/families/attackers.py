@@ -16,6 +16,7 @@ from nip_astra.evaluation.families.base import (
     is_text_attacker,
     place_of,
     refuse_unread_overrides,
+    resolve_stored,
     run_of,
 )
 from nip_astra.evaluation.families.scorers import read_mapping
@@ -133,12 +134,7 @@ def resolve_run(
     ConfigurationError
         When no attacker of the run talks to a target.
     """
-    resolved = resolve_experiment(
-        parameter_file=RunDirectory.open(path).path / HYPER_PARAMETERS,
-        overrides=overrides,
-        plugins=request.plugins,
-        is_trusted=request.is_trusted,
-    )
+    resolved = resolve_stored(path, request, overrides=overrides)
     if not hasattr(getattr(resolved.hyper_params, resolved.kind), "failure_threshold"):
         raise ConfigurationError(
             f"{path} has no attacker that talks to a target: its scenario is of kind "
@@ -284,19 +280,19 @@ def openings_of(attacker: TextAttacker, openings: Sequence[str]) -> Sequence[str
     ]
 
 
-def num_turns_of(attacker: TextAttacker | None, asked: int | None, own: int) -> int:
+def num_turns_of(attacker: TextAttacker | None, wanted: int | None, own: int) -> int:
     """Turns of an episode; fixed probes have one.
 
     Raises
     ------
     ConfigurationError
-        When more are asked of fixed probes.
+        When fixed probes should have more.
     """
     if not isinstance(attacker, FixedProbes):
-        return asked or own
-    if asked not in (None, 1):
+        return wanted or own
+    if wanted not in (None, 1):
         raise ConfigurationError(
-            f"num_turns (--num-turns) is {asked}, but fixed probes have one turn each. Leave it "
+            f"num_turns (--num-turns) is {wanted}, but fixed probes have one turn each. Leave it "
             "out, or give an attacker that answers."
         )
     return 1

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +21,7 @@ from rich.console import RenderableType
 from nip_astra.checkpoints.store import BEST, LATEST, MANIFEST, CheckpointStore
 from nip_astra.errors import ConfigurationError, DataError, UnknownNameError
 from nip_astra.evaluation.conditions import check_condition
-from nip_astra.evaluation.rows import Row
+from nip_astra.evaluation.rows import Row, read_rows
 from nip_astra.evaluation.run_results import import_pandas
 from nip_astra.evaluation.storage import EVALUATIONS, FIGURES, EvaluationFolder
 from nip_astra.evaluation.tables import Printable, as_text
@@ -28,13 +29,19 @@ from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import TrainerType
 from nip_astra.registry import Registry
 from nip_astra.scenario_base.conversation.prompts import DEFAULT_COLUMN
-from nip_astra.tracking.run_directory import HYPER_PARAMETERS, MODEL_DIR, RunDirectory
+from nip_astra.tracking.run_directory import (
+    ENVIRONMENT,
+    HYPER_PARAMETERS,
+    MODEL_DIR,
+    RunDirectory,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from nip_astra.evaluation.comparison import Contender
     from nip_astra.evaluation.exports import Material
+    from nip_astra.resolving.resolution import ResolvedExperiment
 
 
 @dataclass(frozen=True)
@@ -386,7 +393,6 @@ def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
     if newest:
         return family_of_figures(EvaluationFolder(newest[0]).figures())
     # Stored evaluations are read without trainers, whose modules import torch.
-    from nip_astra.resolving.resolution import resolve_experiment
     from nip_astra.trainers.registry import TRAINERS
 
     stored = directory.read_yaml(HYPER_PARAMETERS)
@@ -394,11 +400,7 @@ def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
     if trainer in list(TrainerType):
         trainer_class = TRAINERS.get(trainer)
     else:
-        trainer_class = resolve_experiment(
-            parameter_file=run / HYPER_PARAMETERS,
-            plugins=request.plugins,
-            is_trusted=request.is_trusted,
-        ).trainer_class
+        trainer_class = resolve_stored(run, request).trainer_class
     name = trainer_class.evaluation_family
     if name is None:
         raise ConfigurationError(
@@ -406,6 +408,31 @@ def family_of_run(run: Path, request: EvaluationRequest) -> EvaluationFamily:
             f"at its end: nip-astra report {run}"
         )
     return FAMILIES.get(name)()
+
+
+def resolve_stored(run: Path, request: EvaluationRequest, **changes: Any) -> ResolvedExperiment:
+    """The experiment of a run directory, with changes; see `resolve_experiment`."""
+    from nip_astra.resolving.resolution import resolve_experiment
+
+    return resolve_experiment(
+        parameter_file=RunDirectory.open(run).path / HYPER_PARAMETERS,
+        plugins=request.plugins,
+        is_trusted=request.is_trusted,
+        **changes,
+    )
+
+
+def run_fields(run: Path, source: Path) -> dict[str, Any]:
+    """The fields of `Material` that describe a run, and when a file of it was written."""
+    directory = RunDirectory(run)
+    written = datetime.fromtimestamp(source.stat().st_mtime, UTC)
+    has_environment = (run / ENVIRONMENT).is_file()
+    return {
+        "run_id": directory.run_id,
+        "created": written.isoformat(timespec="seconds"),
+        "metrics": read_rows(run / "metrics.jsonl"),
+        "environment": directory.read_json(ENVIRONMENT) if has_environment else {},
+    }
 
 
 def evaluations_of(run: Path) -> list[Path]:

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from nip_astra.evaluation.families.base import (
     newest_evaluation,
     place_of,
     register_evaluation_family,
+    run_fields,
     run_of,
     service_settings,
 )
@@ -43,7 +43,7 @@ from nip_astra.evaluation.storage import (
 )
 from nip_astra.evaluation.tables import as_text, evaluation_tables
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.tracking.run_directory import ENVIRONMENT, HYPER_PARAMETERS, RESULTS, RunDirectory
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 
 LABELLED = "labelled"
 """Name of the rating of labelled responses among the parts of an evaluation's work."""
@@ -320,10 +320,7 @@ class Conversations(EvaluationFamily):
         threshold = float(figures.get("failure_threshold", section.failure_threshold))
         episodes = _final_episodes(source, run)
         judge(episodes, threshold)
-        directory = RunDirectory(run)
-        has_environment = (run / ENVIRONMENT).is_file()
-        written = datetime.fromtimestamp(source.stat().st_mtime, UTC)
-        name, run_id = str(figures.get("name", source.stem)), directory.run_id
+        name, run_id = str(figures.get("name", source.stem)), RunDirectory(run).run_id
         described = _Described(
             run_id,
             name,
@@ -344,21 +341,18 @@ class Conversations(EvaluationFamily):
             "high": rate.get("high"),
         }
         return Material(
-            run_id=run_id,
+            **run_fields(run, source),
             name=name,
-            created=written.isoformat(timespec="seconds"),
             unit="node",
             rows=[described.node(row) for episode in episodes for row in episode],
             tables={"turns": [row for episode in episodes for row in episode]},
             figures=figures,
-            metrics=read_rows(run / "metrics.jsonl"),
             head={
                 "evaluation": name,
                 "failure_threshold": threshold,
                 "configuration": folder.configuration() if folder is not None else {},
             },
             hyper_params=resolved.hyper_params.to_dict(),
-            environment=directory.read_json(ENVIRONMENT) if has_environment else {},
             rates={tag: value for tag, value in rates.items() if value is not None},
             scores={key: value for key, value in scores.items() if value is not None},
             scorer=described.scorer,

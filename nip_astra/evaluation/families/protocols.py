@@ -26,6 +26,8 @@ from nip_astra.evaluation.families.base import (
     evaluations_of,
     newest_evaluation,
     register_evaluation_family,
+    resolve_stored,
+    run_fields,
     run_of,
 )
 from nip_astra.evaluation.families.episodes import (
@@ -39,7 +41,6 @@ from nip_astra.evaluation.rows import Row, encode_rows, read_rows
 from nip_astra.evaluation.storage import EvaluationFolder, weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.tracking.run_directory import (
-    ENVIRONMENT,
     HYPER_PARAMETERS,
     MODEL_DIR,
     RESULTS,
@@ -48,7 +49,7 @@ from nip_astra.tracking.run_directory import (
 
 VERSION = 1
 EPISODE_ROWS = "episode_rows.jsonl"
-"""A line an episode, without what was said."""
+"""A line an episode, without its messages."""
 EPISODES = "episodes.jsonl"
 """A sample of whole episodes, for reports."""
 
@@ -75,16 +76,11 @@ class Protocols(EvaluationFamily):
     def load(
         self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
     ) -> Iterator[ProtocolSubject]:
-        from nip_astra.resolving.resolution import resolve_experiment
         from nip_astra.run import prepare_experiment
         from nip_astra.trainers.protocol.agent_files import AGENTS_DIR, load_agent
 
         run, checkpoint = run_of(run)
-        resolved = resolve_experiment(
-            parameter_file=RunDirectory.open(run).path / HYPER_PARAMETERS,
-            plugins=request.plugins,
-            is_trusted=request.is_trusted,
-        )
+        resolved = resolve_stored(run, request)
         source = None
         if not request.untrained:
             store = CheckpointStore(run / "checkpoints")
@@ -233,19 +229,15 @@ def stored_material(path: Path, unit: str, **changes: Any) -> Material:
         own = evaluation.figures["figures"]
         rates |= {f"evaluation/{evaluation.name}/{name}": value for name, value in own.items()}
     rows: Sequence[Row] = [] if evaluation is None else evaluation.rows
-    has_environment = (run / ENVIRONMENT).is_file()
     return Material(
-        run_id=directory.run_id,
+        **run_fields(run, run / HYPER_PARAMETERS),
         name=directory.run_id if evaluation is None else evaluation.name,
-        created=str(after.get("created", "")),
         unit=unit,
         rows=rows,
         tables={f"{unit}s": rows} if rows else {},
         figures=results if evaluation is None or path == run else evaluation.figures,
-        metrics=read_rows(run / "metrics.jsonl"),
         head={} if evaluation is None else {"configuration": evaluation.configuration},
         hyper_params=directory.read_yaml(HYPER_PARAMETERS),
-        environment=directory.read_json(ENVIRONMENT) if has_environment else {},
         rates={name: float(v) for name, v in rates.items() if isinstance(v, int | float)},
         **changes,
     )

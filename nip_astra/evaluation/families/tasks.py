@@ -24,6 +24,7 @@ from nip_astra.evaluation.families.base import (
     closing_services,
     refuse_unread_overrides,
     register_evaluation_family,
+    resolve_stored,
     run_of,
     service_settings,
 )
@@ -91,12 +92,12 @@ class Tasks(EvaluationFamily):
         options = trainer.options.evaluation
         is_dev = request.split == "dev"
         count = options.num_dev_problems if is_dev else options.num_problems
-        asked = request.num_episodes
-        problems = trainer.held_out(request.split, count if asked is None else asked)
-        if asked is not None and asked > len(problems):
+        wanted = request.num_episodes
+        problems = trainer.held_out(request.split, count if wanted is None else wanted)
+        if wanted is not None and wanted > len(problems):
             runs = "num_dev_runs" if is_dev else "num_runs"
             raise ConfigurationError(
-                f"num_episodes (--num-episodes) is {asked}, but the {request.split} data has "
+                f"num_episodes (--num-episodes) is {wanted}, but the {request.split} data has "
                 f"{len(problems)} problems. For several runs of each: --set "
                 f"task.evaluation.{runs}=4"
             )
@@ -249,20 +250,12 @@ def _policy_of(path: Path, *, is_untrained: bool) -> _Policy:
 
 def _resolve(run: Path, request: EvaluationRequest) -> Any:
     """The experiment of a run, with what changes how its policy is measured."""
-    from nip_astra.resolving.resolution import resolve_experiment
-
-    directory = RunDirectory.open(run)
-    trainer = str(directory.read_yaml(HYPER_PARAMETERS).get("trainer"))
+    trainer = str(RunDirectory.open(run).read_yaml(HYPER_PARAMETERS).get("trainer"))
     refuse_unread_overrides(request.overrides, (f"{KIND}.", f"{trainer}.train_service."), str(run))
     size = request.batch_size
     batches = [] if size is None else [f"{KIND}.evaluation.batch_size={size}"]
-    return resolve_experiment(
-        parameter_file=directory.path / HYPER_PARAMETERS,
-        overrides=[*request.overrides, *batches],
-        seed=request.seed,
-        plugins=request.plugins,
-        is_trusted=request.is_trusted,
-    )
+    overrides = [*request.overrides, *batches]
+    return resolve_stored(run, request, overrides=overrides, seed=request.seed)
 
 
 def _described(subject: TaskSubject) -> dict[str, Any]:
@@ -378,13 +371,13 @@ def _rows_of(
 def _texts_of(episode: Any) -> Row:
     messages, environment = episode.messages, episode.environment
     own = [place for place, one in enumerate(messages) if one.role == "assistant"]
-    asked = messages[: own[0]] if own else messages
+    prompt = messages[: own[0]] if own else messages
     columns = [f"{name}={value}" for name, value in environment.columns]
-    texts = [*(f"{one.role}: {one.text}" for one in asked), *columns, str(environment.solution)]
+    texts = [*(f"{one.role}: {one.text}" for one in prompt), *columns, str(environment.solution)]
     return {
         # Identifies the problem, whatever its number.
         "problem_hash": text_hash(texts),
-        "prompt": "\n\n".join(one.text for one in asked),
+        "prompt": "\n\n".join(one.text for one in prompt),
         "solution": environment.solution,
         "answer": messages[own[-1]].text if own else "",
         "messages": [[one.role, one.text] for one in messages],

@@ -10,7 +10,6 @@ import math
 import shutil
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +33,8 @@ from nip_astra.evaluation.families.base import (
     evaluations_of,
     is_rescored,
     register_evaluation_family,
+    resolve_stored,
+    run_fields,
     service_settings,
 )
 from nip_astra.evaluation.families.episodes import (
@@ -44,11 +45,11 @@ from nip_astra.evaluation.families.episodes import (
     figures_table,
     metrics_of_episodes,
 )
-from nip_astra.evaluation.rows import Row, encode_rows, read_rows
+from nip_astra.evaluation.rows import Row, encode_rows
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, text_hash
 from nip_astra.evaluation.tables import as_text
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.tracking.run_directory import ENVIRONMENT, HYPER_PARAMETERS, RESULTS, RunDirectory
+from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RESULTS, RunDirectory
 from nip_astra.utils.intervals import rate_estimate
 from nip_astra.utils.nested_array_dict import NestedArrayDict
 
@@ -96,7 +97,7 @@ class TextProtocols(EvaluationFamily):
     ) -> Iterator[TextSubject]:
         from nip_astra.scenario_base.text.models import models_of_run
 
-        resolved = _resolve(run, request)
+        resolved = resolve_stored(run, request)
         name = request.name or f"{request.split}{'-untrained' * request.untrained}"
         folder = EvaluationFolder.of_run(run, name)
         settings = settings.model_copy(
@@ -230,7 +231,7 @@ class TextProtocols(EvaluationFamily):
                 "whole rollouts."
             )
         run = _run_of(path)
-        resolved = _resolve(run, request)
+        resolved = resolve_stored(run, request)
         settings = service_settings(settings, run)
         scorers, parameters = load_scorers(request.scorers, None, settings, resolved.scenario_dir)
         source = _evaluated(path, run) or _source_of(run)
@@ -271,7 +272,7 @@ class TextProtocols(EvaluationFamily):
 
         run = _run_of(path)
         directory = RunDirectory.open(run)
-        resolved = _resolve(run, request)
+        resolved = resolve_stored(run, request)
         protocol = build_protocol_handler(resolved.hyper_params)
         samplings: list[tuple[str, int | None, Path]]
         if run != path:
@@ -301,26 +302,21 @@ class TextProtocols(EvaluationFamily):
                 for turn in row["turns"]
             ]
         flat = [{name: one for name, one in row.items() if name != "turns"} for row in rows]
-        has_environment = (run / ENVIRONMENT).is_file()
         accuracy = figures.get("mean_accuracy")
         name = path.resolve().name if run != path else directory.run_id
-        written = datetime.fromtimestamp(source.stat().st_mtime, UTC)
         return Material(
-            run_id=directory.run_id,
+            **run_fields(run, source),
             name=name,
-            created=written.isoformat(timespec="seconds"),
             unit="rollout",
             rows=rows,
             tables={"rollouts": flat, "turns": turns},
             figures=figures,
-            metrics=read_rows(run / "metrics.jsonl"),
             head={
                 "name": name,
                 "agents": list(protocol.agent_names),
                 "channels": list(protocol.message_channel_names),
             },
             hyper_params=resolved.hyper_params.to_dict(),
-            environment=directory.read_json(ENVIRONMENT) if has_environment else {},
             rates={} if accuracy is None else {f"evaluation/{name}/accuracy": float(accuracy)},
             scores={"accuracy": sum(row["is_right"] for row in rows) / max(len(rows), 1)},
             sample=partial_sample(f"nip_astra/{directory.run_id}"),
@@ -513,16 +509,6 @@ def _head(run_id: str, folder: EvaluationFolder) -> dict[str, Any]:
         "name": folder.path.name,
         "run": run_id,
     }
-
-
-def _resolve(run: Path, request: EvaluationRequest) -> Any:
-    from nip_astra.resolving.resolution import resolve_experiment
-
-    return resolve_experiment(
-        parameter_file=RunDirectory.open(run).path / HYPER_PARAMETERS,
-        plugins=request.plugins,
-        is_trusted=request.is_trusted,
-    )
 
 
 def _run_of(path: Path) -> Path:
