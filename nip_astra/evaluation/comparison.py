@@ -80,9 +80,8 @@ class Metric(NamedTuple):
     possible: Sequence[float] = ()
 
 
-METRICS: Registry[Callable[[Any], float | None]] = Registry(
-    "metric", package="nip_astra.evaluation"
-)
+Measure: TypeAlias = Callable[[Any], float | None]
+METRICS: Registry[Measure] = Registry("metric", package="nip_astra.evaluation")
 """Further metrics: each gives a number of a unit, or None where it has none.
 
 A unit is a conversation's rows, an episode's row, or a problem's means. The range of the numbers
