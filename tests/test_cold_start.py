@@ -54,6 +54,25 @@ def test_help_answers_with_the_commands_and_the_options_of_run() -> None:
         assert f"\n  {option} " in done.stdout
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["--trainer", "ast_dop"],
+        ["--trainer", "ast_dpo", "--scenario", "nowhere"],
+        ["--trainer", "ast_dpo", "--parameters", "nowhere.yaml"],
+        ["evaluate", "nowhere"],
+        ["compare", "nowhere", "x"],
+    ],
+)
+def test_wrong_names_are_refused_before_anything_heavy_is_imported(typed: list[str]) -> None:
+    code = (
+        f"import sys\nfrom nip_astra.cli.app import main\nsys.argv = ['nip-astra', *{typed}]\n"
+        "try:\n    main()\nexcept SystemExit as end:\n"
+        "    print(end.code, *sorted({'torch', 'transformers', 'scipy'} & set(sys.modules)))"
+    )
+    assert run_python(code).split() == ["2"]
+
+
 def test_the_package_gives_its_version_without_importing_the_rest() -> None:
     code = (
         "import sys, nip_astra\nprint(nip_astra.__version__)\n"
