@@ -266,12 +266,7 @@ def compare(
     evaluations = [_stored_evaluation(path, request) for path in paths]
     family = evaluations[0].family
     _require_one_family([one.label for one in evaluations], [one.family for one in evaluations])
-    labels = comparison.distinct_labels(
-        [
-            one.path.resolve().name if (one.path / HYPER_PARAMETERS).is_file() else one.label
-            for one in evaluations
-        ]
-    )
+    labels = comparison.distinct_labels([one.label for one in evaluations])
     contenders = [
         family.contender(one, label) for one, label in zip(evaluations, labels, strict=True)
     ]

@@ -172,12 +172,13 @@ class Evaluation(Printable):
     @property
     def run(self) -> Path:
         """Directory of the run."""
-        return self.path.resolve().parent.parent
+        is_run = (self.path / HYPER_PARAMETERS).is_file()
+        return self.path if is_run else self.path.resolve().parent.parent
 
     @property
     def label(self) -> str:
         """Run and evaluation, as comparisons call it."""
-        return f"{self.run.name}/{self.name}"
+        return self.name if self.run == self.path else f"{self.run.name}/{self.name}"
 
     @cached_property
     def rows(self) -> list[Row]:

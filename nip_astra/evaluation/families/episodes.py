@@ -14,10 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from nip_astra.evaluation.comparison import Metric, metric_of
+from nip_astra.evaluation.comparison import Contender, Metric, metric_of
+from nip_astra.evaluation.families.base import OF_ATTACKERS, Evaluation, EvaluationFamily
 from nip_astra.evaluation.rows import Row
 from nip_astra.evaluation.run_results import is_share
 from nip_astra.evaluation.tables import bracketed, percent, plain, plain_table
@@ -44,12 +46,6 @@ def metrics_of_episodes(agents: Sequence[str]) -> dict[str, Metric]:
 def _reward(agent: str, row: Row) -> float | None:
     value = row["rewards"].get(agent)
     return None if value is None else float(value)
-
-
-def datapoint_key(row: Row) -> Hashable:
-    """The number of a row's datapoint, and its content, which may differ between data sets."""
-    content = row.get("datapoint_hash") or json.dumps(row.get("datapoint") or {}, sort_keys=True)
-    return row["datapoint_id"], row["y"], content
 
 
 def conditions_of_run(run: Path, split: str, seed: int | None) -> dict[str, Any]:
@@ -104,3 +100,29 @@ def bounds_of_undecided(rows: Sequence[Row]) -> dict[str, float]:
         "accuracy_if_undecided_right": (num_right + num_undecided) / len(rows),
     }
     return found | ({"accuracy_of_decided": num_right / len(decided)} if decided else {})
+
+
+class EpisodeFamily(EvaluationFamily):
+    """Base of the families whose rows are episodes of an interaction protocol."""
+
+    splits = ("train", "test")
+    unread = OF_ATTACKERS | {"overrides", "batch_size"}
+
+    def pair_key(self, unit: Row) -> Hashable:
+        """The number of a row's datapoint, and its content, which may differ between data sets."""
+        content = json.dumps(unit.get("datapoint") or {}, sort_keys=True)
+        return unit["datapoint_id"], unit["y"], unit.get("datapoint_hash") or content
+
+    def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
+        return [figures_table(figures)]
+
+    def contender(self, evaluation: Evaluation, label: str) -> Contender:
+        figures, rows = evaluation.figures, evaluation.rows
+        return Contender(
+            label,
+            rows,
+            [self.pair_key(row) for row in rows],
+            metrics_of_episodes(figures["agents"]),
+            figures,
+            conditions_of_run(evaluation.run, figures["split"], figures.get("seed")),
+        )

@@ -5,21 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
-
 from nip_astra.checkpoints.store import CheckpointStore
 from nip_astra.errors import ConfigurationError, NothingMeasuredError
-from nip_astra.evaluation.comparison import Contender
 from nip_astra.evaluation.exports import Material
 from nip_astra.evaluation.families.base import (
-    OF_ATTACKERS,
     Evaluation,
-    EvaluationFamily,
     EvaluationRequest,
     OnPart,
     Subject,
@@ -30,13 +25,7 @@ from nip_astra.evaluation.families.base import (
     run_fields,
     run_of,
 )
-from nip_astra.evaluation.families.episodes import (
-    bounds_of_undecided,
-    conditions_of_run,
-    datapoint_key,
-    figures_table,
-    metrics_of_episodes,
-)
+from nip_astra.evaluation.families.episodes import EpisodeFamily, bounds_of_undecided
 from nip_astra.evaluation.rows import Row, encode_rows, read_rows
 from nip_astra.evaluation.storage import EvaluationFolder, weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
@@ -66,12 +55,10 @@ class ProtocolSubject(Subject):
 
 
 @register_evaluation_family("protocol")
-class Protocols(EvaluationFamily):
+class Protocols(EpisodeFamily):
     """Runs whose agents are networks that play an interaction protocol."""
 
     name = "protocol"
-    splits = ("train", "test")
-    unread = OF_ATTACKERS | {"overrides", "batch_size"}
 
     def load(
         self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
@@ -189,25 +176,8 @@ class Protocols(EvaluationFamily):
             **played,
         }
 
-    def pair_key(self, unit: Row) -> Hashable:
-        return datapoint_key(unit)
-
     def rows(self, evaluation: Evaluation) -> list[Row]:
         return read_rows(evaluation.path / EPISODE_ROWS)
-
-    def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
-        return [figures_table(figures)]
-
-    def contender(self, evaluation: Evaluation, label: str) -> Contender:
-        figures, rows = evaluation.figures, evaluation.rows
-        return Contender(
-            label,
-            rows,
-            [self.pair_key(row) for row in rows],
-            metrics_of_episodes(figures["agents"]),
-            figures,
-            conditions_of_run(evaluation.run, figures["split"], figures["seed"]),
-        )
 
     def material(self, path: Path, request: EvaluationRequest) -> Material:
         return stored_material(path, "episode")

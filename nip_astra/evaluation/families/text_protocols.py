@@ -8,24 +8,20 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from rich.console import RenderableType
 
 if TYPE_CHECKING:
     from nip_astra.scorers.base import Exchange, Scorer
 
 from nip_astra.errors import ConfigurationError, DataError
-from nip_astra.evaluation.comparison import Contender
 from nip_astra.evaluation.exports import Material, Sample
 from nip_astra.evaluation.families.base import (
-    OF_ATTACKERS,
     Evaluation,
-    EvaluationFamily,
     EvaluationRequest,
     OnPart,
     Subject,
@@ -37,14 +33,7 @@ from nip_astra.evaluation.families.base import (
     run_fields,
     service_settings,
 )
-from nip_astra.evaluation.families.episodes import (
-    DECISIONS,
-    bounds_of_undecided,
-    conditions_of_run,
-    datapoint_key,
-    figures_table,
-    metrics_of_episodes,
-)
+from nip_astra.evaluation.families.episodes import DECISIONS, EpisodeFamily, bounds_of_undecided
 from nip_astra.evaluation.rows import Row, encode_rows
 from nip_astra.evaluation.storage import FIGURES, EvaluationFolder, text_hash
 from nip_astra.evaluation.tables import as_text
@@ -85,12 +74,10 @@ class _Source(NamedTuple):
 
 
 @register_evaluation_family("text_protocol")
-class TextProtocols(EvaluationFamily):
+class TextProtocols(EpisodeFamily):
     """Runs whose agents are chat models that play an interaction protocol."""
 
     name = "text_protocol"
-    splits = ("train", "test")
-    unread = OF_ATTACKERS | {"overrides", "batch_size"}
 
     def load(
         self, run: Path, request: EvaluationRequest, settings: ExperimentSettings
@@ -175,27 +162,8 @@ class TextProtocols(EvaluationFamily):
     ) -> dict[str, Any]:
         return _head(RunDirectory(subject.place).run_id, folder) | played
 
-    def pair_key(self, unit: Row) -> Hashable:
-        return datapoint_key(unit)
-
     def rows(self, evaluation: Evaluation) -> list[Row]:
         return list(rollout_rows(_file_of(evaluation), evaluation.figures["agents"]))
-
-    def tables(self, figures: Mapping[str, Any]) -> list[RenderableType]:
-        return [figures_table(figures)]
-
-    def contender(self, evaluation: Evaluation, label: str) -> Contender:
-        figures, rows = evaluation.figures, evaluation.rows
-        is_run = (evaluation.path / HYPER_PARAMETERS).is_file()
-        run = evaluation.path if is_run else evaluation.run
-        return Contender(
-            label,
-            rows,
-            [self.pair_key(row) for row in rows],
-            metrics_of_episodes(figures["agents"]),
-            figures,
-            conditions_of_run(run, figures["split"], figures.get("seed")),
-        )
 
     def shape(self, run: Path, request: EvaluationRequest) -> dict[str, Any]:
         results = _results(RunDirectory(run))
