@@ -267,5 +267,5 @@ def _refuse(name: str, why: str) -> None:
     raise ConfigurationError(
         f"the taskset {name!r} was to be trained on, but it {why}, which the harness of this "
         "process has not: a policy answers in one message. Choose another taskset, or write the "
-        "environment as a task (see the guide custom-training-service-trainers)."
+        "environment as a task (see the guide training-on-services)."
     )
