@@ -69,7 +69,7 @@ def _refusal(path: str, reason: str) -> Any:
     async def refuse() -> Response:
         raise wrong(
             f"{path} was asked for, which this service does not offer: {reason}. The guide "
-            "training-on-services lists what it offers.",
+            "coming-from-tinker lists what it does.",
             code="not_offered",
         )
 
