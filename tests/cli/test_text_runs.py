@@ -97,7 +97,7 @@ def test_options_about_attackers_are_refused(
     said = type_command("evaluate", str(runs[0]), "--monte-carlo-only", "--column", "x")
     assert refused(said).startswith("--monte-carlo-only, --column ")
     said = type_command("evaluate", str(runs[0]), str(runs[0].parent))
-    assert refused(said).startswith(f"{runs[0].parent} ")
+    assert f"{runs[0].parent} a conversation run" in refused(said)
     said = type_command("evaluate", str(runs[0]), "--split", "dev")
     assert "test, train" in refused(said)
     said = type_command("evaluate", str(runs[0]), "--name", "many", "--num-episodes", "7")
