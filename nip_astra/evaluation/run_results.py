@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from nip_astra.errors import MissingDependencyError, UnknownNameError
 from nip_astra.evaluation.rows import Row, read_rows
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.tracking.groups import INTERVAL, summary_of
 from nip_astra.tracking.local import METRICS_FILE, TIMINGS_FILE
 from nip_astra.tracking.run_directory import FAILED, RESULTS, RunDirectory
+from nip_astra.tracking.tracker import INTERVAL, flat_figures
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -173,8 +173,7 @@ def read_results(run: str | Path, runs_dir: str | Path | None = None) -> RunResu
 
 
 def _figures(when: str, report: Mapping[str, Any]) -> Iterable[Figure]:
-    for path, value in summary_of(when, report).items():
-        name = path.removeprefix(f"{when}/")
+    for name, value in flat_figures(report).items():
         if name in report:
             ends = report.get(f"{name}{INTERVAL}") or (None, None)
             yield Figure(when, name, float(value), *ends)

@@ -170,7 +170,7 @@ def read_run(path: str | Path) -> RunRecord:
     run.settings = reader.document(files.SETTINGS, directory.read_yaml)
     run.environment = reader.document(files.ENVIRONMENT, directory.read_json)
     if (directory.path / files.RESULTS).exists():
-        run.results = reader.document(files.RESULTS, directory.read_json)
+        run.results = _with_new_names(reader.document(files.RESULTS, directory.read_json))
         error = mapping(run.results.get("error"))
         if run.results.get("status") == files.FAILED:
             run.notes.append(
@@ -218,6 +218,16 @@ def read_run(path: str | Path) -> RunRecord:
         run.transfer = [mapping(cell) for cell in cells]
     run.log_lines = _log_lines(directory.path / files.LOG)
     return run
+
+
+def _with_new_names(results: dict[str, Any]) -> dict[str, Any]:
+    """Results with the keys of today, also where an older version wrote them."""
+    training = mapping(results.get("training"))
+    for name in ("iterations", "optimizer_steps"):
+        old = training.get(name, results.get(f"num_{name}"))
+        if old is not None:
+            training.setdefault(f"num_{name}", old)
+    return results | {"training": training} if training else results
 
 
 def _sorted_by_kind(

@@ -200,7 +200,7 @@ def _cost_tiles(run: RunRecord, after: Mapping[str, Any]) -> Iterator[Tile]:
     training = mapping(run.results.get("training"))
     queries = number(training.get("target_queries")) or number(after.get("target_queries"))
     if queries is not None:
-        note = f"training, {count(training.get('iterations'))} iterations"
+        note = f"training, {count(training.get('num_iterations'))} iterations"
         note += f", {duration(seconds)}" if seconds else ""
         yield Tile("Target queries", count(queries), note)
 
