@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,16 +19,6 @@ if TYPE_CHECKING:
 
 MEASUREMENTS = ("before", "after", "random_search")
 """Parts of results.json that hold figures, in the order in which they are told."""
-
-
-_SHARE = re.compile(
-    r"(rate|share|share_below|recall|fraction|accuracy)$|(^|/)(pass_at_\d+$|share_|\w*accuracy_(of|where|wl)_)"
-)
-
-
-def is_share(name: str) -> bool:
-    """Whether a figure of this name is a share, which lies between 0 and 1."""
-    return _SHARE.search(name) is not None and not name.rpartition("/")[2].startswith("std_")
 
 
 class Figure(NamedTuple):

@@ -14,14 +14,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
-from nip_astra.report import wording
-from nip_astra.report.conversations import MAX_CHARACTERS, MAX_NODES
 from nip_astra.report.curves import group_runs, run_label
 from nip_astra.report.records import RunRecord, read_run, text
-from nip_astra.report.sections import sections_of_comparison, sections_of_run
-from nip_astra.report.spec import Spec
+from nip_astra.report.sections import Spec, sections_of_comparison, sections_of_run
+from nip_astra.report.transcripts import MAX_CHARACTERS, MAX_NODES
 from nip_astra.safe_text import safe_text
 from nip_astra.tracking.run_directory import REPORT, write_atomically
+from nip_astra.utils import formatting
 from nip_astra.version import __version__
 
 COMPARISON_FILE = "comparison.html"
@@ -198,7 +197,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {name: getattr(wording, name) for name in FILTERS}
+    environment.filters |= {name: getattr(formatting, name) for name in FILTERS}
     return environment
 
 

@@ -7,7 +7,7 @@ import netrc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from nip_astra.errors import MissingDependencyError, TrackingError
 from nip_astra.safe_text import safe_text, to_json
@@ -51,7 +51,9 @@ class WandbTracker(Tracker):
         self, run_directory: RunDirectory, settings: Mapping[str, Any], config: Mapping[str, Any]
     ) -> None:
         super().__init__(run_directory)
-        mode = "offline" if settings["wandb"] == "offline" else "online"
+        mode: Literal["offline", "online"] = (
+            "offline" if settings["wandb"] == "offline" else "online"
+        )
         if mode == "online" and not has_credentials():
             # W&B itself would stop to ask at a terminal.
             raise TrackingError(

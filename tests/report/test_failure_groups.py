@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nip_astra.report.failure_groups import GroupedFailures, group_failures
+from nip_astra.report.failures import GroupedFailures, group_failures
 from nip_astra.report.records import RunRecord, node_of
 from tests.report.runs import THRESHOLD, failing, row
 

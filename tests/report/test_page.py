@@ -18,7 +18,7 @@ import pytest
 
 from nip_astra.errors import ConfigurationError, RunDirectoryError
 from nip_astra.report import page, sections
-from nip_astra.report.findings import turns_to_failure
+from nip_astra.report.evaluations import turns_to_failure
 from nip_astra.report.page import write_report
 from nip_astra.report.records import read_run
 from tests.documents import ROOT
