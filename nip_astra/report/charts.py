@@ -220,8 +220,8 @@ def _note(note: str, thinned: Sequence[Thinned], x_label: str) -> str:
     stretch = max(one.stretch for one in thinned)
     if stretch == 1:
         return note
-    told = f"means of {stretch} {x_label}s each, area: lowest to highest"
-    return f"{note}; {told}" if note else told
+    written = f"means of {stretch} {x_label}s each, area: lowest to highest"
+    return f"{note}; {written}" if note else written
 
 
 def whisker(

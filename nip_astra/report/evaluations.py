@@ -172,8 +172,8 @@ def _main_text(path: str, evaluation: Mapping[str, Any]) -> str:
     if isinstance(value, list):
         return _list_text(name, value)
     size = number(mapping(value).get("effective_sample_size"))
-    told = format_figure(inside, name)
-    return told if size is None else f"{told}, effective sample size {decimal(size)}"
+    written = format_figure(inside, name)
+    return written if size is None else f"{written}, effective sample size {decimal(size)}"
 
 
 def transfer_matrix(run: RunRecord) -> Matrix | None:
@@ -300,10 +300,10 @@ def _quality(evaluation: Mapping[str, Any], scorer: str) -> Row:
     corrected = mapping(found.get("corrected"))
     is_first = scorer == text(evaluation.get("scorer"))
     own = evaluation if is_first else mapping(mapping(evaluation.get("scorers")).get(scorer))
-    told = format_figure(corrected, "failure_rate")
+    written = format_figure(corrected, "failure_rate")
     cells = [
         format_figure(own, "failure_rate"),
-        f"refused: {text(corrected.get('reason'))}" if corrected.get("is_refused") else told,
+        f"refused: {text(corrected.get('reason'))}" if corrected.get("is_refused") else written,
         format_figure(found, "sensitivity"),
         format_figure(found, "specificity"),
         f"{count(found.get('num_failures'))} + {count(found.get('num_others'))}",
@@ -360,7 +360,7 @@ def analyses(run: RunRecord) -> dict[str, Any] | None:
     return {
         "headings": [f"{split}, iteration {number_of + 1}" for split, number_of in places],
         "rows": rows,
-        "meanings": [(name.replace("_", " "), told) for name, told in meanings.items()],
+        "meanings": [(name.replace("_", " "), written) for name, written in meanings.items()],
         "judges": judges,
     }
 
@@ -369,9 +369,11 @@ def _cell(share: Mapping[str, Any]) -> str:
     if not share:
         return NOTHING
     num_known = (number(share.get("num_yes")) or 0) + (number(share.get("num_no")) or 0)
-    told = f"{percent(number(share.get('share')))} {interval(share.get('low'), share.get('high'))}"
+    written = (
+        f"{percent(number(share.get('share')))} {interval(share.get('low'), share.get('high'))}"
+    )
     unknown = number(share.get("num_unknown")) or 0
-    return f"{told} of {count(num_known)}" + (f", {count(unknown)} unknown" if unknown else "")
+    return f"{written} of {count(num_known)}" + (f", {count(unknown)} unknown" if unknown else "")
 
 
 # ---- planted failures and turns to failure

@@ -28,10 +28,10 @@ Links = Mapping[tuple[str, Key], str]
 
 @dataclass
 class Member:
-    """A distinct failing probe, how often it was said, and the likeliest time of that."""
+    """A distinct failing probe, the number of its occurrences, and the most likely one."""
 
     node: Node
-    num_said: int
+    num_occurrences: int
 
 
 @dataclass
@@ -43,11 +43,11 @@ class FailureGroup:
     @property
     def size(self) -> int:
         """Failing responses of the group."""
-        return sum(member.num_said for member in self.members)
+        return sum(member.num_occurrences for member in self.members)
 
     @property
     def most_likely(self) -> Node:
-        """The failure whose probe is the most likely."""
+        """The failure with the most likely probe."""
         return self.members[0].node
 
 
@@ -76,8 +76,8 @@ class GroupedFailures:
 def group_failures(run: RunRecord) -> GroupedFailures | None:
     """Group the failures of the trained attacker, or of training where there is no evaluation.
 
-    A group is led by its most likely probe and takes in each probe of whose words at least
-    `MIN_SIMILARITY`, in order, are the leader's (twice the matching words over all words of both).
+    A group is led by its most likely probe. A probe joins if at least `MIN_SIMILARITY` of its words
+    match the leader's in order (twice the matching words over all words of both).
     Returns None where no table holds a response with a verdict.
     """
     for table in sorted(run.tables, key=lambda name: (order_of(name), name)):
@@ -95,11 +95,11 @@ def probe_key(probe: str) -> str:
 def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
     has_logprobs = all(node.logprob is not None for node in failures)
     by_probe: dict[str, Node] = {}
-    num_said: Counter[str] = Counter()
+    num_occurrences: Counter[str] = Counter()
     for node in sorted(failures, key=lambda node: _unlikeliness(node, has_logprobs)):
         key = probe_key(node.probe)
         by_probe.setdefault(key, node)
-        num_said[key] += 1
+        num_occurrences[key] += 1
     groups: list[FailureGroup] = []
     leaders: list[tuple[list[str], Counter[str]]] = []
     for key, node in list(by_probe.items())[:MAX_DISTINCT]:
@@ -107,9 +107,9 @@ def _grouped(table: str, failures: Sequence[Node]) -> GroupedFailures:
         place = _similar(words, leaders)
         if place is None:
             leaders.append((words, Counter(words)))
-            groups.append(FailureGroup([Member(node, num_said[key])]))
+            groups.append(FailureGroup([Member(node, num_occurrences[key])]))
         else:
-            groups[place].members.append(Member(node, num_said[key]))
+            groups[place].members.append(Member(node, num_occurrences[key]))
     criterion = (
         "log-probability of the whole probe under the reference"
         if has_logprobs

@@ -26,9 +26,9 @@ from nip_astra.version import __version__
 COMPARISON_FILE = "comparison.html"
 """Name of a report of several runs, beside the first run's directory."""
 VEILED = 'x" tabindex="0"'
-"""How an element begins whose text is blurred; see `veil` in parts.html.jinja."""
+"""Start of the attributes of a blurred element; see `veil` in parts.html.jinja."""
 TOOLS = '<div class="tools"'
-"""How the search among conversations begins."""
+"""Start of the search among conversations."""
 FILTERS = ("percent", "decimal", "count", "duration")
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ class RunPart:
 def write_report(
     run_paths: Sequence[str | Path], output: str | Path | None = None, *, redact: bool = True
 ) -> Path:
-    """Write one self-contained page about the runs and give its path.
+    """Write one self-contained page about the runs and return its path.
 
-    What is missing or broken in a run directory is told on the page.
+    The page lists what is missing or broken in a run directory.
 
     Parameters
     ----------
@@ -79,8 +79,7 @@ def write_report(
     """
     if not run_paths:
         raise ConfigurationError(
-            "a report was asked for, but no run was given. Give one or more run directories, for "
-            "instance runs/<run id>."
+            "no run was given. Give one or more run directories, for instance runs/<run id>."
         )
     runs = [read_run(path) for path in run_paths]
     if output is None:
@@ -161,7 +160,7 @@ def _page(
 
 
 class _Drawer:
-    """Draws sections; one that fails says so in its place and leaves the others whole."""
+    """Renders sections; one that fails is replaced by its error."""
 
     def __init__(self, redact: bool) -> None:
         self.redact = redact
@@ -180,8 +179,8 @@ class _Drawer:
         except Exception as error:
             # A finished run must not fail because a file of it holds something unforeseen.
             logger.exception("the section %r of a report could not be drawn", spec.name)
-            told = f"This section could not be drawn: {type(error).__name__}: {error}"
-            inside = Markup("<p>{}</p>").format(safe_text(told))
+            written = f"This section could not be drawn: {type(error).__name__}: {error}"
+            inside = Markup("<p>{}</p>").format(safe_text(written))
         html = Markup('<section id="{}"><h2>{}</h2>{}</section>').format(anchor, spec.title, inside)
         return Section(anchor, spec.title, html)
 

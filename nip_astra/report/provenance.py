@@ -49,8 +49,8 @@ def environment(run: RunRecord) -> list[tuple[str, str]]:
         for name, value in run.environment.items()
         if name not in (SIGNATURE, SETTINGS_SIGNATURE)
     }
-    told = dict(flatten({**known, "settings": run.settings}))
-    return [(name, value_text(value)) for name, value in told.items() if value not in (None, [])]
+    values = dict(flatten({**known, "settings": run.settings}))
+    return [(name, value_text(value)) for name, value in values.items() if value not in (None, [])]
 
 
 def commands(run: RunRecord) -> list[tuple[str, str]]:
@@ -77,8 +77,8 @@ def all_warnings(run: RunRecord) -> list[str]:
         f"{'evaluation' if len(names) == 1 else 'evaluations'} {', '.join(names)}: {line}"
         for line, names in of_evaluations.items()
     ]
-    told = " ".join(found)
-    found += [line for line in run.log_lines if line.partition(": ")[2] not in told]
+    listed = " ".join(found)
+    found += [line for line in run.log_lines if line.partition(": ")[2] not in listed]
     return list(dict.fromkeys(found))
 
 
@@ -111,12 +111,12 @@ def cards(run: RunRecord) -> dict[str, Any] | None:
     if run.kind == PROTOCOL:
         return None
     found = _of_evaluations(run)
-    told = found or _of_parameters(run)
-    if not told:
+    models = found or _of_parameters(run)
+    if not models:
         return None
     return {
         "headings": HEADINGS,
-        "rows": [_cells(card) for card in told],
+        "rows": [_cells(card) for card in models],
         "is_digested": bool(found),
         "sentences": determinism(run),
     }
@@ -139,8 +139,8 @@ def determinism(run: RunRecord) -> list[str]:
             f"Its device was {device}: a GPU may add numbers up in another order each time, so "
             "that last digits differ, and with them words that were nearly as likely."
         )
-    told = [*_of_parameters(run), *_of_evaluations(run)]
-    if any((card.get("role"), card.get("kind")) == ("scorer", "judge") for card in told):
+    models = [*_of_parameters(run), *_of_evaluations(run)]
+    if any((card.get("role"), card.get("kind")) == ("scorer", "judge") for card in models):
         found.append("A service stands behind a scorer; it may answer otherwise another time.")
     return found
 

@@ -23,7 +23,7 @@ from nip_astra.utils.plain_values import text as text
 TRANSFER = "evaluations/transfer*.json"
 """Failure rates of attackers on targets."""
 ANALYSES = "analyses/*/*.json"
-"""What a judge said of rollouts."""
+"""Answers of a judge about rollouts."""
 CONVERSATION, TASK, PROTOCOL = "conversation", "task", "interaction_proof"
 """Kinds of run, as `results.json` names them."""
 MAX_ROWS = 200_000
@@ -44,7 +44,7 @@ class Node:
     step : int
         Iteration at which the conversation was played.
     node, parent : int or None
-        Place in the tree and of what was said before; None in rows without these columns.
+        Index in the tree, of the turn and of its parent; None in rows without these columns.
     response_score, combined_score, reward : float or None
         None where there is no verdict.
     probe_nll : float or None
@@ -84,7 +84,7 @@ class Node:
 
     @property
     def conversation(self) -> tuple[int, str]:
-        """What tells a conversation from others of its table and step."""
+        """Identity of the conversation within its table and step."""
         # Some older tables count episodes from 0 again in each part.
         return self.episode, self.prompt
 
@@ -121,7 +121,7 @@ class RunRecord:
     transfer : list[dict]
         Cells of the newest transfer matrix, each with attacker, target and failure rate.
     analyses : list[dict]
-        What a judge said of rollouts, one a file `analyses/<split>_<iteration>/<analyser>.json`.
+        Answers of a judge about rollouts: `analyses/<split>_<iteration>/<analyser>.json`.
     log_lines : list[str]
         Warnings and errors of the log.
     notes : list[str]
@@ -206,8 +206,8 @@ def read_run(path: str | Path) -> RunRecord:
     known = (files.HYPER_PARAMETERS, files.RESULTS, METRICS_FILE)
     if not any((directory.path / name).is_file() for name in known):
         raise RunDirectoryError(
-            f"a report of {path} was asked for, but it is no run directory: it holds none of "
-            f"{', '.join(known)}. Give the path of a run, for instance runs/<run id>."
+            f"{path} is no run directory: it holds none of {', '.join(known)}. Give the path of a "
+            "run, for instance runs/<run id>."
         )
     directory.check_links()
     run = RunRecord(directory.path)

@@ -201,13 +201,13 @@ def _diversity(run: RunRecord, grouped: GroupedFailures | None) -> Context | Non
         summary.Row(label, [column.get(label, NOTHING) for column in columns]) for label in labels
     ]
     members = [one for group in grouped.groups for one in group.members] if grouped else []
-    repeated = sorted(members, key=lambda member: -member.num_said)[:MAX_REPEATED]
+    repeated = sorted(members, key=lambda member: -member.num_occurrences)[:MAX_REPEATED]
     if not rows and not repeated:
         return None
     return {
         "headings": [*reports, *measured],
         "rows": rows,
-        "repeated": [member for member in repeated if member.num_said > 1],
+        "repeated": [member for member in repeated if member.num_occurrences > 1],
         "total": grouped.num_failures if grouped else 0,
         "table": grouped.table if grouped else "",
     }
@@ -269,7 +269,7 @@ def _environment(run: RunRecord) -> Context | None:
 
 
 def _services(run: RunRecord) -> Context | None:
-    """The table of a run and its evaluations; None where no chat model was asked."""
+    """The use of chat models by a run and its evaluations; None without any."""
     rows = _service_rows("the run", run.results)
     for name, evaluation in run.evaluations.items():
         rows += _service_rows(f"evaluation {name}", evaluation)
@@ -289,12 +289,12 @@ def _service_rows(where: str, figures: Mapping[str, Any]) -> list[tuple[str, lis
     for name, value in mapping(figures.get("services")).items():
         use = mapping(value)
         failures = mapping(use.get("failures"))
-        told = ", ".join(f"{count(number(n))} {reason}" for reason, n in failures.items())
+        written = ", ".join(f"{count(number(n))} {reason}" for reason, n in failures.items())
         cells = [
             model_label(text(use.get("model"))) or NOTHING,
             *(count(number(use.get(key))) for key in ("num_requests", "num_remembered")),
             count(number(use.get("num_refusals"))),
-            told or "0",
+            written or "0",
             *(count(number(use.get(key))) for key in ("prompt_tokens", "completion_tokens")),
             *(decimal(number(use.get(key))) for key in ("cost", "median_seconds", "p95_seconds")),
             "guessed" if number(use.get("num_estimated")) else "",

@@ -326,8 +326,8 @@ def _protocol_tiles(run: RunRecord, before: Report, after: Report) -> Iterator[T
     for agent, share in alone_texts(new):
         yield Tile(f"Alone, {agent}", share, "right labels")
     if number(new.overall.get("share_undecided")) is not None:
-        share = old.overall.get("share_undecided")
-        note = "" if share is None else f"; before {percent(share)}"
+        before_share = old.overall.get("share_undecided")
+        note = "" if before_share is None else f"; before {percent(before_share)}"
         yield Tile("Undecided", percent(new.overall["share_undecided"]), f"rounds ran out{note}")
     if number(new.overall.get("mean_episode_length")) is not None:
         yield Tile("Episode length", decimal(new.overall["mean_episode_length"]), "rounds, mean")

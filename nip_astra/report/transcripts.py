@@ -62,9 +62,9 @@ class Turn:
     outcome : str
         "failure", "none", "undetermined" or "error".
     figures : list of (name, value)
-        What is known of the turn.
+        Scores, rewards and likelihoods.
     is_open : bool
-        Whether it lies on the way to the best rewarded node.
+        Whether it lies on the path to the highest reward.
     anchor : str
         Its id on the page; empty where its rows do not name one turn.
     """
@@ -90,7 +90,7 @@ class Episode:
     anchor : str
         Its id on the page.
     label : str
-        What it is called.
+        Its name.
     plants, clusters : list[int]
         Planted failures and clusters that its failures belong to, by their places.
     """
@@ -145,13 +145,13 @@ class Episode:
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What episodes are ordered by: highest score, then highest reward."""
+        """Order of episodes: highest score, then highest reward."""
         return _score(self.worst), max(_reward(turn) for turn in self.turns)
 
     @property
     def size(self) -> int:
-        """About how many characters the episode takes on the page."""
-        texts = sum(len(said) for turn in self.turns for _, said in turn.node.messages)
+        """Approximate number of characters on the page."""
+        texts = sum(len(content) for turn in self.turns for _, content in turn.node.messages)
         return texts + len(self.prompt) + _MARKUP_OF_NODE * len(self.turns) + _MARKUP_OF_EPISODE
 
 
@@ -213,7 +213,7 @@ def reward_scale(run: RunRecord) -> Scale:
 def tables_of(
     run: RunRecord, *, max_nodes: int, max_characters: int, prefix: str = "conversations"
 ) -> list[Table]:
-    """A run's conversations by table and iteration, a sample where they are too many.
+    """Return a run's conversations by table and iteration, a sample where they are too many.
 
     `prefix` begins the ids of conversations on the page.
     """
@@ -238,7 +238,7 @@ def tables_of(
 
 
 def _name_turns(table: str, episodes: Sequence[Episode], anchors: Anchors) -> None:
-    """Conversations and turns their ids, in the order in which they were played."""
+    """Give conversations and turns their ids, in the order of play."""
     for episode in sorted(episodes, key=lambda one: one.turns[0].node.conversation):
         first = episode.turns[0].node
         episode.anchor = anchors.new(table, first)
@@ -296,7 +296,7 @@ def _episodes(
     gathered: dict[tuple[int, str], list[Node]] = {}
     for node in nodes:
         gathered.setdefault(node.conversation, []).append(node)
-    is_chain = bool(_CHAINS.fullmatch(table))
+    is_chain = bool(_CHAINS.fullmatch(table)) or nodes[0].transcript is not None
     episodes = [
         _episode(members, scale, threshold, is_chain=is_chain) for members in gathered.values()
     ]
@@ -321,7 +321,7 @@ def _episode(
 
 
 def _linked(turns: list[Turn]) -> list[Turn]:
-    """Hang each turn under its parent and give the roots; mark the way to the best reward."""
+    """Attach each turn to its parent, mark the path to the best reward, and return the roots."""
     by_index = {turn.node.node: turn for turn in turns}
     above: dict[int, Turn] = {}
     roots = []
@@ -333,10 +333,10 @@ def _linked(turns: list[Turn]) -> list[Turn]:
         else:
             parent.children.append(turn)
             above[id(turn)] = parent
-    on_the_way: Turn | None = max(turns, key=_reward)
-    while on_the_way is not None:
-        on_the_way.is_open = True
-        on_the_way = above.get(id(on_the_way))
+    on_path: Turn | None = max(turns, key=_reward)
+    while on_path is not None:
+        on_path.is_open = True
+        on_path = above.get(id(on_path))
     return roots
 
 
@@ -427,7 +427,7 @@ class Paths:
     def to(self, node: Node) -> list[Node]:
         """Return the turns from the opening to a node, itself the last.
 
-        Where the rows do not say what was said before it, there is that node alone.
+        The node alone where the rows do not hold the turns before it.
         """
         others = self._conversations.get(key_of(node), [node])
         if node.node is not None and node.parent is not None:
@@ -529,7 +529,7 @@ class ProtocolEpisode:
     texts : list of (name, text)
         What it says, where agents speak in words.
     verdicts : list of (agent, color, question, answer)
-        What a judge said of it.
+        Answers of a judge about it.
     """
 
     outcome: str
@@ -639,7 +639,8 @@ def _protocol_episode(
         rewards=[(_words(name), colors.get(name, 0), decimal(rewards[name])) for name in rewards],
         datapoint=_identity(datapoint),
         texts=[
-            (_words(name), text(said)) for name, said in mapping(datapoint.get("texts")).items()
+            (_words(name), text(content))
+            for name, content in mapping(datapoint.get("texts")).items()
         ],
         picture=view.picture(_choices(shown, view, colors)),
         lines=lines,
@@ -708,12 +709,12 @@ def _message(symbols: Any, linear: Any, view: DatapointView) -> str:
     """What was sent, in the scenario's own words; a text as it is."""
     if isinstance(symbols, str):
         return symbols
-    said = [
+    named = [
         view.symbol(int(symbol)) for one in items(symbols) if (symbol := number(one)) is not None
     ]
     plain = [count(symbol) for symbol in items(linear)]
-    told = ", ".join(said)
-    return f"{told} + symbol {', '.join(plain)}" if plain else told
+    written = ", ".join(named)
+    return f"{written} + symbol {', '.join(plain)}" if plain else written
 
 
 def _choices(
@@ -727,17 +728,17 @@ def _choices(
                 for symbol in (number(value) for value in items(symbols)):
                     place = None if symbol is None else view.place_of(int(symbol))
                     if place is not None:
-                        said = found.setdefault((*place, text(move.get("agent"))), [])
-                        said.append(count(one.get("round")))
+                        rounds_named = found.setdefault((*place, text(move.get("agent"))), [])
+                        rounds_named.append(count(one.get("round")))
     return [
-        Choice(part, place, _words(agent), colors.get(agent, 0), _rounds(said))
-        for (part, place, agent), said in found.items()
+        Choice(part, place, _words(agent), colors.get(agent, 0), _rounds(named))
+        for (part, place, agent), named in found.items()
     ]
 
 
-def _rounds(said: Sequence[str]) -> str:
+def _rounds(named: Sequence[str]) -> str:
     """The rounds in which a place was named; of many the first."""
-    distinct = list(dict.fromkeys(said))
+    distinct = list(dict.fromkeys(named))
     more = f" +{len(distinct) - SHOWN_ROUNDS}" if len(distinct) > SHOWN_ROUNDS else ""
     return ", ".join(distinct[:SHOWN_ROUNDS]) + more
 
@@ -760,7 +761,7 @@ def _view_class(kind: str) -> type[DatapointView]:
         try:
             scenario = SCENARIOS.get(name)
         except NipAstraError:
-            continue  # a package that cannot be imported is told when its scenario is asked for
+            continue  # its package cannot be imported
         if scenario.datapoint_kind == kind:
             return scenario.datapoint_view
     return DatapointView

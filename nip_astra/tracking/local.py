@@ -45,8 +45,8 @@ class LocalTracker(Tracker):
     def log_metrics(self, values: Mapping[str, float | int], *, step: int) -> None:
         if "step" in values:
             raise TrackingError(
-                "a metric named 'step' was to be logged, but that is the name of the column that "
-                "holds the step. Give the metric another name."
+                "the metric named 'step' has the name of the column of steps. Give the metric "
+                "another name."
             )
         values = plain_numbers(values)
         timings = {
@@ -62,8 +62,8 @@ class LocalTracker(Tracker):
     ) -> None:
         if not _TABLE_NAME.fullmatch(name):
             raise TrackingError(
-                f"a table named {name!r} was to be logged, but the name becomes that of a file and "
-                "may hold only letters, digits, '.', '_' and '-'. Rename the table."
+                f"the table named {name!r} becomes a file, and may hold only letters, digits, '.', "
+                "'_' and '-'. Rename the table."
             )
         self._append(
             f"rollouts/{name}.jsonl",
@@ -85,8 +85,8 @@ class LocalTracker(Tracker):
     def rewind(self, position: Mapping[str, Any]) -> None:
         """Cut each file to the length that it had; a file that was not there yet is removed.
 
-        An empty position removes all, for a run that starts over. Timings and conversations that
-        are lost are told in a warning, since nothing is computed from them.
+        An empty position removes all, for a run that starts over. Lost timings and conversations
+        give a warning, since nothing is computed from them.
 
         Raises
         ------
@@ -102,12 +102,12 @@ class LocalTracker(Tracker):
                 continue
             if name == METRICS_FILE:
                 raise TrackingError(
-                    f"the run was to go on from a checkpoint at byte {length} of {path}, but the "
-                    f"file has {size} bytes. Restore the file, or start a new run."
+                    f"the checkpoint is at byte {length} of {path}, but the file has {size} bytes. "
+                    "Restore the file, or start a new run."
                 )
             logger.warning(
-                "%s had %d bytes when the checkpoint was saved and has %d now; what is lost stays "
-                "lost, and the run goes on without it",
+                "%s had %d bytes when the checkpoint was saved and has %d now; the run goes on "
+                "without the lost rows",
                 path,
                 length,
                 size,
@@ -121,8 +121,8 @@ class LocalTracker(Tracker):
                     path.unlink()
             except OSError as error:
                 raise TrackingError(
-                    f"{path} was to be cut back to where the checkpoint was saved, but: "
-                    f"{error.strerror or error}. Mend the file's permissions."
+                    f"{path} cannot be cut back to the checkpoint: {error.strerror or error}. "
+                    "Correct the file's permissions."
                 ) from error
 
     def finish(self, *, success: bool) -> None:
@@ -147,8 +147,8 @@ class LocalTracker(Tracker):
             file.flush()
         except OSError as error:
             raise TrackingError(
-                f"{path} was to be written, but: {error.strerror or error}. Free some space or "
-                "mend the directory's permissions, then resume the run."
+                f"{path} cannot be written: {error.strerror or error}. Free some space or correct "
+                "the directory's permissions, then resume the run."
             ) from error
 
     def _close(self) -> None:

@@ -51,7 +51,7 @@ def test_without_log_probabilities_the_lowest_nll_counts_and_is_named() -> None:
 
 def test_the_same_words_are_counted_whatever_their_case_and_spaces() -> None:
     found = grouped(failing("Why ?"), failing("why  ?"))
-    assert [(member.num_said) for member in found.groups[0].members] == [2]
+    assert [(member.num_occurrences) for member in found.groups[0].members] == [2]
     assert found.num_distinct == 1
 
 

@@ -319,7 +319,7 @@ def test_no_run_is_refused() -> None:
 
 
 def test_a_page_that_cannot_be_written_is_a_typed_error(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="was to be written"):
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
         write_report([run], tmp_path / "missing" / "report.html")
 
 

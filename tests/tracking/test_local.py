@@ -125,7 +125,7 @@ def test_a_full_disk_is_told(directory: RunDirectory, monkeypatch: pytest.Monkey
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "open", lambda self, mode: Full())
-    with pytest.raises(TrackingError, match=r"metrics.jsonl was .* but: No space left on device"):
+    with pytest.raises(TrackingError, match=r"metrics.jsonl .*: No space left on device"):
         LocalTracker(directory).log_metrics({"a": 1}, step=1)
 
 
