@@ -153,7 +153,7 @@ class RunRecord:
     def kind(self) -> str:
         """What was trained: a `CONVERSATION`, a `TASK` or an interaction `PROTOCOL`."""
         kind = text(self.results.get("kind"))
-        if kind:  # conversations and tasks of older versions did not record it
+        if kind in (CONVERSATION, TASK, PROTOCOL):  # older versions recorded the last alone
             return kind
         if self.episodes or text(self.hyper_params.get("interaction_protocol")):
             return PROTOCOL

@@ -22,6 +22,8 @@ MAX_COMPARED = 12
 """Groups of runs whose parameters stand side by side."""
 MAX_WITH_BEFORE = 3
 """Agents up to which figures before training stand beside those after."""
+_CLUSTERS = {CONVERSATION: "opening prompts", TASK: "problems", PROTOCOL: "episodes"}
+"""Units over which intervals are computed."""
 _SERVICE_HEADINGS = (
     *("model", "requests", "from cache", "refusals", "failures", "tokens read"),
     *("tokens generated", "cost", "seconds, median", "seconds, 95 %"),
@@ -53,29 +55,26 @@ def sections_of_run(
             run, max_nodes=max_nodes, max_characters=max_characters, prefix=anchor
         )
 
-    of_kind = {
-        PROTOCOL: [
+    if run.kind == PROTOCOL:
+        of_kind = [
             Spec("statistics", "Figures by agent", lambda: _agent_figures(run)),
             Spec("analyses", "Rollout analyses", lambda: evaluations.analyses(run)),
             Spec("episodes", "Sample episodes", lambda: _episodes(run)),
-        ],
-    }
-    of_conversations = [
-        Spec("failures", "Failures", lambda: failures(run, grouped(), tables(), anchor)),
-        Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
-        Spec("turns", "Turns to failure", lambda: _turns(run)),
-        Spec("plants", "Planted failures", lambda: _plants(run)),
-        Spec("diversity", "Diversity", lambda: _diversity(run, grouped())),
-        Spec(
-            "conversations",
-            "Answers" if run.kind == TASK else "Conversations",
-            lambda: _conversations(run, grouped(), tables(), anchor),
-        ),
-    ]
+        ]
+    else:
+        title = "Answers" if run.kind == TASK else "Conversations"
+        of_kind = [
+            Spec("failures", "Failures", lambda: failures(run, grouped(), tables(), anchor)),
+            Spec("evaluations", "Evaluations", lambda: _evaluations(run)),
+            Spec("turns", "Turns to failure", lambda: _turns(run)),
+            Spec("plants", "Planted failures", lambda: _plants(run)),
+            Spec("diversity", "Diversity", lambda: _diversity(run, grouped())),
+            Spec("conversations", title, lambda: _conversations(run, grouped(), tables(), anchor)),
+        ]
     specs = [
         Spec("summary", "Summary", lambda: _summary(run)),
         Spec("curves", "Learning curves", lambda: _curves([group])),
-        *of_kind.get(run.kind, of_conversations),
+        *of_kind,
         Spec("services", "Services", lambda: _services(run)),
         Spec("parameters", "Hyper-parameters", lambda: _parameters(run)),
         Spec("cards", "Models and scorers", lambda: provenance.cards(run)),
@@ -102,12 +101,8 @@ def _summary(run: RunRecord) -> Context:
         "tiles": summary.tiles(run),
         "headings": headings,
         "rows": rows,
-        "clusters": _CLUSTERS.get(run.kind, "episodes"),
+        "clusters": _CLUSTERS[run.kind],
     }
-
-
-_CLUSTERS = {CONVERSATION: "opening prompts", TASK: "problems", PROTOCOL: "episodes"}
-"""Units over which intervals are computed."""
 
 
 def _warnings(run: RunRecord, lines: Sequence[str]) -> list[Context]:
@@ -349,7 +344,7 @@ def _block(
             "label": run_label(run, group),
             "anchor": anchors[id(run)],
             "cells": [one.cell(mapping(run.results.get(one.part))) for one in columns],
-            "whisker": summary.headline_whisker(run, group.color),
+            "whisker": summary.rate_whisker(summary.measured(run)[1], group.color),
             "protocol": summary.protocol_of(run),
             "rewards": summary.reward_texts(run),
         }

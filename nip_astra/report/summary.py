@@ -501,13 +501,6 @@ OVERVIEW: dict[str, tuple[Column, ...]] = {
     ),
 }
 """Columns of the comparison by kind of run; the second has the whisker."""
-HEADLINE = {CONVERSATION: "failure_rate", TASK: "accuracy"}
-
-
-def headline_whisker(run: RunRecord, color: int) -> Whisker | None:
-    """Lay out the main rate after training with its interval."""
-    after = measured(run)[1]
-    return rate_whisker(after, color, HEADLINE.get(run.kind) or accuracy_name(after))
 
 
 def reward_texts(run: RunRecord) -> list[str]:
