@@ -153,11 +153,12 @@ class RunRecord:
     def kind(self) -> str:
         """What was trained: a `CONVERSATION`, a `TASK` or an interaction `PROTOCOL`."""
         kind = text(self.results.get("kind"))
-        if kind in (CONVERSATION, TASK, PROTOCOL):  # older versions recorded the last alone
-            return kind
-        if self.episodes or text(self.hyper_params.get("interaction_protocol")):
+        # Conversations and tasks of older versions did not record it.
+        has_protocol = bool(self.episodes or text(self.hyper_params.get("interaction_protocol")))
+        if kind == PROTOCOL or (not kind and has_protocol):
             return PROTOCOL
-        return TASK if "policy" in mapping(self.hyper_params.get("task")) else CONVERSATION
+        is_task = kind == TASK or "policy" in mapping(self.hyper_params.get("task"))
+        return TASK if is_task else CONVERSATION
 
     @cached_property
     def agents(self) -> list[str]:
