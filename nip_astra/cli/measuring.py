@@ -324,9 +324,9 @@ def analyse(
     from nip_astra.evaluation.tables import plain_table
     from nip_astra.experiment_settings import ExperimentSettings
     from nip_astra.report.page import write_report
-    from nip_astra.report.wording import interval, percent
     from nip_astra.resolving.analysing import analyse_run, count_analysis, read_judge
     from nip_astra.safe_text import to_json
+    from nip_astra.utils.formatting import interval, percent
 
     quieten_libraries()
     request: dict[str, Any] = {

@@ -19,6 +19,7 @@ from nip_astra.evaluation.families.conversations import Conversations, contender
 from nip_astra.evaluation.families.tasks import Tasks
 from nip_astra.evaluation.rows import encode_rows
 from nip_astra.evaluation.tables import as_text, comparison_tables
+from nip_astra.utils.formatting import NOTHING
 from nip_astra.utils.statistics import mcnemar_exact
 from tests.evaluation.rows_by_hand import episode, judged
 
@@ -243,7 +244,7 @@ def test_one_prompt_played_often_excludes_no_difference() -> None:
     assert (rate["low"], rate["high"]) == (-1.0, 1.0)
     # Likelihoods have no bound: nothing can be said of what other prompts would show.
     assert math.isnan(found["comparisons"]["b"]["probe_nll"]["low"])
-    assert "[-, -]" in as_text(comparison_tables(found))
+    assert f"[{NOTHING}, {NOTHING}]" in as_text(comparison_tables(found))
 
 
 # ---- policies on tasks

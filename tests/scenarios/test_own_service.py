@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nip_astra.language_models.services.run_sync import ask_all, close_all
 
 from nip_astra.errors import ConfigurationError, ModelLoadError, ParameterError, ServiceError
 from nip_astra.evaluation.cards import model_card
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services import service_process
-from nip_astra.language_models.services.asking import ask_all, close_all
 from nip_astra.language_models.services.chat import ChatAnswer
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.service_process import OwnService

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from nip_astra.language_models.services.retrying import PatientChatModel
 
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError
 from nip_astra.language_models.services.chat import (
@@ -23,7 +24,6 @@ from nip_astra.language_models.services.chat import (
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.memory import AnswerMemory
-from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import run_experiment
 from tests.language_models.services.requests import ask, saying

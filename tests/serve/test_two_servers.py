@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from nip_astra.language_models.services.retrying import PatientChatModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nip_astra.errors import ConfigurationError
@@ -20,7 +21,6 @@ from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, F
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
 from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.memory import AnswerMemory
-from nip_astra.language_models.services.patience import PatientChatModel
 from tests.language_models.services.requests import ask, failure, saying, texts
 from tests.serve.servers import KNOWN, Server, server_of
 from tests.tiny import make_language_model

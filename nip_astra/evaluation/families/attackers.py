@@ -24,7 +24,7 @@ from nip_astra.evaluation.storage import text_hash, weights_hash
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.factory import build_scenario_instance
 from nip_astra.language_models.base import as_learner
-from nip_astra.language_models.services.patience import open_chat_model
+from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.language_models.sources import is_model_folder
 from nip_astra.parameters.content import resolve_reference
 from nip_astra.parameters.types import TrainerType

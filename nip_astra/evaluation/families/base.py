@@ -540,7 +540,7 @@ def values_of(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSettings:
     """Settings by which chat models reuse the answers that the run got, and count anew."""
-    from nip_astra.language_models.services.patience import MEMORY_FILE
+    from nip_astra.language_models.services.retrying import MEMORY_FILE
 
     remembered = settings.service_cache or str(run / MEMORY_FILE)
     places = {"run_directory": RunDirectory(run / EVALUATIONS), "service_cache": remembered}
@@ -550,7 +550,7 @@ def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSetti
 @contextmanager
 def closing_services(services: Mapping[str, Any]) -> Iterator[None]:
     """Close chat models after the block."""
-    from nip_astra.language_models.services.asking import close_all
+    from nip_astra.language_models.services.run_sync import close_all
 
     try:
         yield

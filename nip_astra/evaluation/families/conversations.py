@@ -154,12 +154,12 @@ class Conversations(EvaluationFamily):
     ) -> Any:
         from nip_astra.evaluation.playing import Player
         from nip_astra.evaluation.reuse import reuse_conversations
-        from nip_astra.language_models.services.patience import open_accounts
+        from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.trainers.service_use import refuse_unanswered
 
         judges, options = subject.judges, subject.options
         check_condition(request.fail_if, _shape_of_figures(options, judges))
-        open_accounts(subject.services, f"evaluation {folder.path.name}", is_new=subject.is_new)
+        resume_usage(subject.services, f"evaluation {folder.path.name}", is_new=subject.is_new)
         if not request.overwrite:
             reuse_conversations(folder, folder.configuration(), judges.scorers, options)
         others = {name: judges.scorers[name] for name in list(judges.scorers)[1:]}
@@ -235,7 +235,7 @@ class Conversations(EvaluationFamily):
         from nip_astra.evaluation.families.scorers import load_judges
         from nip_astra.evaluation.playing import EvaluationOptions
         from nip_astra.evaluation.rating import rate_anew
-        from nip_astra.language_models.services.patience import open_accounts
+        from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.scorers.base import open_services
         from nip_astra.trust import on_behalf_of
 
@@ -274,7 +274,7 @@ class Conversations(EvaluationFamily):
             is_overwritten=request.overwrite,
         )
         services = open_services(judges.scorers.values(), settings)
-        open_accounts(services, f"evaluation {folder.path.name}", is_new=is_new)
+        resume_usage(services, f"evaluation {folder.path.name}", is_new=is_new)
         with closing_services(services):
             num_calls = rate_anew(episodes, ordinary, judges.scorers)
         folder.replace_rows(episodes, ordinary)

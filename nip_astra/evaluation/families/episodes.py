@@ -21,10 +21,10 @@ from rich.text import Text
 from nip_astra.evaluation.comparison import Contender, Metric, metric_of
 from nip_astra.evaluation.families.base import OF_ATTACKERS, Evaluation, EvaluationFamily
 from nip_astra.evaluation.rows import Row
-from nip_astra.evaluation.run_results import is_share
-from nip_astra.evaluation.tables import bracketed, percent, plain, plain_table
+from nip_astra.evaluation.tables import bracketed, plain_table
 from nip_astra.parameters.loading import read_yaml_mapping
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS
+from nip_astra.utils.formatting import decimal, is_share, percent
 
 DECISIONS = {0: "reject", 1: "accept"}
 """Names of a verifier's decisions; None where it has not decided."""
@@ -83,7 +83,7 @@ def _cell(flat: Mapping[str, Any], name: str) -> str:
     if name not in flat:
         return ""
     is_count = name.rpartition("/")[2].startswith("num_")
-    write = percent if is_share(name) else plain
+    write = percent if is_share(name) else decimal
     shown = f"{flat[name]:,.0f}" if is_count else write(flat[name])
     return shown + bracketed(flat.get(f"{name}_interval"), write)
 

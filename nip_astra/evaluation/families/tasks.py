@@ -31,10 +31,11 @@ from nip_astra.evaluation.families.base import (
 from nip_astra.evaluation.families.protocols import stored_material
 from nip_astra.evaluation.rows import Row, RowFile, read_rows
 from nip_astra.evaluation.storage import TASK_ROWS, EvaluationFolder, text_hash, weights_hash
-from nip_astra.evaluation.tables import bracketed, percent, plain, plain_table, services_table
+from nip_astra.evaluation.tables import bracketed, plain_table, services_table
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.tracking.run_directory import HYPER_PARAMETERS, RunDirectory
+from nip_astra.utils.formatting import decimal, percent
 
 VERSION = 1
 KIND = str(ScenarioType.TASK)
@@ -135,12 +136,12 @@ class Tasks(EvaluationFamily):
         request: EvaluationRequest,
         on_part: OnPart,
     ) -> dict[str, Any]:
-        from nip_astra.language_models.services.patience import open_accounts
+        from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.trainers.service_use import services_used
 
         trainer, policy = subject.trainer, subject.policy
         services = trainer.scenario_instance.services
-        open_accounts(services, f"evaluation {folder.path.name}", is_new=subject.is_new)
+        resume_usage(services, f"evaluation {folder.path.name}", is_new=subject.is_new)
         assert policy is not None
         if policy.checkpoint is not None:
             trainer.load_models(policy.checkpoint)
@@ -200,7 +201,7 @@ class Tasks(EvaluationFamily):
             if name.endswith("_interval"):
                 continue
             is_count = name.startswith("num_")
-            write: Callable[[Any], str] = plain if name == "mean_reward" else percent
+            write: Callable[[Any], str] = decimal if name == "mean_reward" else percent
             shown = f"{value:,.0f}" if is_count else write(value) + _counts(name, flat)
             bounds = bracketed(flat.get(f"{name}_interval"), write).strip()
             table.add_row(Text(name.replace("_", " ")), shown, bounds)

@@ -183,7 +183,7 @@ class TextProtocols(EpisodeFamily):
     ) -> Evaluation:
         """Let scorers rate every answer of stored rollouts."""
         from nip_astra.evaluation.families.scorers import load_scorers
-        from nip_astra.language_models.services.patience import open_accounts
+        from nip_astra.language_models.services.retrying import resume_usage
         from nip_astra.scorers.base import open_services
         from nip_astra.trainers.service_use import services_used
 
@@ -214,7 +214,7 @@ class TextProtocols(EpisodeFamily):
         }
         is_new = folder.open(configuration, is_overwritten=request.overwrite)
         services = open_services(scorers.values(), settings)
-        open_accounts(services, f"evaluation {name}", is_new=is_new)
+        resume_usage(services, f"evaluation {name}", is_new=is_new)
         with closing_services(services):
             agents = source.figures["agents"]
             answers = rate_answers(NestedArrayDict.load(source.path), agents, scorers)

@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("openai")
 
+from nip_astra.language_models.services.retrying import PatientChatModel
+
 from nip_astra.errors import ConfigurationError, NipAstraError, ServiceError
 from nip_astra.language_models.services import openai_client
 from nip_astra.language_models.services.bounded_http import MIB
@@ -27,7 +29,6 @@ from nip_astra.language_models.services.openai_fine_tuning import (
     FineTuningParameters,
     OpenAIFineTuning,
 )
-from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.language_models.services.training_connection import TrainingConnection
 from tests.language_models.services.requests import ask, saying
 from tests.misbehaving import MISBEHAVIOURS, misbehaving

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nip_astra.language_models.services.retrying import PatientChatModel, open_chat_model
+from nip_astra.language_models.services.run_sync import ask_all
 
 from nip_astra import progress
 from nip_astra.errors import BudgetExhaustedError, ConfigurationError, RunDirectoryError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.asking import ask_all
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatFailure,
@@ -27,7 +28,6 @@ from nip_astra.language_models.services.chat_models.openai import OpenAIChatMode
 from nip_astra.language_models.services.chat_models.scripted import ScriptedChatModel
 from nip_astra.language_models.services.limits import LimitParameters, PriceParameters
 from nip_astra.language_models.services.memory import AnswerMemory
-from nip_astra.language_models.services.patience import PatientChatModel, open_chat_model
 from nip_astra.language_models.services.usage import Budget, RequestLedger
 from nip_astra.tracking.run_directory import RunDirectory
 from tests.language_models.services.requests import ask, completion, failure, saying, texts

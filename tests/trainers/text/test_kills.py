@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nip_astra.language_models.services.retrying import make_patient
 
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatOutcome, ChatRequest
 from nip_astra.language_models.services.fine_tuning import FineTuningJob
 from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.memory import AnswerMemory
-from nip_astra.language_models.services.patience import make_patient
 from nip_astra.language_models.services.usage import RequestLedger
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.scenario_base.text.model_groups import PureTextSharedModelGroup

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from nip_astra.language_models.services.retrying import PatientChatModel
 from safetensors.torch import load_file
 
 from nip_astra.errors import CheckpointError
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
-from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.resolving.resolution import resolve_experiment
 from nip_astra.run import prepare_experiment, resume_experiment, run_experiment
 from nip_astra.scenario_base.text.models import models_of_run
