@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import ModelAbilityError, ModelLoadError
-from nip_astra.language_models.drawn import KeptTokens
+from nip_astra.language_models.sampling import Draw as Draw
+from nip_astra.language_models.sampling import SamplingDistribution as SamplingDistribution
+from nip_astra.language_models.sampling import SamplingOptions as SamplingOptions
+from nip_astra.language_models.sampling import SupportMask
 from nip_astra.language_models.tokens import Counted as Counted
-from nip_astra.language_models.tokens import Draw as Draw
-from nip_astra.language_models.tokens import Drawn as Drawn
 from nip_astra.language_models.tokens import Generation as Generation
-from nip_astra.language_models.tokens import SamplingOptions as SamplingOptions
 from nip_astra.language_models.tokens import TokenCount as TokenCount
 from nip_astra.language_models.tokens import TokenScores as TokenScores
 from nip_astra.language_models.tokens import Turns as Turns
@@ -222,13 +222,13 @@ class TokenScorer(TokenModel):
         *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
-        drawn: Drawn | None = None,
+        distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
         """`logprobs` and, from the same pass, entropies and hidden states.
 
         Parameters
         ----------
-        drawn : Drawn, optional
+        distribution : SamplingDistribution, optional
             Score under the distribution that tokens are drawn from; without it, under the model's
             own (temperature 1, nothing cut off).
 
@@ -237,7 +237,7 @@ class TokenScorer(TokenModel):
         ModelLoadError
             When this backend cannot do what is asked for.
         """
-        if drawn is not None:
+        if distribution is not None:
             raise ModelLoadError(
                 "log-probabilities under a tempered or cut distribution were asked for, but the "
                 f"backend {type(self).__name__} gives those of the model's own alone. Set the "
@@ -251,14 +251,14 @@ class TokenScorer(TokenModel):
             )
         return TokenScores(self.logprobs(context_BC, context_mask_BC, ids_BT, mask_BT))
 
-    def kept_tokens(
+    def support_mask(
         self,
         context_BC: Tensor,
         context_mask_BC: Tensor,
         ids_BT: Tensor,
         mask_BT: Tensor,
         options: SamplingOptions,
-    ) -> KeptTokens:
+    ) -> SupportMask:
         """The tokens that `top_k` and `top_p` leave at each position, row by row, on the CPU.
 
         Raises

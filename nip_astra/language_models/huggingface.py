@@ -31,16 +31,15 @@ from nip_astra.language_models.adapters import (
     merged_copy,
 )
 from nip_astra.language_models.base import (
-    Drawn,
     Generation,
     GenerationSession,
     LanguageModel,
+    SamplingDistribution,
     SamplingOptions,
     TokenCount,
     TokenModel,
     TokenScores,
 )
-from nip_astra.language_models.drawn import DrawRule, KeptTokens
 from nip_astra.language_models.plain_forward import (
     RowReader,
     autocast_to,
@@ -50,7 +49,12 @@ from nip_astra.language_models.plain_forward import (
 )
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.registry import register_language_model
-from nip_astra.language_models.sampling import sample_tokens
+from nip_astra.language_models.sampling import (
+    ConstrainedSampler,
+    SupportMask,
+    find_banned_ids,
+    find_end_ids,
+)
 from nip_astra.language_models.saved_weights import (
     has_adapter,
     restore_weights,
@@ -61,13 +65,12 @@ from nip_astra.language_models.sources import (
     computing_dtype,
     round_weights,
 )
-from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
 from nip_astra.language_models.tree_engine.decode_graphs import DecodeGraphs, build_fixed_steps
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.language_models.tree_engine.sessions import CachedSession
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import (
-    find_kept_tokens,
+    find_support,
     pair_cost_of,
     score_trie,
     sequences_to_read,
@@ -148,7 +151,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         if is_unbridled:
             # Whoever asks says which tokens end a turn.
             banned_ids, self.end_ids = [], ()
-        self.token_draw = TokenDraw(banned_ids, self.end_ids, device)
+        self.token_sampler = ConstrainedSampler(banned_ids, self.end_ids, device)
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
         if not trainable and not self.has_adapter:
             self.module.requires_grad_(False)
@@ -319,7 +322,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         return CachedSession(
             self._decoder,
             self._snapshot.of(self.parameters()),
-            self.token_draw.draw,
+            self.token_sampler.draw,
             end_ids=self.end_ids,
             token_count=self.token_count,
             max_batch_tokens=self.max_batch_tokens,
@@ -353,7 +356,7 @@ class HuggingFaceLanguageModel(LanguageModel):
                 rows,
                 uniforms_BT,
                 options,
-                draw=self.token_draw.draw,
+                draw=self.token_sampler.draw,
                 end_ids=self.end_ids,
                 max_batch_tokens=self.max_batch_tokens,
             )
@@ -380,7 +383,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
-        drawn: Drawn | None = None,
+        distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
         if not mask_BT.any() and self._reader is None:
             zeros_BT = torch.zeros(ids_BT.shape, device=self.device)
@@ -388,7 +391,8 @@ class HuggingFaceLanguageModel(LanguageModel):
             return TokenScores(zeros_BT, zeros_BT if needs_entropy else None, hidden)
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         needs: dict[str, Any] = {"needs_entropy": needs_entropy, "needs_hidden": needs_hidden}
-        needs["rule"] = None if drawn is None else self.token_draw.rule_of(drawn, mask_BT)
+        if distribution is not None:
+            needs["transform"] = self.token_sampler.transform(distribution, mask_BT)
         if self._reader is not None:
             # As many passes in each process that reads a part of the weights.
             found, spent = score_rows(self._reader, *rows, max_batch_tokens=None, **needs)
@@ -472,26 +476,28 @@ class HuggingFaceLanguageModel(LanguageModel):
     ) -> Tensor | None:
         rows = context_BC, context_mask_BC, ids_BT, mask_BT
         options = replace(options, temperature=1.0, top_k=None, top_p=1.0)
-        return self.token_scores(*rows, drawn=Drawn(options)).logprobs_BT.cpu()
+        return self.token_scores(
+            *rows, distribution=SamplingDistribution(options)
+        ).logprobs_BT.cpu()
 
     @torch.no_grad()
-    def kept_tokens(
+    def support_mask(
         self,
         context_BC: Tensor,
         context_mask_BC: Tensor,
         ids_BT: Tensor,
         mask_BT: Tensor,
         options: SamplingOptions,
-    ) -> KeptTokens:
+    ) -> SupportMask:
         scores = self.token_scores(context_BC, context_mask_BC, ids_BT, mask_BT, needs_hidden=True)
         assert scores.hidden_BTX is not None
         mask_BT = mask_BT.to(self.device)
         weights = self._weights_for_scoring() if self._decoder is not None else None
-        return find_kept_tokens(
+        return find_support(
             weights.head if weights is not None else self._module_head,
             scores.hidden_BTX[mask_BT].to(self.dtype),
             ids_BT.to(self.device)[mask_BT],
-            self.token_draw.rule_of(Drawn(options), mask_BT),
+            self.token_sampler.transform(SamplingDistribution(options), mask_BT),
             top_k=options.top_k,
             top_p=options.top_p,
             vocab_size=int(self.module.config.vocab_size),
@@ -524,58 +530,3 @@ class HuggingFaceLanguageModel(LanguageModel):
         module = merged_copy(self.module) if self.has_adapter else self.module
         module.save_pretrained(directory)
         self.tokenizer.save_pretrained(directory)
-
-
-class TokenDraw:
-    """Draws tokens of a model's distributions, and says by which rule tokens were drawn.
-
-    Parameters
-    ----------
-    banned_ids : Sequence[int]
-        Tokens that are never drawn.
-    end_ids : tuple[int, ...]
-        Tokens that end a turn.
-    """
-
-    def __init__(
-        self, banned_ids: Sequence[int], end_ids: tuple[int, ...], device: torch.device
-    ) -> None:
-        self.banned_ids = torch.tensor(banned_ids, dtype=torch.long, device=device)
-        self._own_end_ids = end_ids
-        self._device = device
-        self._end_ids: dict[tuple[int, ...], Tensor] = {}
-
-    def draw(
-        self, logits_BV: Tensor, uniforms_B: Tensor, position: int, options: SamplingOptions
-    ) -> tuple[Tensor, Tensor]:
-        """Draw a token of each row; the logits are used up."""
-        logprobs_BV = logits_BV.log_softmax(dim=1)
-        logits_BV.index_fill_(1, self.banned_ids, float("-inf"))
-        if position < options.min_new_tokens:
-            logits_BV.index_fill_(1, self._ends(options), float("-inf"))
-        token_B = sample_tokens(
-            logits_BV,
-            uniforms_B,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-        )
-        return token_B, logprobs_BV.gather(1, token_B.unsqueeze(1)).squeeze(1)
-
-    def rule_of(self, drawn: Drawn, mask_BT: Tensor) -> DrawRule:
-        """The rule by which the tokens of a mask were drawn."""
-        options = drawn.options
-        return DrawRule(
-            temperature=options.temperature,
-            banned_ids=self.banned_ids,
-            end_ids=self._ends(options),
-            is_early_S=(mask_BT.nonzero()[:, 1] < options.min_new_tokens).to(self._device),
-            kept=None if drawn.kept is None else drawn.kept.to(self._device),
-        )
-
-    def _ends(self, options: SamplingOptions) -> Tensor:
-        """The end tokens on the device; making them anew each step would wait for it."""
-        ids = (*self._own_end_ids, *options.end_ids)
-        if ids not in self._end_ids:
-            self._end_ids[ids] = torch.tensor(ids, device=self._device)
-        return self._end_ids[ids]

@@ -29,7 +29,7 @@ from nip_astra.language_models.base import (
     TokenScores,
     pad_left,
 )
-from nip_astra.language_models.drawn import DrawRule
+from nip_astra.language_models.sampling import LogitsTransform
 from nip_astra.language_models.scoring import chosen_logprobs
 
 
@@ -216,7 +216,7 @@ def score_rows(
     max_batch_tokens: int | None,
     needs_entropy: bool = False,
     needs_hidden: bool = False,
-    rule: DrawRule | None = None,
+    transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
     """Return what the model thinks of each continuation token, and count the work.
 
@@ -224,7 +224,7 @@ def score_rows(
     ----------
     max_batch_tokens : int or None
         Most positions in a pass; None for one pass.
-    rule : DrawRule, optional
+    transform : LogitsTransform, optional
         Turns logits into those of another distribution.
     """
     widths = context_mask_BC.sum(dim=1).tolist()
@@ -240,7 +240,7 @@ def score_rows(
                 *(context, mask, ids_BT[part], mask_BT[part]),
                 needs_entropy=needs_entropy,
                 needs_hidden=needs_hidden,
-                rule=None if rule is None else rule.at(_positions_of(part, mask_BT)),
+                transform=None if transform is None else transform.at(_positions_of(part, mask_BT)),
             )
         )
         spent.forwarded += len(part) * (context.shape[1] + ids_BT.shape[1])
@@ -265,7 +265,7 @@ def _score_batch(
     *,
     needs_entropy: bool,
     needs_hidden: bool,
-    rule: DrawRule | None,
+    transform: LogitsTransform | None,
 ) -> TokenScores:
     """Score one batch: the head is applied to the scored positions only."""
     device = module.device
@@ -285,8 +285,8 @@ def _score_batch(
     before_NX = before_BTH[scored_BT]
     ids_N = ids_BT.to(device)[scored_BT]
     logits_NV = module.get_output_embeddings()(before_NX).float()
-    if rule is not None:
-        found = chosen_logprobs(logits_NV, ids_N, rule, needs_entropy=needs_entropy)
+    if transform is not None:
+        found = chosen_logprobs(logits_NV, ids_N, transform, needs_entropy=needs_entropy)
         return spread(scored_BT, *found, before_NX.float() if needs_hidden else None)
     logprobs_NV = logits_NV.log_softmax(dim=1)
     return spread(

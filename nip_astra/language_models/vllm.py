@@ -22,27 +22,26 @@ from torch import Tensor
 from nip_astra.distributed.launch import rank_of_process
 from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.base import (
-    Drawn,
     Generation,
     GenerationSession,
     LanguageModel,
+    SamplingDistribution,
     SamplingOptions,
     TokenCount,
     TokenScores,
     Turns,
     pad_left,
 )
-from nip_astra.language_models.drawn import KeptTokens
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer
 from nip_astra.language_models.registry import register_language_model
+from nip_astra.language_models.sampling import SupportMask, find_banned_ids, find_end_ids
 from nip_astra.language_models.saved_weights import save_weights
 from nip_astra.language_models.sources import (
     SMALLEST_BFLOAT16_MODEL,
     describe_model,
     resolve_model,
 )
-from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
 from nip_astra.language_models.tree_engine.token_trie import build_trie
 from nip_astra.language_models.tree_engine.tree_scores import sequences_to_read
 from nip_astra.language_models.vllm_backend.engine import (
@@ -308,10 +307,10 @@ class VllmLanguageModel(LanguageModel):
         *,
         needs_entropy: bool = False,
         needs_hidden: bool = False,
-        drawn: Drawn | None = None,
+        distribution: SamplingDistribution | None = None,
     ) -> TokenScores:
         rows = (context_BC, context_mask_BC, ids_BT, mask_BT)
-        if self.scorer is None and drawn is None and not (needs_entropy or needs_hidden):
+        if self.scorer is None and distribution is None and not (needs_entropy or needs_hidden):
             return TokenScores(self._scored_by_engine(*rows))
         if self.scorer is not None and self.scorer.trainable and torch.is_grad_enabled():
             # An update begins.
@@ -319,7 +318,9 @@ class VllmLanguageModel(LanguageModel):
             self.weights.num_passes += 1
             self.engine.sleep()
         score = super().token_scores if self.scorer is None else self.scorer.token_scores
-        return score(*rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden, drawn=drawn)
+        return score(
+            *rows, needs_entropy=needs_entropy, needs_hidden=needs_hidden, distribution=distribution
+        )
 
     def _scored_by_engine(
         self, context_BC: Tensor, context_mask_BC: Tensor, ids_BT: Tensor, mask_BT: Tensor
@@ -341,15 +342,15 @@ class VllmLanguageModel(LanguageModel):
             found_BT[row, mask_BT[row].cpu()] = torch.tensor(logprobs[: len(after[row])])
         return found_BT
 
-    def kept_tokens(
+    def support_mask(
         self,
         context_BC: Tensor,
         context_mask_BC: Tensor,
         ids_BT: Tensor,
         mask_BT: Tensor,
         options: SamplingOptions,
-    ) -> KeptTokens:
-        find = super().kept_tokens if self.scorer is None else self.scorer.kept_tokens
+    ) -> SupportMask:
+        find = super().support_mask if self.scorer is None else self.scorer.support_mask
         return find(context_BC, context_mask_BC, ids_BT, mask_BT, options)
 
     def sampled_logprobs(

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nip_astra.errors import NipAstraError
-from nip_astra.language_models.special_tokens import find_banned_ids, find_end_ids
+from nip_astra.language_models.sampling import find_banned_ids, find_end_ids
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.weights import Weights
 from nip_astra.serve.drawing import draw_tokens

@@ -20,8 +20,8 @@ from nip_astra.language_models.base import (
     TokenCount,
     Turns,
 )
+from nip_astra.language_models.generation import DecodeLoop
 from nip_astra.language_models.scoring import token_logprobs
-from nip_astra.language_models.speaking import Speaker
 from nip_astra.language_models.tree_engine.attention import cascade_attention, causal_bias
 from nip_astra.language_models.tree_engine.decode_graphs import FixedSteps
 from nip_astra.language_models.tree_engine.decoder import Decoder
@@ -101,7 +101,7 @@ class CachedSession(GenerationSession):
         self.decoder = decoder
         self.weights = weights
         self.token_count = token_count
-        self.speaker = Speaker(
+        self.decode_loop = DecodeLoop(
             decoder, weights, draw, end_ids=end_ids, token_count=token_count, steps=steps
         )
         self.max_batch_tokens = max_batch_tokens
@@ -131,7 +131,7 @@ class CachedSession(GenerationSession):
             hidden_RX = hidden_RX.repeat_interleave(rows_per_context, dim=0)
             self._tree.grow(len(hidden_RX), reserve)
         lengths = [len(context) for context in contexts for _ in range(rows_per_context)]
-        generation = self.speaker.speak(self._tree, hidden_RX, lengths, uniforms_RT, options)
+        generation = self.decode_loop.generate(self._tree, hidden_RX, lengths, uniforms_RT, options)
         said = generation.mask_BT.sum(dim=1).tolist()
         self._tree.close([max(length - 1, 0) for length in said])
         self._cached = [

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nip_astra.language_models.base import TokenCount, TokenScores
-from nip_astra.language_models.drawn import DrawRule, KeptTokens
 from nip_astra.language_models.plain_forward import spread
+from nip_astra.language_models.sampling import LogitsTransform, SupportMask
 from nip_astra.language_models.scoring import MAX_LOGITS, token_logprobs_and_entropy
 from nip_astra.language_models.tree_engine.decoder import Decoder
 from nip_astra.language_models.tree_engine.flex_attention import trie_attention, uses_flex_attention
@@ -54,7 +54,7 @@ def score_trie(
     max_batch_tokens: int,
     needs_entropy: bool,
     needs_hidden: bool,
-    rule: DrawRule | None = None,
+    transform: LogitsTransform | None = None,
 ) -> tuple[TokenScores, TokenCount]:
     """Return what the model thinks of each continuation token, and count the work.
 
@@ -62,7 +62,7 @@ def score_trie(
     ----------
     trie : TokenTrie
         Of `sequences_to_read`, in the order of the rows.
-    rule : DrawRule, optional
+    transform : LogitsTransform, optional
         Turns logits into those of another distribution.
     """
     device = weights.embedding_VX.device
@@ -90,32 +90,32 @@ def score_trie(
     hidden_SX = hidden_NX[nodes_S]
     ids_S = ids_BT[mask_BT].to(device)
     found = token_logprobs_and_entropy(
-        hidden_SX, ids_S, weights, needs_entropy=needs_entropy, rule=rule
+        hidden_SX, ids_S, weights, needs_entropy=needs_entropy, transform=transform
     )
     spent = TokenCount(forwarded=trie.num_tokens, head_rows=len(ids_S))
     return spread(mask_BT, *found, hidden_SX.float() if needs_hidden else None), spent
 
 
-def find_kept_tokens(
+def find_support(
     head: Callable[[Tensor], Tensor],
     hidden_SX: Tensor,
     ids_S: Tensor,
-    rule: DrawRule,
+    transform: LogitsTransform,
     *,
     top_k: int | None,
     top_p: float,
     vocab_size: int,
-) -> KeptTokens:
-    """What cuts leave at each position, on the CPU; see `DrawRule.keep`."""
+) -> SupportMask:
+    """What cuts leave at each position, on the CPU; see `LogitsTransform.find_support`."""
     parts = torch.split(torch.arange(len(ids_S)), max(1, MAX_LOGITS // vocab_size))
     found = [
-        rule.at(part.tolist())
-        .keep(head(hidden_SX[part]).float(), ids_S[part], top_k=top_k, top_p=top_p)
+        transform.at(part.tolist())
+        .find_support(head(hidden_SX[part]).float(), ids_S[part], top_k=top_k, top_p=top_p)
         .to(torch.device("cpu"))
         for part in (part.to(hidden_SX.device) for part in parts)
         if len(part)
     ]
-    return KeptTokens(
+    return SupportMask(
         torch.cat([torch.zeros(0, dtype=torch.int32), *(kept.ids_K for kept in found)]),
         torch.cat([torch.zeros(0, dtype=torch.long), *(kept.counts_S for kept in found)]),
     )

@@ -15,7 +15,7 @@ from nip_astra.errors import NipAstraError
 from nip_astra.language_models.adapters import LoraParameters, adapters_drawn_from, add_adapter
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
-from nip_astra.language_models.special_tokens import find_end_ids
+from nip_astra.language_models.sampling import find_end_ids
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.serve.api_errors import ApiError
 from nip_astra.serve.loading import find_model

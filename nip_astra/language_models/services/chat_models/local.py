@@ -25,8 +25,8 @@ from nip_astra.language_models.base import (
     TokenSampler,
     as_sampler,
 )
-from nip_astra.language_models.finite import refuse_nan
 from nip_astra.language_models.registry import LANGUAGE_MODELS
+from nip_astra.language_models.scoring import require_finite
 from nip_astra.language_models.services.chat import (
     CPU,
     ChatAnswer,
@@ -301,7 +301,7 @@ def _draw(
     uniforms_BT = uniform_rows([asked[i][1] for i in order], options.max_new_tokens)
     with model.counting() as spent:
         drawn = model.generate([asked[i][0] for i in order], 1, uniforms_BT, options)
-    refuse_nan(drawn.logprobs_BT, drawn.mask_BT, role="chat", model=model, during="a batch")
+    require_finite(drawn.logprobs_BT, drawn.mask_BT, role="chat", model=model, during="a batch")
     said: list[Said] = [([], [])] * len(asked)
     for row, index in enumerate(order):
         length = int(drawn.mask_BT[row].sum())
