@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -21,6 +22,13 @@ from nip_astra.language_models.sampling import Draw as Draw
 from nip_astra.language_models.sampling import SamplingDistribution as SamplingDistribution
 from nip_astra.language_models.sampling import SamplingOptions as SamplingOptions
 from nip_astra.language_models.sampling import SupportMask
+from nip_astra.language_models.scoring import require_finite
+from nip_astra.language_models.sequences import (
+    GenerationRequest,
+    Progress,
+    RunningSequence,
+    TokenRecord,
+)
 from nip_astra.language_models.tokens import Counted as Counted
 from nip_astra.language_models.tokens import Generation as Generation
 from nip_astra.language_models.tokens import TokenCount as TokenCount
@@ -29,6 +37,7 @@ from nip_astra.language_models.tokens import Turns as Turns
 from nip_astra.language_models.tokens import pad_left as pad_left
 from nip_astra.language_models.tokens import pad_right as pad_right
 from nip_astra.parameters.parameters_base import PolymorphicParameters
+from nip_astra.utils.seeding import uniform_rows
 
 
 class GenerationSession(ABC):
@@ -158,6 +167,23 @@ class TokenSampler(TokenModel):
             One uniform number in [0, 1) a row and token; the only randomness used.
         """
 
+    def complete(
+        self, requests: Sequence[GenerationRequest], *, max_rows: int
+    ) -> list[list[Progress]]:
+        """Answer requests, each by its own options and seeds: the final progress of each answer.
+
+        Parameters
+        ----------
+        max_rows : int
+            Most answers generated at once.
+
+        Raises
+        ------
+        NonFiniteOutputError
+            If the model's logits are NaN.
+        """
+        return _complete_by_generating(self, requests, max_rows)
+
     def open_session(self) -> GenerationSession:
         """Start a rollout."""
         return _SeparateCalls(self)
@@ -168,6 +194,49 @@ class TokenSampler(TokenModel):
         float32. Where it does not, what is compared with a loss's is scored again.
         """
         return True
+
+
+def _complete_by_generating(
+    model: TokenSampler, requests: Sequence[GenerationRequest], max_rows: int
+) -> list[list[Progress]]:
+    """Answers drawn by `generate`, for models that the batch engine cannot run."""
+    sequences = [
+        [
+            RunningSequence(
+                request,
+                index,
+                model.tokenizer,
+                frozenset(model.end_ids),
+                device=torch.device("cpu"),
+            )
+            for index in range(request.num_samples)
+        ]
+        for request in requests
+    ]
+    alike: dict[SamplingOptions, list[RunningSequence]] = {}
+    for sequence in chain.from_iterable(sequences):
+        alike.setdefault(sequence.request.options, []).append(sequence)
+    for options, rows in alike.items():
+        # Neighbours that begin alike share what they read.
+        rows.sort(key=lambda row: row.request.prompt)
+        for start in range(0, len(rows), max_rows):
+            _generate_rows(model, rows[start : start + max_rows], options)
+    progress = [[row.take_progress() for row in rows] for rows in sequences]
+    return [[one for one in rows if one is not None] for rows in progress]
+
+
+def _generate_rows(
+    model: TokenSampler, rows: Sequence[RunningSequence], options: SamplingOptions
+) -> None:
+    keys = [row.request.seed_key(row.index) for row in rows]
+    uniforms_BT = uniform_rows(keys, options.max_new_tokens)
+    drawn = model.generate([row.request.prompt for row in rows], 1, uniforms_BT, options)
+    require_finite(drawn.logprobs_BT, drawn.mask_BT, role="chat", model=model, during="a batch")
+    ids, logprobs = drawn.ids_BT.tolist(), drawn.logprobs_BT.tolist()
+    for row, row_ids, row_logprobs in zip(rows, ids, logprobs, strict=True):
+        for record in map(TokenRecord, row_ids, row_logprobs):
+            if row.finish_reason is None:
+                row.append(record)
 
 
 class _SeparateCalls(GenerationSession):

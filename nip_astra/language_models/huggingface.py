@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from nip_astra.errors import ModelLoadError
+from nip_astra.errors import ModelLoadError, NonFiniteOutputError
 from nip_astra.language_models.adapters import (
     LoraParameters,
     adapter_state,
@@ -40,6 +41,7 @@ from nip_astra.language_models.base import (
     TokenModel,
     TokenScores,
 )
+from nip_astra.language_models.batch_engine import BatchEngine, EngineLimits
 from nip_astra.language_models.plain_forward import (
     RowReader,
     autocast_to,
@@ -61,6 +63,7 @@ from nip_astra.language_models.saved_weights import (
     save_adapter_config,
     save_weights,
 )
+from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.language_models.sources import (
     computing_dtype,
     round_weights,
@@ -93,8 +96,8 @@ class HuggingFaceLanguageModel(LanguageModel):
 
     Parameters
     ----------
-    is_unbridled : bool
-        Any token may be drawn, special ones too, and none ends a turn by itself.
+    allows_any_token : bool
+        Draw special tokens too, and end a turn at none unless the options name it.
     """
 
     class Parameters(TokenModel.Parameters):
@@ -135,7 +138,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         dtype: torch.dtype | None = None,
         decoder: Decoder | None = None,
         decode_graphs: DecodeGraphs = "auto",
-        is_unbridled: bool = False,
+        allows_any_token: bool = False,
     ) -> None:
         self.module = module.to(device).eval()
         self.tokenizer = tokenizer
@@ -148,8 +151,7 @@ class HuggingFaceLanguageModel(LanguageModel):
         self.context_window = int(getattr(module.config, "max_position_embeddings", 1 << 20))
         self.end_ids = find_end_ids(module.generation_config, tokenizer)
         banned_ids = find_banned_ids(tokenizer, self.end_ids, module.config.vocab_size)
-        if is_unbridled:
-            # Whoever asks says which tokens end a turn.
+        if allows_any_token:
             banned_ids, self.end_ids = [], ()
         self.token_sampler = ConstrainedSampler(banned_ids, self.end_ids, device)
         self._num_parameters: int = sum(parameter.numel() for parameter in module.parameters())
@@ -328,6 +330,26 @@ class HuggingFaceLanguageModel(LanguageModel):
             max_batch_tokens=self.max_batch_tokens,
             steps=self._steps,
         )
+
+    def complete(
+        self, requests: Sequence[GenerationRequest], *, max_rows: int
+    ) -> list[list[Progress]]:
+        if self._decoder is None:
+            return super().complete(requests, max_rows=max_rows)
+        engine = BatchEngine(
+            self._decoder,
+            self._snapshot.of(self.parameters()),
+            self.tokenizer,
+            end_ids=self.end_ids,
+            banned_ids=self.token_sampler.banned_ids.tolist(),
+            limits=EngineLimits(max_rows=max_rows),
+        )
+        results = engine.run(requests)
+        self.token_count.add(engine.token_count)
+        for one in chain.from_iterable(results):
+            if one.finish_reason == "error":
+                raise NonFiniteOutputError(f"the model {self.source}: {one.error}")
+        return results
 
     def _new_snapshot(self) -> WeightSnapshot:
         return WeightSnapshot(

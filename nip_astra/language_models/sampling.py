@@ -296,6 +296,55 @@ def sample_tokens(
     return drawn_B
 
 
+def sample_with_noise(
+    logits_BV: Tensor,
+    *,
+    temperatures: Sequence[float],
+    cuts: Sequence[tuple[int | None, float]],
+    generators: Sequence[torch.Generator],
+) -> Tensor:
+    """Draw one token per row: the argmax of `logit / temperature + Gumbel noise`.
+
+    The noise is the row's own, so that a draw does not depend on the batch. Inverting the
+    cumulative distribution would take one number per token, but for unlikely tokens the last digit
+    of a sum decides, and that digit depends on the batch size.
+
+    Parameters
+    ----------
+    logits_BV : Tensor
+        float32; -inf for a token that must not be drawn.
+    temperatures : Sequence[float]
+        0 is greedy.
+    cuts : Sequence[tuple[int or None, float]]
+        `top_k` and `top_p` of each row.
+
+    Returns
+    -------
+    Tensor
+        Token ids, int64, `[B]`.
+    """
+    tokens_B = logits_BV.argmax(dim=1)
+    rows = [row for row, temperature in enumerate(temperatures) if temperature > 0]
+    if not rows:
+        return tokens_B
+    device = logits_BV.device
+    index = torch.tensor(rows, device=device)
+    temperature_R = torch.tensor([temperatures[row] for row in rows], device=device)
+    logits_RV = logits_BV[index] / temperature_R[:, None]
+    cuts = [cuts[row] for row in rows]
+    for top_k, top_p in {(k, p) for k, p in cuts if k is not None or p < 1.0}:
+        same = torch.tensor([i for i, cut in enumerate(cuts) if cut == (top_k, top_p)])
+        same = same.to(device)
+        kept = keep_likely(logits_RV[same], top_k=top_k, top_p=top_p)
+        logits_RV[same] = logits_RV[same].masked_fill(~kept, float("-inf"))
+    noise_RV = torch.empty_like(logits_RV)
+    for noise_V, row in zip(noise_RV, rows, strict=True):
+        noise_V.exponential_(generator=generators[row])
+    smallest = torch.finfo(noise_RV.dtype).tiny
+    tokens_B[index] = (logits_RV - noise_RV.clamp_(min=smallest).log_()).argmax(dim=1)
+    return tokens_B
+
+
 def _draw_likely(
     values: Tensor, mass_B: Tensor, tokens: Tensor, uniforms_B: Tensor, top_p: float
 ) -> Tensor:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.serve.api_errors import failed, overloaded, wrong
 from nip_astra.serve.engine import Engine
-from nip_astra.serve.generation import GenerationRequest, Progress
 from nip_astra.serve.generation_bodies import SamplingBody
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import ServedModel
@@ -85,7 +85,7 @@ class Asker:
             "num_top": num_top,
             "is_streamed": body.stream,
             "end_ids": tuple(end_ids or ()),
-            "tells_ids": end_ids is not None,
+            "returns_token_ids": end_ids is not None,
             "adapter": served.adapter,
         }
         return [

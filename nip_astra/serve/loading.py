@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 
 from nip_astra.errors import ModelLoadError
+from nip_astra.language_models.batch_engine import EngineLimits
 from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.sources import computing_dtype, round_weights
 from nip_astra.language_models.tree_engine.decoder import FAMILY, Decoder, why_unsupported
 from nip_astra.language_models.tree_engine.weights import frozen_weights
 from nip_astra.parameters.content import find_scenario
-from nip_astra.serve.engine import Engine, EngineLimits
+from nip_astra.serve.engine import Engine
 
 _SCENARIO = "scenario://"
 

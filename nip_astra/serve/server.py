@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nip_astra.errors import ConfigurationError, MissingDependencyError
-from nip_astra.serve.engine import EngineLimits
+from nip_astra.language_models.batch_engine import EngineLimits
 from nip_astra.serve.settings import ServiceSettings, TrainingProtocol
 from nip_astra.serve.shelf import Shelf
 from nip_astra.utils.devices import resolve_device

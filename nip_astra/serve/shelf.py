@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.batch_engine import EngineLimits
+from nip_astra.language_models.tree_engine.routed_weights import Adapter, read_adapter
 from nip_astra.serve.api_errors import not_found
-from nip_astra.serve.engine import Engine, EngineLimits
+from nip_astra.serve.engine import Engine
 from nip_astra.serve.loading import find_model, load_engine
-from nip_astra.serve.routed_weights import Adapter, read_adapter
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """What a model may be called; no path is a name."""

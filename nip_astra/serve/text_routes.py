@@ -11,11 +11,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from nip_astra.language_models.sequences import GenerationRequest, Progress
 from nip_astra.serve.api_errors import ApiError, error_body
 from nip_astra.serve.asking import Answer, Asker
 from nip_astra.serve.bodies import read_body
 from nip_astra.serve.completions import CompletionStore
-from nip_astra.serve.generation import GenerationRequest, Progress
 from nip_astra.serve.generation_bodies import (
     ChatBody,
     CompletionBody,

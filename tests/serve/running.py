@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import uvicorn
 
+from nip_astra.language_models.batch_engine import EngineLimits
 from nip_astra.serve.app import Service, http_config, open_service
-from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.server import open_socket
 from nip_astra.serve.settings import ServiceSettings
 from nip_astra.serve.shelf import Shelf

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from nip_astra.errors import ConfigurationError
+from nip_astra.language_models.batch_engine import EngineLimits
 from nip_astra.language_models.services.asking import ask_all
 from nip_astra.language_models.services.chat import ChatAnswer, ChatOutcome, ChatRequest
 from nip_astra.language_models.services.chat_models.openai import OpenAIChatModel
@@ -31,7 +32,6 @@ from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.memory import AnswerMemory
 from nip_astra.language_models.services.patience import PatientChatModel
 from nip_astra.serve.app import open_service
-from nip_astra.serve.engine import EngineLimits
 from nip_astra.serve.job_store import JobStore, Status, is_running
 from nip_astra.serve.local_service import LocalService
 from nip_astra.serve.settings import ServiceSettings

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from nip_astra.language_models.sequences import Progress
 from nip_astra.serve.engine import Engine
 from tests.serve.running import POCKET, Running, running
 
@@ -165,14 +166,14 @@ def test_many_clients_at_once_get_what_each_would_get_alone(service: Running) ->
 def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Slow an engine down, and note how many rows each of its steps has."""
     steps: list[int] = []
-    speak = engine._speak
+    decode = engine._batch._decode
 
-    def slowly() -> None:
+    def slowly() -> list[Progress]:
         steps.append(engine.num_rows)
         time.sleep(0.02 if engine.num_rows else 0)
-        speak()
+        return decode()
 
-    monkeypatch.setattr(engine, "_speak", slowly)
+    monkeypatch.setattr(engine._batch, "_decode", slowly)
     return steps
 
 

@@ -16,6 +16,7 @@ from nip_astra.language_models.services.limits import LimitParameters, PricePara
 from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 from nip_astra.safe_text import valid_text
+from nip_astra.utils.seeding import derive_seed
 
 
 class ChatMessage(TypedDict):
@@ -74,8 +75,14 @@ class ChatRequest:
 
     @property
     def sample_numbers(self) -> range:
-        """The number of each sample that is asked for."""
+        """The number of each sample."""
         return range(self.first_sample, self.first_sample + self.num_samples)
+
+    def seed_from(self, sample: int) -> int | None:
+        """The seed of a request that starts at a sample; the same for every kind of model."""
+        if self.seed is None:
+            return None
+        return (derive_seed(self.seed, "sample", sample) if sample else self.seed) % NUM_SEEDS
 
     def parts(self, size: int | None) -> list[ChatRequest]:
         """Requests of at most `size` samples each that together ask for the same; None for one."""
@@ -88,6 +95,8 @@ class ChatRequest:
         ]
 
 
+NUM_SEEDS = 2**31
+"""Seeds that every service accepts; larger ones are taken modulo this."""
 NOTHING_USED = ChatUsage()
 CPU = torch.device("cpu")
 

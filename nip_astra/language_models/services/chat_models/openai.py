@@ -15,6 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from nip_astra.language_models.services.chat import (
     CPU,
+    NUM_SEEDS,
     ChatAnswer,
     ChatFailure,
     ChatModel,
@@ -32,10 +33,6 @@ from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
 from nip_astra.parameters.types import ChatModelType
-from nip_astra.utils.seeding import derive_seed
-
-NUM_SEEDS = 2**31
-"""Seeds that every service takes; a larger one is taken modulo this."""
 
 
 @register_chat_model(ChatModelType.OPENAI)
@@ -192,16 +189,10 @@ class OpenAIChatModel(ChatModel):
             "n": request.num_samples if request.num_samples > 1 else None,
             "logprobs": True if request.needs_logprobs else None,
             "response_format": request.response_format,
-            "seed": self._seed_of(request),
+            "seed": request.seed_from(request.first_sample) if self.parameters.sends_seed else None,
         }
         given = {name: value for name, value in fields.items() if value is not None}
         return {**given, **self.parameters.extra_body}
-
-    def _seed_of(self, request: ChatRequest) -> int | None:
-        if request.seed is None or not self.parameters.sends_seed:
-            return None
-        seed, first = request.seed, request.first_sample
-        return (derive_seed(seed, "sample", first) if first else seed) % NUM_SEEDS
 
 
 def _find_weights(reference: str, scenario_dir: Path | None) -> str:
