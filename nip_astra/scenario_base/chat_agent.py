@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from nip_astra.language_models.base import Counted, TokenCount
-from nip_astra.language_models.services.asking import ask_all
 from nip_astra.language_models.services.chat import (
     ChatAnswer,
     ChatMessage,
     ChatRequest,
+    estimate_tokens,
 )
-from nip_astra.language_models.services.patience import PatientChatModel
-from nip_astra.language_models.services.texts import guess_tokens
+from nip_astra.language_models.services.retrying import RetryingChatModel
+from nip_astra.language_models.services.run_sync import complete_all
 
 NOT_ASKED = "ended"
 """Why there is no response after the one that failed."""
@@ -66,7 +66,7 @@ class ChatAgent:
     def __init__(
         self,
         role: str,
-        chat_model: PatientChatModel,
+        chat_model: RetryingChatModel,
         *,
         max_tokens: int,
         temperature: float | None,
@@ -118,7 +118,9 @@ class ChatAgent:
             As `ChatModel.answer`.
         """
         pairs = zip(conversations, seeds, strict=True)
-        outcomes = ask_all(self.chat_model, [self.request(turns, seed) for turns, seed in pairs])
+        outcomes = complete_all(
+            self.chat_model, [self.request(turns, seed) for turns, seed in pairs]
+        )
         count, replies = self.language_model.token_count, []
         for outcome in outcomes:
             count.forwarded += outcome.usage.prompt_tokens
@@ -134,7 +136,7 @@ class ChatAgent:
 
     def num_tokens(self, text: str) -> int:
         """About how many tokens a text has; the model's own are not known."""
-        return guess_tokens(text)
+        return estimate_tokens(text)
 
     def check_prompts(self, prompts: Sequence[str], *, split: str) -> None:
         """Nothing: the window of a service is not known, and what it refuses is told as data."""

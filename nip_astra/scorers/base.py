@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nip_astra.errors import ConfigurationError, NipAstraError, ScorerError, ScorerTimeoutError
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.parameters_base import PolymorphicParameters
 from nip_astra.plugins import loaded_plugins
 from nip_astra.rollouts.prompts import Columns
@@ -168,7 +168,7 @@ class Scorer:
         """Scorers that it asks itself."""
         return ()
 
-    def open_services(self, settings: ExperimentSettings) -> dict[str, PatientChatModel]:
+    def open_services(self, settings: ExperimentSettings) -> dict[str, RetryingChatModel]:
         """Tell the chat models that it asks what they may spend, and give them by who they are."""
         return open_services(self.nested_scorers, settings)
 
@@ -362,9 +362,9 @@ def _name_of(scorer: Scorer) -> str:
 
 def open_services(
     scorers: Iterable[Scorer], settings: ExperimentSettings
-) -> dict[str, PatientChatModel]:
+) -> dict[str, RetryingChatModel]:
     """Tell the chat models that scorers ask what they may spend, and give them by who they are."""
-    found: dict[str, PatientChatModel] = {}
+    found: dict[str, RetryingChatModel] = {}
     for scorer in dict.fromkeys(scorers):
         for name, model in scorer.open_services(settings).items():
             number, free = 2, name

@@ -24,7 +24,7 @@ from nip_astra.language_models.sequences import (
 from nip_astra.language_models.sources import load_causal_lm, load_tokenizer
 from nip_astra.language_models.tree_engine.routed_weights import read_adapter
 from nip_astra.serve.engine import Engine
-from nip_astra.serve.loading import load_engine
+from nip_astra.serve.served_models import load_engine
 
 CPU = torch.device("cpu")
 

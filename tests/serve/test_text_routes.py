@@ -181,7 +181,7 @@ def count_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_client_that_leaves_frees_its_places(
     service: Running, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
-    engine = service.shelf.get("tiny").engine
+    engine = service.served_models.get("tiny").engine
     steps = count_steps(engine, monkeypatch)
 
     async def leave() -> None:

@@ -22,7 +22,7 @@ from nip_astra.language_models.services.openai_fine_tuning import (
     FineTuningParameters,
     OpenAIFineTuning,
 )
-from nip_astra.language_models.services.patience import open_chat_model
+from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.types import ChatModelType
 from nip_astra.tracking import wandb_runs
 from nip_astra.tracking.run_directory import MODEL_DIR, RESULTS, RunDirectory

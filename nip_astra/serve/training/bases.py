@@ -18,7 +18,7 @@ from nip_astra.language_models.pretrained import find_tokenizer, load_model
 from nip_astra.language_models.sampling import find_end_ids
 from nip_astra.language_models.tree_engine.decoder import Decoder, build_decoder
 from nip_astra.serve.api_errors import ApiError
-from nip_astra.serve.loading import find_model
+from nip_astra.serve.served_models import find_model
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from nip_astra.language_models.services.chat import (
     ChatUsage,
     FailureReason,
     FinishReason,
+    LimitParameters,
 )
-from nip_astra.language_models.services.limits import LimitParameters
 from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.parameters.parameters_base import polymorphic
 from nip_astra.parameters.types import ChatModelType

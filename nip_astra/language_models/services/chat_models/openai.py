@@ -24,11 +24,11 @@ from nip_astra.language_models.services.chat import (
     ChatUsage,
     FailureReason,
     FinishReason,
+    estimate_usage,
 )
 from nip_astra.language_models.services.openai_client import OpenAIConnection, read_key
 from nip_astra.language_models.services.registry import register_chat_model
 from nip_astra.language_models.services.service_process import OwnService, digest_of_files
-from nip_astra.language_models.services.texts import guess_usage
 from nip_astra.language_models.sources import resolve_model
 from nip_astra.parameters.conditions import where
 from nip_astra.parameters.parameters_base import PlainText, Url
@@ -177,7 +177,9 @@ class OpenAIChatModel(ChatModel):
         if usage is not None:
             return ChatOutcome(samples, usage)
         texts = [one.text for one in samples if isinstance(one, ChatAnswer)]
-        return ChatOutcome(samples, guess_usage(request.messages, texts), is_usage_estimated=True)
+        return ChatOutcome(
+            samples, estimate_usage(request.messages, texts), is_usage_estimated=True
+        )
 
     def _fields(self, request: ChatRequest) -> dict[str, Any]:
         """The fields of a request beside model and messages; what is left to the service is out."""
@@ -219,7 +221,7 @@ def _headers(request: ChatRequest) -> dict[str, str]:
 def _failed(request: ChatRequest, reason: FailureReason, message: str) -> ChatOutcome:
     # The service may have done its work and want to be paid for reading.
     failures = (ChatFailure(reason, message),) * request.num_samples
-    return ChatOutcome(failures, guess_usage(request.messages, ()), is_usage_estimated=True)
+    return ChatOutcome(failures, estimate_usage(request.messages, ()), is_usage_estimated=True)
 
 
 def _read_samples(choices: list[Any], request: ChatRequest) -> tuple[ChatAnswer | ChatFailure, ...]:
