@@ -102,8 +102,8 @@ class EngineClient:
         window, most = engine.context_window, self.settings.max_answer_tokens
         if max_tokens is not None and max_tokens > most:
             raise wrong(
-                f"max_tokens is {max_tokens}, but this service allows {most}. Lower it, or start the "
-                "service with a higher --max-answer-tokens.",
+                f"max_tokens is {max_tokens}, but this service allows {most}. Lower it, or start "
+                "the service with a higher --max-answer-tokens.",
                 "max_tokens",
                 "invalid_value",
             )
@@ -111,8 +111,8 @@ class EngineClient:
             raise wrong("the prompt has no tokens.", "prompt", "invalid_value")
         if num_tokens >= window:
             raise wrong(
-                f"the prompt has {num_tokens} tokens, but the model's window holds {window} with the "
-                "answer. Shorten the prompt.",
+                f"the prompt has {num_tokens} tokens, but prompt and answer share a window of "
+                f"{window}. Shorten the prompt.",
                 "messages",
                 "context_length_exceeded",
             )

@@ -243,11 +243,11 @@ def test_options_that_ask_for_nothing_are_no_fault(client: openai.OpenAI) -> Non
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "system", "content": "x"}]}, "chat template refused"),
-        ({"messages": [{"role": "user", "content": "cat " * 200}]}, "window holds 96"),
+        ({"messages": [{"role": "user", "content": "cat " * 200}]}, "window of 96"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": 101}, "this service gives 100"),
+        ({"max_tokens": 101}, "this service allows 100"),
         ({"n": 129}, "129 answers"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"top_logprobs": 2}, "top_logprobs are of use with"),
@@ -307,7 +307,7 @@ def test_limits_are_told_before_anything_is_computed(tiny_model_dir: Path) -> No
             f"{service.base_url}/chat/completions", content=(b"x" * 500 for _ in range(9))
         )
         assert chunked.status_code == 413
-        with pytest.raises(openai.RateLimitError, match="wait already") as refused:
+        with pytest.raises(openai.RateLimitError, match="are waiting") as refused:
             client.completions.create(model="tiny", prompt=["cat", "mat"], max_tokens=2)
         assert refused.value.response.headers["retry-after"] == "1"
 
