@@ -191,7 +191,7 @@ def test_a_frozen_model_is_scored_by_vllm_alone(model_dir: Path) -> None:
     assert model.num_parameters() == reference.num_parameters()
     with pytest.raises(ModelLoadError, match="its weights are in vLLM alone"):
         model.save(Path("nowhere"))
-    with pytest.raises(ModelLoadError, match="gives log-probabilities only"):
+    with pytest.raises(ModelLoadError, match="gives no entropies"):
         model.token_scores(*rows, mask, needs_entropy=True)
 
 

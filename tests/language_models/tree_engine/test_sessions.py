@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nip_astra.language_models import generation
-from nip_astra.language_models.base import SamplingOptions, _SeparateCalls
+from nip_astra.language_models.base import SamplingOptions, _UncachedSession
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.tree_engine import key_value_tree, sessions
 from tests.tiny import make_language_model
@@ -29,7 +29,7 @@ def _grow(
 ) -> list[tuple[list[list[int]], torch.Tensor, torch.Tensor]]:
     """Play three levels of a tree of ragged contexts and give what was said and scored."""
     chance = random.Random(seed)
-    session = model.open_session() if cached else _SeparateCalls(model)
+    session = model.open_session() if cached else _UncachedSession(model)
     openings = [[2, 4, *(chance.randint(6, 20) for _ in range(chance.randint(1, 6)))] for _ in "ab"]
     contexts = [
         [*opening, *(chance.randint(6, 20) for _ in range(chance.randint(1, 4)))]
