@@ -287,7 +287,7 @@ def test_other_tokens_than_the_trainers_are_refused(
 
 
 def test_an_engine_of_a_frozen_model_is_not_told_to_sleep(model_dir: Path) -> None:
-    with pytest.raises(ConfigurationError, match="which never learns"):
+    with pytest.raises(ConfigurationError, match="which does not learn"):
         load(model_dir, trainable=False, sleep_during_updates=True)
 
 

@@ -142,7 +142,7 @@ def _jobs_dir(settings: ExperimentSettings) -> Path:
     if settings.run_directory is not None:
         return settings.run_directory.path.resolve() / JOBS
     # A trainer that is built by hand, or a dry run, keeps nothing.
-    return Path(tempfile.mkdtemp(prefix="nip_astra-jobs-"))
+    return Path(tempfile.mkdtemp(prefix="nip_astra-jobs-")) / JOBS
 
 
 def folder_of_group(name: str) -> str:
