@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -390,12 +390,11 @@ class LanguageModel(TokenSampler, TokenScorer, Learner):
     """A causal language model with its tokenizer that samples, scores and learns."""
 
 
-Ability = TypeVar("Ability", bound=TokenModel)
-
-
 def as_sampler(model: TokenModel, *, role: str) -> TokenSampler:
     """The model as a `TokenSampler`. Raises `ModelAbilityError` if it cannot sample."""
-    return _require(model, TokenSampler, role, "speak")
+    if not isinstance(model, TokenSampler):
+        raise _lacks(model, "TokenSampler", role, "sample")
+    return model
 
 
 def as_scorer(model: TokenModel, *, role: str, to: str) -> TokenScorer:
@@ -406,12 +405,16 @@ def as_scorer(model: TokenModel, *, role: str, to: str) -> TokenScorer:
     to : str
         Purpose, for the message.
     """
-    return _require(model, TokenScorer, role, to)
+    if not isinstance(model, TokenScorer):
+        raise _lacks(model, "TokenScorer", role, to)
+    return model
 
 
 def as_learner(model: TokenModel, *, role: str, to: str) -> Learner:
     """The model as a `Learner`. Raises `ModelAbilityError` if it cannot learn."""
-    return _require(model, Learner, role, to)
+    if not isinstance(model, Learner):
+        raise _lacks(model, "Learner", role, to)
+    return model
 
 
 def as_language_model(model: TokenModel, *, role: str) -> LanguageModel:
@@ -422,14 +425,12 @@ def as_language_model(model: TokenModel, *, role: str) -> LanguageModel:
     return cast("LanguageModel", model)
 
 
-def _require(model: TokenModel, ability: type[Ability], role: str, to: str) -> Ability:
-    if isinstance(model, ability):
-        return model
+def _lacks(model: TokenModel, ability: str, role: str, to: str) -> ModelAbilityError:
     abilities: tuple[type[TokenModel], ...] = (TokenSampler, TokenScorer, Learner)
     present = [one.__name__ for one in abilities if isinstance(model, one)]
     parameters = getattr(type(model), "Parameters", None)
     name = getattr(parameters, "type_name", "") or type(model).__name__
-    raise ModelAbilityError(
-        f"the {role} needs a {ability.__name__} to {to}, but the backend {name!r} is "
+    return ModelAbilityError(
+        f"the {role} needs a {ability} to {to}, but the backend {name!r} is "
         f"{' and '.join(present) or 'no such ability'} only. Use huggingface."
     )
