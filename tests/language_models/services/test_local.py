@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nip_astra.errors import ModelLoadError
+from nip_astra.errors import ConfigurationError, ModelLoadError
 from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.language_models.services.chat import ChatAnswer, FailureReason, FinishReason
 from nip_astra.language_models.services.chat_models.local import LocalChatModel
@@ -140,6 +140,12 @@ def test_an_error_reaches_everyone_in_the_batch_and_the_model_can_be_asked_again
         with pytest.raises(RuntimeError, match="no memory"):
             ask(model, saying("a", max_tokens=2), saying("b", max_tokens=2))
     assert texts(ask(model, saying("a", max_tokens=2))[0]) != ["<refused>"]
+
+
+@pytest.mark.parametrize("changes", [{"top_p": 0.0}, {"temperature": -1.0}])
+def test_invalid_options_are_refused(model: LocalChatModel, changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(changes))):
+        ask(model, saying("a", max_tokens=2, **changes))
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(

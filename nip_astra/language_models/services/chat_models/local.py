@@ -160,6 +160,7 @@ class LocalChatModel(ChatModel):
             stop=request.stop,
             num_top=0 if request.needs_logprobs else None,
         )
+        _ = planned.options  # validates them
         loop = asyncio.get_running_loop()
         pending = _Pending(planned, loop.create_future())
         with self._queue_lock:
