@@ -43,6 +43,7 @@ REGISTRY_MODULES = (
     "scenarios.images.pretrained.registry",
     "scenarios.registry",
     "scorers.registry",
+    "tracking.tracker",
     "trainers.registry",
 )
 """Modules of nip_astra with a registry; plug-ins may add registries of their own."""

@@ -12,7 +12,7 @@ from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.evaluation.families.scorers import read_mapping
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.patience import open_chat_model
+from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
 from nip_astra.parameters.types import RolloutAnalyserType

@@ -540,9 +540,9 @@ def values_of(figures: Mapping[str, Any]) -> dict[str, Any]:
 
 def service_settings(settings: ExperimentSettings, run: Path) -> ExperimentSettings:
     """Settings by which chat models reuse the answers that the run got, and count anew."""
-    from nip_astra.language_models.services.retrying import MEMORY_FILE
+    from nip_astra.language_models.services.retrying import CACHE_FILE
 
-    remembered = settings.service_cache or str(run / MEMORY_FILE)
+    remembered = settings.service_cache or str(run / CACHE_FILE)
     places = {"run_directory": RunDirectory(run / EVALUATIONS), "service_cache": remembered}
     return settings.model_copy(update=places)
 
