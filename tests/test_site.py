@@ -62,7 +62,7 @@ def test_readers_are_the_trainers_that_take_the_parameter(parameter_pages: Modul
     found = set(readers.words("training.lr").split(", "))
     assert stress_tests <= found
     assert not found & {"`vanilla_ppo`", "`solo_agent`"}
-    assert readers.words("ppo.clip_epsilon") == "`mappo`, `spg`, `vanilla_ppo`"
+    assert readers.words("ppo.clip_low") == "`mappo`, `spg`, `vanilla_ppo`"
     assert readers.words("seed") == "every trainer"
     assert "`solo_agent`" not in readers.words("rl.lr")
 

@@ -18,7 +18,7 @@ from rich.text import Text
 from nip_astra import resume_check as checking
 from nip_astra.cli.terminal import open_console, plain_table, say
 from nip_astra.distributed.launch import rank_of_process
-from nip_astra.errors import NipAstraError, UnknownNameError, WorkerProcessError
+from nip_astra.errors import NipAstraError, UnknownNameError, WorkerProcessError, plural
 from nip_astra.parameters.content import find_scenario, scenario_names
 from nip_astra.plugins import load_plugin
 from nip_astra.registry import ALL_REGISTRIES, Registry
@@ -37,6 +37,7 @@ from nip_astra.trainers.timing import time_components
 REGISTRY_MODULES = (
     "language_models",
     "reward_terms",
+    "rl_objectives",
     "scenario_base.text.analysers",
     "scenarios",
     "scenarios.images.pretrained",
@@ -134,7 +135,7 @@ def list_names(kind: str | None, plugins: list[str]) -> None:
         load_plugin(spec)
     console = open_console()
     for name in [_singular(kind)] if kind else sorted(ALL_REGISTRIES):
-        title = "scenario kinds" if name == "scenario" else f"{name.replace('_', ' ')}s"
+        title = "scenario kinds" if name == "scenario" else plural(name.replace("_", " "))
         registry = ALL_REGISTRIES[name]
         table = plain_table(title, "name", "from", "what it is")
         for entry in registry.names():
@@ -169,11 +170,13 @@ def _print_scenarios(console: Console) -> None:
 
 
 def _singular(kind: str) -> str:
-    name = kind.removesuffix("s").replace("-", "_")
-    if name not in ALL_REGISTRIES:
-        raise UnknownNameError(
-            "kind", kind, [f"{known}s" for known in ALL_REGISTRIES], "Without one, all are listed."
-        )
+    names = {plural(name): name for name in ALL_REGISTRIES} | {
+        name: name for name in ALL_REGISTRIES
+    }
+    name = names.get(kind.replace("-", "_"))
+    if name is None:
+        known = [plural(one) for one in ALL_REGISTRIES]
+        raise UnknownNameError("kind", kind, known, "Without one, all are listed.")
     return name
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.masked import masked_fill_zero, masked_sum
+from nip_astra.rl_objectives.reductions import masked_fill_zero, masked_sum
 
 ImportanceLevel = Literal["token", "sequence"]
 """Over what the ratio of probabilities is taken, see `importance_weights`."""

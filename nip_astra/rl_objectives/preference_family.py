@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nip_astra.errors import ConfigurationError
-from nip_astra.rl_objectives.masked import mean_over_rows
 from nip_astra.rl_objectives.outputs import LossOutput
+from nip_astra.rl_objectives.reductions import mean_over_rows
 
 PairKind = Literal["nca", "sppo", "apo_zero", "apo_down"]
 """Losses of `pair_loss`."""

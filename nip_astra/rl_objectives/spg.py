@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParameters
-from nip_astra.rl_objectives.distances import value_losses
-from nip_astra.rl_objectives.ippo import normalise
+from nip_astra.rl_objectives.advantages import whiten
+from nip_astra.rl_objectives.ippo import MIN_ADVANTAGE_STD
 from nip_astra.rl_objectives.objective import (
     EPISODE_KEY,
     Frames,
@@ -29,6 +29,7 @@ from nip_astra.rl_objectives.objective import (
 from nip_astra.rl_objectives.shaping_losses import clipped_shaping_losses, shaping_losses
 from nip_astra.rl_objectives.stackelberg import AgentUpdate, agent_updates
 from nip_astra.rl_objectives.stackelberg_variants import UpdateRule
+from nip_astra.rl_objectives.values import value_losses
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 _OF_POLICY = ("loss_policy", "loss_entropy", "loss_logits")
@@ -50,7 +51,7 @@ class SpgObjective(Objective):
     `clipped_shaping_losses` for the clipped variants), and its entropy bonus belongs to what others
     foresee. `agent_updates` gives the directions in place of the gradients of
 
-        L_i = loss_policy_i - entropy_coef mean H_i [+ loss_logits_i]
+        L_i = loss_policy_i - entropy_weight mean H_i [+ loss_logits_i]
 
     (the last where a protocol rewards logits, as zero knowledge does), and the gradient of
     `critic_coef mean distance(V, target)` is added to them. Frames of a minibatch
@@ -177,7 +178,10 @@ class SpgObjective(Objective):
         is_acting_BA = evaluations.is_acting_BA
         advantages_BA = frames["agents", "advantage"].squeeze(-1)
         if self.ppo.normalize_advantage:
-            columns = [normalise(values_B) for values_B in advantages_BA.unbind(dim=1)]
+            columns = [
+                whiten(values_B, epsilon=0.0, min_std=MIN_ADVANTAGE_STD)
+                for values_B in advantages_BA.unbind(dim=1)
+            ]
             advantages_BA = torch.stack(columns, dim=1)
         old_BA = frames["agents", "logprob"]
         logprobs_BA = torch.stack(
@@ -199,7 +203,8 @@ class SpgObjective(Objective):
             old_BA,
             advantages_BA,
             is_acting_BA,
-            clip_epsilon=self.ppo.clip_epsilon,
+            clip_low=self.ppo.clip_low,
+            clip_high=self.ppo.clip_high,
             episode_B=episode_B,
             round_B=round_B,
         )
@@ -220,7 +225,7 @@ class SpgObjective(Objective):
         entropy, log_ratio = view.figures(entropies_B, log_ratios_B)
         return self.logit_losses(name, view) | {
             "loss_value": self.ppo.critic_coef * losses_B.mean(),
-            "loss_entropy": -self.ppo.entropy_coef * view.mean(entropies_B),
+            "loss_entropy": -self.ppo.entropy_weight * view.mean(entropies_B),
             "entropy": entropy,
             "kl": -log_ratio,
         }

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nip_astra.rl_objectives.importance import ImportanceLevel, importance_weights
 from nip_astra.rl_objectives.kl import sequence_kl_estimate
-from nip_astra.rl_objectives.policy_gradient import reinforce_loss
+from nip_astra.rl_objectives.policy_losses import policy_loss
 
 PI = torch.tensor([[0.5, 0.25], [0.2, math.nan]]).log()
 MU = torch.tensor([[0.25, 0.5], [0.8, 1.0]]).log()
@@ -77,7 +77,8 @@ def test_weighted_by_whole_sequences_the_mean_gradient_is_that_of_the_expected_r
         chances_B = behaviour.sum(dim=1).exp()
         # The loss is a mean over rows of equal weight.
         advantages_B = REWARDS * chances_B * len(SEQUENCES)
-        loss = reinforce_loss(now, ALL, advantages_B, weights_BT=weights).loss
+        options = {"loss": "reinforce", "reduction": "sequence_sum", "weights_BT": weights}
+        loss = policy_loss(now, None, advantages_B, ALL, **options).loss
         return -torch.autograd.grad(loss, logits, retain_graph=True)[0]
 
     def weights(level: ImportanceLevel, most: float) -> Tensor:

@@ -229,9 +229,9 @@ def test_the_policy_that_sampled_has_ratio_one() -> None:
 
 
 def test_problems_that_tell_nothing_are_replaced_within_the_stated_cost() -> None:
-    _, plain = prepared("self_hosted_grpo.num_runs=2")
+    _, plain = prepared("self_hosted_grpo.group_size=2")
     _, resampled = prepared(
-        "self_hosted_grpo.num_runs=2", "self_hosted_grpo.max_resampling_rounds=3"
+        "self_hosted_grpo.group_size=2", "self_hosted_grpo.max_resampling_rounds=3"
     )
     assert plain.metrics["rollout/dead_share"] > 0
     assert plain.metrics["rollout/played_problems"] == 8
@@ -254,7 +254,7 @@ def test_what_is_scored_again_agrees_with_the_sampler() -> None:
 
 
 def test_the_divergence_from_the_untrained_policy_is_zero_at_first() -> None:
-    trainer, experience = prepared("self_hosted_grpo.policy_loss.kl_weight=0.1")
+    trainer, experience = prepared("self_hosted_grpo.policy_loss.kl.weight=0.1")
     batch = trainer.collate_fn(experience.samples)
     trainer._write_step_totals([batch])
     assert trainer.loss(batch).metrics["kl"].item() == pytest.approx(0.0, abs=1e-6)
@@ -374,7 +374,7 @@ def test_a_trainer_that_learns_from_none_of_its_trajectories_warns_once_with_the
     name: str,
 ) -> None:
     # A problem with one run has nothing to be compared with.
-    trainer = trainer_of(name, f"{name}.num_runs=1")
+    trainer = trainer_of(name, f"{name}.group_size=1")
     trainer._collect(0)
     trainer._collect(1)
     (warning,) = trainer.results["warnings"]

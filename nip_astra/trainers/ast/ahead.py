@@ -25,7 +25,7 @@ from nip_astra.rl_objectives.importance import (
     importance_weights,
 )
 from nip_astra.rl_objectives.kl import kl_estimate
-from nip_astra.rl_objectives.masked import masked_mean
+from nip_astra.rl_objectives.reductions import masked_mean
 from nip_astra.rollouts.tree import RolloutTree
 from nip_astra.scenario_base.agents import Speaker
 from nip_astra.scenario_base.text_attackers import TextAttacker

@@ -14,7 +14,7 @@ from nip_astra.rl_objectives.importance import (
     mismatch_weights,
 )
 from nip_astra.rl_objectives.kl import kl_estimate
-from nip_astra.rl_objectives.masked import masked_mean
+from nip_astra.rl_objectives.reductions import masked_mean
 
 
 def mismatch_metrics(
