@@ -92,8 +92,9 @@ def value_loss(
     errors_BT = value_losses(values_BT, returns_BT, "l2") / 2
     is_clipped_BT = torch.zeros_like(mask_BT)
     if clip_range is not None:
-        clip = {"old_values_B": old_BT, "clip_value": clip_range}
-        held_BT = value_losses(values_BT, returns_BT, "l2", **clip) / 2
+        held_BT = value_losses(
+            values_BT, returns_BT, "l2", old_values_B=old_BT, clip_value=clip_range
+        ).div(2)
         is_clipped_BT = held_BT > errors_BT
         errors_BT = held_BT
     loss = reduce_loss(errors_BT, mask_BT, reduction, normaliser=normaliser, max_length=max_length)

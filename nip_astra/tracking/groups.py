@@ -1,6 +1,6 @@
-"""Names of metrics as W&B shows them: grouped by what was going on when they were taken.
+"""Names of metrics: as W&B shows them, and in runs of older versions.
 
-`metrics.jsonl` keeps the names that trainers give; they are mapped here alone.
+`metrics.jsonl` keeps the names of trainers; they are mapped here alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,24 @@ _ROLLOUT_FIGURES = (
 )
 INTERVAL = "_interval"
 """How names of intervals end; before it stands the name of what they are of."""
+
+
+_RENAMED = {
+    "clip_share": "clip_fraction",
+    "outside_share": "ratio_outside_clip",
+    "outside_fraction": "ratio_outside_clip",
+    "groups/zero_variance": "grpo/zero_variance_share",
+    "groups/used_share": "grpo/used_share",
+}
+"""Names of metrics in runs of older versions, and the present ones."""
+
+
+def present_name(name: str) -> str:
+    """The present name of a metric, which may be one of an agent."""
+    for old, new in _RENAMED.items():
+        if name == old or name.endswith(f"/{old}"):
+            return name.removesuffix(old) + new
+    return name
 
 
 def grouped(name: str) -> str:

@@ -15,8 +15,7 @@ from nip_astra.language_models.huggingface import HuggingFaceLanguageModel
 from nip_astra.rl_objectives.advantages import gae, group_advantages
 from nip_astra.rl_objectives.kl import kl_estimate
 from nip_astra.rl_objectives.policy_losses import GROUP_VARIANTS, cispo
-from nip_astra.rl_objectives.preference import preference_loss, sequence_logprobs
-from nip_astra.rl_objectives.preference_family import divergence_scores
+from nip_astra.rl_objectives.preference import divergence_scores, preference_loss, sequence_logprobs
 from nip_astra.rl_objectives.reductions import masked_mean, reduce_loss
 from nip_astra.rollouts.preference_pairs import select_pairs
 from nip_astra.rollouts.trajectory import Trajectory
