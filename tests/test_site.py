@@ -50,7 +50,7 @@ def test_a_page_tells_type_bounds_default_meaning_and_condition(
     pages = {page.title: page.text for page in parameter_pages.parameter_pages()}
     assert (
         "| `ppo.kl_target` | number, > 0 | `0.01` | Divergence, in nats, that the penalty aims at. "
-        "(kl_penalty only). *Read where `loss_type` is kl_penalty.* |" in pages["ppo"]
+        "*Read where `loss_type` is kl_penalty.* |" in pages["ppo"]
     )
     assert "| `ast_chat.scorer` | scorer by `_type`: `classifier`," in pages["ast_chat"]
     assert "## `graph_isomorphism.agents" in pages["graph_isomorphism"]

@@ -14,14 +14,14 @@ from nip_astra.parameters.trainers import CommonPpoParameters, RlTrainerParamete
 from nip_astra.rl_objectives.advantages import whiten
 from nip_astra.rl_objectives.objective import (
     AgentLosses,
+    AgentModules,
     Frames,
     Objective,
-    PlayingAgents,
     PolicyView,
+    value_loss_of_agent,
 )
 from nip_astra.rl_objectives.policy_losses import PolicyLoss
 from nip_astra.rl_objectives.reductions import bounded
-from nip_astra.rl_objectives.values import value_losses
 
 MIN_ADVANTAGE_STD = 1e-6
 """Smallest deviation that the advantages of a minibatch are divided by."""
@@ -59,7 +59,7 @@ class IppoObjective(Objective):
     _kl_count: Tensor
 
     def __init__(
-        self, agents: PlayingAgents, ppo: CommonPpoParameters, rl: RlTrainerParameters
+        self, agents: AgentModules, ppo: CommonPpoParameters, rl: RlTrainerParameters
     ) -> None:
         super().__init__(agents)
         self.ppo = ppo
@@ -107,7 +107,14 @@ class IppoObjective(Objective):
         return losses | self.logit_losses(name, view) | metrics
 
     def _value_entries(self, name: str, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
-        return {"loss_value": self._value_loss(self.agents.number(name), values_B, batch)}
+        loss = value_loss_of_agent(
+            self.agents.number(name),
+            values_B,
+            batch,
+            loss_type=self.rl.loss_critic_type,
+            clip_value=self.rl.clip_value,
+        )
+        return {"loss_value": self.ppo.critic_coef * loss}
 
     @torch.no_grad()
     def _metrics(
@@ -133,16 +140,6 @@ class IppoObjective(Objective):
             "ess": ratio.square() / square.clamp(min=1e-12),
             "entropy": entropy,
         }
-
-    def _value_loss(self, number: int, values_B: Tensor, batch: Frames) -> Tensor:
-        losses_B = value_losses(
-            values_B,
-            batch["agents", "value_target"][:, number, 0],
-            self.rl.loss_critic_type,
-            old_values_B=batch["agents", "value"][:, number, 0],
-            clip_value=self.rl.clip_value,
-        )
-        return self.ppo.critic_coef * losses_B.mean()
 
     def finish_minibatch(self, entries: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Add up divergences, without minibatches in which an agent never acts."""

@@ -10,12 +10,12 @@ from torch import Tensor
 from nip_astra.parameters.trainers import LossCriticType
 from nip_astra.rl_objectives.objective import (
     AgentLosses,
+    AgentModules,
     Frames,
     Objective,
-    PlayingAgents,
     PolicyView,
+    value_loss_of_agent,
 )
-from nip_astra.rl_objectives.values import value_losses
 
 
 class ReinforceObjective(Objective):
@@ -40,7 +40,7 @@ class ReinforceObjective(Objective):
 
     def __init__(
         self,
-        agents: PlayingAgents,
+        agents: AgentModules,
         *,
         weight: str = "reward_to_go",
         critic_coef: float = 1.0,
@@ -82,11 +82,7 @@ class ReinforceObjective(Objective):
         return losses | {"entropy": entropy}
 
     def _value_entries(self, number: int, values_B: Tensor, batch: Frames) -> dict[str, Tensor]:
-        losses_B = value_losses(
-            values_B,
-            batch["agents", "value_target"][:, number, 0],
-            self.loss_critic_type,
-            old_values_B=batch["agents", "value"][:, number, 0],
-            clip_value=self.clip_value,
+        loss = value_loss_of_agent(
+            *(number, values_B, batch), loss_type=self.loss_critic_type, clip_value=self.clip_value
         )
-        return {"loss_value": self.critic_coef * losses_B.mean()}
+        return {"loss_value": self.critic_coef * loss}

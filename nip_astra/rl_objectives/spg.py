@@ -19,17 +19,17 @@ from nip_astra.rl_objectives.advantages import whiten
 from nip_astra.rl_objectives.ippo import MIN_ADVANTAGE_STD
 from nip_astra.rl_objectives.objective import (
     EPISODE_KEY,
+    AgentModules,
     Frames,
     Objective,
-    PlayingAgents,
     PolicyView,
     frames_of,
     sum_of_losses,
+    value_loss_of_agent,
 )
 from nip_astra.rl_objectives.shaping_losses import clipped_shaping_losses, shaping_losses
 from nip_astra.rl_objectives.stackelberg import AgentUpdate, agent_updates
 from nip_astra.rl_objectives.stackelberg_variants import UpdateRule
-from nip_astra.rl_objectives.values import value_losses
 from nip_astra.utils.seeding import SeedPart, derive_seed
 
 _OF_POLICY = ("loss_policy", "loss_entropy", "loss_logits")
@@ -77,7 +77,7 @@ class SpgObjective(Objective):
 
     def __init__(
         self,
-        agents: PlayingAgents,
+        agents: AgentModules,
         ppo: CommonPpoParameters,
         rl: RlTrainerParameters,
         *,
@@ -213,18 +213,16 @@ class SpgObjective(Objective):
         self, name: str, evaluations: _Evaluations, frames: Frames
     ) -> dict[str, Tensor]:
         view, number = evaluations.views[name], self.agents.number(name)
-        losses_B = value_losses(
-            evaluations.values_B[name],
-            frames["agents", "value_target"][:, number, 0],
-            self.rl.loss_critic_type,
-            old_values_B=frames["agents", "value"][:, number, 0],
+        value_loss = value_loss_of_agent(
+            *(number, evaluations.values_B[name], frames),
+            loss_type=self.rl.loss_critic_type,
             clip_value=self.rl.clip_value,
         )
         entropies_B = view.evaluation.entropies_B
         log_ratios_B = view.evaluation.logprobs_B.detach() - view.of_agent("logprob")
         entropy, log_ratio = view.figures(entropies_B, log_ratios_B)
         return self.logit_losses(name, view) | {
-            "loss_value": self.ppo.critic_coef * losses_B.mean(),
+            "loss_value": self.ppo.critic_coef * value_loss,
             "loss_entropy": -self.ppo.entropy_weight * view.mean(entropies_B),
             "entropy": entropy,
             "kl": -log_ratio,

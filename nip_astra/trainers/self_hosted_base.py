@@ -194,6 +194,6 @@ class SelfHostedTrainer(ServiceTrainer):
                 mask_BT,
                 level=options.correction_level,
                 mode=options.correction,
-                most=options.max_mismatch,
+                max_ratio=options.max_mismatch,
             )
         return mismatch_metrics(sampled_BT, scored_BT, mask_BT, level=options.correction_level)

@@ -454,16 +454,16 @@ def test_mismatch_weights_truncate_or_mask_by_token_or_row() -> None:
     sampler, mask = torch.zeros(2, 2, dtype=DOUBLE), torch.tensor([[True, True], [True, False]])
 
     def found(**options: Any) -> list[float]:
-        weights = mismatch_weights(logprobs, sampler, mask, most=2.0, **options)
+        weights = mismatch_weights(logprobs, sampler, mask, max_ratio=2.0, **options)
         return [round(one, 12) for one in weights.flatten().tolist()]
 
     assert found() == [2.0, 0.5, 1.5, 0.0]
-    assert found(mode="mask", least=0.6) == [0.0, 0.0, 1.5, 0.0]
+    assert found(mode="mask", min_ratio=0.6) == [0.0, 0.0, 1.5, 0.0]
     assert found(level="sequence") == [1.5, 1.5, 1.5, 0.0]
-    assert found(level="sequence", mode="mask", least=1.0) == [1.5, 1.5, 1.5, 0.0]
-    with pytest.raises(ConfigurationError, match="leaves out those that agree"):
-        mismatch_weights(logprobs, sampler, mask, most=0.5)
-    with pytest.raises(ConfigurationError, match="Known levels: token, sequence"):
+    assert found(level="sequence", mode="mask", min_ratio=1.0) == [1.5, 1.5, 1.5, 0.0]
+    with pytest.raises(ConfigurationError, match=r"0\.5"):
+        mismatch_weights(logprobs, sampler, mask, max_ratio=0.5)
+    with pytest.raises(ConfigurationError, match="token, sequence"):
         mismatch_weights(logprobs, sampler, mask, mode="drop")  # type: ignore[arg-type]
 
 

@@ -245,7 +245,7 @@ def correct_for_staleness(
     played_NT = nodes["probe_logprobs"]
     most = parameters.max_staleness_weight
     weights_NT = importance_weights(
-        logprobs_NT, played_NT, mask_NT, level=parameters.staleness_weights, most=most
+        logprobs_NT, played_NT, mask_NT, level=parameters.staleness_weights, max_ratio=most
     )
     nodes["importance_weight"] = weights_NT
     nodes["probe_logprobs"] = logprobs_NT

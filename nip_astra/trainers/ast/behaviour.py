@@ -161,7 +161,7 @@ class Behaviour:
             drawn_NT,
             mask_NT,
             level=self.level,
-            most=self.parameters.max_importance_weight,
+            max_ratio=self.parameters.max_importance_weight,
         )
         nodes["importance_weight"] = weights_NT
         is_most_NT = weights_NT >= self.parameters.max_importance_weight

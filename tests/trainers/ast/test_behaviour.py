@@ -332,7 +332,7 @@ def test_in_ppo_weights_multiply_the_surrogate_on_either_side_of_the_clip() -> N
     now = torch.tensor([[0.0, 0.5, -0.5]], requires_grad=True)
     old, mask = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
     weights = importance_weights(
-        torch.tensor([[0.0, -0.5, 1.0]]), torch.zeros(1, 3), mask, level="token", most=2.0
+        torch.tensor([[0.0, -0.5, 1.0]]), torch.zeros(1, 3), mask, level="token", max_ratio=2.0
     )
     advantages = torch.tensor([[1.0, -2.0, 3.0]])
     weighted = policy_loss(now, old, advantages, mask, weights_BT=weights)
