@@ -25,7 +25,6 @@ from nip_astra.rl_objectives.reductions import masked_fill_zero, masked_mean
 from nip_astra.rl_objectives.registry import (
     ADVANTAGES,
     AdvantageName,
-    options_of,
     register_advantage,
     with_options,
 )
@@ -244,7 +243,7 @@ def compute_advantages(
     options : Mapping, optional
         Options of that function.
     common : Any
-        Options that are passed on where the function takes them.
+        Options of `group_advantages`, for that function alone.
 
     Raises
     ------
@@ -253,8 +252,8 @@ def compute_advantages(
     ConfigurationError
         For an option that the function lacks, or a result of another shape.
     """
-    known = options_of(ADVANTAGES.get(name))
-    common = {option: value for option, value in common.items() if option in known}
+    # Options of the same name in a plug-in's function may mean something else.
+    common = {n: value for n, value in common.items() if value is not None and name == "group"}
     function, chosen = with_options(ADVANTAGES, name, {**common, **(options or {})})
     found = function(rewards_N.detach(), group_N, run_N, **chosen)
     if isinstance(found, GroupAdvantages):
