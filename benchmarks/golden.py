@@ -262,6 +262,7 @@ OBJECTIVE_NAMES: dict[tuple[str, str], str] = {
     ("policy_gradient", "reinforce_loss"): "",
     **{("advantages", name): "" for name in ("gae", "discounted_sums", "compute_advantages")},
     ("advantages", "codes_of"): "",
+    ("run_advantages", "codes_of"): "",
     **{("episode_gae", name): "" for name in ("gae", "reward_to_go")},
     ("advantages", "reward_to_go"): "",
     **{("reductions", name): "" for name in ("batch_totals", "reduce_share")},

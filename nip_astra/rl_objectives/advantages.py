@@ -476,11 +476,14 @@ def whiten(
     is split.
     """
     values = values.detach()
-    mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    differences = masked_fill_zero(values - masked_mean(values, mask), mask)
-    num_others = (mask.sum() - 1).clamp(min=1)
+    if mask is None:
+        differences, num_others = values - values.mean(), max(values.numel() - 1, 1)
+    else:
+        differences = masked_fill_zero(values - masked_mean(values, mask), mask)
+        num_others = (mask.sum() - 1).clamp(min=1)
     std = (differences.square().sum() / num_others).sqrt()
-    largest = masked_fill_zero(values, mask).abs().max() if values.numel() else std
+    known = values if mask is None else masked_fill_zero(values, mask)
+    largest = known.abs().max() if values.numel() else std
     # Below this, differences are the rounding of the mean.
     is_flat = std <= largest * torch.finfo(values.dtype).eps * 8
     return torch.where(

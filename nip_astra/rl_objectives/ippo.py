@@ -94,7 +94,9 @@ class IppoObjective(Objective):
             is_acting_B = torch.ones_like(logprobs_B, dtype=torch.bool)
         advantages_B = view.of_agent("advantage").to(logprobs_B.dtype)
         if self.ppo.normalize_advantage:
-            advantages_B = whiten(advantages_B, is_acting_B, epsilon=0.0, min_std=MIN_ADVANTAGE_STD)
+            advantages_B = whiten(
+                advantages_B, view.is_acting_B, epsilon=0.0, min_std=MIN_ADVANTAGE_STD
+            )
         columns = (one.unsqueeze(1) for one in (logprobs_B, old_B, advantages_B, is_acting_B))
         policy_loss = view.mean(self.loss.of_tokens(*columns).squeeze(1))
         if self.ppo.loss_type == "kl_penalty":
