@@ -477,7 +477,8 @@ def whiten(
     """
     values = values.detach()
     if mask is None:
-        differences, num_others = values - values.mean(), max(values.numel() - 1, 1)
+        differences = values - values.mean()
+        num_others: int | Tensor = max(values.numel() - 1, 1)
     else:
         differences = masked_fill_zero(values - masked_mean(values, mask), mask)
         num_others = (mask.sum() - 1).clamp(min=1)
