@@ -222,6 +222,8 @@ if TYPE_CHECKING:
     from nip_astra.sweep.sweeping import SweepOptions as SweepOptions
     from nip_astra.sweep.sweeping import run_sweep as run_sweep
     from nip_astra.tracking.run_directory import RunDirectory as RunDirectory
+    from nip_astra.tracking.tracker import Tracker as Tracker
+    from nip_astra.tracking.tracker import register_tracker as register_tracker
     from nip_astra.trainers.ast.preference import AstPreferenceTrainer as AstPreferenceTrainer
     from nip_astra.trainers.ast_base import AstTrainer as AstTrainer
     from nip_astra.trainers.ast_dpo import AstDpoTrainer as AstDpoTrainer
@@ -420,6 +422,7 @@ _HOMES = {
     "TokenSampler": "nip_astra.language_models.base",
     "TokenScorer": "nip_astra.language_models.base",
     "TextRlParameters": "nip_astra.parameters.text",
+    "Tracker": "nip_astra.tracking.tracker",
     "Trainer": "nip_astra.trainers.trainer_base",
     "TrainerType": "nip_astra.parameters.types",
     "TrainingConfiguration": "nip_astra.parameters.training",
@@ -481,6 +484,7 @@ _HOMES = {
     "register_scenario": "nip_astra.scenarios.registry",
     "register_scorer": "nip_astra.scorers.registry",
     "register_task": "nip_astra.scenario_base.tasks.registry",
+    "register_tracker": "nip_astra.tracking.tracker",
     "register_trainer": "nip_astra.trainers.registry",
     "resolve_experiment": "nip_astra.resolving.resolution",
     "resume_experiment": "nip_astra.run",

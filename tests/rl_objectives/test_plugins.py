@@ -126,7 +126,7 @@ class MySimpo(na.AstPreferenceTrainer):
         trainer="my_simpo", scenario="pocket_chat", overrides=list(CHAT)
     )
     done = na.run_experiment(resolved, runs_dir=str(tmp_path / "runs"), progress=False)
-    assert done.results["training"]["optimizer_steps"] > 0
+    assert done.results["training"]["num_optimizer_steps"] > 0
 
 
 @pytest.mark.parametrize(
