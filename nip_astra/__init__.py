@@ -39,16 +39,16 @@ if TYPE_CHECKING:
     from nip_astra.language_models.services.chat import ChatModel as ChatModel
     from nip_astra.language_models.services.chat import ChatOutcome as ChatOutcome
     from nip_astra.language_models.services.chat import ChatRequest as ChatRequest
+    from nip_astra.language_models.services.chat import ChatUsage as ChatUsage
     from nip_astra.language_models.services.chat import FinishReason as FinishReason
     from nip_astra.language_models.services.chat_models.openai import (
         OpenAIChatModel as OpenAIChatModel,
     )
-    from nip_astra.language_models.services.patience import open_chat_model as open_chat_model
     from nip_astra.language_models.services.registry import (
         register_chat_model as register_chat_model,
     )
+    from nip_astra.language_models.services.retrying import open_chat_model as open_chat_model
     from nip_astra.language_models.services.training import TrainingService as TrainingService
-    from nip_astra.language_models.services.usage import ChatUsage as ChatUsage
     from nip_astra.message_regressors.base import MessageRegressor as MessageRegressor
     from nip_astra.message_regressors.registry import (
         register_message_regressor as register_message_regressor,
@@ -301,7 +301,7 @@ _HOMES = {
     "ChatModel": "nip_astra.language_models.services.chat",
     "ChatOutcome": "nip_astra.language_models.services.chat",
     "ChatRequest": "nip_astra.language_models.services.chat",
-    "ChatUsage": "nip_astra.language_models.services.usage",
+    "ChatUsage": "nip_astra.language_models.services.chat",
     "Choice": "nip_astra.scenario_base.protocol.datapoint_views",
     "CodeValidationAgentParameters": "nip_astra.scenario_base.text.parameters:TextAgentParameters",
     "CodeValidationParameters": (
@@ -464,7 +464,7 @@ _HOMES = {
     "padding_data": "nip_astra.rollouts.batch",
     "play_task": "nip_astra.samplers.task_parts",
     "policy_loss": "nip_astra.trainers.self_hosted_base",
-    "open_chat_model": "nip_astra.language_models.services.patience",
+    "open_chat_model": "nip_astra.language_models.services.retrying",
     "polymorphic": "nip_astra.parameters.parameters_base",
     "prepare_experiment": "nip_astra.run",
     "read_prompts": "nip_astra.scenario_base.conversation.prompts",

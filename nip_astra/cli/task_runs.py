@@ -36,8 +36,8 @@ from nip_astra.evaluation.tables import (
 )
 from nip_astra.evaluation.task_comparison import TaskContender, compare_task_rows
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.asking import close_all
-from nip_astra.language_models.services.patience import open_accounts
+from nip_astra.language_models.services.retrying import resume_usage
+from nip_astra.language_models.services.run_sync import close_all
 from nip_astra.parameters.types import ScenarioType
 from nip_astra.progress import open_progress
 from nip_astra.report.page import write_report
@@ -205,7 +205,7 @@ def _evaluate(
             "task": _task_parameters(trainer),
         }
         is_new = folder.open(configuration, is_overwritten=request.judged.is_overwritten)
-        open_accounts(services, f"evaluation {name}", is_new=is_new)
+        resume_usage(services, f"evaluation {name}", is_new=is_new)
         if policy.checkpoint is not None:
             trainer.load_models(policy.checkpoint)
         progress = open_progress(len(asked.problems), enabled=not request.judged.as_json)

@@ -11,7 +11,7 @@ from typing import Any
 from nip_astra.errors import ConfigurationError, DataError
 from nip_astra.experiment_settings import ExperimentSettings
 from nip_astra.language_models.services.chat import ChatModel
-from nip_astra.language_models.services.patience import open_chat_model
+from nip_astra.language_models.services.retrying import open_chat_model
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.types import RolloutAnalyserType
 from nip_astra.protocols.registry import build_protocol_handler

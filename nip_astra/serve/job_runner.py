@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nip_astra.errors import NipAstraError
 from nip_astra.serve.job_store import Job, JobStore, Status, is_running, process_start
-from nip_astra.serve.shelf import Shelf
+from nip_astra.serve.served_models import ServedModels
 from nip_astra.serve.worker import MODEL, STOPPED
 
 PERIOD = 0.1
@@ -67,12 +67,12 @@ class JobRunner:
 
     Parameters
     ----------
-    shelf : Shelf
+    models : ServedModels
         Where trained models are offered.
     """
 
-    def __init__(self, store: JobStore, shelf: Shelf) -> None:
-        self.store, self.shelf = store, shelf
+    def __init__(self, store: JobStore, models: ServedModels) -> None:
+        self.store, self.models = store, models
         self._training: _Training | None = None
         self._changed = threading.Event()
         self._is_closed = False
@@ -200,11 +200,11 @@ class JobRunner:
 
     def _offer_one(self, job: Job, name: str, folder: Path) -> None:
         if (folder / "adapter_config.json").exists():
-            if self.shelf.get(job.root).source != job.plan["source"]:
+            if self.models.get(job.root).source != job.plan["source"]:
                 raise NipAstraError(
                     f"it was trained on {job.plan['source']}, but {job.root!r} is now "
-                    f"{self.shelf.get(job.root).source}. Serve the former under that name."
+                    f"{self.models.get(job.root).source}. Serve the former under that name."
                 )
-            self.shelf.add_adapter(name, job.root, folder)
+            self.models.add_adapter(name, job.root, folder)
         else:
-            self.shelf.add(name, str(folder), base=job.root)
+            self.models.add(name, str(folder), base=job.root)

@@ -183,12 +183,12 @@ class AstTrainer(LanguageModelTrainer):
         needs_entropy, needs_hidden
             See `LanguageModel.token_scores`.
         """
-        drawn = self.behaviour.drawn(batch) if self.behaviour is not None else None
+        distribution = self.behaviour.drawn(batch) if self.behaviour is not None else None
         return self.policy.token_scores(
             *(batch["context"], batch["context_mask"], batch["probe"], batch["probe_mask"]),
             needs_entropy=needs_entropy,
             needs_hidden=needs_hidden,
-            drawn=drawn,
+            distribution=distribution,
         )
 
     def _behaviour(self) -> Behaviour | None:

@@ -27,7 +27,7 @@ import numpy as np
 from nip_astra.checkpoints.run_state import RunState
 from nip_astra.errors import ConfigurationError, DataError, ServiceError
 from nip_astra.language_models.services.fine_tuning import FineTuningOptions, JobStatus
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.text import guess_replacement_proportion
 from nip_astra.samplers.answer_journal import AnswerJournal
 from nip_astra.samplers.text_arrays import rollouts_of
@@ -574,7 +574,7 @@ class PureTextRlTrainer(Trainer):
             log_analyses_artifact(self.tracker, self.run_directory)
         self.store_results(results | self._services_used)
 
-    def services(self) -> dict[str, PatientChatModel]:
+    def services(self) -> dict[str, RetryingChatModel]:
         """The models that are asked at present, by group, and the judge; those that are open."""
         asked = {name: group.models()[-1:] for name, group in self.shared_model_groups.items()}
         if self.analyses is not None:
@@ -583,7 +583,7 @@ class PureTextRlTrainer(Trainer):
             name: model
             for name, models in asked.items()
             for model in models
-            if isinstance(model, PatientChatModel)
+            if isinstance(model, RetryingChatModel)
         }
 
     def dry_run(self) -> dict[str, Any]:

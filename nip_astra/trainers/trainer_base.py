@@ -41,7 +41,7 @@ from nip_astra.errors import (
 )
 from nip_astra.evaluation.measured import Known
 from nip_astra.experiment_settings import ExperimentSettings
-from nip_astra.language_models.services.patience import PatientChatModel
+from nip_astra.language_models.services.retrying import RetryingChatModel
 from nip_astra.parameters.conditions import ReadWhere
 from nip_astra.parameters.hyper_parameters import HyperParameters
 from nip_astra.parameters.parameters_base import SubParameters
@@ -391,7 +391,7 @@ class Trainer(ABC):
 
     # ---- whether anything was measured
 
-    def services(self) -> Mapping[str, PatientChatModel]:
+    def services(self) -> Mapping[str, RetryingChatModel]:
         """The chat models that are asked, by who they are; hook of a family."""
         return self.scenario_instance.services
 

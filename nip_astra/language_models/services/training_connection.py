@@ -20,12 +20,12 @@ from nip_astra.errors import (
     ServiceRequestError,
     ServiceUnreachableError,
 )
-from nip_astra.language_models.services.asking import wait_for
 from nip_astra.language_models.services.bounded_http import (
     MIB,
     bounded,
     check_address,
 )
+from nip_astra.language_models.services.run_sync import run_sync
 from nip_astra.language_models.services.training_wire import DONE_HEADER, KEY_HEADER, MESSAGE
 from nip_astra.progress import waiting_for
 from nip_astra.trust import read_variable
@@ -137,7 +137,7 @@ class TrainingConnection:
         ServiceError
             Where it is refused, or the answer is no JSON object.
         """
-        answer = wait_for(self._operate(path, {"json": dict(body)}, key, polls="POST"))
+        answer = run_sync(self._operate(path, {"json": dict(body)}, key, polls="POST"))
         if answer.status_code != 200:
             raise self._error(answer)
         try:
@@ -157,7 +157,7 @@ class TrainingConnection:
             Where it had no turn.
         """
         sent = {"content": message, "headers": {"Content-Type": MESSAGE}}
-        answer = wait_for(self._operate(path, sent, key, polls="GET"))
+        answer = run_sync(self._operate(path, sent, key, polls="GET"))
         if answer.status_code == 200:
             return Answer(answer.content)
         error = self._error(answer)
